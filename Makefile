@@ -1,0 +1,42 @@
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup quickstart test test-all check format lint types walls clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml tools/setup.py
+	$(PYTHON) tools/setup.py $(VENV)
+	@touch $(READY)
+
+quickstart: $(READY)  ## prune, recover, evaluate and generate with the bundled model, on the CPU
+	$(BIN)/wide prune --config quickstart --output quickstart --overwrite
+
+test: $(READY)  ## the tests that need neither a GPU nor a network
+	$(BIN)/python -m pytest
+
+test-all: $(READY)  ## the slow ones too
+	$(BIN)/python -m pytest --slow
+
+check: format-check lint types walls test  ## everything that a change must pass
+
+format: $(READY)
+	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix-only src tests tools
+
+format-check: $(READY)
+	$(BIN)/ruff format --check src tests tools
+
+lint: $(READY)
+	$(BIN)/ruff check src tests tools
+
+types: $(READY)
+	$(BIN)/mypy
+
+walls: $(READY)
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) quickstart .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Text to tokens: sources of documents, tokenizers, packed blocks and deterministic batches."""

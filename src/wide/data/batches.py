@@ -1,0 +1,220 @@
+"""Packed blocks of tokens and the batches made of them: deterministic, shardable, resumable from the step alone.
+
+Documents follow each other without padding, and blocks are cut from the stream at multiples of the sequence length.
+Attention may cross a document boundary inside a block, as usual in packing; labels do not: the first token of a
+document (its BOS) is never a target.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wide.data.corpus import load_documents, source_fingerprint
+from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
+from wide.data.tokenizer import tokenizer_fingerprint
+from wide.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+"""Label of a token that is no target (the value that PyTorch's cross-entropy ignores)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch:
+    """One batch of blocks.
+
+    Args:
+        input_ids: Token ids, int64 `[B, T]`.
+        labels: The same ids at the same positions (models shift them), `IGNORED` where a document starts, int64
+            `[B, T]`.
+        valid: True for tokens, False for padding, bool `[B, T]`.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    valid: Tensor
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        """Return the batch on another device."""
+        return TokenBatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            valid=self.valid.to(device, non_blocking=True),
+        )
+
+
+class BatchSource(Protocol):
+    """What training reads: any step's batch, for any rank."""
+
+    def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
+        """Return a rank's share of the global batch of a step.
+
+        Args:
+            step: Optimiser step, from 0.
+            batch_size: Blocks in the global batch.
+            rank: Which share, in [0, world).
+            world: Number of equal shares.
+        """
+        ...
+
+
+def share_of_batch(step: int, batch_size: int, rank: int, world: int) -> range:
+    """Return which samples of the endless sequence of samples belong to a rank's share of a step.
+
+    Raises:
+        ConfigError: If the batch cannot be shared equally or the rank does not exist.
+    """
+    if batch_size % world or not 0 <= rank < world:
+        raise ConfigError(
+            f"a batch of {batch_size} cannot be shared by rank {rank} of {world}; "
+            "batch_size must be a multiple of the number of ranks"
+        )
+    share = batch_size // world
+    first = step * batch_size + rank * share
+    return range(first, first + share)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """A new permutation of the blocks each epoch, a function of the seed alone.
+
+    Args:
+        num_blocks: Blocks in an epoch.
+        seed: Of the permutations.
+    """
+
+    num_blocks: int
+    seed: int
+
+    def indices(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> list[int]:
+        """Return the blocks of a rank's share of a step, see `BatchSource.batch_at`."""
+        samples = share_of_batch(step, batch_size, rank, world)
+        positions = [divmod(sample, self.num_blocks) for sample in samples]
+        return [int(_permutation(self.num_blocks, self.seed, epoch)[place]) for epoch, place in positions]
+
+
+@lru_cache(maxsize=2)
+def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+class TokenBlocks:
+    """Blocks of a token stream, by index.
+
+    Args:
+        stream: Tokens and document starts.
+        sequence_length: Tokens in a block, T; what is left at the end of the stream is not used.
+        seed: Of the order in which `batch_at` visits the blocks.
+
+    Raises:
+        DataError: If the stream is too short for one block.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, *, seed: int = 17) -> None:
+        """Cut the stream; nothing is copied."""
+        self.sequence_length = sequence_length
+        self.largest_id = stream.largest_id
+        self._tokens = stream.tokens
+        self._starts = stream.starts
+        self._order = BlockOrder(len(stream.tokens) // sequence_length, seed)
+        if not len(self):
+            raise DataError(
+                f"the text has {len(stream.tokens)} tokens, and one block needs {sequence_length}; "
+                "give more text or a smaller sequence length"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self._tokens) // self.sequence_length
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all blocks."""
+        return len(self) * self.sequence_length
+
+    def order(self, seed: int) -> BlockOrder:
+        """Return the order of the blocks for a seed."""
+        return BlockOrder(len(self), seed)
+
+    def batch(self, indices: Sequence[int]) -> TokenBatch:
+        """Return the blocks of these indices, in this order, on the CPU.
+
+        Raises:
+            IndexError: If an index lies outside [0, len).
+        """
+        length = self.sequence_length
+        input_ids = torch.empty(len(indices), length, dtype=torch.int64)
+        is_start = torch.zeros(len(indices), length, dtype=torch.bool)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"block {index} of {len(self)}")
+            begin = index * length
+            input_ids[row] = torch.from_numpy(self._tokens[begin : begin + length].astype(np.int64))
+            low, high = np.searchsorted(self._starts, [begin, begin + length])
+            is_start[row, torch.from_numpy(self._starts[low:high] - begin)] = True
+        return TokenBatch(
+            input_ids=input_ids,
+            labels=input_ids.masked_fill(is_start, IGNORED),
+            valid=torch.ones_like(is_start),
+        )
+
+    def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
+        """Return a rank's share of the global batch of a step, see `BatchSource.batch_at`."""
+        return self.batch(self._order.indices(step, batch_size, rank, world))
+
+    def in_order(self, batch_size: int, *, max_blocks: int | None = None) -> Iterator[TokenBatch]:
+        """Yield all blocks once in the order of the text; the last batch may be smaller."""
+        count = len(self) if max_blocks is None else min(max_blocks, len(self))
+        for begin in range(0, count, batch_size):
+            yield self.batch(range(begin, min(begin + batch_size, count)))
+
+
+def load_blocks(
+    source: str | Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    sequence_length: int,
+    split: str | None = None,
+    text_field: str = "text",
+    max_documents: int | None = None,
+    cache: Path | None = None,
+    seed: int = 17,
+) -> TokenBlocks:
+    """Return the packed blocks of a source.
+
+    Args:
+        source: See `load_documents`.
+        tokenizer: Of the model that will read the blocks.
+        sequence_length: Tokens in a block.
+        split: See `load_documents`.
+        text_field: Field that holds the text, where rows have fields.
+        max_documents: Use only so many documents.
+        cache: Folder of token caches; the ids are then built once, kept there and memory-mapped. None keeps them in
+            memory.
+        seed: Of the order in which `batch_at` visits the blocks.
+
+    Raises:
+        DataError: If the source cannot be read or is too short for one block.
+    """
+    documents = load_documents(source, split=split, text_field=text_field, max_documents=max_documents)
+    if cache is None:
+        stream = stream_in_memory(documents, tokenizer)
+    else:
+        facts = [
+            source_fingerprint(source, split=split, text_field=text_field),
+            tokenizer_fingerprint(tokenizer),
+            str(max_documents),
+        ]
+        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+        stream = stream_on_disk(documents, tokenizer, cache / f"tokens-{key}")
+    return TokenBlocks(stream, sequence_length, seed=seed)

@@ -1,0 +1,124 @@
+"""One long stream of token ids with its document starts, in memory or in a memory-mapped cache folder."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wide.data.documents import Document
+from wide.data.progress import progress
+from wide.data.tokenizer import document_tokens
+from wide.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS_PER_CALL = 64
+_TOKENS, _STARTS, _FACTS = "tokens.uint32", "starts.int64", "facts.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenStream:
+    """Documents as one stream of ids.
+
+    Args:
+        tokens: Ids, uint32 `[L]`.
+        starts: Positions at which documents begin, int64, ascending.
+        largest_id: Largest id in the stream.
+    """
+
+    tokens: npt.NDArray[np.uint32]
+    starts: npt.NDArray[np.int64]
+    largest_id: int
+
+
+def tokenize_documents(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[npt.NDArray[np.uint32]]:
+    """Yield the ids of each document, tokenised a few documents at a time."""
+    remaining = iter(documents)
+    while batch := list(islice(remaining, _TEXTS_PER_CALL)):
+        for ids in document_tokens(tokenizer, [document.text for document in batch]):
+            yield np.asarray(ids, dtype=np.uint32)
+
+
+def stream_in_memory(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase") -> TokenStream:
+    """Return documents as a stream held in memory."""
+    pieces = list(progress(tokenize_documents(documents, tokenizer), title="tokenising", unit="document"))
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if pieces else lengths
+    return TokenStream(tokens=tokens, starts=starts, largest_id=int(tokens.max(initial=0)))
+
+
+def stream_on_disk(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path
+) -> TokenStream:
+    """Return documents as a stream mapped from `folder`, which is built first where it does not exist.
+
+    The folder appears under its name only when it is complete, so a crash leaves nothing that looks finished, and
+    several processes may build it at once: the first one to finish wins.
+
+    Raises:
+        DataError: If the folder exists and its content does not fit what it says of itself.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write(documents, tokenizer, unfinished)
+            _publish(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return _open(folder)
+
+
+def _write(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    starts, length, largest = [], 0, 0
+    with (folder / _TOKENS).open("wb") as file:
+        for ids in progress(tokenize_documents(documents, tokenizer), title="tokenising", unit="document"):
+            starts.append(length)
+            length += len(ids)
+            largest = max(largest, int(ids.max(initial=0)))
+            file.write(ids.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    np.array(starts, dtype=np.int64).tofile(folder / _STARTS)
+    facts = {"tokens": length, "documents": len(starts), "largest_id": largest}
+    (folder / _FACTS).write_text(json.dumps(facts) + "\n")
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        # Another process was quicker; its folder holds the same stream.
+        if not folder.exists():
+            raise
+
+
+def _open(folder: Path) -> TokenStream:
+    try:
+        facts: dict[str, Any] = json.loads((folder / _FACTS).read_text())
+        sizes = {_TOKENS: 4 * facts["tokens"], _STARTS: 8 * facts["documents"]}
+        damaged = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
+        largest_id = int(facts["largest_id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the token cache {folder} is incomplete ({error}); delete the folder to build it anew") from error
+    if damaged:
+        raise DataError(f"the token cache {folder} is damaged ({damaged[0]} has a wrong size); delete the folder")
+    if not facts["tokens"]:
+        return TokenStream(tokens=np.empty(0, np.uint32), starts=np.empty(0, np.int64), largest_id=0)
+    return TokenStream(
+        tokens=np.memmap(folder / _TOKENS, dtype=np.uint32, mode="r"),
+        starts=np.fromfile(folder / _STARTS, dtype=np.int64),
+        largest_id=largest_id,
+    )

@@ -1,0 +1,96 @@
+"""Tokenizers: loading, document boundaries, and whether a vocabulary fits a model."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wide.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a model, without remote code.
+
+    Args:
+        model: Hub name, folder, or a live Hugging Face model, whose configuration says where it came from.
+
+    Raises:
+        DataError: If there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    name = _origin(model) if isinstance(model, nn.Module) else str(model)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    # Besides OSError, the readers of the many tokenizer formats raise whatever their parsers do.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"no tokenizer can be loaded from {name!r}: {reason}; pass tokenizer= or a folder that holds tokenizer.json"
+        ) from error
+    return tokenizer
+
+
+def _origin(model: nn.Module) -> str:
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not name:
+        raise DataError("the model does not say which name or folder it was loaded from; pass tokenizer=")
+    return str(name)
+
+
+def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether the tokenizer itself begins a text with its BOS token."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+
+
+def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of whole documents.
+
+    A document begins with BOS if the tokenizer adds one by itself, and ends with EOS if the tokenizer has one.
+
+    Args:
+        tokenizer: Of the model that will read the ids.
+        texts: One text a document.
+    """
+    start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # verbose=False: documents longer than the context are cut into blocks later, no warning is due.
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [[*start, *ids, *end] for ids in encoded]
+
+
+def check_vocabulary(largest_id: int, model: nn.Module) -> None:
+    """Refuse token ids that a model has no embedding for.
+
+    Args:
+        largest_id: Largest token id that occurs.
+        model: A Hugging Face model.
+
+    Raises:
+        DataError: If the id lies outside the model's vocabulary.
+    """
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    vocab_size = int(embeddings.weight.shape[0])
+    if largest_id >= vocab_size:
+        raise DataError(
+            f"the text holds token id {largest_id}, so its tokenizer has at least {largest_id + 1} tokens, but the "
+            f"model's vocabulary has {vocab_size}; use the tokenizer that belongs to the model"
+        )
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash that two tokenizers share only if they encode alike."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = backend.to_str()
+    else:
+        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    special = json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id, adds_bos(tokenizer)])
+    return hashlib.sha256(f"{content}\n{special}".encode()).hexdigest()

@@ -1,0 +1,49 @@
+"""Every error that wide raises on purpose.
+
+Each message says what was seen, what was wanted and what to do. The command line prints the message without a
+traceback; in Python the classes also derive from the built-in error that a caller would expect.
+"""
+
+
+class WideError(Exception):
+    """Base of all errors caused by input, configuration or environment, never by a defect of wide."""
+
+
+class ConfigError(WideError, ValueError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class ShapeError(WideError, ValueError):
+    """A width, group size or tensor shape does not fit."""
+
+
+class UnsupportedModelError(WideError, TypeError):
+    """The structure of a model cannot be routed; the message names the part and the reason."""
+
+
+class NotAttachedError(WideError, RuntimeError):
+    """The operation needs a model with routers and this one has none (or has them already)."""
+
+
+class AdapterError(WideError, ValueError):
+    """An adapter or checkpoint on disk is incomplete, malformed, or made for another base model."""
+
+
+class DataError(WideError, ValueError):
+    """A text source is missing, empty, too short, of a wrong type, or does not fit the tokenizer."""
+
+
+class TrainingError(WideError, RuntimeError):
+    """Training cannot go on (for example the loss is not finite); the message names what was kept."""
+
+
+class EvaluationError(WideError, RuntimeError):
+    """An evaluation cannot be carried out as asked."""
+
+
+class UnsupportedBackendError(WideError, NotImplementedError):
+    """An operator has no such backend here; the message names operator, backend, device and reason."""
+
+
+class MissingExtraError(WideError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

@@ -1,0 +1,73 @@
+"""Running a model for judgement: evaluation mode, no gradients, and what it skips on the way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from wide.models.accounting import SkipCounter, Sparsity
+from wide.models.attach import is_attached
+from wide.models.observe import bypass, observe
+from wide.routing import LayerRouting
+
+
+@contextmanager
+def judging(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def dense(model: nn.Module) -> Iterator[None]:
+    """Run the model without routing; a model without routers is left as it is."""
+    with bypass(model) if is_attached(model) else nullcontext():
+        yield
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Return where the model's inputs belong."""
+    return next(model.parameters()).device
+
+
+class SkipMeter:
+    """Counts what an attached model skips in the forwards inside a `with` block; nothing for a plain model.
+
+    Args:
+        model: Attached or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Start at zero."""
+        self._model = model
+        self._counter = SkipCounter(model) if is_attached(model) else None
+        self._routing: list[LayerRouting] = []
+
+    @contextmanager
+    def watching(self) -> Iterator["SkipMeter"]:
+        """Watch the forwards inside the block."""
+        if self._counter is None:
+            yield self
+            return
+        with observe(self._model) as self._routing:
+            yield self
+
+    def add(self, valid: Tensor) -> None:
+        """Count the latest forward.
+
+        Args:
+            valid: Bool `[B, T]`, True for tokens that count.
+        """
+        if self._counter is not None:
+            self._counter.add(self._routing, valid)
+
+    def result(self) -> Sparsity | None:
+        """Return the rates so far, None for a plain model (waits for the device)."""
+        return None if self._counter is None else self._counter.result()

@@ -1,0 +1,46 @@
+"""Groups of channels: the units that a token executes or skips."""
+
+from dataclasses import dataclass
+
+from wide.errors import ShapeError
+
+
+def divisors(number: int, *, of: int = 1) -> list[int]:
+    """Return the divisors of `number` that are multiples of `of`, ascending."""
+    return [d for d in range(of, number + 1, of) if number % d == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """A width cut into contiguous groups of equal size.
+
+    Args:
+        width: Number of channels that are grouped (query width or FFN width).
+        group_size: Channels in a group; must divide `width`.
+
+    Raises:
+        ShapeError: If `group_size` does not divide `width`; the message names the sizes that do.
+
+    Source: paper, section 3.1 (pruning units).
+    """
+
+    width: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that do not divide the width."""
+        if self.group_size < 1 or self.width % self.group_size:
+            raise ShapeError(
+                f"a group size of {self.group_size} does not divide the width {self.width}; "
+                f"sizes that do: {divisors(self.width)}"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups, N_G in the paper."""
+        return self.width // self.group_size
+
+    @classmethod
+    def whole(cls, width: int) -> "Grouping":
+        """Return the grouping with one group, i.e. token-wise depth routing of a half-layer."""
+        return cls(width, width)

@@ -1,0 +1,1 @@
+"""Operators on tensors that skip what no token executes."""

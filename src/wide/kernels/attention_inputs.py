@@ -1,0 +1,75 @@
+"""What both attention operators ask of their tensors."""
+
+import torch
+
+from wide.errors import ShapeError, UnsupportedBackendError
+from wide.kernels.device import interprets_triton, triton_obstacle
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check_backend(operator: str, backend: str, tensor: torch.Tensor) -> None:
+    """Refuse a backend that cannot run on the device or in the dtype of `tensor`.
+
+    Raises:
+        UnsupportedBackendError: The message names operator, backend and reason.
+    """
+    if backend == "torch":
+        return
+    if backend != "triton":
+        raise UnsupportedBackendError(f"{operator} has the backends 'torch' and 'triton', got {backend!r}")
+    reason = triton_obstacle(tensor.device)
+    if reason is None and tensor.dtype not in _HALF and not (interprets_triton() and tensor.dtype == torch.float32):
+        reason = f"the kernels take float16 and bfloat16, got {tensor.dtype}"
+    if reason is not None:
+        raise UnsupportedBackendError(f"{operator}: {reason}; choose backend='torch'")
+
+
+def check_keys_and_values(operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse K and V that do not fit each other or the queries.
+
+    Args:
+        operator: Name for messages.
+        q: Queries, [..., H_q, d].
+        k: Keys, [B, T_k, H_k, d]; any strides of the first three dimensions.
+        v: Values, as `k`.
+
+    Raises:
+        ShapeError: If shapes, dtypes, devices or strides do not fit.
+    """
+    if k.dim() != 4 or k.shape != v.shape or 0 in k.shape:
+        raise ShapeError(f"{operator} wants k and v of one shape [B, T_k, H_k, d], got {_of(k)} and {_of(v)}")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[2]:
+        raise ShapeError(
+            f"{operator}: q {_of(q)} and k {_of(k)} must agree in batch and head size, "
+            "and the query heads must be a multiple of the KV heads"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ShapeError(
+                f"{operator}: {name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; "
+                "convert them to one dtype and device"
+            )
+        if tensor.stride(-1) != 1:
+            raise ShapeError(f"{operator}: the last dimension of {name} must have stride 1, got {tensor.stride()}")
+
+
+def check_per_sequence(operator: str, name: str, tensor: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Refuse a per-sequence number that is not int32 [B], contiguous, on the device of `q`."""
+    if tensor is None:
+        return
+    if tensor.shape != q.shape[:1] or tensor.dtype != torch.int32 or tensor.device != q.device:
+        raise ShapeError(f"{operator}: {name} must be int32 [{q.shape[0]}] on {q.device}, got {_of(tensor)}")
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{operator}: {name} must be contiguous")
+
+
+def check_score_options(operator: str, window: int | None, soft_cap: float | None, scale: float | None) -> None:
+    """Refuse a window below one key and a soft cap or scale that is not positive."""
+    for name, value in (("window", window), ("soft_cap", soft_cap), ("scale", scale)):
+        if value is not None and value <= 0:
+            raise ShapeError(f"{operator}: {name} must be positive or None, got {value}")
+
+
+def _of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

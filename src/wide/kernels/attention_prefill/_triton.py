@@ -1,0 +1,247 @@
+"""Prefill attention in Triton: queries gathered once per program, K and V streamed, one launch.
+
+A program owns `BLOCK_M` rows = tokens x heads of one unit (see `HeadUnits`). Its tokens come from the ascending list of
+executing tokens, so the keys it may see end at the position of its last token, and only blocks between the first and
+the last token's limits need an element-wise mask.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.head_units import HeadUnits
+
+# Units whose programs run side by side: enough to fill a GPU, few enough that their K and V stay in the L2 cache.
+_BAND = 16
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _load_block(
+    base, n, offsets_n, offsets_d, stride, first, T_k, head, b,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, USES_TMA: tl.constexpr,
+):
+    if USES_TMA:
+        block = base.load([b, n, head, 0]).reshape(BLOCK_N, BLOCK_D)
+    else:
+        # The scalar part is 64-bit; inside a block 32 bits are enough.
+        pointers = base + tl.cast(n, tl.int64) * stride + offsets_n[:, None] * stride + offsets_d[None, :]
+        if MASKED:
+            real = (n + offsets_n >= first) & (n + offsets_n < T_k)
+            block = tl.load(pointers, mask=real[:, None] & (offsets_d[None, :] < D), other=0.0)
+        elif BLOCK_D != D:
+            block = tl.load(pointers, mask=offsets_d[None, :] < D, other=0.0)
+        else:
+            block = tl.load(pointers)
+    return block
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, K, V, position, low, high, first, T_k, kv_head, b, stride_k, stride_v,
+    window, scale, cap_in, cap_out,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, USES_TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+):
+    """Take the keys of [low, high) into the running softmax."""
+    offsets_n = tl.arange(0, BLOCK_N)
+    offsets_d = tl.arange(0, BLOCK_D)
+    for n in tl.range(low, high, BLOCK_N, warp_specialize=SPECIALIZE):
+        k = _load_block(
+            K, n, offsets_n, offsets_d, stride_k, first, T_k, kv_head, b, D, BLOCK_N, BLOCK_D, MASKED, USES_TMA
+        )
+        scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+        if HAS_CAP:
+            # cap * tanh(x) with x = score * scale / cap, already in units of log2.
+            scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
+        if MASKED:
+            columns = n + offsets_n
+            seen = ((columns >= first) & (columns < T_k))[None, :]
+            if IS_CAUSAL:
+                seen = seen & (columns[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (columns[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        row_sum = row_sum * correction + tl.sum(weights, 1)
+        acc = acc * correction[:, None]
+        v = _load_block(
+            V, n, offsets_n, offsets_d, stride_v, first, T_k, kv_head, b, D, BLOCK_N, BLOCK_D, MASKED, USES_TMA
+        )
+        if MASKED and USES_TMA:
+            # Padding may hold anything, and 0 * NaN is NaN.
+            v = tl.where((n + offsets_n >= first)[:, None], v, tl.zeros_like(v))
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attention_prefill(
+    Q, K, V, OUT, INDEX, COUNTS, STARTS,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    T_q, T_k, batch, max_tiles, band, window, scale, cap_in, cap_out,
+    NUM_UNITS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_CAP: tl.constexpr,
+    USES_TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+):
+    # Within a band of units, the last tile of each comes first: longest first, and the empty ones last.
+    pid = tl.program_id(0)
+    in_band = pid % (max_tiles * band)
+    pair = pid // (max_tiles * band) * band + in_band % band
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    if pair >= batch * NUM_UNITS:
+        return
+    b = pair // NUM_UNITS
+    unit = pair % NUM_UNITS
+    column = b * NUM_GROUPS + unit * NUM_GROUPS // NUM_UNITS
+    kv_head = unit * NUM_KV_HEADS // NUM_UNITS
+    count = tl.load(COUNTS + column)
+    tile = tl.cdiv(count, TOKENS) - 1 - in_band // band
+    if tile < 0:
+        return
+
+    places = INDEX + column.to(tl.int64) * T_q + tile * TOKENS
+    left = tl.minimum(count - tile * TOKENS, TOKENS)
+    rows = tl.arange(0, BLOCK_M)
+    is_row = rows // HEADS < left
+    token = tl.load(places + rows // HEADS, mask=is_row, other=0)
+    head = unit * HEADS + rows % HEADS
+    offsets_d = tl.arange(0, BLOCK_D)
+    q_base = Q + b.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head * stride_qh
+    cell = is_row[:, None] & (offsets_d[None, :] < D)
+    q = tl.load(q_base[:, None] + offsets_d[None, :], mask=cell, other=0.0)
+
+    shift = T_k - T_q
+    position = token + shift
+    first_position = tl.load(places) + shift
+    last_position = tl.load(places + left - 1) + shift
+    first = 0
+    if HAS_STARTS:
+        first = tl.load(STARTS + b)
+    low = first
+    low_full = first
+    if HAS_WINDOW:
+        low = tl.maximum(first, first_position - window + 1)
+        low_full = tl.maximum(first, last_position - window + 1)
+    high = T_k
+    high_full = T_k
+    if IS_CAUSAL:
+        high = last_position + 1
+        high_full = first_position + 1
+    low = low // BLOCK_N * BLOCK_N
+    high_full = high_full // BLOCK_N * BLOCK_N
+
+    if not USES_TMA:
+        K = K + b.to(tl.int64) * stride_kb + kv_head * stride_kh
+        V = V + b.to(tl.int64) * stride_vb + kv_head * stride_vh
+    # Finite, so that a block without any visible key leaves zeros instead of NaN.
+    row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    middle = 0
+    if HAS_STARTS or HAS_WINDOW:
+        middle = tl.minimum(tl.cdiv(low_full, BLOCK_N) * BLOCK_N, tl.cdiv(high, BLOCK_N) * BLOCK_N)
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, K, V, position, low, middle, first, T_k, kv_head, b, stride_kt, stride_vt,
+            window, scale, cap_in, cap_out,
+            D, BLOCK_N, BLOCK_D, True, IS_CAUSAL, HAS_WINDOW, HAS_CAP, USES_TMA, False,
+        )
+    high_full = tl.maximum(high_full, middle)
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, K, V, position, middle, high_full, first, T_k, kv_head, b, stride_kt, stride_vt,
+        window, scale, cap_in, cap_out,
+        D, BLOCK_N, BLOCK_D, False, IS_CAUSAL, HAS_WINDOW, HAS_CAP, USES_TMA, SPECIALIZE,
+    )
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, K, V, position, high_full, high, first, T_k, kv_head, b, stride_kt, stride_vt,
+        window, scale, cap_in, cap_out,
+        D, BLOCK_N, BLOCK_D, True, IS_CAUSAL, HAS_WINDOW, HAS_CAP, USES_TMA, False,
+    )
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_row = (b.to(tl.int64) * T_q + token) * (NUM_UNITS * HEADS) + head
+    tl.store(OUT + out_row[:, None] * D + offsets_d[None, :], acc.to(OUT.dtype.element_ty), mask=cell)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    tile: PrefillTile,
+    starts: torch.Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+    zero_skipped: bool,
+) -> torch.Tensor:
+    """Run `attention_prefill_reference` in one kernel (and a fill if `zero_skipped`)."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=counts.shape[1])
+    new = torch.zeros if zero_skipped else torch.empty
+    out = new(q.shape, dtype=q.dtype, device=q.device)
+    block_m = max(tile.block_m, triton.next_power_of_2(units.heads_per_unit))
+    max_tiles = triton.cdiv(num_queries, block_m // units.heads_per_unit)
+    num_pairs = batch * units.num_units
+    band = min(num_pairs, _BAND)
+    block_d = triton.next_power_of_2(head_dim)
+    factor = head_dim**-0.5 if scale is None else scale
+    log_scale, cap_in, cap_out = factor * _LOG2_E, 1.0, 1.0
+    if soft_cap is not None:
+        log_scale, cap_in, cap_out = _LOG2_E, 2.0 * _LOG2_E * factor / soft_cap, soft_cap
+    _attention_prefill[(triton.cdiv(num_pairs, band) * band * max_tiles,)](
+        q,
+        _source(k, tile, block_d),
+        _source(v, tile, block_d),
+        out,
+        index,
+        counts,
+        counts if starts is None else starts,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        num_queries,
+        k.shape[1],
+        batch,
+        max_tiles,
+        band,
+        0 if window is None else window,
+        log_scale,
+        cap_in,
+        cap_out,
+        NUM_UNITS=units.num_units,
+        NUM_GROUPS=units.num_groups,
+        NUM_KV_HEADS=units.num_kv_heads,
+        HEADS=units.heads_per_unit,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        IS_CAUSAL=is_causal,
+        HAS_WINDOW=window is not None,
+        HAS_STARTS=starts is not None,
+        HAS_CAP=soft_cap is not None,
+        USES_TMA=tile.uses_tma,
+        SPECIALIZE=tile.is_warp_specialized,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _source(tensor: torch.Tensor, tile: PrefillTile, block_d: int) -> Any:
+    """Return what the kernel reads K or V through: the tensor, or a descriptor of it."""
+    if not tile.uses_tma:
+        return tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, tile.block_n, 1, block_d])

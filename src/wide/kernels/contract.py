@@ -1,0 +1,130 @@
+"""What an operator promises: one description that tests, profiling, tuning and `kernel_set` all read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from wide.errors import UnsupportedBackendError
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One input of an operator as data, so that tests and benches build the same tensors.
+
+    Args:
+        sizes: Extents by name in the words of the glossary, e.g. `num_rows`, `group_size`.
+        dtype: Of the floating-point inputs.
+        active: Share of active (row, group) pairs in a random mask, in [0, 1].
+        options: Arguments that choose a variant, e.g. `activation`.
+        seed: Of masks and values.
+    """
+
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+    active: float = 0.5
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 17
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a case needs at least, for rates and the roofline.
+
+    Args:
+        flop: Floating-point operations of active pairs (a multiply-add counts two).
+        bytes_read: Bytes read once from device memory.
+        bytes_written: Bytes written once to device memory.
+    """
+
+    flop: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """One implementation of an operator.
+
+    Args:
+        run: Takes what the reference takes and returns what it returns.
+        supports: Returns None if the backend can run a case on a device, otherwise the reason in words.
+    """
+
+    run: Run
+    supports: Callable[[torch.device, Case], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """One operator with its oracle and its implementations.
+
+    Args:
+        name: As in messages, records and the tuning table.
+        reference: Plain PyTorch with float32 accumulation.
+        backends: Implementations by name; `torch` is the reference itself.
+        cases: Inputs on which every backend must agree with the reference.
+        build: Makes the keyword arguments of `reference` for a case on a device; skipped places hold NaN.
+        compare: Returns the relative error of a result against the reference's on executed places only.
+        tolerance: Largest relative error by dtype.
+        work: The least work of a case.
+    """
+
+    name: str
+    reference: Run
+    backends: Mapping[str, Backend]
+    cases: tuple[Case, ...]
+    build: Callable[[Case, torch.device], dict[str, Any]]
+    compare: Callable[[Mapping[str, Any], Any, Any], float]
+    tolerance: Mapping[torch.dtype, float]
+    work: Callable[[Case], Work]
+
+    def supports(self, backend: str, device: torch.device, case: Case) -> str | None:
+        """Return None if `backend` can run `case` on `device`, otherwise the reason in words."""
+        if backend not in self.backends:
+            return f"unknown backend; {self.name} has {sorted(self.backends)}"
+        return self.backends[backend].supports(device, case)
+
+    def require(self, backend: str, device: torch.device, case: Case) -> Backend:
+        """Return the named backend.
+
+        Raises:
+            UnsupportedBackendError: If it cannot run the case here; nothing else is tried instead.
+        """
+        reason = self.supports(backend, device, case)
+        if reason is not None:
+            raise UnsupportedBackendError(
+                f"{self.name}: backend {backend!r} cannot run on {device}: {reason}; "
+                f"choose one of {sorted(self.backends)} or 'auto'"
+            )
+        return self.backends[backend]
+
+
+def anywhere(device: torch.device, case: Case) -> str | None:
+    """Return None: plain PyTorch runs every case on every device."""
+    del device, case
+    return None
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of `wanted`, in float64; NaN or infinity anywhere gives inf."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    difference = (got.double() - wanted.double()).norm()
+    error = (difference / wanted.double().norm().clamp_min(1e-30)).item()
+    return error if error == error else float("inf")
+
+
+def random_mask(case: Case, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return a random bool mask with share `case.active` of True; the same on every device for the same seed."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return (torch.rand(shape, generator=generator) < case.active).to(device)
+
+
+def random_values(case: Case, shape: tuple[int, ...], device: torch.device, *, salt: int) -> torch.Tensor:
+    """Return standard normal values of the case's dtype; `salt` tells the tensors of one case apart."""
+    generator = torch.Generator().manual_seed(case.seed * 1000 + salt)
+    return torch.randn(shape, generator=generator).to(device=device, dtype=case.dtype)

@@ -1,0 +1,60 @@
+"""Facts of the device that kernels depend on."""
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """What tile choices and tables need to know of a device.
+
+    Args:
+        name: As the driver reports it; 'cpu' on the host.
+        capability: Compute capability times ten, e.g. 90; 0 on the host.
+        num_sms: Streaming multiprocessors; 1 on the host.
+        shared_memory_bytes: Largest shared memory of one block.
+        l2_bytes: Second-level cache.
+    """
+
+    name: str
+    capability: int
+    num_sms: int
+    shared_memory_bytes: int
+    l2_bytes: int
+
+
+@functools.cache
+def _cuda_facts(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceFacts(
+        name=properties.name,
+        capability=10 * properties.major + properties.minor,
+        num_sms=properties.multi_processor_count,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Return the facts of a CUDA device, or of the host for any other device."""
+    if device.type != "cuda":
+        return DeviceFacts(name="cpu", capability=0, num_sms=1, shared_memory_bytes=0, l2_bytes=0)
+    return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def interprets_triton() -> bool:
+    """Return whether Triton kernels run in Triton's interpreter, on the host."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Return why Triton kernels cannot run on `device`, or None if they can."""
+    if interprets_triton():
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA device (or TRITON_INTERPRET=1), not {device.type}"
+    capability = device_facts(device).capability
+    return None if capability >= 80 else f"Triton kernels need sm_80 or newer, this is sm_{capability}"

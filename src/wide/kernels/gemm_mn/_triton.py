@@ -1,0 +1,265 @@
+"""GEMM-MN in Triton: a persistent grid over row tiles listed on the device; rows gathered, weights by TMA or pointers."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from wide.kernels.device import device_facts
+from wide.kernels.reordering import Reordering
+
+POINTERS, TMA, TMA_STACKED = 0, 1, 2
+
+
+def gemm_mn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Reordering,
+    *,
+    up_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    packed: bool,
+    mask: torch.Tensor | None,
+    tile: tuple[int, ...],
+) -> torch.Tensor:
+    """Run `gemm_mn_reference`; `tile` holds the fields of `MnTile`."""
+    num_rows, depth = x.shape
+    width = weight.shape[0]
+    num_groups = order.counts.numel()
+    size = width // num_groups
+    block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by = tile
+    out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, width))
+    gated = up_weight is not None
+    w, w_up = _weight_arguments(weight, up_weight, block_n, block_k, weights_by)
+    capacity = order.tiles.shape[0] * (size // block_n)
+    grid = (min(capacity, ctas_per_sm * device_facts(x.device).num_sms),)
+    _gemm_mn_kernel[grid](
+        x,
+        w,
+        w_up,
+        out,
+        weight if bias is None else bias,
+        weight if up_bias is None else up_bias,
+        order.index,
+        order.counts,
+        order.offsets,
+        order.tiles,
+        order.num_tiles,
+        num_rows,
+        depth,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        G=size,
+        BLOCK_M=order.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GATED=gated,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        HAS_UP_BIAS=up_bias is not None,
+        PACKED=packed,
+        WEIGHTS_BY=weights_by,
+        WHOLE_K=depth % block_k == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_stages=num_stages,
+        num_warps=num_warps,
+    )
+    if mask is not None:
+        zero_skipped(out, mask)
+    return out
+
+
+def _weight_arguments(
+    weight: torch.Tensor, up_weight: torch.Tensor | None, block_n: int, block_k: int, weights_by: int
+) -> tuple[object, object]:
+    if weights_by == POINTERS:
+        return weight, weight if up_weight is None else up_weight
+    if weights_by == TMA:
+        descriptor = TensorDescriptor.from_tensor(weight, [block_n, block_k])
+        return descriptor, descriptor if up_weight is None else TensorDescriptor.from_tensor(
+            up_weight, [block_n, block_k]
+        )
+    width, depth = weight.shape
+    stacked = TensorDescriptor(weight, [2, width, depth], [width * depth, depth, 1], [2, block_n, block_k])
+    return stacked, stacked
+
+
+@triton.jit
+def _activate(values, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        values = values / (1.0 + tl.exp(-values))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (values + 0.044715 * values * values * values)
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        values = values / (1.0 + tl.exp(-inner))
+    elif ACTIVATION == "relu2":
+        values = tl.maximum(values, 0.0)
+        values = values * values
+    return values
+
+
+@triton.jit
+def _weight_block(
+    W, column, k, stride_w, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, WHOLE_K: tl.constexpr
+):
+    if TMA:
+        block = W.load([column, k])
+    else:
+        columns = column + tl.arange(0, BLOCK_N)
+        ks = k + tl.arange(0, BLOCK_K)
+        places = W + columns.to(tl.int64)[:, None] * stride_w + ks[None, :]
+        if WHOLE_K:
+            block = tl.load(places)
+        else:
+            block = tl.load(places, mask=(ks < K)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def _gemm_mn_kernel(
+    X,
+    W,
+    W_UP,
+    OUT,
+    BIAS,
+    UP_BIAS,
+    INDEX,
+    COUNTS,
+    OFFSETS,
+    TILES,
+    NUM_TILES,
+    M,
+    K,
+    stride_x,
+    stride_w,
+    stride_out,
+    G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_UP_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    WEIGHTS_BY: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    PARTS: tl.constexpr = G // BLOCK_N
+    STACKED: tl.constexpr = WEIGHTS_BY == 2
+    BY_TMA: tl.constexpr = WEIGHTS_BY == 1
+    ks = tl.arange(0, BLOCK_K)
+    num_tiles = tl.load(NUM_TILES) * PARTS
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group = tl.load(TILES + 2 * (tile // PARTS))
+        row_tile = tl.load(TILES + 2 * (tile // PARTS) + 1)
+        count = tl.load(COUNTS + group)
+        places = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        # Rows beyond the count read row 0 and are never stored.
+        rows = tl.load(INDEX + group.to(tl.int64) * M + places, mask=places < count, other=0).to(tl.int64)
+        part = (tile % PARTS) * BLOCK_N
+        column = group * G + part
+        x_places = X + rows[:, None] * stride_x + ks[None, :]
+        if STACKED:
+            both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+            for k in range(0, K, BLOCK_K):
+                if WHOLE_K:
+                    a = tl.load(x_places + k)
+                else:
+                    a = tl.load(x_places + k, mask=(k + ks < K)[None, :], other=0.0)
+                b = W.load([0, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
+                both = tl.dot(a, b.T, both, input_precision=PRECISION)
+            values, up = both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+        else:
+            values = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(0, K, BLOCK_K):
+                if WHOLE_K:
+                    a = tl.load(x_places + k)
+                else:
+                    a = tl.load(x_places + k, mask=(k + ks < K)[None, :], other=0.0)
+                b = _weight_block(W, column, k, stride_w, K, BLOCK_N, BLOCK_K, BY_TMA, WHOLE_K)
+                values = tl.dot(a, b.T, values, input_precision=PRECISION)
+                if GATED:
+                    b = _weight_block(W_UP, column, k, stride_w, K, BLOCK_N, BLOCK_K, BY_TMA, WHOLE_K)
+                    up = tl.dot(a, b.T, up, input_precision=PRECISION)
+        channels = tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
+        values = _activate(values, ACTIVATION)
+        if GATED:
+            if HAS_UP_BIAS:
+                up += tl.load(UP_BIAS + column + channels).to(tl.float32)[None, :]
+            values = values * up
+        if PACKED:
+            target = (tl.load(OFFSETS + group) + places).to(tl.int64) * stride_out + part
+        else:
+            target = rows * stride_out + column
+        out = OUT + target[:, None] + channels[None, :]
+        tl.store(out, values.to(OUT.dtype.element_ty), mask=(places < count)[:, None])
+
+
+def zero_skipped(out: torch.Tensor, mask: torch.Tensor) -> None:
+    """Write zeros to the channels of skipped (row, group) pairs of `out` [M, N]."""
+    num_rows, num_groups = mask.shape
+    size = out.shape[1] // num_groups
+    raw = mask.view(torch.uint8)
+    grid = (triton.cdiv(num_rows, 32), num_groups)
+    _zero_kernel[grid](
+        out, raw, num_rows, size, out.stride(0), *raw.stride(), BLOCK_M=32, BLOCK_N=triton.next_power_of_2(size)
+    )
+
+
+@triton.jit
+def _zero_kernel(
+    OUT, MASK, M, G, stride_out, stride_m, stride_g, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    group = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, BLOCK_N)
+    executes = tl.load(MASK + rows.to(tl.int64) * stride_m + group * stride_g, mask=rows < M, other=1)
+    out = OUT + rows.to(tl.int64)[:, None] * stride_out + (group * G + channels)[None, :]
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), OUT.dtype.element_ty)
+    tl.store(out, zeros, mask=(executes == 0)[:, None] & (channels < G)[None, :])
+
+
+def gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return act(gate) * up of `both` = [gate | up], [M, 2 N], zero where `mask` [M, N_G] is given and False."""
+    num_rows, width = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(num_rows, width)
+    raw = None if mask is None else mask.view(torch.uint8)
+    _gated_kernel[(num_rows, triton.cdiv(width, 1024))](
+        both,
+        out,
+        both if raw is None else raw,
+        width,
+        1 if mask is None else width // mask.shape[1],
+        both.stride(0),
+        *((0, 0) if raw is None else raw.stride()),
+        ACTIVATION=activation,
+        MASKED=mask is not None,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _gated_kernel(
+    BOTH, OUT, MASK, N, G, stride_both, stride_m, stride_g, ACTIVATION: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < N
+    gate = tl.load(BOTH + row * stride_both + channels, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(BOTH + row * stride_both + N + channels, mask=inside, other=0.0).to(tl.float32)
+    values = _activate(gate, ACTIVATION) * up
+    if MASKED:
+        executes = tl.load(MASK + row * stride_m + (channels // G) * stride_g, mask=inside, other=0)
+        values = tl.where(executes != 0, values, 0.0)
+    tl.store(OUT + row * N + channels, values.to(OUT.dtype.element_ty), mask=inside)

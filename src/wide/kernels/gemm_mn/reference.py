@@ -1,0 +1,68 @@
+"""GEMM-MN in plain PyTorch: one product per group over the rows that execute it."""
+
+import torch
+from torch.nn.functional import gelu, linear, relu, silu
+
+from wide.kernels.reordering import Reordering
+
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu2")
+
+
+def activate(values: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the activation of float32 values."""
+    if activation == "silu":
+        return silu(values)
+    if activation == "gelu_tanh":
+        return gelu(values, approximate="tanh")
+    return relu(values).square() if activation == "relu2" else values
+
+
+def gemm_mn_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Reordering,
+    *,
+    up_weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "none",
+    packed: bool = False,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return act(x W^T) or act(x W^T) * (x W_up^T) on the channels of executing (row, group) pairs only.
+
+    Args:
+        x: [M, K].
+        weight: [N, K]; its rows g * G .. (g + 1) * G belong to group g.
+        order: Which rows execute which group.
+        up_weight: [N, K] of gated FFNs.
+        bias: [N].
+        up_bias: [N] of gated FFNs.
+        activation: One of `ACTIVATIONS`.
+        packed: Return [M * N_G, G] with the rows of group g from `order.offsets[g]` on, instead of [M, N].
+        mask: bool [M, N_G]; if given, skipped channels of the [M, N] output are zero, otherwise unspecified.
+
+    Source: paper, section 4.2 (N-axis operators).
+    """
+    num_rows, width = x.shape[0], weight.shape[0]
+    num_groups = order.counts.numel()
+    size = width // num_groups
+    out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, width))
+    if mask is not None:
+        out.zero_()
+    for group, (count, offset) in enumerate(zip(order.counts.tolist(), order.offsets.tolist(), strict=False)):
+        rows = order.index[group, :count].long()
+        channels = slice(group * size, (group + 1) * size)
+        values = _product(x[rows], weight, bias, channels)
+        values = activate(values, activation)
+        if up_weight is not None:
+            values = values * _product(x[rows], up_weight, up_bias, channels)
+        if packed:
+            out[offset : offset + count] = values.to(x.dtype)
+        else:
+            out[rows, channels] = values.to(x.dtype)
+    return out
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, channels: slice) -> torch.Tensor:
+    return linear(x.float(), weight[channels].float(), None if bias is None else bias[channels].float())

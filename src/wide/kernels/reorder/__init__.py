@@ -1,0 +1,19 @@
+"""Reorder: from a binary mask to lists of executing rows."""
+
+from wide.kernels.reorder.operator import (
+    REORDER,
+    REORDER_PATTERNS,
+    REORDER_SEQUENCES,
+    reorder,
+    reorder_patterns,
+    reorder_sequences,
+)
+
+__all__ = [
+    "REORDER",
+    "REORDER_PATTERNS",
+    "REORDER_SEQUENCES",
+    "reorder",
+    "reorder_patterns",
+    "reorder_sequences",
+]

@@ -1,0 +1,67 @@
+"""What reorder hands to the other operators: device tensors of fixed shape, whatever the mask holds."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Reordering(NamedTuple):
+    """Per group the ascending list of rows that execute it, over all tokens (for GEMMs).
+
+    Entries beyond a count are unspecified. M = rows, N_G = groups, BM = `block_m`.
+
+    Args:
+        index: Row numbers, int32 [N_G, M]; the first `counts[g]` of row g are meant.
+        counts: Active rows of each group, int32 [N_G].
+        offsets: Exclusive sum of the counts, int32 [N_G + 1]: where a group starts in packed tensors.
+        tiles: (group, row tile) of each row tile, int32 [N_G * ceil(M / BM), 2], neighbours share rows and weights.
+        num_tiles: How many tiles are meant, int32 [1].
+        rank: Position of row m in the list of group g or -1, int32 [M, N_G]; empty if not asked for.
+        block_m: Rows in a tile.
+    """
+
+    index: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    rank: torch.Tensor
+    block_m: int
+
+
+class SequenceReordering(NamedTuple):
+    """Per sequence and group the ascending list of positions that execute it (for attention).
+
+    Args:
+        index: Positions in the sequence, int32 [B, N_G, T]; the first `counts[b, g]` are meant.
+        counts: Active positions, int32 [B, N_G].
+    """
+
+    index: torch.Tensor
+    counts: torch.Tensor
+
+
+class PatternReordering(NamedTuple):
+    """Rows sorted by the Gray rank of their pattern over `groups_per_block` neighbouring groups (for K-axis GEMMs).
+
+    N_B = number of super-blocks of groups, M = rows, BM = `block_m`.
+
+    Args:
+        index: Row numbers by ascending Gray rank, ties by row, int32 [N_B, M]; the first `counts[b]` are meant.
+        patterns: Bit i set: the row at that place executes group b * groups_per_block + i; int32 [N_B, M].
+        counts: Rows that execute any group of a super-block (all rows if `keeps_empty`), int32 [N_B].
+        tiles: (super-block, row tile), int32 [N_B * ceil(M / BM), 2].
+        num_tiles: How many tiles are meant, int32 [1].
+        block_m: Rows in a tile.
+        groups_per_block: Groups in a super-block, s; 1 to 8.
+        keeps_empty: Whether rows that execute no group of a super-block are listed too (first).
+    """
+
+    index: torch.Tensor
+    patterns: torch.Tensor
+    counts: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    block_m: int
+    groups_per_block: int
+    keeps_empty: bool

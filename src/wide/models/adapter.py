@@ -1,0 +1,246 @@
+"""The adapter on disk: a small, self-describing folder that loads strictly.
+
+    wide_config.json            version, base model, plan, threshold, dial, provenance
+    wide_router.safetensors     router matrices, float32
+    lora/                       PEFT's files, only after stage 2
+    README.md                   model card
+
+LoRA lies in a folder of its own, so that nothing loads base + LoRA without the routers.
+"""
+
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from wide.errors import AdapterError, NotAttachedError
+from wide.models.attach import attach, attachment, detach
+from wide.models.card import model_card
+from wide.models.discovery import discover
+from wide.models.fingerprint import differences, fingerprint
+from wide.models.lora import copy_strictly, load_lora
+from wide.plan import Plan
+from wide.version import __version__
+
+FORMAT_VERSION = 1
+CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
+_KEYS = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance"}
+
+
+def router_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all router matrices on the CPU, named `layers.<i>.<half>.<matrix>`."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in _router_parameters(model).items()}
+
+
+def load_router_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy router matrices in, strictly.
+
+    Raises:
+        AdapterError: If a name is missing or surplus, a shape differs, or a value is not finite.
+    """
+    copy_strictly(_router_parameters(model), state, "router")
+
+
+def save(model: nn.Module, path: str | Path) -> Path:
+    """Write the adapter of an attached model to a folder, whole or not at all, and return the folder.
+
+    Args:
+        model: An attached model; LoRA must not be merged.
+        path: The folder; an adapter that is there already is replaced.
+
+    Raises:
+        NotAttachedError: If the model has no routers, or LoRA was merged into its weights (save a full checkpoint).
+        AdapterError: If the folder exists and holds something else.
+    """
+    state = attachment(model)
+    if state.lora is not None and state.lora.merged:
+        raise NotAttachedError(
+            "LoRA was merged into the base weights, so an adapter cannot describe this model; save a full checkpoint "
+            "with wide.save_checkpoint(model, path)"
+        )
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_FILE).exists())):
+        raise AdapterError(f"{target} exists and is not an adapter; choose another folder or empty it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(model, temporary)
+        _put_in_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    # A crash between the two renames leaves the earlier adapter whole, under the name of `earlier`.
+    earlier = temporary.with_name(f"{temporary.name}.earlier")
+    if target.exists():
+        target.rename(earlier)
+    temporary.rename(target)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: bool = True, **load_options: Any) -> Any:
+    """Attach a saved adapter to its base model and return the model.
+
+    Args:
+        model_or_name: The base model, without routers, or its name or folder for `from_pretrained`.
+        path: Folder written by `save`.
+        check_weights: Whether the sample of base weights must agree; False admits a fine-tuned sister checkpoint.
+        load_options: For `from_pretrained`, where a name is given.
+
+    Raises:
+        AdapterError: If a file is missing or malformed, or the adapter was made for another base model.
+        NotAttachedError: If the model carries routers already.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    plan = Plan.from_json(config["plan"])
+    routers = _read_tensors(folder / ROUTER_FILE)
+    if isinstance(model_or_name, str):
+        from wide.models.pretrained import load_pretrained
+
+        model = load_pretrained(model_or_name, **load_options)
+    else:
+        model = model_or_name
+    _check_base(config["base"], model, check_weights)
+    attach(model, plan)
+    try:
+        load_router_state(model, routers)
+        apply_config(model, config)
+        if (folder / LORA_FOLDER).exists():
+            load_lora(model, folder / LORA_FOLDER)
+    except Exception:
+        detach(model)
+        raise
+    return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read and check an adapter's configuration without loading a model.
+
+    Raises:
+        AdapterError: If it is missing, not JSON, of another format version, or has missing or unknown keys.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise AdapterError(f"{folder} is not an adapter: {CONFIG_FILE} is missing")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise AdapterError(f"{file} is not valid JSON ({error}); the adapter is damaged") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{file} must hold an object, not {type(config).__name__}")
+    check_config(config, str(file))
+    return config
+
+
+def check_config(config: dict[str, Any], where: str) -> None:
+    """Refuse a configuration of another version or with missing or unknown keys.
+
+    Raises:
+        AdapterError: With the keys or the version in question.
+    """
+    if config.get("format_version") != FORMAT_VERSION:
+        raise AdapterError(
+            f"{where}: format version {config.get('format_version')!r} is not {FORMAT_VERSION}; use the wide version "
+            f"that wrote it ({config.get('wide_version')!r})"
+        )
+    missing, unknown = sorted(_KEYS - set(config)), sorted(set(config) - _KEYS)
+    if missing or unknown:
+        raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}")
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return the JSON-ready configuration of an attached model, as `wide_config.json` holds it."""
+    state = attachment(model)
+    return {
+        "format_version": FORMAT_VERSION,
+        "wide_version": __version__,
+        "base": state.base,
+        "plan": state.plan.to_json(),
+        "thresholds": [_number_to_json(router.threshold) for router in state.routers()],
+        "dial": [[sparsity, _number_to_json(threshold)] for sparsity, threshold in state.dial],
+        "provenance": state.provenance,
+    }
+
+
+def apply_config(model: nn.Module, config: dict[str, Any]) -> None:
+    """Set thresholds, dial and provenance of an attached model from a configuration.
+
+    Raises:
+        AdapterError: If the numbers are malformed.
+    """
+    state = attachment(model)
+    routers = state.routers()
+    try:
+        thresholds = [_number_from_json(value) for value in config["thresholds"]]
+        dial = [(float(sparsity), _number_from_json(threshold)) for sparsity, threshold in config["dial"]]
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"{CONFIG_FILE}: thresholds or dial are malformed ({error})") from error
+    if len(thresholds) != len(routers):
+        raise AdapterError(f"{CONFIG_FILE}: {len(thresholds)} thresholds for {len(routers)} routers")
+    for router, threshold in zip(routers, thresholds, strict=True):
+        router.threshold = threshold
+    state.dial = dial
+    state.provenance = dict(config["provenance"])
+
+
+def _write(model: nn.Module, folder: Path) -> None:
+    state = attachment(model)
+    config = config_of(model)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(router_state(model), str(folder / ROUTER_FILE))
+    if state.lora is not None:
+        state.lora.save(folder / LORA_FOLDER)
+    (folder / CARD_FILE).write_text(model_card(config, has_lora=state.lora is not None), encoding="utf-8")
+    # mkdtemp makes the folder private; an adapter is as readable as any other output.
+    folder.chmod(0o755)
+
+
+def _router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        f"layers.{router.layer_index}.{router.half_layer}.{name}": parameter
+        for router in attachment(model).routers()
+        for name, parameter in router.named_parameters()
+    }
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise AdapterError(f"{file} is missing: the adapter is incomplete")
+    try:
+        return load_file(str(file))
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file} cannot be read ({error}); the file is damaged") from error
+
+
+def _check_base(expected: dict[str, Any], model: nn.Module, check_weights: bool) -> None:
+    found = fingerprint(model, discover(model))
+    if not check_weights:
+        found["weight_sample"] = []
+    words = differences(expected, found)
+    if words:
+        raise AdapterError(
+            f"this adapter was made for {expected.get('name_or_path') or expected.get('model_type')!r}, not for this "
+            f"model: {'; '.join(words)}. Load the base it names"
+            + ("" if "weights differ" not in words[0] else ", or pass check_weights=False for a fine-tuned sister")
+        )
+
+
+def _number_to_json(value: float) -> float | str:
+    # JSON has no infinities; -inf is the dial's dense end.
+    return value if math.isfinite(value) else str(value)
+
+
+def _number_from_json(value: float | str) -> float:
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError("a threshold is not a number")
+    return number

@@ -1,0 +1,206 @@
+"""LoRA for stage 2, through PEFT: the only door to it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from wide.errors import AdapterError, MissingExtraError, NotAttachedError
+from wide.models.attach import attachment
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+class LoraHandle:
+    """LoRA on one attached model: its parameters, its files, merging and removal.
+
+    Args:
+        model: The attached model; its linear layers have been wrapped in place.
+        tuner: PEFT's tuner, which knows how to unwrap them.
+    """
+
+    def __init__(self, model: nn.Module, tuner: Any) -> None:
+        """Keep the model and its tuner; use `add_lora` to make one."""
+        self._model = model
+        self._tuner = tuner
+        self.merged = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """PEFT's configuration, JSON-ready."""
+        loaded: dict[str, Any] = json.loads(json.dumps(self._tuner.peft_config[_ADAPTER].to_dict(), default=_listed))
+        return loaded
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the LoRA matrices under the names PEFT's files use."""
+        return {
+            _PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+            for name, parameter in self._model.named_parameters()
+            if ".lora_" in name
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the LoRA matrices, float32."""
+        return list(self.named_parameters().values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the LoRA matrices on the CPU."""
+        return {name: p.detach().cpu().clone() for name, p in self.named_parameters().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy matrices in, strictly.
+
+        Raises:
+            AdapterError: If a name is missing or surplus, or a shape differs.
+        """
+        copy_strictly(self.named_parameters(), state, "LoRA")
+
+    def save(self, folder: Path) -> None:
+        """Write PEFT's two files, which any PEFT can read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.state_dict(), str(folder / _WEIGHTS), metadata={"format": "pt"})
+        (folder / _CONFIG).write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
+
+    def merge(self) -> None:
+        """Add the LoRA updates to the base weights and remove the wrappers, in place and for good."""
+        self._tuner.merge_and_unload()
+        self._forget()
+        self.merged = True
+
+    def unload(self) -> None:
+        """Remove the wrappers without adding the updates: the base weights are as they were.
+
+        Raises:
+            NotAttachedError: If the updates were merged already and cannot be taken out again.
+        """
+        if self.merged:
+            raise NotAttachedError("LoRA was merged into the base weights; load the base model again to get rid of it")
+        self._tuner.unload()
+        self._forget()
+
+    def _forget(self) -> None:
+        # A later attach or save must not mistake PEFT's leftovers on the model for a live adapter.
+        for name in ("peft_config", "active_adapter"):
+            if name in self._model.__dict__:
+                delattr(self._model, name)
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+
+
+def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.1) -> LoraHandle:
+    """Put LoRA on all linear layers of an attached model's decoder, in place; routers are left alone.
+
+    Args:
+        model: An attached model.
+        rank: r of LoRA.
+        alpha: The update is scaled by alpha / rank.
+        dropout: On the input of LoRA, in training mode.
+
+    Raises:
+        NotAttachedError: If the model has no routers, or has LoRA already.
+        MissingExtraError: If PEFT is not installed.
+
+    Source: paper, section 3.2; targets and hyperparameters: section 4.1.
+    """
+    peft = _import_peft()
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        exclude_modules=r".*wide_router.*",
+        task_type="CAUSAL_LM",
+    )
+    return _inject(model, config)
+
+
+def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
+    """Put LoRA on an attached model from the files of `LoraHandle.save`.
+
+    Raises:
+        AdapterError: If a file is missing or does not fit the model.
+        NotAttachedError: If the model has no routers, or has LoRA already.
+        MissingExtraError: If PEFT is not installed.
+    """
+    peft = _import_peft()
+    for name in (_WEIGHTS, _CONFIG):
+        if not (folder / name).is_file():
+            raise AdapterError(f"{folder / name} is missing: the LoRA part of this adapter is incomplete")
+    handle = _inject(model, peft.LoraConfig.from_pretrained(str(folder)))
+    try:
+        handle.load_state_dict(load_file(str(folder / _WEIGHTS)))
+    except AdapterError:
+        handle.unload()
+        attachment(model).lora = None
+        raise
+    return handle
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Merge an attached model's LoRA into its base weights and return the same model; without LoRA, do nothing."""
+    state = attachment(model)
+    if state.lora is not None and not state.lora.merged:
+        state.lora.merge()
+    return model
+
+
+def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor], what: str) -> None:
+    """Copy tensors into parameters of the same names and shapes.
+
+    Raises:
+        AdapterError: If a name is missing or surplus, a shape differs, or a value is not finite; nothing is copied.
+    """
+    missing, surplus = sorted(set(parameters) - set(state)), sorted(set(state) - set(parameters))
+    if missing or surplus:
+        raise AdapterError(
+            f"{what} tensors do not fit the model: {len(missing)} missing {missing[:3]}, {len(surplus)} surplus "
+            f"{surplus[:3]}"
+        )
+    for name, parameter in parameters.items():
+        if state[name].shape != parameter.shape:
+            raise AdapterError(
+                f"{what} tensor {name} has shape {tuple(state[name].shape)}, the model needs {tuple(parameter.shape)}"
+            )
+        if not torch.isfinite(state[name]).all():
+            raise AdapterError(f"{what} tensor {name} holds values that are not finite; the file is damaged")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def _inject(model: nn.Module, config: Any) -> LoraHandle:
+    from peft.tuners.lora import LoraModel
+
+    state = attachment(model)
+    if state.lora is not None:
+        raise NotAttachedError("this model already has LoRA; merge it (wide.models.lora.merge_lora) or detach first")
+    # PEFT freezes whatever is not its own; the routers' setting is restored, the base is frozen in stage 2 anyway.
+    trainable = {
+        parameter for router in state.routers() for parameter in router.parameters() if parameter.requires_grad
+    }
+    tuner = LoraModel(model, config, _ADAPTER)
+    for parameter in trainable:
+        parameter.requires_grad_(True)
+    handle = LoraHandle(model, tuner)
+    for parameter in handle.parameters():
+        parameter.data = parameter.data.float()
+    tuner.train(model.training)
+    state.lora = handle
+    return handle
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("LoRA needs PEFT; install it with: pip install 'wide[lora]'") from error
+    return peft
+
+
+def _listed(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else str(value)

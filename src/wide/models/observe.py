@@ -1,0 +1,106 @@
+"""Watch, replay or switch off routing for the forwards inside a `with` block."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from wide.errors import ShapeError
+from wide.models.attach import attachment
+from wide.routing import LayerRouting, Routing
+
+
+@contextmanager
+def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRouting]]:
+    """Yield a list whose entry i is layer i's routing in the latest forward.
+
+    Masks are those that the gates apply: bool in evaluation, float32 with straight-through gradient in training.
+
+    Args:
+        model: An attached model.
+        history: Concatenate the masks of successive forwards along the token axis instead of keeping the latest
+            only, for cached generation.
+
+    Raises:
+        NotAttachedError: If the model carries no routers.
+    """
+    control = attachment(model).control
+    before = control.observed, control.keep_history
+    routing = [LayerRouting() for _ in range(control.num_layers)]
+    control.observed, control.keep_history = routing, history
+    try:
+        yield routing
+    finally:
+        control.observed, control.keep_history = before
+
+
+@contextmanager
+def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRouting]]:
+    """Yield a list; after a forward, `routing[i].attention` and `routing[i].ffn` are layer i's boolean masks.
+
+    Masks have shape `[B, T, N_G]`, True = execute, detached from the graph.
+
+    Args:
+        model: An attached model.
+        history: Concatenate over successive forwards (cached generation) instead of keeping the latest only.
+
+    Raises:
+        NotAttachedError: If the model carries no routers.
+    """
+    captured = [LayerRouting() for _ in range(attachment(model).control.num_layers)]
+    with observe(model, history=history) as routing:
+        handle = model.register_forward_hook(lambda *_: _copy_detached(routing, captured))
+        try:
+            yield captured
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
+    """Replay masks instead of the routers' own decisions.
+
+    Args:
+        model: An attached model.
+        masks: One entry per layer, as `capture_routing` gives; None inside an entry leaves that half to its router.
+            Masks `[B, T, N_G]` longer than a forward are used up in order by successive forwards, as in cached
+            decoding.
+
+    Raises:
+        ShapeError: If the number of layers, or in a forward a mask's shape, does not fit.
+    """
+    control = attachment(model).control
+    if len(masks) != control.num_layers:
+        raise ShapeError(f"masks for {len(masks)} layers were given, the model has {control.num_layers}")
+    before = control.forced, control.forced_position
+    control.forced, control.forced_position = list(masks), {}
+    try:
+        yield
+    finally:
+        control.forced, control.forced_position = before
+
+
+@contextmanager
+def bypass(*models: nn.Module) -> Iterator[None]:
+    """Run the dense model: no router, no mask, exactly the untouched computation (LoRA stays active).
+
+    Raises:
+        NotAttachedError: If a model carries no routers.
+    """
+    controls = [attachment(model).control for model in models]
+    before = [control.enabled for control in controls]
+    for control in controls:
+        control.enabled = False
+    try:
+        yield
+    finally:
+        for control, enabled in zip(controls, before, strict=True):
+            control.enabled = enabled
+
+
+def _copy_detached(source: Sequence[LayerRouting], target: list[LayerRouting]) -> None:
+    for layer, copy in zip(source, target, strict=True):
+        copy.attention = None if layer.attention is None else layer.attention.detach().bool()
+        copy.ffn = None if layer.ffn is None else layer.ffn.detach().bool()
+        copy.attention_margin = None if layer.attention_margin is None else layer.attention_margin.detach()
+        copy.ffn_margin = None if layer.ffn_margin is None else layer.ffn_margin.detach()

@@ -1,0 +1,65 @@
+"""Load base models by name or folder, with clear errors and without remote code."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wide.errors import ConfigError, UnsupportedModelError
+
+_DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None) -> Any:
+    """Return a Hugging Face causal LM in evaluation mode.
+
+    Args:
+        name: Hub name or local folder; only safetensors are read and no remote code is run.
+        dtype: 'auto' (as stored), 'float32', 'bfloat16', 'float16', or a torch dtype.
+        device: 'cpu', 'cuda', 'cuda:1', ...; None means CUDA where there is a GPU, else the CPU.
+
+    Raises:
+        ConfigError: If the dtype or device is unknown or absent, or the name cannot be loaded.
+        UnsupportedModelError: If it is not a causal LM.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    where = _device(device)
+    if isinstance(dtype, str) and dtype not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {sorted(_DTYPES)}")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_loadable(name, error)) from error
+    if str(getattr(config, "model_type", "")).startswith("wide_"):
+        raise UnsupportedModelError(f"{name} is a pruned checkpoint already; load it with wide.load_checkpoint")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=_DTYPES[dtype] if isinstance(dtype, str) else dtype,
+            use_safetensors=True,
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model: {error}") from error
+    except OSError as error:
+        raise ConfigError(_not_loadable(name, error)) from error
+    assert isinstance(model, nn.Module)
+    return model.to(where).eval()
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None or device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:0'") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but PyTorch sees no GPU here; use 'cpu'")
+    return where
+
+
+def _not_loadable(name: str, error: Exception) -> str:
+    kind = "folder" if Path(name).exists() else "hub name or folder"
+    return f"no model can be loaded from the {kind} {name!r}: {str(error).strip().splitlines()[0]}"

@@ -1,0 +1,1 @@
+"""Timing of operators and models."""

@@ -1,0 +1,28 @@
+"""Routing decisions of one forward pass, as tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerRouting:
+    """Which groups each token executes in one decoder layer.
+
+    Args:
+        attention: Mask `[B, T, N_G]`, True (or 1.0 in training) where the group executes; None where attention is
+            not routed.
+        ffn: The same for the FFN.
+        attention_margin: Router margin `[B, T, N_G]`, float32: execute logit minus skip logit.
+        ffn_margin: The same for the FFN.
+    """
+
+    attention: Tensor | None = None
+    ffn: Tensor | None = None
+    attention_margin: Tensor | None = None
+    ffn_margin: Tensor | None = None
+
+
+Routing = Sequence[LayerRouting]
+"""One entry per decoder layer, first layer first."""

@@ -1,0 +1,49 @@
+"""Tiny random models of every supported family."""
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+# Where a family needs more than the common sizes; sliding windows are wider than the tests' sequences.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "tie_word_embeddings": True},
+    "cohere2": {"sliding_window": 64, "tie_word_embeddings": True},
+    "exaone4": {"sliding_window": 64},
+    "olmo3": {"sliding_window": 64},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite")
+FURTHER = ("glm4", "cohere2", "exaone4", "olmo3", "seed_oss", "arcee", "apertus", "ernie4_5", "helium", "ministral3")
+FAMILIES = [name for name in REQUIRED + FURTHER if name in CONFIG_MAPPING]
+
+
+def make(family: str, **changes: Any) -> Any:
+    """Return a tiny random float32 model of a family in evaluation mode."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**(COMMON | SPECIAL.get(family, {}) | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    return model.float().eval()
+
+
+def tokens(batch: int = 2, length: int = 12, *, seed: int = 0) -> torch.Tensor:
+    """Return random token ids `[B, T]` without special tokens."""
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))

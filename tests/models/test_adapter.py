@@ -1,0 +1,189 @@
+"""Adapters and full checkpoints: round trips, and an error for everything that does not fit."""
+
+import json
+
+import pytest
+import torch
+from families import FAMILIES, make, tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from wide.config import WideConfig
+from wide.errors import AdapterError, NotAttachedError
+from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
+from wide.models.attach import attach, attachment, is_attached
+from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
+from wide.models.lora import add_lora
+
+CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
+
+
+def pruned(*, lora=False):
+    model = attach(make("llama"), CONFIG)
+    state = attachment(model)
+    state.provenance = {"stage1": {"target": 0.5}}
+    state.dial = [(0.0, float("-inf")), (0.5, 0.01)]
+    if lora:
+        for parameter in add_lora(model, rank=2).parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.eval()
+    return model
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    return save(pruned(), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_save_and_load_give_the_same_logits(tmp_path, lora):
+    model, ids = pruned(lora=lora), tokens()
+    folder = save(model, tmp_path / "adapter")
+    again = load(make("llama"), folder)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert attachment(again).dial == attachment(model).dial
+    assert attachment(again).provenance == {"stage1": {"target": 0.5}}
+    assert (folder / "lora").exists() == lora
+    assert "base_model" in (folder / "README.md").read_text()
+
+
+def test_saving_again_replaces_the_adapter_and_leaves_nothing_else(tmp_path):
+    model = pruned()
+    for _ in range(2):
+        save(model, tmp_path / "adapter")
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_saving_over_something_else_is_refused(tmp_path):
+    (tmp_path / "precious.txt").write_text("data")
+    with pytest.raises(AdapterError, match="not an adapter"):
+        save(pruned(), tmp_path)
+    assert (tmp_path / "precious.txt").read_text() == "data"
+
+
+def test_a_failed_save_leaves_the_earlier_adapter_whole(tmp_path, monkeypatch):
+    folder = save(pruned(), tmp_path / "adapter")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    def full_disk(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("wide.models.adapter.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save(pruned(), folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_another_base_model_is_refused_by_architecture_and_by_weights(adapter):
+    with pytest.raises(AdapterError, match="num_layers is 3, expected 2"):
+        load(make("llama", num_hidden_layers=3), adapter)
+    sister = make("llama")
+    for parameter in sister.parameters():
+        torch.nn.init.normal_(parameter)
+    with pytest.raises(AdapterError, match="weights differ"):
+        load(sister, adapter)
+    assert not is_attached(sister)
+    assert is_attached(load(sister, adapter, check_weights=False))
+
+
+def test_the_same_base_in_bfloat16_is_recognised(adapter):
+    assert is_attached(load(make("llama").to(torch.bfloat16), adapter))
+
+
+@pytest.mark.parametrize("damage", ["missing", "surplus", "shape", "nan"])
+def test_router_tensors_must_fit_exactly(adapter, damage):
+    tensors = load_file(adapter / ROUTER_FILE)
+    name = next(iter(tensors))
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "surplus":
+        tensors["layers.9.ffn.up"] = torch.zeros(2)
+    elif damage == "shape":
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    else:
+        tensors[name][0, 0] = float("nan")
+    save_file(tensors, adapter / ROUTER_FILE)
+    model = make("llama")
+    with pytest.raises(AdapterError, match=r"router tensor"):
+        load(model, adapter)
+    assert not is_attached(model)
+
+
+def test_damaged_files_are_clear_errors(adapter):
+    (adapter / ROUTER_FILE).write_bytes((adapter / ROUTER_FILE).read_bytes()[:100])
+    with pytest.raises(AdapterError, match="damaged"):
+        load(make("llama"), adapter)
+    (adapter / ROUTER_FILE).unlink()
+    with pytest.raises(AdapterError, match="missing"):
+        load(make("llama"), adapter)
+    (adapter / CONFIG_FILE).write_text("{")
+    with pytest.raises(AdapterError, match="not valid JSON"):
+        load(make("llama"), adapter)
+
+
+def test_unknown_and_missing_configuration_keys_are_refused(adapter):
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"group_sise": 3}))
+    with pytest.raises(AdapterError, match="group_sise"):
+        load(make("llama"), adapter)
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"format_version": 99}))
+    with pytest.raises(AdapterError, match="format version 99"):
+        load(make("llama"), adapter)
+    plan = [{**layer, "ffn": {**layer["ffn"], "rank": "x", "sise": 1}} for layer in config["plan"]]
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"plan": plan}))
+    with pytest.raises(AdapterError, match="malformed plan"):
+        load(make("llama"), adapter)
+
+
+def test_an_incomplete_lora_folder_is_refused(tmp_path):
+    folder = save(pruned(lora=True), tmp_path / "adapter")
+    (folder / "lora" / "adapter_model.safetensors").unlink()
+    model = make("llama")
+    with pytest.raises(AdapterError, match="incomplete"):
+        load(model, folder)
+    assert not is_attached(model)
+
+
+def test_merged_lora_cannot_be_saved_as_an_adapter(tmp_path):
+    model = pruned(lora=True)
+    with pytest.raises(NotAttachedError, match="merge"):
+        save_checkpoint(model, tmp_path / "full")
+    attachment(model).lora.merge()
+    with pytest.raises(NotAttachedError, match="save_checkpoint"):
+        save(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_checkpoints_reload_bit_equal_through_the_auto_classes(tmp_path, family):
+    register_auto_classes()
+    model, ids = attach(make(family), CONFIG), tokens()
+    attachment(model).routers()[0].threshold = 0.02
+    save_checkpoint(model, tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=model.config._attn_implementation, dtype=torch.float32
+    ).eval()
+    assert type(again).__name__ == "Wide" + type(model).__name__
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        assert again.generate(ids, max_new_tokens=3, cache_implementation="static").shape[0] == 2
+
+
+def test_checkpoint_routers_stay_float32_and_missing_tensors_are_refused(tmp_path):
+    model = attach(make("llama").to(torch.bfloat16), CONFIG)
+    save_checkpoint(model, tmp_path)
+    again = load_checkpoint(tmp_path, dtype=torch.bfloat16)
+    assert attachment(again).routers()[0].down.dtype == torch.float32
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if "wide_router" in name)]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(AdapterError, match="missing_keys"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_dense_checkpoint_is_not_taken_for_a_pruned_one(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    with pytest.raises(AdapterError, match="not a pruned one"):
+        load_checkpoint(tmp_path)

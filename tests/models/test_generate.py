@@ -1,0 +1,72 @@
+"""The ordinary generate() of transformers works on a routed model."""
+
+import torch
+from families import make, tokens
+
+from wide.config import WideConfig
+from wide.models.attach import attach
+from wide.models.observe import capture_routing, force_routing
+
+
+def routed():
+    return attach(make("llama"), WideConfig(ffn_group_size=16))
+
+
+def test_left_padding_changes_nothing_for_the_valid_tokens():
+    model, ids = routed(), tokens(1, 6)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
+    valid = torch.cat([torch.zeros(1, 3), torch.ones(1, 6)], dim=1).long()
+    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
+    with torch.no_grad(), capture_routing(model) as routing:
+        alone = model(ids).logits
+        masks = [layer.ffn.clone() for layer in routing]
+        batched = model(padded, attention_mask=valid, position_ids=positions).logits
+        assert all(torch.equal(layer.ffn[:, 3:], mask) for layer, mask in zip(routing, masks, strict=True))
+    torch.testing.assert_close(batched[:, 3:], alone, atol=1e-5, rtol=1e-4)
+    together = model.generate(
+        torch.cat([padded, tokens(1, 9, seed=5)]),
+        attention_mask=torch.cat([valid, torch.ones(1, 9, dtype=torch.long)]),
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    single = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, eos_token_id=None
+    )
+    assert together[0, 9:].tolist() == single[0, 6:].tolist()
+
+
+def test_sampling_is_reproducible_from_a_seed():
+    model, ids = routed(), tokens(1, 6)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(model.generate(ids, max_new_tokens=8, do_sample=True, eos_token_id=None).tolist())
+    assert runs[0] == runs[1]
+
+
+def test_one_token_at_a_time_equals_the_whole_sequence_under_forced_masks():
+    model, ids = routed(), tokens(2, 7)
+    with torch.no_grad(), capture_routing(model) as routing:
+        full = model(ids).logits
+    steps, cache = [], None
+    with torch.no_grad(), force_routing(model, routing):
+        for position in range(7):
+            out = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), full, atol=1e-5, rtol=1e-4)
+
+
+def test_continuous_batching_gives_the_tokens_of_generate():
+    from transformers import GenerationConfig
+
+    model = routed()
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 9)]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    results = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    found = {tuple(r.prompt_ids): list(r.generated_tokens) for r in results.values()}
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :]
+        assert found[tuple(prompt)] == expected.tolist()

@@ -1,0 +1,62 @@
+"""The mask enters once: its gradient is the paper's on executed and on skipped groups."""
+
+import torch
+from families import make, tokens
+from torch.nn import functional
+
+from wide.config import WideConfig
+from wide.models.attach import attach, attachment
+from wide.models.observe import force_routing, observe
+from wide.routing import LayerRouting
+
+
+def test_the_gradient_of_the_ffn_mask_is_the_papers_on_skipped_groups_too():
+    torch.manual_seed(0)
+    model = attach(make("llama"), WideConfig(ffn_group_size=16))
+    mlp = attachment(model).specs[0].ffn.module
+    router = mlp.wide_router
+    x, weight = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
+    mask = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(1, 5, 4).clone().requires_grad_(True)
+    product = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    # The formula of the paper: (phi(X Wg) * (X Wu)) masked per group, once, before the down projection.
+    expected = functional.linear(
+        (product.unflatten(-1, (4, 16)) * mask.unsqueeze(-1)).flatten(-2), mlp.down_proj.weight
+    )
+    (wanted,) = torch.autograd.grad((expected * weight).sum(), mask)
+
+    again = mask.detach().clone().requires_grad_(True)
+    router.forward = lambda _hidden: again
+    out = mlp(x)
+    (found,) = torch.autograd.grad((out * weight).sum(), again)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, wanted)
+    assert found[..., 1:3].abs().min() > 0
+
+
+def test_router_gradient_through_a_hard_mask_equals_the_soft_one_of_the_same_sample():
+    """Straight-through: d(loss)/d(mask) flows into the soft probabilities of the very sample that was drawn."""
+    model, ids = attach(make("llama"), WideConfig(ffn_group_size=16)), tokens()
+    model.train()
+    with observe(model) as routing:
+        torch.manual_seed(3)
+        loss = model(ids, labels=ids).loss
+    masks = [m for layer in routing for m in (layer.attention, layer.ffn)]
+    for mask in masks:
+        mask.retain_grad()
+    loss.backward()
+    skipped = [(m.grad[m.detach() == 0]).abs().mean() for m in masks]
+    executed = [(m.grad[m.detach() == 1]).abs().mean() for m in masks]
+    assert all(s > 0 for s in skipped)
+    assert all(e > 0 for e in executed)
+
+
+def test_forced_float_masks_pass_gradients():
+    model, ids = attach(make("llama"), WideConfig(ffn_group_size=16)), tokens(1, 4)
+    model.train()
+    masks = [
+        LayerRouting(attention=torch.ones(1, 4, 2, requires_grad=True), ffn=torch.zeros(1, 4, 4, requires_grad=True))
+        for _ in range(2)
+    ]
+    with force_routing(model, masks):
+        model(ids, labels=ids).loss.backward()
+    assert all(layer.ffn.grad.abs().sum() > 0 and layer.attention.grad.abs().sum() > 0 for layer in masks)
