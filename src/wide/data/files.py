@@ -69,11 +69,26 @@ def _read_text(path: Path, _text_field: str) -> Iterator[tuple[int, str]]:
     yield 0, _decode(b"".join(_chunks(path)), str(path))
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
+    """Yield line number and value of each line that is not blank.
+
+    Raises:
+        DataError: If the file is damaged, not UTF-8 or not JSON.
+    """
     for number, line in enumerate(_lines(path), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            yield number, _field(_parse(_decode(line, where), where), text_field, where)
+            text = _decode(line, where)
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where} is not valid JSON: {error}") from error
+            yield number, value
+
+
+def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+    for number, row in read_json_lines(path):
+        yield number, _field(row, text_field, f"{path}, line {number}")
 
 
 def _read_json(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
@@ -117,13 +132,6 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str]]]] = {
     ".jsonl": _read_json_lines,
     ".parquet": _read_parquet,
 }
-
-
-def _parse(line: str, where: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from error
 
 
 def field_text(row: dict[str, Any], text_field: str, where: str) -> str:

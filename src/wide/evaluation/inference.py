@@ -41,19 +41,19 @@ class SkipMeter:
     """Counts what an attached model skips in the forwards inside a `with` block; nothing for a plain model.
 
     Args:
-        model: Attached or not.
+        model: Attached or not; None counts nothing.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         """Start at zero."""
         self._model = model
-        self._counter = SkipCounter(model) if is_attached(model) else None
+        self._counter = SkipCounter(model) if model is not None and is_attached(model) else None
         self._routing: list[LayerRouting] = []
 
     @contextmanager
     def watching(self) -> Iterator["SkipMeter"]:
         """Watch the forwards inside the block."""
-        if self._counter is None:
+        if self._counter is None or self._model is None:
             yield self
             return
         with observe(self._model) as self._routing:

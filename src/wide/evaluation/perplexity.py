@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
+from torch.nn import functional as F
 
 from wide.data.batches import IGNORED, TokenBatch, TokenBlocks
 from wide.data.documents import Document
@@ -141,7 +141,7 @@ def _score(
     model: nn.Module, batches: Iterable[TokenBatch], num_batches: int, meter: SkipMeter | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return per batch the summed loss and the number of scored tokens of each window, float64 `[B]`."""
-    meter = meter or SkipMeter(nn.Module())
+    meter = meter or SkipMeter(None)
     device = model_device(model)
     losses = []
     with judging(model), meter.watching():

@@ -53,7 +53,7 @@ class WideMixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Build the base model, then attach the routers that the configuration describes."""
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if not isinstance(config.wide, dict):
             raise AdapterError(f"config.wide must hold the adapter's configuration, got {config.wide!r}")
         check_config(config.wide, "config.wide")

@@ -96,19 +96,17 @@ def _attention_prefill(
     in_band = pid % (max_tiles * band)
     pair = pid // (max_tiles * band) * band + in_band % band
     TOKENS: tl.constexpr = BLOCK_M // HEADS
-    if pair >= batch * NUM_UNITS:
-        return
-    b = pair // NUM_UNITS
+    is_pair = pair < batch * NUM_UNITS
+    b = tl.where(is_pair, pair // NUM_UNITS, 0)
     unit = pair % NUM_UNITS
     column = b * NUM_GROUPS + unit * NUM_GROUPS // NUM_UNITS
     kv_head = unit * NUM_KV_HEADS // NUM_UNITS
     count = tl.load(COUNTS + column)
     tile = tl.cdiv(count, TOKENS) - 1 - in_band // band
-    if tile < 0:
-        return
-
-    places = INDEX + column.to(tl.int64) * T_q + tile * TOKENS
-    left = tl.minimum(count - tile * TOKENS, TOKENS)
+    # An empty program runs its loops zero times; returning early would forbid warp specialisation.
+    is_tile = is_pair & (tile >= 0)
+    left = tl.where(is_tile, tl.minimum(count - tile * TOKENS, TOKENS), 0)
+    places = INDEX + column.to(tl.int64) * T_q + tl.where(is_tile, tile * TOKENS, 0)
     rows = tl.arange(0, BLOCK_M)
     is_row = rows // HEADS < left
     token = tl.load(places + rows // HEADS, mask=is_row, other=0)
@@ -120,8 +118,8 @@ def _attention_prefill(
 
     shift = T_k - T_q
     position = token + shift
-    first_position = tl.load(places) + shift
-    last_position = tl.load(places + left - 1) + shift
+    first_position = tl.load(places, mask=is_tile, other=0) + shift
+    last_position = tl.load(places + left - 1, mask=is_tile, other=0) + shift
     first = 0
     if HAS_STARTS:
         first = tl.load(STARTS + b)
@@ -136,7 +134,8 @@ def _attention_prefill(
         high = last_position + 1
         high_full = first_position + 1
     low = low // BLOCK_N * BLOCK_N
-    high_full = high_full // BLOCK_N * BLOCK_N
+    high = tl.where(is_tile, high, 0)
+    high_full = tl.where(is_tile, high_full // BLOCK_N * BLOCK_N, 0)
 
     if not USES_TMA:
         K = K + b.to(tl.int64) * stride_kb + kv_head * stride_kh

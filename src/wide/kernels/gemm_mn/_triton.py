@@ -160,7 +160,7 @@ def _gemm_mn_kernel(
         count = tl.load(COUNTS + group)
         places = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         # Rows beyond the count read row 0 and are never stored.
-        rows = tl.load(INDEX + group.to(tl.int64) * M + places, mask=places < count, other=0).to(tl.int64)
+        rows = tl.load(INDEX + group * M + places, mask=places < count, other=0).to(tl.int64)
         part = (tile % PARTS) * BLOCK_N
         column = group * G + part
         x_places = X + rows[:, None] * stride_x + ks[None, :]

@@ -203,6 +203,8 @@ def _check(
             f"a reordering of {tuple(order.index.shape)} (groups, rows) does not fit x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}"
         )
+    if x.shape[0] * num_groups >= 2**31:
+        raise ShapeError(f"{x.shape[0]} rows x {num_groups} groups exceed 2^31 entries; split the rows")
     if x.stride(1) != 1 or weight.stride(1) != 1:
         raise ShapeError("gemm_mn wants x and weight with contiguous rows; call .contiguous() once, at load time")
     if up_weight is not None and (up_weight.shape, up_weight.stride()) != (weight.shape, weight.stride()):

@@ -1,0 +1,278 @@
+"""A live model in lm-evaluation-harness: the paper's tasks, and what was skipped on their real tokens."""
+
+import copy
+import logging
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wide.errors import EvaluationError, MissingExtraError
+from wide.evaluation.inference import SkipMeter, judging, model_device
+from wide.evaluation.padding import RowLengths
+from wide.evaluation.tasks import ZERO_SHOT_TASKS, Task, find_task, write_local_task
+from wide.models.accounting import Sparsity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskResult:
+    """One task's score.
+
+    Args:
+        task: Name in lm-evaluation-harness.
+        metric: The metric that the paper reports: accuracies lie in [0, 1]; `word_perplexity` is per whitespace word.
+        value: Of that metric.
+        stderr: Its standard error; None where the harness has none.
+        items: Items that were evaluated.
+        full_items: Items of the full evaluation split.
+        sparsity: What was skipped on this task's tokens, padding excluded; None for a model without routers.
+        other_metrics: Whatever else the harness reports for the task.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    items: int
+    full_items: int
+    sparsity: Sparsity | None = None
+    other_metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_subset(self) -> bool:
+        """Whether fewer items than the full split were evaluated, so that published figures are not comparable."""
+        return self.items != self.full_items
+
+    @property
+    def label(self) -> str:
+        """Task name, with the number of items where it is a subset."""
+        return f"{self.task} ({self.items}-item subset)" if self.is_subset else self.task
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        sparsity = None if self.sparsity is None else self.sparsity.to_json()
+        return {
+            "task": self.task,
+            "metric": self.metric,
+            "value": self.value,
+            "stderr": self.stderr,
+            "items": self.items,
+            "full_items": self.full_items,
+            "is_subset": self.is_subset,
+            "sparsity": sparsity,
+            "other_metrics": self.other_metrics,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessResult:
+    """Scores of several tasks.
+
+    Args:
+        tasks: In the order asked for.
+        max_length: Tokens that the model saw at most at once.
+        harness_version: Of lm-evaluation-harness.
+    """
+
+    tasks: tuple[TaskResult, ...]
+    max_length: int
+    harness_version: str
+
+    @property
+    def _accuracies(self) -> list[TaskResult]:
+        return [task for task in self.tasks if task.task in ZERO_SHOT_TASKS]
+
+    @property
+    def average(self) -> float | None:
+        """Mean accuracy over the zero-shot tasks that ran, in [0, 1]."""
+        return statistics.fmean(task.value for task in self._accuracies) if self._accuracies else None
+
+    @property
+    def average_stderr(self) -> float | None:
+        """Standard error of the mean accuracy, tasks taken as independent."""
+        errors = [task.stderr for task in self._accuracies if task.stderr is not None]
+        if not errors or len(errors) < len(self._accuracies):
+            return None
+        return math.hypot(*errors) / len(errors)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return {
+            "tasks": [task.to_json() for task in self.tasks],
+            "average": self.average,
+            "average_stderr": self.average_stderr,
+            "max_length": self.max_length,
+            "harness_version": self.harness_version,
+        }
+
+
+def run_harness(
+    model: nn.Module,
+    tasks: Sequence[str],
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    local_data: Path | None = None,
+    max_length: int = 4096,
+    batch_size: int = 8,
+    limit: int | None = None,
+    count_skips: bool = True,
+) -> HarnessResult:
+    """Evaluate a live model, zero-shot, with the harness's own prompts and metrics.
+
+    The log-softmax is taken in float32 whatever the model's dtype (the harness's default is the model's).
+
+    Args:
+        model: A Hugging Face causal LM, attached or not.
+        tasks: Names, see `wide.evaluation.tasks.TASKS`.
+        tokenizer: Of the model; not changed.
+        local_data: Folder with copies of the data; None loads them from the Hugging Face hub.
+        max_length: Tokens that the model sees at most at once; 4096 in the paper.
+        batch_size: Sequences per forward.
+        limit: Evaluate only so many items of each task; the result is labelled a subset.
+        count_skips: Measure sparsity, if the model carries routers.
+
+    Raises:
+        EvaluationError: If a task is unknown or its data cannot be had.
+        MissingExtraError: If lm-evaluation-harness is not installed.
+    """
+    chosen = [find_task(name) for name in tasks]
+    lm_eval = _import_lm_eval()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="wide-tasks-") as scratch, judging(model), _own_random_state(model):
+        manager, names = _task_manager(lm_eval, chosen, local_data, Path(scratch))
+        for task, name in zip(chosen, names, strict=True):
+            meter = SkipMeter(model if count_skips else None)
+            lm = _counting_lm()(
+                meter,
+                pretrained=model,
+                tokenizer=copy.deepcopy(tokenizer),
+                max_length=max_length,
+                batch_size=batch_size,
+                softmax_dtype=torch.float32,
+            )
+            with meter.watching():
+                raw = _evaluate(lm_eval, lm, name, manager, limit)
+            results.append(_task_result(task, name, raw, meter))
+    return HarnessResult(tasks=tuple(results), max_length=max_length, harness_version=str(lm_eval.__version__))
+
+
+def _import_lm_eval() -> Any:
+    # Its progress and warnings are about its own command line.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    try:
+        import lm_eval
+        import lm_eval.evaluator
+    except ImportError as error:
+        raise MissingExtraError("task evaluation needs lm-evaluation-harness: pip install 'wide[eval]'") from error
+    return lm_eval
+
+
+def _task_manager(
+    lm_eval: Any, tasks: Sequence[Task], local_data: Path | None, scratch: Path
+) -> tuple[Any, list[str]]:
+    """Return a manager that knows these tasks only (indexing all of the harness's takes seconds), and their names."""
+    from lm_eval.tasks import TaskManager
+
+    stock = Path(lm_eval.__file__).parent / "tasks"
+    if local_data is not None:
+        names = [write_local_task(task, local_data, stock, scratch) for task in tasks]
+        return TaskManager(include_path=str(scratch), include_defaults=False), names
+    folders = sorted({str((stock / task.stock).parent) for task in tasks})
+    return TaskManager(include_path=folders, include_defaults=False), [task.name for task in tasks]
+
+
+def _evaluate(lm_eval: Any, lm: Any, name: str, manager: Any, limit: int | None) -> dict[str, Any]:
+    try:
+        raw = lm_eval.evaluator.simple_evaluate(
+            model=lm, tasks=[name], num_fewshot=0, task_manager=manager, limit=limit, log_samples=False
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        # Data sets that cannot be reached raise any of these; so does a model that fails, whose error says more.
+        if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_about_data(error):
+            raise
+        raise EvaluationError(
+            f"the data of the task {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}; "
+            "check the network, or name a folder with copies as local_data"
+        ) from error
+    if raw is None:
+        raise EvaluationError("lm-evaluation-harness reports on the first process only; evaluate there")
+    result: dict[str, Any] = raw
+    return result
+
+
+def _is_about_data(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("datasets."):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter) -> TaskResult:
+    scores = {key.partition(",")[0]: value for key, value in raw["results"][name].items() if "," in key}
+    numbers = {key: float(value) for key, value in scores.items() if isinstance(value, int | float)}
+    return TaskResult(
+        task=task.name,
+        metric=task.metric,
+        value=numbers[task.metric],
+        stderr=numbers.get(f"{task.metric}_stderr"),
+        items=int(raw["n-samples"][name]["effective"]),
+        full_items=task.num_items,
+        sparsity=meter.result(),
+        other_metrics={k: v for k, v in numbers.items() if k not in (task.metric, f"{task.metric}_stderr")},
+    )
+
+
+@contextmanager
+def _own_random_state(model: nn.Module) -> Iterator[None]:
+    """Undo the seeding of every generator that the harness does."""
+    device = model_device(model)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@cache
+def _counting_lm() -> type[Any]:
+    """Return the harness's model class, taught to count skips on the tokens that are not padding."""
+    from lm_eval.models.huggingface import HFLM
+
+    class CountingLM(HFLM):
+        def __init__(self, meter: SkipMeter, **settings: Any) -> None:
+            super().__init__(**settings)
+            self._meter = meter
+            self._lengths: RowLengths | None = None
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            # The harness keeps the lengths of padded rows to itself.
+            self._lengths = RowLengths(requests, self.max_length)
+            try:
+                return super()._loglikelihood_tokens(requests, *args, **kwargs)
+            finally:
+                self._lengths = None
+
+        def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
+            logits = super()._model_call(inps, *args, **kwargs)
+            if self._lengths is not None:
+                self._meter.add(self._lengths.valid(inps))
+            return logits
+
+    return CountingLM

@@ -1,0 +1,190 @@
+"""The tasks of the paper's tables: their metrics, their sizes, and their files on disk."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wide.data.files import read_json_lines
+from wide.errors import EvaluationError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One task of lm-evaluation-harness, as the paper reports it.
+
+    Args:
+        name: In lm-evaluation-harness.
+        metric: That the paper reports.
+        stock: The harness's own definition, relative to its folder of tasks.
+        num_items: Items of the full evaluation split; a run over fewer is a subset and is labelled so.
+        files: Glob patterns of a local copy, best first.
+        fields: That the stock prompt reads.
+        convert: Turns a row of another common layout into those fields.
+    """
+
+    name: str
+    metric: str
+    stock: str
+    num_items: int
+    files: tuple[str, ...]
+    fields: tuple[str, ...]
+    convert: Callable[[Row], Row] = dict
+
+
+def _boolq_row(row: Row) -> Row:
+    # The original data set has a boolean `answer` where SuperGLUE has an integer `label`.
+    return row if "label" in row or "answer" not in row else {**row, "label": int(row["answer"])}
+
+
+def _hellaswag_row(row: Row) -> Row:
+    # The original files join the two halves of the context; the stock prompt joins them again.
+    return row if "ctx_a" in row or "ctx" not in row else {**row, "ctx_a": row["ctx"], "ctx_b": ""}
+
+
+_ALL = (
+    Task(
+        name="wikitext",
+        metric="word_perplexity",
+        stock="wikitext/wikitext.yaml",
+        num_items=62,
+        files=("wikitext*.test*.jsonl*", "test.pages.jsonl*"),
+        fields=("page",),
+    ),
+    Task(
+        name="arc_easy",
+        metric="acc_norm",
+        stock="arc/arc_easy.yaml",
+        num_items=2376,
+        files=("arc_easy.test*.jsonl*",),
+        fields=("question", "choices", "answerKey"),
+    ),
+    Task(
+        name="arc_challenge",
+        metric="acc_norm",
+        stock="arc/arc_challenge.yaml",
+        num_items=1172,
+        files=("arc_challenge.test*.jsonl*",),
+        fields=("question", "choices", "answerKey"),
+    ),
+    Task(
+        name="boolq",
+        metric="acc",
+        stock="super_glue/boolq/default.yaml",
+        num_items=3270,
+        files=("boolq.validation*.jsonl*",),
+        fields=("passage", "question", "label"),
+        convert=_boolq_row,
+    ),
+    Task(
+        name="winogrande",
+        metric="acc",
+        stock="winogrande/default.yaml",
+        num_items=1267,
+        files=("winogrande*.validation*.jsonl*",),
+        fields=("sentence", "option1", "option2", "answer"),
+    ),
+    Task(
+        name="piqa",
+        metric="acc_norm",
+        stock="piqa/piqa.yaml",
+        num_items=1838,
+        files=("piqa.validation*.jsonl*",),
+        fields=("goal", "sol1", "sol2", "label"),
+    ),
+    Task(
+        name="openbookqa",
+        metric="acc_norm",
+        stock="openbookqa/openbookqa.yaml",
+        num_items=500,
+        files=("openbookqa.test*.jsonl*",),
+        fields=("question_stem", "choices", "answerKey"),
+    ),
+    Task(
+        name="hellaswag",
+        metric="acc_norm",
+        stock="hellaswag/hellaswag.yaml",
+        num_items=10042,
+        files=("hellaswag.validation*.jsonl*",),
+        fields=("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+        convert=_hellaswag_row,
+    ),
+)
+TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
+ZERO_SHOT_TASKS = tuple(task.name for task in _ALL if task.name != "wikitext")
+"""The seven tasks whose accuracies the paper averages."""
+
+
+def find_task(name: str) -> Task:
+    """Return a task by name.
+
+    Raises:
+        EvaluationError: If there is none of that name.
+    """
+    if name not in TASKS:
+        raise EvaluationError(f"there is no task {name!r}; tasks: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Path) -> str:
+    """Write a task definition that reads a local copy of the data; prompts and metrics stay the harness's own.
+
+    Args:
+        task: The task.
+        local_data: Folder that holds the copy, itself or in a folder directly below.
+        stock_tasks: The harness's folder of tasks.
+        folder: Where the definition, the converted rows and the harness's cache of them go.
+
+    Returns:
+        The name under which the harness knows the local task.
+
+    Raises:
+        EvaluationError: If there is no such file, or its rows lack a field.
+    """
+    rows = _local_rows(task, _local_file(task, local_data))
+    data = folder / f"{task.name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = f"{task.name}_local"
+    files = {split: str(data) for split in ("train", "validation", "test")}
+    # JSON is YAML, and quotes every path correctly.
+    definition = {
+        "include": str(stock_tasks / task.stock),
+        "task": name,
+        "tag": [],
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(definition))
+    return name
+
+
+def _local_file(task: Task, local_data: Path) -> Path:
+    for pattern in task.files:
+        found = sorted([*local_data.glob(pattern), *local_data.glob(f"*/{pattern}")])
+        if found:
+            return found[0]
+    raise EvaluationError(
+        f"{local_data} has no file for the task {task.name!r}; wanted {' or '.join(task.files)}, there or in a folder "
+        "directly below; leave out local_data to load the task from the Hugging Face hub"
+    )
+
+
+def _local_rows(task: Task, path: Path) -> list[Row]:
+    rows = []
+    for number, value in read_json_lines(path):
+        row = task.convert(value) if isinstance(value, dict) else {}
+        missing = [field for field in task.fields if field not in row]
+        if missing:
+            raise EvaluationError(
+                f"{path}, line {number}: the task {task.name!r} needs the fields {list(task.fields)}, and {missing} are "
+                f"missing; fields seen: {sorted(row)}"
+            )
+        # Other fields are left out: rows that differ in them would not load as one table.
+        rows.append({field: row[field] for field in task.fields})
+    if not rows:
+        raise EvaluationError(f"{path} holds no items for the task {task.name!r}; fetch it again")
+    return rows
