@@ -66,12 +66,13 @@ class RecordFile:
     def __init__(self, path: Path, *, config_fingerprint: str = "", device: str = "") -> None:
         """Open nothing yet."""
         self.path = path
-        self._facts = {"config_fingerprint": config_fingerprint, "device": device, "versions": versions()}
+        self.device = device
+        self._facts = {"config_fingerprint": config_fingerprint, "versions": versions()}
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records with fingerprint, device, versions and the time, and force them to the disk."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        lines = [json.dumps(asdict(record) | self._facts | {"time": now}, sort_keys=True) for record in records]
+        facts = self._facts | {"device": self.device, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+        lines = [json.dumps(asdict(record) | facts, sort_keys=True) for record in records]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(self.path)
         with self.path.open("a", encoding="utf-8") as file:

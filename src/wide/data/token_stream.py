@@ -59,9 +59,7 @@ def stream_in_memory(documents: Iterable[Document], tokenizer: "PreTrainedTokeni
     return TokenStream(tokens=tokens, starts=starts, largest_id=int(tokens.max(initial=0)))
 
 
-def stream_on_disk(
-    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path
-) -> TokenStream:
+def stream_on_disk(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path) -> TokenStream:
     """Return documents as a stream mapped from `folder`, which is built first where it does not exist.
 
     The folder appears under its name only when it is complete, so a crash leaves nothing that looks finished, and
@@ -112,7 +110,7 @@ def _open(folder: Path) -> TokenStream:
         damaged = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
         largest_id = int(facts["largest_id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the token cache {folder} is incomplete ({error}); delete the folder to build it anew") from error
+        raise DataError(f"the token cache {folder} is incomplete ({error}); delete the folder") from error
     if damaged:
         raise DataError(f"the token cache {folder} is damaged ({damaged[0]} has a wrong size); delete the folder")
     if not facts["tokens"]:

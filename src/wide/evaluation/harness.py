@@ -1,13 +1,15 @@
 """A live model in lm-evaluation-harness: the paper's tasks, and what was skipped on their real tokens."""
 
 import copy
+import io
 import logging
 import math
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -163,7 +165,7 @@ def run_harness(
                 batch_size=batch_size,
                 softmax_dtype=torch.float32,
             )
-            with meter.watching():
+            with meter.watching(), _bars_on_terminals_only():
                 raw = _evaluate(lm_eval, lm, name, manager, limit)
             results.append(_task_result(task, name, raw, meter))
     return HarnessResult(tasks=tuple(results), max_length=max_length, harness_version=str(lm_eval.__version__))
@@ -180,9 +182,7 @@ def _import_lm_eval() -> Any:
     return lm_eval
 
 
-def _task_manager(
-    lm_eval: Any, tasks: Sequence[Task], local_data: Path | None, scratch: Path
-) -> tuple[Any, list[str]]:
+def _task_manager(lm_eval: Any, tasks: Sequence[Task], local_data: Path | None, scratch: Path) -> tuple[Any, list[str]]:
     """Return a manager that knows these tasks only (indexing all of the harness's takes seconds), and their names."""
     from lm_eval.tasks import TaskManager
 
@@ -201,7 +201,7 @@ def _evaluate(lm_eval: Any, lm: Any, name: str, manager: Any, limit: int | None)
         )
     except (OSError, ValueError, RuntimeError) as error:
         # Data sets that cannot be reached raise any of these; so does a model that fails, whose error says more.
-        if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_about_data(error):
+        if not _is_about_data(error):
             raise
         raise EvaluationError(
             f"the data of the task {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}; "
@@ -235,6 +235,11 @@ def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter) -
         sparsity=meter.result(),
         other_metrics={k: v for k, v in numbers.items() if k not in (task.metric, f"{task.metric}_stderr")},
     )
+
+
+def _bars_on_terminals_only() -> AbstractContextManager[object]:
+    """Keep the harness's progress bars, which cannot be turned off, out of files (logging is not affected)."""
+    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
 @contextmanager
@@ -271,6 +276,12 @@ def _counting_lm() -> type[Any]:
 
         def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
             logits = super()._model_call(inps, *args, **kwargs)
+            # Accuracies of a broken model look like bad accuracies; the harness does not check.
+            if bool(logits.isnan().any()):
+                raise EvaluationError(
+                    "the model's logits are not numbers; its weights or its dtype are at fault: try float32, and check "
+                    "the model without routing"
+                )
             if self._lengths is not None:
                 self._meter.add(self._lengths.valid(inps))
             return logits

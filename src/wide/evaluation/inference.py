@@ -37,6 +37,14 @@ def model_device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+def longest_input(model: nn.Module) -> int | None:
+    """Return the most tokens that the model takes at once, None where its configuration does not say."""
+    config = getattr(model, "config", None)
+    # Multimodal configurations keep the language model's in a part of their own.
+    config = getattr(config, "text_config", config)
+    return getattr(config, "max_position_embeddings", None)
+
+
 class SkipMeter:
     """Counts what an attached model skips in the forwards inside a `with` block; nothing for a plain model.
 

@@ -122,9 +122,7 @@ def _window_begins(length: int, window: int, stride: int) -> list[int]:
     return begins[:-1] if len(begins) > 1 and stride == window and length - begins[-1] < 2 else begins
 
 
-def _windows(
-    ids: Tensor, begins: list[int], window: int, stride: int, batch_size: int
-) -> Iterator[TokenBatch]:
+def _windows(ids: Tensor, begins: list[int], window: int, stride: int, batch_size: int) -> Iterator[TokenBatch]:
     """Yield batches of windows of equal length; `valid` marks the tokens that no earlier window held."""
     whole = [begin for begin in begins if begin + window <= len(ids)]
     groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]

@@ -150,7 +150,7 @@ def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Pa
     name = f"{task.name}_local"
     files = {split: str(data) for split in ("train", "validation", "test")}
     # JSON is YAML, and quotes every path correctly.
-    definition = {
+    definition: Row = {
         "include": str(stock_tasks / task.stock),
         "task": name,
         "tag": [],
@@ -180,8 +180,8 @@ def _local_rows(task: Task, path: Path) -> list[Row]:
         missing = [field for field in task.fields if field not in row]
         if missing:
             raise EvaluationError(
-                f"{path}, line {number}: the task {task.name!r} needs the fields {list(task.fields)}, and {missing} are "
-                f"missing; fields seen: {sorted(row)}"
+                f"{path}, line {number}: the task {task.name!r} needs the fields {list(task.fields)}, and {missing} "
+                f"are missing; fields seen: {sorted(row)}"
             )
         # Other fields are left out: rows that differ in them would not load as one table.
         rows.append({field: row[field] for field in task.fields})

@@ -8,16 +8,22 @@ from wide.kernels.device import interprets_triton, triton_obstacle
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def check_backend(operator: str, backend: str, tensor: torch.Tensor) -> None:
+def check_backend(operator: str, backend: str, tensor: torch.Tensor, *, others: tuple[str, ...]) -> None:
     """Refuse a backend that cannot run on the device or in the dtype of `tensor`.
+
+    Args:
+        operator: Name for messages.
+        backend: What the caller asked for.
+        tensor: The queries.
+        others: Backends beside 'triton'; they run everywhere.
 
     Raises:
         UnsupportedBackendError: The message names operator, backend and reason.
     """
-    if backend == "torch":
+    if backend in others:
         return
     if backend != "triton":
-        raise UnsupportedBackendError(f"{operator} has the backends 'torch' and 'triton', got {backend!r}")
+        raise UnsupportedBackendError(f"{operator} has the backends 'triton' and {others}, got {backend!r}")
     reason = triton_obstacle(tensor.device)
     if reason is None and tensor.dtype not in _HALF and not (interprets_triton() and tensor.dtype == torch.float32):
         reason = f"the kernels take float16 and bfloat16, got {tensor.dtype}"

@@ -3,6 +3,7 @@
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class DeviceFacts:
 
 @functools.cache
 def _cuda_facts(index: int) -> DeviceFacts:
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     return DeviceFacts(
         name=properties.name,
         capability=10 * properties.major + properties.minor,

@@ -20,7 +20,8 @@ class Reordering(NamedTuple):
         block_m: Rows in a tile.
     """
 
-    index: torch.Tensor
+    # Nobody searches these tuples, so hiding tuple.index is harmless.
+    index: torch.Tensor  # type: ignore[assignment]
     counts: torch.Tensor
     offsets: torch.Tensor
     tiles: torch.Tensor
@@ -37,7 +38,8 @@ class SequenceReordering(NamedTuple):
         counts: Active positions, int32 [B, N_G].
     """
 
-    index: torch.Tensor
+    # Nobody searches these tuples, so hiding tuple.index is harmless.
+    index: torch.Tensor  # type: ignore[assignment]
     counts: torch.Tensor
 
 
@@ -57,7 +59,8 @@ class PatternReordering(NamedTuple):
         keeps_empty: Whether rows that execute no group of a super-block are listed too (first).
     """
 
-    index: torch.Tensor
+    # Nobody searches these tuples, so hiding tuple.index is harmless.
+    index: torch.Tensor  # type: ignore[assignment]
     patterns: torch.Tensor
     counts: torch.Tensor
     tiles: torch.Tensor

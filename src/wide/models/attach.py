@@ -42,6 +42,8 @@ class Attachment:
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Sparsity -> threshold points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
+        fused: Whether the layers run fused operators (`wide.models.optimize`).
+        handles_fused: Hooks of the fused execution, removed by `deoptimize`.
     """
 
     plan: Plan
@@ -52,6 +54,8 @@ class Attachment:
     provenance: dict[str, Any] = field(default_factory=dict)
     dial: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
+    fused: bool = False
+    handles_fused: list[RemovableHandle] = field(default_factory=list)
 
     def routers(self) -> list[Router]:
         """Return all routers, by layer, attention before FFN."""
@@ -156,9 +160,11 @@ def detach(model: ModelT) -> ModelT:
     LoRA, where stage 2 added it, is removed too (unmerged).
 
     Raises:
-        NotAttachedError: If the model carries no routers, or LoRA was merged into its weights.
+        NotAttachedError: If the model carries no routers, is optimised, or LoRA was merged into its weights.
     """
     state = attachment(model)
+    if state.fused:
+        raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
     if state.lora is not None:
         state.lora.unload()
     for handle in state.handles:
@@ -175,7 +181,7 @@ def _routed(config: WideConfig, grouping: Grouping) -> Routed:
 
 def _attention_grouping(config: WideConfig, spec: AttentionSpec) -> Grouping:
     size = config.attention_group_size or spec.kv_group_size
-    legal = _legal_attention_sizes(spec)
+    legal = attention_group_sizes(spec)
     if size not in legal:
         raise ShapeError(
             f"attention_group_size {size} does not fit {spec.num_query_heads} query heads of {spec.head_dim} over "
@@ -184,7 +190,7 @@ def _attention_grouping(config: WideConfig, spec: AttentionSpec) -> Grouping:
     return Grouping(spec.query_width, size)
 
 
-def _legal_attention_sizes(spec: AttentionSpec) -> list[int]:
+def attention_group_sizes(spec: AttentionSpec) -> list[int]:
     """Return sizes in whole query heads that are divisors or multiples of the heads per KV head."""
     per_kv = spec.num_query_heads // spec.num_kv_heads
     heads = [n for n in divisors(spec.num_query_heads) if per_kv % n == 0 or n % per_kv == 0]
@@ -210,7 +216,7 @@ def _check_plan(plan: Plan, specs: Sequence[BlockSpec]) -> None:
         if spec.ffn is not None:
             _check_half(layer.ffn, spec.ffn.width, f"layer {spec.index}: FFN")
         if isinstance(layer.attention, Routed):
-            legal = _legal_attention_sizes(spec.attention)
+            legal = attention_group_sizes(spec.attention)
             if layer.attention.grouping.group_size not in legal:
                 raise ShapeError(
                     f"layer {spec.index}: attention group size {layer.attention.grouping.group_size} is not one of "

@@ -106,8 +106,10 @@ def install_attention_gates() -> None:
 def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output, weights = function(module, *args, **kwargs)
         router = getattr(module, ROUTER_NAME, None)
+        if router is not None and router.fused is not None:
+            return router.fused.attend(function, module, *args, **kwargs)
+        output, weights = function(module, *args, **kwargs)
         mask = None if router is None else router.take()
         return (output if mask is None else gate_heads(output, mask)), weights
 

@@ -1,6 +1,8 @@
 """LoRA for stage 2, through PEFT: the only door to it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,21 @@ def merge_lora(model: nn.Module) -> nn.Module:
     if state.lora is not None and not state.lora.merged:
         state.lora.merge()
     return model
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """Run the forwards inside the block without the LoRA updates, if there are any (they must not be merged)."""
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [layer._disable_adapters for layer in layers]
+    # PEFT's own switch also turns requires_grad off and on again, which would undo frozen parts.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
 
 
 def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor], what: str) -> None:

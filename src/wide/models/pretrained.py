@@ -23,17 +23,12 @@ def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str
         ConfigError: If the dtype or device is unknown or absent, or the name cannot be loaded.
         UnsupportedModelError: If it is not a causal LM.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     where = _device(device)
     if isinstance(dtype, str) and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {sorted(_DTYPES)}")
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_not_loadable(name, error)) from error
-    if str(getattr(config, "model_type", "")).startswith("wide_"):
-        raise UnsupportedModelError(f"{name} is a pruned checkpoint already; load it with wide.load_checkpoint")
+    config = _configuration(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             name,
@@ -46,6 +41,38 @@ def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str
         raise ConfigError(_not_loadable(name, error)) from error
     assert isinstance(model, nn.Module)
     return model.to(where).eval()
+
+
+def load_skeleton(name: str) -> Any:
+    """Return a causal LM of the right structure without weights (on the meta device), from its configuration alone.
+
+    Args:
+        name: Hub name or local folder.
+
+    Raises:
+        ConfigError: If the name cannot be loaded.
+        UnsupportedModelError: If it is not a causal LM, or is pruned already.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _configuration(name)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model: {error}") from error
+
+
+def _configuration(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_loadable(name, error)) from error
+    if str(getattr(config, "model_type", "")).startswith("wide_"):
+        raise UnsupportedModelError(f"{name} is a pruned checkpoint already; load it with wide.load_checkpoint")
+    return config
 
 
 def _device(device: str | None) -> torch.device:

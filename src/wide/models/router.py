@@ -1,6 +1,7 @@
 """The bottleneck router: hidden states to per-group decisions (paper, section 3.1)."""
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,18 @@ from wide.plan import Routed
 from wide.routing import LayerRouting
 
 EXECUTE, SKIP = 0, 1
+
+
+class Prefill(NamedTuple):
+    """What the coming forward over several tokens stands on.
+
+    Args:
+        past: Tokens in the cache before it.
+        starts: First real token of each left-padded sequence, int32 `[B]`; None without padding.
+    """
+
+    past: int
+    starts: Tensor | None
 
 
 class RoutingControl:
@@ -32,6 +45,7 @@ class RoutingControl:
         self.keep_history = False
         self.forced: list[LayerRouting] | None = None
         self.forced_position: dict[tuple[int, str], int] = {}
+        self.prefill: Prefill | None = None
 
 
 class Router(nn.Module):
@@ -50,6 +64,9 @@ class Router(nn.Module):
         layer_index: Decoder layer, from 0.
         half: 'attention' or 'ffn'.
         device: Where the parameters live.
+
+    While a model is optimised, `fused` of an attention router is the layer's fused execution, which takes the mask in
+    place of the gate.
 
     Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on both matrices.
     """
@@ -80,6 +97,7 @@ class Router(nn.Module):
         self.control = control
         self.residual: Tensor | None = None
         self.mask: Tensor | None = None
+        self.fused: Any = None
         self.reset_parameters()
 
     def reset_parameters(self, execute_bias: float = 0.0) -> None:

@@ -21,8 +21,20 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _load_block(
-    base, n, offsets_n, offsets_d, stride, first, T_k, head, b,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, USES_TMA: tl.constexpr,
+    base,
+    n,
+    offsets_n,
+    offsets_d,
+    stride,
+    first,
+    T_k,
+    head,
+    b,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    USES_TMA: tl.constexpr,
 ):
     if USES_TMA:
         block = base.load([b, n, head, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -41,15 +53,38 @@ def _load_block(
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, K, V, position, low, high, first, T_k, kv_head, b, stride_k, stride_v,
-    window, scale, cap_in, cap_out,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, USES_TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+    acc,
+    row_max,
+    row_sum,
+    q,
+    K,
+    V,
+    position,
+    low,
+    high,
+    first,
+    T_k,
+    kv_head,
+    b,
+    stride_k,
+    stride_v,
+    window,
+    scale,
+    cap_in,
+    cap_out,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    USES_TMA: tl.constexpr,
 ):
     """Take the keys of [low, high) into the running softmax."""
     offsets_n = tl.arange(0, BLOCK_N)
     offsets_d = tl.arange(0, BLOCK_D)
-    for n in tl.range(low, high, BLOCK_N, warp_specialize=SPECIALIZE):
+    for n in tl.range(low, high, BLOCK_N):
         k = _load_block(
             K, n, offsets_n, offsets_d, stride_k, first, T_k, kv_head, b, D, BLOCK_N, BLOCK_D, MASKED, USES_TMA
         )
@@ -83,30 +118,63 @@ def _attend(
 
 @triton.jit
 def _attention_prefill(
-    Q, K, V, OUT, INDEX, COUNTS, STARTS,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    T_q, T_k, batch, max_tiles, band, window, scale, cap_in, cap_out,
-    NUM_UNITS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_CAP: tl.constexpr,
-    USES_TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+    Q,
+    K,
+    V,
+    OUT,
+    INDEX,
+    COUNTS,
+    STARTS,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    T_q,
+    T_k,
+    batch,
+    max_tiles,
+    band,
+    window,
+    scale,
+    cap_in,
+    cap_out,
+    NUM_UNITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    USES_TMA: tl.constexpr,
 ):
     # Within a band of units, the last tile of each comes first: longest first, and the empty ones last.
     pid = tl.program_id(0)
     in_band = pid % (max_tiles * band)
     pair = pid // (max_tiles * band) * band + in_band % band
     TOKENS: tl.constexpr = BLOCK_M // HEADS
-    is_pair = pair < batch * NUM_UNITS
-    b = tl.where(is_pair, pair // NUM_UNITS, 0)
+    if pair >= batch * NUM_UNITS:
+        return
+    b = pair // NUM_UNITS
     unit = pair % NUM_UNITS
     column = b * NUM_GROUPS + unit * NUM_GROUPS // NUM_UNITS
     kv_head = unit * NUM_KV_HEADS // NUM_UNITS
     count = tl.load(COUNTS + column)
     tile = tl.cdiv(count, TOKENS) - 1 - in_band // band
-    # An empty program runs its loops zero times; returning early would forbid warp specialisation.
-    is_tile = is_pair & (tile >= 0)
-    left = tl.where(is_tile, tl.minimum(count - tile * TOKENS, TOKENS), 0)
-    places = INDEX + column.to(tl.int64) * T_q + tl.where(is_tile, tile * TOKENS, 0)
+    if tile < 0:
+        return
+
+    places = INDEX + column.to(tl.int64) * T_q + tile * TOKENS
+    left = tl.minimum(count - tile * TOKENS, TOKENS)
     rows = tl.arange(0, BLOCK_M)
     is_row = rows // HEADS < left
     token = tl.load(places + rows // HEADS, mask=is_row, other=0)
@@ -118,8 +186,8 @@ def _attention_prefill(
 
     shift = T_k - T_q
     position = token + shift
-    first_position = tl.load(places, mask=is_tile, other=0) + shift
-    last_position = tl.load(places + left - 1, mask=is_tile, other=0) + shift
+    first_position = tl.load(places) + shift
+    last_position = tl.load(places + left - 1) + shift
     first = 0
     if HAS_STARTS:
         first = tl.load(STARTS + b)
@@ -134,8 +202,7 @@ def _attention_prefill(
         high = last_position + 1
         high_full = first_position + 1
     low = low // BLOCK_N * BLOCK_N
-    high = tl.where(is_tile, high, 0)
-    high_full = tl.where(is_tile, high_full // BLOCK_N * BLOCK_N, 0)
+    high_full = high_full // BLOCK_N * BLOCK_N
 
     if not USES_TMA:
         K = K + b.to(tl.int64) * stride_kb + kv_head * stride_kh
@@ -148,20 +215,92 @@ def _attention_prefill(
     if HAS_STARTS or HAS_WINDOW:
         middle = tl.minimum(tl.cdiv(low_full, BLOCK_N) * BLOCK_N, tl.cdiv(high, BLOCK_N) * BLOCK_N)
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, K, V, position, low, middle, first, T_k, kv_head, b, stride_kt, stride_vt,
-            window, scale, cap_in, cap_out,
-            D, BLOCK_N, BLOCK_D, True, IS_CAUSAL, HAS_WINDOW, HAS_CAP, USES_TMA, False,
+            acc,
+            row_max,
+            row_sum,
+            q,
+            K,
+            V,
+            position,
+            low,
+            middle,
+            first,
+            T_k,
+            kv_head,
+            b,
+            stride_kt,
+            stride_vt,
+            window,
+            scale,
+            cap_in,
+            cap_out,
+            D,
+            BLOCK_N,
+            BLOCK_D,
+            True,
+            IS_CAUSAL,
+            HAS_WINDOW,
+            HAS_CAP,
+            USES_TMA,
         )
     high_full = tl.maximum(high_full, middle)
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, K, V, position, middle, high_full, first, T_k, kv_head, b, stride_kt, stride_vt,
-        window, scale, cap_in, cap_out,
-        D, BLOCK_N, BLOCK_D, False, IS_CAUSAL, HAS_WINDOW, HAS_CAP, USES_TMA, SPECIALIZE,
+        acc,
+        row_max,
+        row_sum,
+        q,
+        K,
+        V,
+        position,
+        middle,
+        high_full,
+        first,
+        T_k,
+        kv_head,
+        b,
+        stride_kt,
+        stride_vt,
+        window,
+        scale,
+        cap_in,
+        cap_out,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+        False,
+        IS_CAUSAL,
+        HAS_WINDOW,
+        HAS_CAP,
+        USES_TMA,
     )
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, K, V, position, high_full, high, first, T_k, kv_head, b, stride_kt, stride_vt,
-        window, scale, cap_in, cap_out,
-        D, BLOCK_N, BLOCK_D, True, IS_CAUSAL, HAS_WINDOW, HAS_CAP, USES_TMA, False,
+        acc,
+        row_max,
+        row_sum,
+        q,
+        K,
+        V,
+        position,
+        high_full,
+        high,
+        first,
+        T_k,
+        kv_head,
+        b,
+        stride_kt,
+        stride_vt,
+        window,
+        scale,
+        cap_in,
+        cap_out,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+        True,
+        IS_CAUSAL,
+        HAS_WINDOW,
+        HAS_CAP,
+        USES_TMA,
     )
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     out_row = (b.to(tl.int64) * T_q + token) * (NUM_UNITS * HEADS) + head
@@ -230,7 +369,6 @@ def attention_prefill(
         HAS_STARTS=starts is not None,
         HAS_CAP=soft_cap is not None,
         USES_TMA=tile.uses_tma,
-        SPECIALIZE=tile.is_warp_specialized,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

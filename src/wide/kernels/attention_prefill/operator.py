@@ -1,11 +1,12 @@
 """Prefill attention as an operator of torch: validation, registration, contract."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from wide.errors import ShapeError
+from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.attention_inputs import (
     check_backend,
     check_keys_and_values,
@@ -13,17 +14,26 @@ from wide.kernels.attention_inputs import (
     check_score_options,
 )
 from wide.kernels.attention_prefill.reference import attention_prefill_reference, executed
-from wide.kernels.attention_prefill.tiles import PrefillTile, default_tile
+from wide.kernels.attention_prefill.tiles import PrefillTile, can_use_tma, default_tile
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
 from wide.kernels.device import device_facts, triton_obstacle
 from wide.kernels.head_units import HeadUnits
 from wide.kernels.reordering import SequenceReordering
 
 _NAME = "attention_prefill"
+_DENSE_LIMITS = "scaled_dot_product_attention takes no left padding, window, soft cap or query offset here"
+_OPTIONS = {
+    "starts": None,
+    "is_causal": True,
+    "window": None,
+    "soft_cap": None,
+    "scale": None,
+    "zero_skipped": False,
+}
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 _LIBRARY.define(
     "attention_prefill(Tensor q, Tensor k, Tensor v, Tensor index, Tensor counts, Tensor? starts, bool is_causal,"
-    " int? window, float? soft_cap, float? scale, bool zero_skipped, str backend) -> Tensor"
+    " int? window, float? soft_cap, float? scale, bool zero_skipped, str backend, int[] tile) -> Tensor"
 )
 
 
@@ -40,6 +50,7 @@ def attention_prefill(
     scale: float | None = None,
     zero_skipped: bool = False,
     backend: str,
+    tile: PrefillTile | None = None,
 ) -> torch.Tensor:
     """Attend with the executing (token, group) pairs only; K and V are dense.
 
@@ -56,7 +67,8 @@ def attention_prefill(
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        backend: 'torch' or 'triton'.
+        backend: 'torch', 'triton' or 'dense' (scaled_dot_product_attention, computes everything).
+        tile: Tile of the Triton kernel; None takes a default for the device.
 
     Returns:
         [B, T_q, H_q, d] in the dtype of `q`, accumulated in float32.
@@ -65,28 +77,76 @@ def attention_prefill(
         ShapeError: If tensors or options do not fit.
         UnsupportedBackendError: If the backend cannot run here.
 
-    Source: WIDE, attention with gathered queries; two-pass-free softmax as in FlashAttention-2.
+    Source: WIDE, attention with gathered queries; running softmax as in FlashAttention-2.
     """
     return torch.ops.wide.attention_prefill(  # type: ignore[no-any-return]
-        q, k, v, reordering.index, reordering.counts, starts, is_causal, window, soft_cap, scale, zero_skipped, backend
+        q,
+        k,
+        v,
+        reordering.index,
+        reordering.counts,
+        starts,
+        is_causal,
+        window,
+        soft_cap,
+        scale,
+        zero_skipped,
+        backend,
+        tile or (),
     )
 
 
-def run_with_tile(tile: PrefillTile, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """Run the Triton kernel with a given tile, unchecked; for tuning.
-
-    Args:
-        tile: How a program is cut.
-        arguments: Keyword arguments of `attention_prefill_reference`.
-    """
+def _run_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    tile: Sequence[int] | None = None,
+    **options: Any,
+) -> torch.Tensor:
     from wide.kernels.attention_prefill import _triton
 
-    options = {"starts": None, "is_causal": True, "window": None, "soft_cap": None, "scale": None}
-    return _triton.attention_prefill(**{**options, "zero_skipped": False, **arguments}, tile=tile)
+    facts = device_facts(q.device)
+    if tile:
+        chosen = PrefillTile(*tile)
+    else:
+        uses_tma = can_use_tma(facts, k) and can_use_tma(facts, v)
+        chosen = default_tile(facts, q.shape[-1], uses_tma=uses_tma)
+    return _triton.attention_prefill(q, k, v, index, counts, tile=chosen, **{**_OPTIONS, **options})
 
 
-def _run_triton(q: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    return run_with_tile(default_tile(device_facts(q.device), q.shape[-1]), {"q": q, **arguments})
+def _run_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    zero_skipped: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend with everything; skipped queries may hold anything, so a query's row is all that they can spoil."""
+    unused = {name: value for name, value in options.items() if value is not None}
+    if unused or (is_causal and q.shape[1] != k.shape[1]):
+        raise UnsupportedBackendError(
+            f"{_NAME}: {_DENSE_LIMITS}, got {sorted(unused) or 'an offset'}; choose backend='triton' or 'torch'"
+        )
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    if zero_skipped:
+        mask = executed(index, counts, q.shape[1]).repeat_interleave(q.shape[2] // counts.shape[1], 2)
+        out = torch.where(mask.unsqueeze(-1), out, 0.0)
+    return out.contiguous()
 
 
 def _check_lists(q: torch.Tensor, index: torch.Tensor, counts: torch.Tensor) -> None:
@@ -114,6 +174,7 @@ def _impl(
     scale: float | None,
     zero_skipped: bool,
     backend: str,
+    tile: Sequence[int],
 ) -> torch.Tensor:
     if q.dim() != 4 or 0 in q.shape:
         raise ShapeError(f"{_NAME} wants q [B, T_q, H_q, d], got {tuple(q.shape)}")
@@ -126,20 +187,18 @@ def _impl(
         raise ShapeError(f"{_NAME}: a sliding window needs is_causal=True")
     if is_causal and k.shape[1] < q.shape[1]:
         raise ShapeError(f"{_NAME}: {q.shape[1]} causal queries need at least as many keys, got {k.shape[1]}")
-    check_backend(_NAME, backend, q)
-    return ATTENTION_PREFILL.backends[backend].run(  # type: ignore[no-any-return]
-        q=q,
-        k=k,
-        v=v,
-        index=index,
-        counts=counts,
-        starts=starts,
-        is_causal=is_causal,
-        window=window,
-        soft_cap=soft_cap,
-        scale=scale,
-        zero_skipped=zero_skipped,
-    )
+    check_backend(_NAME, backend, q, others=("torch", "dense"))
+    options: dict[str, Any] = {
+        "starts": starts,
+        "is_causal": is_causal,
+        "window": window,
+        "soft_cap": soft_cap,
+        "scale": scale,
+        "zero_skipped": zero_skipped,
+    }
+    if backend == "triton":
+        options["tile"] = tuple(tile) or None
+    return ATTENTION_PREFILL.backends[backend].run(q, k, v, index, counts, **options)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("wide::attention_prefill", lib=_LIBRARY)
@@ -151,6 +210,14 @@ def _fake(q: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _triton_supports(device: torch.device, case: Case) -> str | None:
     del case
     return triton_obstacle(device)
+
+
+def _dense_supports(device: torch.device, case: Case) -> str | None:
+    del device
+    is_causal = case.options.get("is_causal", True)
+    limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding", 0)
+    offset = is_causal and case.sizes["query_len"] != case.sizes["key_len"]
+    return _DENSE_LIMITS if limited or offset else None
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -222,6 +289,7 @@ ATTENTION_PREFILL = Operator(
     backends={
         "torch": Backend(run=attention_prefill_reference, supports=anywhere),
         "triton": Backend(run=_run_triton, supports=_triton_supports),
+        "dense": Backend(run=_run_dense, supports=_dense_supports),
     },
     cases=(
         _case((1, 1), (4, 2, 2), 64),

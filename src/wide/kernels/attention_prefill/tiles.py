@@ -1,12 +1,15 @@
 """Tile shapes of prefill attention and which one a device gets."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from wide.kernels.device import DeviceFacts
 
+_TMA_CAPABILITIES = (90, 100)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillTile:
+
+class PrefillTile(NamedTuple):
     """How one program of prefill attention is cut.
 
     Args:
@@ -15,7 +18,6 @@ class PrefillTile:
         num_warps: Warps of a program.
         num_stages: Depth of the load pipeline over keys.
         uses_tma: Whether K and V are read through tensor descriptors (sm_90 and newer).
-        is_warp_specialized: Whether loads run in a warp of their own; needs `uses_tma`.
     """
 
     block_m: int
@@ -23,19 +25,25 @@ class PrefillTile:
     num_warps: int
     num_stages: int
     uses_tma: bool = False
-    is_warp_specialized: bool = False
 
 
-def default_tile(facts: DeviceFacts, head_dim: int) -> PrefillTile:
+def can_use_tma(facts: DeviceFacts, tensor: torch.Tensor) -> bool:
+    """Return whether K or V can be read through a tensor descriptor: 16-byte steps, on a device that has them."""
+    steps = [stride * tensor.element_size() for stride in tensor.stride()[:3]]
+    return facts.capability in _TMA_CAPABILITIES and tensor.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in steps)
+
+
+def default_tile(facts: DeviceFacts, head_dim: int, *, uses_tma: bool) -> PrefillTile:
     """Return the tile for a device and head size; the host's is small because the interpreter is slow."""
     if facts.capability == 0:
         return PrefillTile(block_m=32, block_n=32, num_warps=4, num_stages=1)
     if facts.shared_memory_bytes < 160 * 1024:
         if head_dim > 128:
             return PrefillTile(block_m=64, block_n=32, num_warps=4, num_stages=2)
-        return PrefillTile(block_m=128, block_n=64 if head_dim <= 96 else 32, num_warps=8, num_stages=2)
+        return PrefillTile(block_m=128, block_n=64 if head_dim <= 64 else 32, num_warps=8, num_stages=2)
     if head_dim > 128:
-        return PrefillTile(block_m=128, block_n=64 if facts.capability >= 90 else 32, num_warps=8, num_stages=2)
-    if facts.capability < 90:
-        return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    return PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2)
+        block_n = 64 if facts.capability >= 90 else 32
+        return PrefillTile(block_m=128, block_n=block_n, num_warps=8, num_stages=2, uses_tma=uses_tma)
+    if uses_tma:
+        return PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2, uses_tma=True)
+    return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3)

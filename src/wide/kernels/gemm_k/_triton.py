@@ -128,6 +128,19 @@ def _either(a, b):
 
 
 @triton.jit
+def _union_of(pattern, S: tl.constexpr):
+    # Four bits for each group of the union, so that the product loop finds its group without a load.
+    union = tl.reduce(pattern, 0, _either)
+    groups = 0
+    num_groups = 0
+    for bit in tl.static_range(S):
+        executes = (union >> bit) & 1
+        groups |= (bit * executes) << (4 * num_groups)
+        num_groups += executes
+    return groups, num_groups
+
+
+@triton.jit
 def _gemm_k_kernel(
     H,
     W,
@@ -178,14 +191,7 @@ def _gemm_k_kernel(
         listed = block * M + places
         rows = tl.load(INDEX + listed, mask=places < count, other=0).to(tl.int64)
         pattern = tl.load(PATTERNS + listed, mask=places < count, other=0)
-        union = tl.reduce(pattern, 0, _either)
-        # The groups of the union, four bits each: the loop below then finds its group without a load.
-        groups = 0
-        num_groups = 0
-        for bit in tl.static_range(S):
-            executes = (union >> bit) & 1
-            groups |= (bit * executes) << (4 * num_groups)
-            num_groups += executes
+        groups, num_groups = _union_of(pattern, S)
         part = (tile % parts) * BLOCK_N
         column = first_column + part
         first_channel = block * (S * G)

@@ -1,7 +1,7 @@
 """GEMM-K as an operator of torch: validation, registration, contract."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,53 +16,10 @@ from wide.kernels.contract import (
     random_values,
     relative_error,
 )
-from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.device import triton_obstacle
 from wide.kernels.gemm_k.reference import gemm_k_reference
+from wide.kernels.gemm_k.tiles import KTile, default_tile
 from wide.kernels.reordering import PatternReordering, Reordering
-
-
-class KTile(NamedTuple):
-    """Tile of the Triton kernel; the rows of a tile come from `PatternReordering.block_m`.
-
-    Args:
-        block_n: Output columns of a tile; divides the output width.
-        block_k: Reduction elements of a pipeline stage; divides the group size.
-        num_stages: Pipeline stages.
-        num_warps: Warps of a program.
-        ctas_per_sm: Programs launched per multiprocessor; two hide one's epilogue behind the other's products.
-        weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer).
-        slab: Output columns swept at a time, a multiple of block_n; 0 means all.
-    """
-
-    block_n: int
-    block_k: int
-    num_stages: int
-    num_warps: int
-    ctas_per_sm: int = 1
-    weights_by: int = 0
-    slab: int = 0
-
-
-def _largest_tile(size: int, limit: int) -> int:
-    return min(size & -size, limit)
-
-
-def default_tile(
-    device: torch.device, *, group_size: int, num_rows: int, width: int, block_m: int, dtype: torch.dtype
-) -> KTile:
-    """Return a tile that fits the device; measured tables replace it."""
-    facts = device_facts(device)
-    block_k = _largest_tile(group_size, 64 if dtype != torch.float32 else 32)
-    block_n = _largest_tile(width, 128)
-    # Half of the cache holds a float32 slab; the rest is for weights and rows.
-    columns = facts.l2_bytes // 2 // (4 * max(1, num_rows))
-    slab = 0 if columns >= width else max(block_n, columns // block_n * block_n)
-    if facts.capability in (90, 100, 103):
-        return KTile(block_n, block_k, 3, 4 if block_m * block_n <= 128 * 128 else 8, 2, 1, slab)
-    if facts.capability in (89, 120):
-        block_k = min(block_k, 32)
-    return KTile(block_n, block_k, 3, 8 if block_m >= 128 else 4, 1, 0, slab)
-
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 _LIBRARY.define(
@@ -94,9 +51,7 @@ def _impl(
     backend: str,
     tile: Sequence[int],
 ) -> torch.Tensor:
-    order = PatternReordering(
-        index, patterns, counts, tiles, num_tiles, block_m, groups_per_block, keeps_empty
-    )
+    order = PatternReordering(index, patterns, counts, tiles, num_tiles, block_m, groups_per_block, keeps_empty)
     packed = None
     if packed_offsets is not None and packed_rank is not None:
         packed = Reordering(index, counts, packed_offsets, tiles, num_tiles, packed_rank, block_m)

@@ -1,4 +1,4 @@
-"""GEMM-MN in Triton: a persistent grid over row tiles listed on the device; rows gathered, weights by TMA or pointers."""
+"""GEMM-MN in Triton: a persistent grid over row tiles listed on the device; rows are gathered."""
 
 import torch
 import triton
@@ -215,9 +215,7 @@ def zero_skipped(out: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 @triton.jit
-def _zero_kernel(
-    OUT, MASK, M, G, stride_out, stride_m, stride_g, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _zero_kernel(OUT, MASK, M, G, stride_out, stride_m, stride_g, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     group = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, BLOCK_N)

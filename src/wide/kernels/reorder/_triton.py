@@ -1,5 +1,7 @@
 """Reorder in Triton: count per chunk of rows, then place; two launches, no host synchronisation."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ def reorder(
     """Run `reorder_reference` in two kernels."""
     num_rows, num_groups = mask.shape
     max_row_tiles = triton.cdiv(num_rows, block_m)
-    new = {"dtype": torch.int32, "device": mask.device}
+    new: dict[str, Any] = {"dtype": torch.int32, "device": mask.device}
     index = torch.empty(num_groups, num_rows, **new)
     counts = torch.empty(num_groups, **new)
     offsets = torch.empty(num_groups + 1, **new)
@@ -185,7 +187,7 @@ def reorder_patterns(
     num_rows, num_groups = mask.shape
     num_blocks = triton.cdiv(num_groups, groups_per_block)
     max_row_tiles = triton.cdiv(num_rows, block_m)
-    new = {"dtype": torch.int32, "device": mask.device}
+    new: dict[str, Any] = {"dtype": torch.int32, "device": mask.device}
     index = torch.empty(num_blocks, num_rows, **new)
     patterns = torch.empty(num_blocks, num_rows, **new)
     counts = torch.empty(num_blocks, **new)
@@ -225,7 +227,9 @@ def _patterns_of(MASK, rows, block, M, N_G, stride_m, stride_g, S: tl.constexpr,
     pattern = tl.zeros((CHUNK,), tl.int32)
     for bit in tl.static_range(S):
         group = block * S + bit
-        executes = tl.load(MASK + rows.to(tl.int64) * stride_m + group * stride_g, mask=(rows < M) & (group < N_G), other=0)
+        executes = tl.load(
+            MASK + rows.to(tl.int64) * stride_m + group * stride_g, mask=(rows < M) & (group < N_G), other=0
+        )
         pattern |= executes.to(tl.int32) << bit
     return pattern
 
@@ -316,7 +320,18 @@ def _sort_kernel(
         tl.store(PATTERNS + out, pattern, mask=listed)
     else:
         _describe_blocks(
-            HISTOGRAM, COUNTS, TILES, NUM_TILES, M, num_chunks, num_blocks, block, ALL_BLOCKS, BLOCK_M, KEEPS_EMPTY, BINS
+            HISTOGRAM,
+            COUNTS,
+            TILES,
+            NUM_TILES,
+            M,
+            num_chunks,
+            num_blocks,
+            block,
+            ALL_BLOCKS,
+            BLOCK_M,
+            KEEPS_EMPTY,
+            BINS,
         )
 
 

@@ -20,8 +20,7 @@ _MAX_GROUPS_PER_BLOCK = 8
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 _LIBRARY.define(
-    "reorder(Tensor mask, int block_m, bool with_rank, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "reorder(Tensor mask, int block_m, bool with_rank, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("reorder_sequences(Tensor mask, str backend) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -45,9 +44,7 @@ def _triton_sequences(mask: torch.Tensor) -> Tensors:
 def _triton_patterns(mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool) -> Tensors:
     from wide.kernels.reorder import _triton
 
-    return _triton.reorder_patterns(
-        mask, block_m=block_m, groups_per_block=groups_per_block, keeps_empty=keeps_empty
-    )
+    return _triton.reorder_patterns(mask, block_m=block_m, groups_per_block=groups_per_block, keeps_empty=keeps_empty)
 
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
@@ -87,9 +84,7 @@ def _sequences_impl(mask: torch.Tensor, backend: str) -> Tensors:
 
 
 @torch.library.impl(_LIBRARY, "reorder_patterns", "CompositeExplicitAutograd")
-def _patterns_impl(
-    mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str
-) -> Tensors:
+def _patterns_impl(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Tensors:
     _check_mask(mask, 2, backend)
     _check_block(block_m)
     if not 1 <= groups_per_block <= _MAX_GROUPS_PER_BLOCK:
@@ -126,9 +121,7 @@ def _sequences_fake(mask: torch.Tensor, backend: str) -> Tensors:
 
 
 @torch.library.register_fake("wide::reorder_patterns", lib=_LIBRARY)
-def _patterns_fake(
-    mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str
-) -> Tensors:
+def _patterns_fake(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Tensors:
     del keeps_empty, backend
     num_rows, num_groups = mask.shape
     num_blocks = (num_groups + groups_per_block - 1) // groups_per_block
@@ -158,8 +151,8 @@ def reorder(mask: torch.Tensor, *, block_m: int = 128, with_rank: bool = False, 
         ShapeError: If mask or block_m do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    parts = torch.ops.wide.reorder(mask, block_m, with_rank, backend)
-    return Reordering(*parts, block_m=block_m)
+    index, counts, offsets, tiles, num_tiles, rank = torch.ops.wide.reorder(mask, block_m, with_rank, backend)
+    return Reordering(index, counts, offsets, tiles, num_tiles, rank, block_m)
 
 
 def reorder_sequences(mask: torch.Tensor, *, backend: str) -> SequenceReordering:
@@ -185,8 +178,10 @@ def reorder_patterns(
         keeps_empty: Whether rows that execute no group of a super-block are listed too (first).
         backend: 'torch' or 'triton'.
     """
-    parts = torch.ops.wide.reorder_patterns(mask, block_m, groups_per_block, keeps_empty, backend)
-    return PatternReordering(*parts, block_m=block_m, groups_per_block=groups_per_block, keeps_empty=keeps_empty)
+    index, patterns, counts, tiles, num_tiles = torch.ops.wide.reorder_patterns(
+        mask, block_m, groups_per_block, keeps_empty, backend
+    )
+    return PatternReordering(index, patterns, counts, tiles, num_tiles, block_m, groups_per_block, keeps_empty)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The command line: composes configurations and runs, computes nothing itself."""

@@ -1,0 +1,121 @@
+"""`wide eval`: perplexity and tasks of a model, dense beside pruned."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wide.cli.arguments import Arguments, build, resolved
+from wide.cli.console import say
+from wide.cli.options import AdapterOptions, EvalOptions
+from wide.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from wide.evaluation.report import EvaluationReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOptions:
+    """What else is evaluated, and where results go.
+
+    Args:
+        tasks: Tasks of lm-evaluation-harness, separated by commas: wikitext, arc_easy, arc_challenge, boolq,
+            winogrande, piqa, openbookqa, hellaswag.
+        local_data: Folder with copies of the tasks' data; null loads them from the Hugging Face hub.
+        limit: Items of each task; null means all.
+        text_field: Field that holds the text, where rows have fields.
+        output: Folder for evaluation.json, records.jsonl and the resolved configuration; null writes nothing.
+    """
+
+    tasks: str = ""
+    local_data: str | None = None
+    limit: int | None = None
+    text_field: str = "text"
+    output: str | None = None
+
+
+def arguments() -> Arguments:
+    """Return the flags of the command."""
+    flags = Arguments("eval", "Score a model on held-out text and tasks, its dense self beside it.")
+    flags.add_fields(AdapterOptions)
+    flags.add_fields(EvalOptions, skip=("untrained",))
+    flags.add_fields(TaskOptions)
+    flags.add_switch("json", "Print the result as JSON instead of a table.")
+    flags.add_switch("overwrite", "Replace the evaluation that lies in --output.")
+    return flags
+
+
+def run(given: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If neither data nor tasks are named.
+    """
+    values = arguments().parse(given)
+    options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
+    if scoring.data is None and not tasks.tasks:
+        raise UsageError("nothing to evaluate: name text with --data, tasks with --tasks, or both")
+    from wide.cli.run_folder import RunFolder
+
+    config = resolved(values)
+    folder = None
+    if tasks.output is not None:
+        folder = RunFolder(tasks.output, config, resume=False, overwrite=bool(values["overwrite"]))
+    report = _evaluate(options, scoring, tasks)
+    say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
+    if folder is not None:
+        folder.claim()
+        _write(folder.path, folder.records, report, config, options)
+
+
+def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions) -> "EvaluationReport":
+    from wide.cli.loading import find_adapter, held_out_documents, load_base
+    from wide.data.tokenizer import load_tokenizer
+    from wide.evaluation.evaluate import evaluate
+    from wide.models.adapter import load, read_config
+    from wide.models.dial import set_sparsity
+
+    if options.adapter is not None:
+        # A wrong adapter must fail before the dense model has been scored for an hour.
+        read_config(find_adapter(options.adapter))
+    settings: dict[str, Any] = {
+        "tokenizer": load_tokenizer(options.model),
+        "tasks": [name.strip() for name in tasks.tasks.split(",") if name.strip()],
+        "local_data": tasks.local_data,
+        "window": scoring.window,
+        "stride": scoring.stride,
+        "batch_size": scoring.batch_size,
+        "max_windows": scoring.max_windows,
+        "limit": tasks.limit,
+        "compare_dense": False,
+    }
+    documents, name = None, None
+    if scoring.data is not None:
+        documents, name = held_out_documents(scoring.data, scoring, text_field=tasks.text_field)
+    model = load_base(options)
+    # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
+    dense = replace(evaluate(model, documents, **settings), data=name)
+    if options.adapter is None:
+        return dense
+    load(model, find_adapter(options.adapter))
+    if options.sparsity is not None:
+        set_sparsity(model, options.sparsity)
+    return replace(evaluate(model, documents, **settings), data=name, dense=dense.model)
+
+
+def _write(
+    folder: Path, records: Path, report: "EvaluationReport", config: dict[str, Any], options: AdapterOptions
+) -> None:
+    from wide.cli.measuring import evaluation_records
+    from wide.records import RecordFile, fingerprint
+
+    report.save(folder / "evaluation.json")
+    file = RecordFile(records, config_fingerprint=fingerprint(config), device=options.device)
+    data = report.data or ""
+    if report.dense is None:
+        file.append(evaluation_records("dense", report.model, None, data))
+    else:
+        file.append(evaluation_records("dense", report.dense, None, data))
+        file.append(evaluation_records("pruned", report.model, report.sparsity, data))
+    say(f"written to {folder}")

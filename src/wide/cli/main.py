@@ -1,0 +1,93 @@
+"""`wide`: the entry point; chooses a command and turns errors into exit codes.
+
+Exit codes: 0 done; 1 a WideError (message, nothing half-written); 2 the command line was not understood; 130 Ctrl-C.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from wide.cli.usage import UsageError
+from wide.errors import WideError
+from wide.version import __version__
+
+COMMANDS = {
+    "prune": "train routers to a sparsity (stage 1) and, if asked, LoRA (stage 2); evaluate, save, report",
+    "recover": "train LoRA and routers of an adapter (stage 2); evaluate, save, report",
+    "eval": "perplexity and tasks of a model, dense beside pruned",
+    "generate": "continue a prompt",
+    "inspect": "what a model can be pruned to, or what an adapter holds",
+    "recipes": "list, show or copy the configurations that ship with wide",
+}
+_MODULES = {"eval": "evaluate"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code.
+
+    Args:
+        arguments: Without the program's name; None means those of the process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if given else 2
+    if given[0] in ("-V", "--version"):
+        print(f"wide {__version__}")
+        return 0
+    if given[0] not in COMMANDS:
+        close = get_close_matches(given[0], COMMANDS, n=1)
+        hint = f"; did you mean wide {close[0]}?" if close else ""
+        return _fail(f"there is no command {given[0]!r}{hint} Commands: {', '.join(COMMANDS)}", code=2)
+    return _guarded(given[0], given[1:])
+
+
+def _guarded(command: str, arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    try:
+        import_module(f"wide.cli.{_MODULES.get(command, command)}").run(arguments)
+    except WideError as error:
+        if debug:
+            raise
+        return _fail(str(error), code=2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt as interrupt:
+        if debug:
+            raise
+        kept = str(interrupt) or "checkpoints that were written before are kept; the same command with --resume goes on"
+        return _fail(f"interrupted: {kept}", code=130)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0
+    return 0
+
+
+def _fail(message: str, *, code: int) -> int:
+    prefix = "wide" if code == 130 else "wide: error"
+    print(f"{prefix}: {message}", file=sys.stderr)
+    return code
+
+
+def _help() -> str:
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: wide COMMAND [FLAGS]",
+            "",
+            "Token-wise dynamic width pruning of language models.",
+            "",
+            *lines,
+            "",
+            "  wide prune --model M --data D --sparsity 0.5 --ffn_group_size 128 --output DIR",
+            "",
+            "wide COMMAND --help lists the flags; the same keys can stand in a YAML file (--config).",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

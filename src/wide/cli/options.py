@@ -1,0 +1,144 @@
+"""What a command can be told besides the settings of `wide.config`; one dataclass per group of flags."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """The base model.
+
+    Args:
+        model: Hub name or local folder of the base model; remote code is never run.
+        dtype: Type of the base weights; routers and LoRA stay float32.
+        device: 'auto' is the GPU where there is one, else the CPU; or cpu, cuda, cuda:1, ...
+    """
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions(ModelOptions):
+    """A run that trains and writes into a folder.
+
+    Args:
+        data: Text to train on: 'python-docs'; a file, folder or glob (.txt .md .json .jsonl .parquet, also .gz .zst);
+            or the name of a Hugging Face data set, with its configuration after a colon.
+        output: Folder for adapter, records, report, checkpoints and the resolved configuration.
+        description: What this run is, in a sentence; shown in the report.
+        text_field: Field that holds the text, where rows have fields.
+        report: Draw report.html and report.png (needs matplotlib).
+    """
+
+    data: str
+    output: str
+    description: str = ""
+    text_field: str = "text"
+    report: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalOptions:
+    """The evaluation on held-out text.
+
+    Args:
+        data: Source of held-out text; null means the held-out documents (one in ten) of the training source, which
+            are then not trained on.
+        split: Split of that source; null means 'heldout' of 'python-docs' and 'test' of a Hugging Face data set, and
+            all documents of files.
+        tokens: How many tokens to score; 0 switches the evaluation off, null scores all.
+        window: Tokens that the model sees at once.
+        stride: Tokens by which the window moves; null means disjoint windows.
+        batch_size: Windows per forward.
+        untrained: Evaluate untrained routers at the same sparsity too, for comparison.
+    """
+
+    data: str | None = None
+    split: str | None = None
+    tokens: int | None = 65_536
+    window: int = 1024
+    stride: int | None = None
+    batch_size: int = 4
+    untrained: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be scored."""
+        if self.window < 2 or (self.stride is not None and not 1 <= self.stride <= self.window):
+            raise ConfigError(
+                f"window={self.window} and stride={self.stride}: wanted 1 <= stride <= window, window >= 2"
+            )
+        if self.tokens is not None and self.tokens < 0:
+            raise ConfigError(f"tokens must not be negative, got {self.tokens}; 0 switches the evaluation off")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    @property
+    def max_windows(self) -> int | None:
+        """Windows that score `tokens` tokens; None means all."""
+        return None if self.tokens is None else max(1, self.tokens // (self.stride or self.window))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions:
+    """A sample of generated text for the report.
+
+    Args:
+        prompt: Its beginning; empty writes no sample.
+        tokens: Tokens to generate.
+    """
+
+    prompt: str = ""
+    tokens: int = 60
+
+    def __post_init__(self) -> None:
+        """Refuse a sample without tokens."""
+        if self.tokens < 1:
+            raise ConfigError(f"tokens must be at least 1, got {self.tokens}; an empty prompt writes no sample")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterOptions(ModelOptions):
+    """A base model and, usually, its adapter.
+
+    Args:
+        adapter: Folder of an adapter (or a run's folder that holds one); null leaves the model dense.
+        sparsity: Share of groups to skip, set by the adapter's dial; null keeps what the adapter says.
+    """
+
+    adapter: str | None = None
+    sparsity: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a dial without an adapter, or beyond its range."""
+        if self.sparsity is not None and self.adapter is None:
+            raise ConfigError("sparsity is set by an adapter's dial: give --adapter, too")
+        if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
+            raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneRequest:
+    """Everything that one `wide prune` does.
+
+    Args:
+        run: Model, data, output.
+        config: Groups and routers.
+        objective: Sparsity and loss.
+        stage: Stage 1.
+        recover: Stage 2; None leaves it out.
+        scoring: Evaluation on held-out text.
+        sample: Generated text for the report.
+    """
+
+    run: RunOptions
+    config: WideConfig
+    objective: ObjectiveConfig
+    stage: StageConfig
+    recover: RecoverConfig | None
+    scoring: EvalOptions
+    sample: SampleOptions

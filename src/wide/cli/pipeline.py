@@ -1,0 +1,251 @@
+"""A run from base model to report: load, check, train, compare on held-out text, save, draw."""
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.cli.console import is_main_process, say
+from wide.cli.loading import find_adapter, held_out_documents, load_base, require_lora, training_blocks
+from wide.cli.measuring import HeldOut
+from wide.cli.options import EvalOptions, RunOptions, SampleOptions
+from wide.cli.run_folder import RunFolder
+from wide.cli.text import continue_prompt
+from wide.cli.text_options import GenerationOptions
+from wide.cli.training_records import training_records
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.data.batches import TokenBlocks
+from wide.data.tokenizer import check_vocabulary, load_tokenizer
+from wide.models.adapter import load, save
+from wide.models.attach import attach, attachment, detach, plan_for
+from wide.models.dial import calibrate_dial, set_sparsity
+from wide.models.discovery import discover
+from wide.records import Record, RecordFile, fingerprint, read_records
+from wide.report.drawing import require_matplotlib
+from wide.report.page import write_report
+from wide.report.selection import Selection
+from wide.report.table import layer_lines, summary_table
+from wide.training.stages import prune, recover
+
+_DIAL_BLOCKS = 32
+_TARGETS = {
+    "mean": "of groups, mean of attention and FFN",
+    "uniform": "of groups, attention and FFN each",
+    "linear_flops": "of the linear FLOPs",
+}
+
+
+class Pipeline:
+    """One run of `wide prune` or `wide recover`.
+
+    Args:
+        options: Model, data and output.
+        scoring: Evaluation on held-out text.
+        sample: Generated text for the report.
+        folder: Where everything goes.
+        command: The command line, for the report.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        scoring: EvalOptions,
+        sample: SampleOptions,
+        folder: RunFolder,
+        *,
+        command: Sequence[str],
+    ) -> None:
+        """Keep what was asked for; nothing is loaded yet."""
+        self._options = options
+        self._scoring = scoring
+        self._sample = sample
+        self._folder = folder
+        self._command = shlex.join(command)
+        self._began = time.monotonic()
+        self._tokenizer: Any = None
+        self._held_out: HeldOut | None = None
+        self._records = RecordFile(folder.records, config_fingerprint=fingerprint(folder.config))
+
+    def prune(
+        self, config: WideConfig, objective: ObjectiveConfig, stage: StageConfig, second: RecoverConfig | None
+    ) -> None:
+        """Train stage 1 and, if given, stage 2, each compared with the dense model."""
+        if second is not None:
+            require_lora()
+        model = self._load_model()
+        plan_for(config, discover(model))
+        blocks = self._load_texts(model, stage)
+        later = None if second is None else self._blocks(second)
+        self._begin(model, objective)
+        self._measure(model, "dense")
+        if self._scoring.untrained and self._held_out is not None and self._is_missing("untrained"):
+            self._measure_untrained(model, config, objective, blocks)
+        self._train(
+            model,
+            "stage 1",
+            lambda: prune(
+                model,
+                blocks,
+                tokenizer=self._tokenizer,
+                config=config,
+                objective=objective,
+                stage=stage,
+                output=self._folder.path / "stage1",
+                resume=self._folder.resume,
+            ),
+        )
+        if second is not None:
+            assert later is not None
+            self._recover(model, later, objective, second)
+        self._finish(model)
+
+    def recover(self, adapter: str, objective: ObjectiveConfig, stage: RecoverConfig) -> None:
+        """Train stage 2 on top of a saved adapter."""
+        require_lora()
+        model = self._load_model()
+        blocks = self._load_texts(model, stage)
+        self._measure_before_recover(model, adapter, objective)
+        self._recover(model, blocks, objective, stage)
+        self._finish(model)
+
+    def _measure_before_recover(self, model: Any, adapter: str, objective: ObjectiveConfig) -> None:
+        # The adapter is attached once before anything is written, to see that it fits, and taken off again so that
+        # the dense model is measured untouched.
+        load(model, find_adapter(adapter))
+        detach(model)
+        self._begin(model, objective)
+        self._measure(model, "dense")
+        load(model, find_adapter(adapter))
+        self._measure(model, "stage 1")
+
+    def _recover(self, model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: RecoverConfig) -> None:
+        self._train(
+            model,
+            "stage 1+2",
+            lambda: recover(
+                model,
+                blocks,
+                tokenizer=self._tokenizer,
+                objective=objective,
+                stage=stage,
+                output=self._folder.path / "stage2",
+                resume=self._folder.resume,
+            ),
+        )
+
+    def _load_model(self) -> Any:
+        if self._options.report:
+            require_matplotlib()
+        say(f"model    {self._options.model}")
+        self._tokenizer = load_tokenizer(self._options.model)
+        return load_base(self._options)
+
+    def _load_texts(self, model: Any, stage: StageConfig) -> TokenBlocks:
+        blocks = self._blocks(stage)
+        check_vocabulary(blocks.largest_id, model)
+        say(f"data     {self._options.data}: {len(blocks)} blocks of {stage.sequence_length} tokens")
+        if self._scoring.tokens != 0:
+            documents, name = held_out_documents(self._options.data, self._scoring, text_field=self._options.text_field)
+            self._held_out = HeldOut(documents, name, self._scoring, self._tokenizer, self._records)
+            say(f"held out {name}: {len(documents)} documents")
+        return blocks
+
+    def _blocks(self, stage: StageConfig) -> TokenBlocks:
+        return training_blocks(
+            self._options, self._scoring, self._tokenizer, sequence_length=stage.sequence_length, seed=stage.seed
+        )
+
+    def _begin(self, model: Any, objective: ObjectiveConfig) -> None:
+        self._records.device = _device_name(model)
+        self._folder.claim()
+        if is_main_process():
+            self._records.append(self._run_records(objective))
+
+    def _run_records(self, objective: ObjectiveConfig) -> Iterator[Record]:
+        facts = {
+            "description": self._options.description,
+            "model": self._options.model,
+            "data": self._options.data,
+            "target": f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}",
+            "held-out text": "" if self._held_out is None else self._held_out.name,
+            "command": self._command,
+        }
+        for name, value in facts.items():
+            yield Record(subject="run", metric=name, value=value, unit="text")
+        yield Record(subject="run", metric="target.sparsity", value=objective.sparsity, unit="share")
+
+    def _measure_untrained(
+        self, model: Any, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks
+    ) -> None:
+        if not is_main_process():
+            return
+        attach(model, config)
+        try:
+            batches = list(blocks.in_order(self._scoring.batch_size, max_blocks=_DIAL_BLOCKS))
+            calibrate_dial(model, batches, measure="linear_flops" if objective.target == "linear_flops" else "mean")
+            set_sparsity(model, objective.sparsity)
+            self._measure(model, "untrained")
+        finally:
+            detach(model)
+
+    def _train(self, model: Any, subject: str, stage: Callable[[], Any]) -> None:
+        say(f"\n{subject}: training")
+        stage()
+        if not is_main_process():
+            return
+        stage_folder = self._folder.path / ("stage1" if subject == "stage 1" else "stage2")
+        self._records.append(training_records(subject, attachment(model).provenance, stage_folder))
+        save(model, self._folder.adapter)
+        self._measure(model, subject)
+
+    def _measure(self, model: Any, subject: str) -> None:
+        if self._held_out is None or not is_main_process() or not self._is_missing(subject):
+            return
+        report = self._held_out.measure(model, subject)
+        assert report.model.perplexity is not None
+        sparsity = "" if report.sparsity is None else f", skipped {report.sparsity.mean:.1%}"
+        say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
+        self._write_sample(model, subject)
+
+    def _is_missing(self, subject: str) -> bool:
+        """Return whether a subject is still to be measured, which a resumed run may have done already."""
+        if not self._folder.records.is_file():
+            return True
+        return Selection(*read_records(self._folder.records)).record(subject, "token_perplexity") is None
+
+    def _write_sample(self, model: Any, subject: str) -> None:
+        if not self._sample.prompt or subject == "untrained":
+            return
+        how = GenerationOptions(max_new_tokens=self._sample.tokens, temperature=0.8, top_p=0.9)
+        text, _, _ = continue_prompt(model, self._tokenizer, self._sample.prompt, how)
+        sample = Record(subject=subject, metric="sample", value=self._sample.prompt + text, unit="text")
+        self._records.append([sample])
+
+    def _finish(self, model: Any) -> None:
+        if not is_main_process():
+            return
+        paths: list[Path] = [self._folder.adapter, self._folder.records, self._folder.path / "config.yaml"]
+        if self._options.report:
+            paths += write_report(self._folder.records, self._folder.path)
+        run = Selection(*read_records(self._folder.records))
+        say()
+        if self._held_out is not None:
+            say(summary_table(run).to_text())
+            say("\n".join(["", *layer_lines(run), *self._sample_lines(run)]))
+        say(f"\nfinished in {time.monotonic() - self._began:.0f} s; written:")
+        for path in paths:
+            say(f"  {path}")
+
+    def _sample_lines(self, run: Selection) -> list[str]:
+        text = run.text(run.subjects()[-1], "sample")
+        return ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())] if text else []
+
+
+def _device_name(model: Any) -> str:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type}, {torch.get_num_threads()} threads"

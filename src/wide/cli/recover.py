@@ -1,0 +1,54 @@
+"""`wide recover`: stage 2 on top of a saved adapter; evaluation, adapter, records, report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wide.cli.arguments import Arguments, add_run_switches, build, resolved
+from wide.cli.options import EvalOptions, RunOptions, SampleOptions
+from wide.config import ObjectiveConfig, RecoverConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoverOptions:
+    """Where stage 2 begins.
+
+    Args:
+        adapter: Folder of the adapter of stage 1, or of the run that made it.
+        sparsity: Share of work to skip, in the measure named by objective.target; null keeps that of stage 1.
+    """
+
+    adapter: str
+    sparsity: float | None = None
+
+
+def arguments() -> Arguments:
+    """Return the flags of the command."""
+    flags = Arguments("recover", "Train LoRA and routers of an adapter (stage 2).")
+    flags.add_fields(RunOptions)
+    flags.add_fields(RecoverOptions)
+    add_run_switches(flags)
+    flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
+    flags.add_fields(RecoverConfig, prefix="recover")
+    flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
+    flags.add_fields(SampleOptions, prefix="sample")
+    return flags
+
+
+def run(given: Sequence[str]) -> None:
+    """Carry out the command."""
+    values = arguments().parse(given)
+    options, start = build(RunOptions, values), build(RecoverOptions, values)
+    stage, scoring = build(RecoverConfig, values["recover"]), build(EvalOptions, values["eval"])
+    sample = build(SampleOptions, values["sample"])
+    if start.sparsity is not None:
+        build(ObjectiveConfig, values["objective"], sparsity=start.sparsity)
+    from wide.cli.loading import trained_sparsity
+    from wide.cli.pipeline import Pipeline
+    from wide.cli.run_folder import RunFolder
+
+    sparsity = trained_sparsity(start.adapter) if start.sparsity is None else start.sparsity
+    objective = build(ObjectiveConfig, values["objective"], sparsity=sparsity)
+    config = resolved(values) | {"sparsity": sparsity}
+    folder = RunFolder(options.output, config, resume=values["resume"], overwrite=values["overwrite"])
+    pipeline = Pipeline(options, scoring, sample, folder, command=["wide", "recover", *given])
+    pipeline.recover(start.adapter, objective, stage)

@@ -1,0 +1,124 @@
+"""The folder of a run: whose it is, what lies in it, and when it may be written to."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from wide.cli.console import is_main_process
+from wide.cli.usage import UsageError
+from wide.errors import ConfigError
+from wide.version import __version__
+
+CONFIG, ADAPTER, RECORDS = "config.yaml", "adapter", "records.jsonl"
+_PRODUCTS = (ADAPTER, "stage1", "stage2", RECORDS, "evaluation.json", "report.html", "report.png", CONFIG)
+
+
+class RunFolder:
+    """The output folder of one run.
+
+    Args:
+        path: The folder; need not exist.
+        config: The resolved configuration of the run, JSON-ready.
+        resume: Continue a run that lies there.
+        overwrite: Replace a run that lies there; files that wide did not write are left alone.
+
+    Raises:
+        UsageError: If both are asked for.
+        ConfigError: If the folder is not empty and neither was asked for, holds something else than a run, or the
+            run to be continued had other settings. Nothing has been written or removed then.
+    """
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Check the folder without touching it."""
+        self.path = Path(path)
+        self.resume = resume
+        self._config = dict(config)
+        if resume and overwrite:
+            raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
+        if is_main_process():
+            self._check(overwrite)
+
+    def claim(self) -> None:
+        """Remove the earlier run where it is to be replaced, and save the resolved configuration.
+
+        To be called when everything that can be checked has been checked.
+        """
+        if not is_main_process():
+            return
+        if not self.resume:
+            self._remove_products()
+        self.path.mkdir(parents=True, exist_ok=True)
+        save_config(self.path / CONFIG, self._config)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return dict(self._config)
+
+    @property
+    def adapter(self) -> Path:
+        """Where the adapter goes."""
+        return self.path / ADAPTER
+
+    @property
+    def records(self) -> Path:
+        """Where the records go."""
+        return self.path / RECORDS
+
+    def _check(self, overwrite: bool) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ConfigError(f"--output {self.path} is a file; name a folder")
+        if not any(self.path.iterdir()):
+            return
+        saved = self.path / CONFIG
+        if not saved.is_file():
+            raise ConfigError(f"--output {self.path} is not empty and holds no run of wide; choose another folder")
+        if not self.resume and not overwrite:
+            raise ConfigError(
+                f"--output {self.path} holds a run already: continue it with --resume, replace it with --overwrite, or "
+                "choose another folder"
+            )
+        if self.resume:
+            self._check_same(saved)
+
+    def _check_same(self, saved: Path) -> None:
+        try:
+            before = flatten(yaml.safe_load(saved.read_text(encoding="utf-8")))
+        except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+            raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
+        now = flatten(self._config)
+        keys = sorted(key for key in {*before, *now} - {"output"} if before.get(key) != now.get(key))
+        if keys:
+            words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)
+            raise ConfigError(
+                f"the run in {self.path} had other settings ({words}); continue it with --config {saved}, or start "
+                "anew with --overwrite or another --output"
+            )
+
+    def _remove_products(self) -> None:
+        for name in _PRODUCTS:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def save_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a resolved configuration as YAML that `--config` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    path.write_text(f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}")
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested configuration with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,132 @@
+"""What an evaluation found: pruned and dense figures side by side, as JSON and as a table."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wide.evaluation.harness import HarnessResult
+from wide.evaluation.perplexity import PerplexityResult
+from wide.models.accounting import Sparsity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Figures of one model.
+
+    Args:
+        perplexity: Token perplexity on the text, None if none was asked for.
+        tasks: Scores of the tasks, None if none were asked for.
+    """
+
+    perplexity: PerplexityResult | None = None
+    tasks: HarnessResult | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return {
+            "perplexity": None if self.perplexity is None else self.perplexity.to_json(),
+            "tasks": None if self.tasks is None else self.tasks.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationReport:
+    """An evaluation.
+
+    Args:
+        data: Name of the text that was scored, None if none was.
+        model: Figures of the model as it is (pruned, if it carries routers).
+        dense: Figures of the same model with routing switched off; None if it carries no routers or none were asked
+            for.
+        sparsity: What was skipped on the text, on exactly the tokens that were scored; None for a model without
+            routers. That of tasks is with each task.
+    """
+
+    data: str | None
+    model: Scores
+    dense: Scores | None
+    sparsity: Sparsity | None
+
+    @property
+    def retention(self) -> float | None:
+        """Average accuracy as a share of the dense model's, 1 = nothing lost."""
+        if self.model.tasks is None or self.dense is None or self.dense.tasks is None:
+            return None
+        pruned, dense = self.model.tasks.average, self.dense.tasks.average
+        return pruned / dense if pruned is not None and dense else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return {
+            "data": self.data,
+            "model": self.model.to_json(),
+            "dense": None if self.dense is None else self.dense.to_json(),
+            "sparsity": None if self.sparsity is None else self.sparsity.to_json(),
+            "retention": self.retention,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the report as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    def table(self) -> str:
+        """Return the report as readable text."""
+        rows = [("", "pruned" if self.sparsities() else "model", "dense"), *self._score_rows()]
+        if self.dense is None:
+            rows = [(name, value, "") for name, value, _ in rows]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
+        for name, sparsity in self.sparsities():
+            lines += ["", *_sparsity_lines(name, sparsity)]
+        return "\n".join(lines)
+
+    def sparsities(self) -> list[tuple[str, Sparsity]]:
+        """Return what was skipped, by the name of the text or task."""
+        found = [] if self.sparsity is None else [(str(self.data), self.sparsity)]
+        tasks = () if self.model.tasks is None else self.model.tasks.tasks
+        return found + [(task.label, task.sparsity) for task in tasks if task.sparsity is not None]
+
+    def _score_rows(self) -> Iterator[tuple[str, str, str]]:
+        dense = self.dense or Scores()
+        if self.model.perplexity is not None:
+            found = self.model.perplexity
+            name = f"token perplexity, {self.data} (window {found.window}, stride {found.stride})"
+            other = "" if dense.perplexity is None else f"{dense.perplexity.perplexity:.3f}"
+            yield name, f"{found.perplexity:.3f}", other
+        if self.model.tasks is None:
+            return
+        others = (None,) * len(self.model.tasks.tasks) if dense.tasks is None else dense.tasks.tasks
+        for task, other_task in zip(self.model.tasks.tasks, others, strict=True):
+            other = "" if other_task is None else _score(other_task.metric, other_task.value, other_task.stderr)
+            yield f"{task.label}, {task.metric}", _score(task.metric, task.value, task.stderr), other
+        if self.model.tasks.average is not None:
+            error = self.model.tasks.average_stderr
+            dense_average = None if dense.tasks is None else dense.tasks.average
+            other = "" if dense_average is None else f"{dense_average:.2%}"
+            yield "average accuracy", _score("acc", self.model.tasks.average, error), other
+        if self.retention is not None:
+            yield "retention", f"{self.retention:.2%}", ""
+
+
+def _score(metric: str, value: float, stderr: float | None) -> str:
+    if metric.startswith("acc"):
+        return f"{value:.2%}" if stderr is None else f"{value:.2%} ± {100 * stderr:.2f}"
+    return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
+
+
+def _sparsity_lines(name: str, sparsity: Sparsity) -> list[str]:
+    lines = [
+        f"skipped on {name} ({sparsity.tokens} tokens): attention {sparsity.attention:.2%}, FFN {sparsity.ffn:.2%}, "
+        f"mean {sparsity.mean:.2%}",
+        f"  linear work {sparsity.linear_flops:.2%} of what can be skipped, "
+        f"{sparsity.linear_flops_with_fixed:.2%} with K, V and output head",
+    ]
+    by_layer = "  ".join(f"{i}: {_rate(a)}/{_rate(f)}" for i, (a, f) in enumerate(sparsity.layers))
+    return [*lines, f"  by layer (attention/FFN): {by_layer}"]
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

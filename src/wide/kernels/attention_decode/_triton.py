@@ -1,0 +1,381 @@
+"""Decode attention in Triton: the blocks of all executing caches shared out evenly over a persistent grid.
+
+Each program counts on the device how many blocks of keys every executing (sequence, unit) pair has, takes an equal
+share of the concatenation of all of them, and writes one partial result for every pair that its share touches; a second
+launch merges the partial results of each pair. Skipped pairs have no blocks, so nothing of their cache is read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.device import device_facts
+from wide.kernels.head_units import HeadUnits
+
+_LOG2_E = 1.4426950408889634
+# Rows of the smallest matrix fragment.
+_MIN_ROWS = 16
+# Partial results that the merge takes at a time.
+_MERGE_BLOCK = 16
+
+
+@triton.jit
+def _range_of(
+    pair,
+    is_pair,
+    LENGTHS,
+    STARTS,
+    MASK,
+    stride_mb,
+    window,
+    NUM_UNITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return first key, end of keys and number of blocks of (a tile of) pairs."""
+    b = pair // NUM_UNITS
+    high = tl.load(LENGTHS + b, mask=is_pair, other=0)
+    low = tl.zeros_like(high)
+    if HAS_STARTS:
+        low = tl.load(STARTS + b, mask=is_pair, other=0)
+    if HAS_WINDOW:
+        low = tl.maximum(low, high - window)
+    blocks = tl.cdiv(high, BLOCK_N) - low // BLOCK_N
+    blocks = tl.where(high > low, blocks, 0)
+    if HAS_MASK:
+        group = pair % NUM_UNITS * NUM_GROUPS // NUM_UNITS
+        runs = tl.load(MASK + b * stride_mb + group, mask=is_pair, other=0)
+        blocks = tl.where(runs != 0, blocks, 0)
+    return low, high, blocks
+
+
+@triton.jit
+def _attend_part(
+    Q,
+    K,
+    V,
+    PART_OUT,
+    PART_MAX,
+    PART_SUM,
+    LENGTHS,
+    STARTS,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    pair,
+    slot,
+    begin,
+    end,
+    window,
+    scale,
+    cap_in,
+    cap_out,
+    NUM_UNITS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Attend to the blocks [begin, end) of a pair's keys and store the partial result."""
+    b = pair // NUM_UNITS
+    unit = pair % NUM_UNITS
+    kv_head = unit * NUM_KV_HEADS // NUM_UNITS
+    high = tl.load(LENGTHS + b)
+    low = 0
+    if HAS_STARTS:
+        low = tl.load(STARTS + b)
+    if HAS_WINDOW:
+        low = tl.maximum(low, high - window)
+    first_block = low // BLOCK_N
+    rows = tl.arange(0, ROWS)
+    offsets_n = tl.arange(0, BLOCK_N)
+    offsets_d = tl.arange(0, BLOCK_D)
+    cell = (rows[:, None] < HEADS) & (offsets_d[None, :] < D)
+    q_row = Q + b.to(tl.int64) * stride_qb + (unit * HEADS + rows) * stride_qh
+    q = tl.load(q_row[:, None] + offsets_d[None, :], mask=cell, other=0.0)
+    k_base = K + b.to(tl.int64) * stride_kb + kv_head * stride_kh
+    v_base = V + b.to(tl.int64) * stride_vb + kv_head * stride_vh
+    row_max = tl.full([ROWS], -1.0e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for block in tl.range(first_block + begin, first_block + end):
+        n = block * BLOCK_N
+        real = (n + offsets_n >= low) & (n + offsets_n < high)
+        cells = real[:, None] & (offsets_d[None, :] < D)
+        tile_k = k_base + tl.cast(n, tl.int64) * stride_kt
+        k = tl.load(tile_k + offsets_n[:, None] * stride_kt + offsets_d[None, :], mask=cells, other=0.0)
+        scores = tl.dot(q, tl.trans(k))  # [ROWS, BLOCK_N]
+        if HAS_CAP:
+            scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
+        scores = tl.where(real[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        row_sum = row_sum * correction + tl.sum(weights, 1)
+        tile_v = v_base + tl.cast(n, tl.int64) * stride_vt
+        v = tl.load(tile_v + offsets_n[:, None] * stride_vt + offsets_d[None, :], mask=cells, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None])
+        row_max = new_max
+    part = slot.to(tl.int64) * HEADS + rows
+    tl.store(PART_MAX + part, row_max, mask=rows < HEADS)
+    tl.store(PART_SUM + part, row_sum, mask=rows < HEADS)
+    tl.store(PART_OUT + part[:, None] * D + offsets_d[None, :], acc, mask=cell)
+
+
+@triton.jit
+def _attend_share(
+    Q,
+    K,
+    V,
+    PART_OUT,
+    PART_MAX,
+    PART_SUM,
+    ENDS,
+    LENGTHS,
+    STARTS,
+    MASK,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_mb,
+    num_pairs,
+    window,
+    scale,
+    cap_in,
+    cap_out,
+    PAIRS: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    is_pair = pair < num_pairs
+    _, _, blocks = _range_of(
+        pair,
+        is_pair,
+        LENGTHS,
+        STARTS,
+        MASK,
+        stride_mb,
+        window,
+        NUM_UNITS,
+        NUM_GROUPS,
+        BLOCK_N,
+        HAS_MASK,
+        HAS_STARTS,
+        HAS_WINDOW,
+    )
+    ends = tl.cumsum(blocks, 0)
+    if pid == 0:
+        tl.store(ENDS + pair, ends, mask=is_pair)
+    total = tl.sum(blocks, 0)
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_BLOCKS)
+    at = tl.minimum(pid * share, total)
+    stop = tl.minimum(at + share, total)
+    while at < stop:
+        # The pair whose blocks hold `at`; pairs without blocks end where their predecessor ends and are passed over.
+        here = tl.sum((ends <= at).to(tl.int32), 0)
+        here_end = tl.sum(tl.where(pair == here, ends, 0), 0)
+        here_begin = here_end - tl.sum(tl.where(pair == here, blocks, 0), 0)
+        part_stop = tl.minimum(stop, here_end)
+        # Neighbouring partial results differ in program or pair, and both only grow: their sum is a free slot.
+        _attend_part(
+            Q,
+            K,
+            V,
+            PART_OUT,
+            PART_MAX,
+            PART_SUM,
+            LENGTHS,
+            STARTS,
+            stride_qb,
+            stride_qh,
+            stride_kb,
+            stride_kt,
+            stride_kh,
+            stride_vb,
+            stride_vt,
+            stride_vh,
+            here,
+            pid + here,
+            at - here_begin,
+            part_stop - here_begin,
+            window,
+            scale,
+            cap_in,
+            cap_out,
+            NUM_UNITS,
+            NUM_KV_HEADS,
+            HEADS,
+            ROWS,
+            D,
+            BLOCK_D,
+            BLOCK_N,
+            HAS_STARTS,
+            HAS_WINDOW,
+            HAS_CAP,
+        )
+        at = part_stop
+
+
+@triton.jit
+def _merge_parts(
+    OUT,
+    PART_OUT,
+    PART_MAX,
+    PART_SUM,
+    ENDS,
+    num_pairs,
+    num_programs,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+):
+    """Merge the partial results of one (pair, head); a pair without blocks gets zeros."""
+    pair = tl.program_id(0)
+    head = tl.program_id(1)
+    total = tl.load(ENDS + num_pairs - 1)
+    begin = tl.load(ENDS + pair - 1, mask=pair > 0, other=0)
+    end = tl.load(ENDS + pair)
+    share = tl.maximum(tl.cdiv(total, num_programs), MIN_BLOCKS)
+    first = begin // share
+    num_parts = tl.where(end > begin, (end - 1) // share - first + 1, 0)
+    offsets_p = tl.arange(0, BLOCK_P)
+    offsets_d = tl.arange(0, BLOCK_D)
+    run_max = -1.0e30
+    run_sum = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for p in tl.range(0, num_parts, BLOCK_P):
+        is_part = p + offsets_p < num_parts
+        part = (first + pair + p + offsets_p).to(tl.int64) * HEADS + head
+        part_max = tl.load(PART_MAX + part, mask=is_part, other=-1.0e30)
+        part_sum = tl.load(PART_SUM + part, mask=is_part, other=0.0)
+        cell = is_part[:, None] & (offsets_d[None, :] < D)
+        out = tl.load(PART_OUT + part[:, None] * D + offsets_d[None, :], mask=cell, other=0.0)
+        new_max = tl.maximum(run_max, tl.max(part_max, 0))
+        weight = tl.exp2(part_max - new_max)
+        correction = tl.exp2(run_max - new_max)
+        run_sum = run_sum * correction + tl.sum(part_sum * weight, 0)
+        acc = acc * correction + tl.sum(out * weight[:, None], 0)
+        run_max = new_max
+    acc = acc / tl.where(run_sum == 0.0, 1.0, run_sum)
+    row = pair.to(tl.int64) * HEADS + head
+    tl.store(OUT + row * D + offsets_d, acc.to(OUT.dtype.element_ty), mask=offsets_d < D)
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    tile: DecodeTile,
+    starts: torch.Tensor | None,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Run `attention_decode_reference` in two kernels."""
+    batch, num_heads, head_dim = q.shape
+    num_groups = 1 if mask is None else mask.shape[1]
+    units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
+    heads = units.heads_per_unit
+    num_pairs = batch * units.num_units
+    num_programs = device_facts(q.device).num_sms * tile.programs_per_sm
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = torch.empty((num_programs + num_pairs) * heads * (head_dim + 2), dtype=torch.float32, device=q.device)
+    part_out, part_max, part_sum = parts.split(
+        [(num_programs + num_pairs) * heads * head_dim] + 2 * [(num_programs + num_pairs) * heads]
+    )
+    ends = torch.empty(num_pairs, dtype=torch.int32, device=q.device)
+    factor = head_dim**-0.5 if scale is None else scale
+    log_scale, cap_in, cap_out = factor * _LOG2_E, 1.0, 1.0
+    if soft_cap is not None:
+        log_scale, cap_in, cap_out = _LOG2_E, 2.0 * _LOG2_E * factor / soft_cap, soft_cap
+    block_d = triton.next_power_of_2(head_dim)
+    _attend_share[(num_programs,)](
+        q,
+        k,
+        v,
+        part_out,
+        part_max,
+        part_sum,
+        ends,
+        lengths,
+        lengths if starts is None else starts,
+        lengths if mask is None else mask.view(torch.uint8),
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        0 if mask is None else mask.stride(0),
+        num_pairs,
+        0 if window is None else window,
+        log_scale,
+        cap_in,
+        cap_out,
+        PAIRS=triton.next_power_of_2(num_pairs),
+        NUM_UNITS=units.num_units,
+        NUM_GROUPS=num_groups,
+        NUM_KV_HEADS=units.num_kv_heads,
+        HEADS=heads,
+        ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)),
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_N=tile.block_n,
+        MIN_BLOCKS=tile.min_blocks,
+        HAS_MASK=mask is not None,
+        HAS_STARTS=starts is not None,
+        HAS_WINDOW=window is not None,
+        HAS_CAP=soft_cap is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    _merge_parts[(num_pairs, heads)](
+        out,
+        part_out,
+        part_max,
+        part_sum,
+        ends,
+        num_pairs,
+        num_programs,
+        HEADS=heads,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_P=_MERGE_BLOCK,
+        MIN_BLOCKS=tile.min_blocks,
+        num_warps=4,
+    )
+    return out

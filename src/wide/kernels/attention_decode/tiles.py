@@ -1,0 +1,33 @@
+"""Tile shapes of decode attention and which one a device gets."""
+
+from typing import NamedTuple
+
+from wide.kernels.device import DeviceFacts
+
+
+class DecodeTile(NamedTuple):
+    """How the cache of all executing pairs is shared out over programs.
+
+    Args:
+        block_n: Keys in one step, the unit in which work is shared out.
+        min_blocks: Steps that a program gets at least, so that short caches make few partial results.
+        programs_per_sm: Programs that run on one multiprocessor at a time.
+        num_warps: Warps of a program.
+        num_stages: Depth of the load pipeline over keys.
+    """
+
+    block_n: int
+    min_blocks: int
+    programs_per_sm: int
+    num_warps: int
+    num_stages: int
+
+
+def default_tile(facts: DeviceFacts, head_dim: int) -> DecodeTile:
+    """Return the tile for a device and head size; the host gets several programs, so that splits are exercised."""
+    if facts.capability == 0:
+        return DecodeTile(block_n=16, min_blocks=2, programs_per_sm=5, num_warps=4, num_stages=1)
+    block_n = 64 if head_dim <= 128 else 32
+    stages = 3 if facts.shared_memory_bytes >= 160 * 1024 else 2
+    programs = 2 if facts.shared_memory_bytes >= 160 * 1024 else 1
+    return DecodeTile(block_n=block_n, min_blocks=2, programs_per_sm=programs, num_warps=4, num_stages=stages)

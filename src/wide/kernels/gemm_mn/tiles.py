@@ -1,0 +1,45 @@
+"""Tiles of the Triton kernel of GEMM-MN."""
+
+from typing import NamedTuple
+
+import torch
+
+from wide.kernels.device import device_facts
+
+
+class MnTile(NamedTuple):
+    """Tile of the Triton kernel; the rows of a tile come from `Reordering.block_m`.
+
+    Args:
+        block_n: Channels of a tile (of gate and up each); divides the group size.
+        block_k: Reduction elements of a pipeline stage.
+        num_stages: Pipeline stages.
+        num_warps: Warps of a program.
+        ctas_per_sm: Programs launched per multiprocessor.
+        weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer), 2 the same with gate and up as one product;
+            needs the up weight right behind the gate weight in memory.
+    """
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int = 1
+    weights_by: int = 0
+
+
+def largest_tile(size: int, limit: int) -> int:
+    """Return the largest power of two that divides `size` and is at most `limit`."""
+    return min(size & -size, limit)
+
+
+def default_tile(device: torch.device, *, group_size: int, block_m: int, gated: bool, dtype: torch.dtype) -> MnTile:
+    """Return a tile that fits the device; measured tables replace it."""
+    facts = device_facts(device)
+    if facts.capability in (90, 100, 103):
+        block_n = largest_tile(group_size, 128 if gated else 256)
+        warps = 8 if block_m >= 128 and block_n * (2 if gated else 1) >= 128 else 4
+        return MnTile(block_n, 64, 4, warps, 1, 1)
+    block_n = largest_tile(group_size, 64 if gated else 128)
+    block_k = 32 if dtype == torch.float32 or facts.capability in (89, 120) else 64
+    return MnTile(block_n, block_k, 3, 8 if block_m >= 128 else 4)

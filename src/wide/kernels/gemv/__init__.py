@@ -1,0 +1,5 @@
+"""Decode GEMMs: one to four rows, reading only the weights of groups that some row executes."""
+
+from wide.kernels.gemv.operator import GEMV_K, GEMV_MN, MAX_ROWS, gemv_k, gemv_mn
+
+__all__ = ["GEMV_K", "GEMV_MN", "MAX_ROWS", "gemv_k", "gemv_mn"]

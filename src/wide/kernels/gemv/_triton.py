@@ -1,0 +1,240 @@
+"""Decode GEMMs in Triton: one launch, weights streamed once, groups that no row executes never read.
+
+There is no list of active groups to build first: a program whose group is skipped ends at once and the hardware gives
+its place to the next (N-axis); along the K-axis the loads of skipped groups are predicated off. Both cost less than the
+launch of a kernel that compacts groups.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from wide.kernels.gemv.tiles import GemvTile
+
+# Channels that the K-axis kernel treats as one piece of a group.
+_MAX_SEGMENT = 512
+
+
+@triton.jit
+def _activate(values, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        values = values / (1.0 + tl.exp(-values))
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (values + 0.044715 * values * values * values)
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        values = values / (1.0 + tl.exp(-inner))
+    if ACTIVATION == "relu2":
+        values = tl.maximum(values, 0.0) * tl.maximum(values, 0.0)
+    return values
+
+
+@triton.jit
+def _gemv_mn(
+    X,
+    WEIGHT,
+    UP_WEIGHT,
+    BIAS,
+    UP_BIAS,
+    MASK,
+    OUT,
+    stride_xm,
+    stride_wn,
+    stride_un,
+    stride_mm,
+    N,
+    K,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ZERO_SKIPPED: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK_N
+    rows = tl.arange(0, ROWS_PAD)
+    runs = tl.load(MASK + rows * stride_mm + first // G, mask=rows < ROWS, other=0)
+    channels = first + tl.arange(0, BLOCK_N)
+    out = OUT + rows[None, :] * N + channels[:, None]
+    cell = (rows < ROWS)[None, :] & (channels < N)[:, None]
+    if tl.max(runs.to(tl.int32), 0) == 0:
+        if ZERO_SKIPPED:
+            tl.store(out, tl.zeros([BLOCK_N, ROWS_PAD], OUT.dtype.element_ty), mask=cell)
+        return
+    offsets_k = tl.arange(0, BLOCK_K)
+    weight = WEIGHT + channels.to(tl.int64)[:, None] * stride_wn
+    up_weight = UP_WEIGHT + channels.to(tl.int64)[:, None] * stride_un
+    acc = tl.zeros([BLOCK_N, ROWS_PAD], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, ROWS_PAD], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ks = k + offsets_k
+        if EVEN_K:
+            w = tl.load(weight + ks[None, :], eviction_policy="evict_first").to(tl.float32)
+        else:
+            w = tl.load(weight + ks[None, :], mask=(ks < K)[None, :], other=0.0).to(tl.float32)
+        if IS_GATED:
+            if EVEN_K:
+                u = tl.load(up_weight + ks[None, :], eviction_policy="evict_first").to(tl.float32)
+            else:
+                u = tl.load(up_weight + ks[None, :], mask=(ks < K)[None, :], other=0.0).to(tl.float32)
+        for row in tl.static_range(ROWS):
+            x = tl.load(X + row * stride_xm + ks, mask=ks < K, other=0.0).to(tl.float32)
+            here = (rows == row)[None, :]
+            acc += tl.where(here, tl.sum(w * x[None, :], 1)[:, None], 0.0)
+            if IS_GATED:
+                up_acc += tl.where(here, tl.sum(u * x[None, :], 1)[:, None], 0.0)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + channels).to(tl.float32)[:, None]
+    acc = _activate(acc, ACTIVATION)
+    if IS_GATED:
+        if HAS_BIAS:
+            up_acc += tl.load(UP_BIAS + channels).to(tl.float32)[:, None]
+        acc = acc * up_acc
+    if ZERO_SKIPPED:
+        acc = tl.where((runs != 0)[None, :], acc, 0.0)
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=cell)
+
+
+@triton.jit
+def _gemv_k(
+    H,
+    WEIGHT,
+    BIAS,
+    MASK,
+    OUT,
+    stride_hm,
+    stride_wn,
+    stride_wg,
+    stride_mm,
+    N,
+    num_segments,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS_PAD)
+    channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, SEGMENT)
+    is_channel = channels < N
+    weight = WEIGHT + channels.to(tl.int64)[:, None, None] * stride_wn
+    acc = tl.zeros([BLOCK_N, ROWS_PAD], tl.float32)
+    for s in range(0, num_segments, BLOCK_S):
+        segments = s + tl.arange(0, BLOCK_S)
+        is_segment = segments < num_segments
+        group = segments * SEGMENT // G
+        runs = tl.zeros([BLOCK_S], tl.int32)
+        for row in tl.static_range(ROWS):
+            runs |= tl.load(MASK + row * stride_mm + group, mask=is_segment, other=0).to(tl.int32)
+        place = group.to(tl.int64) * stride_wg + segments * SEGMENT - group * G
+        w = tl.load(
+            weight + place[None, :, None] + inner[None, None, :],
+            mask=is_channel[:, None, None] & (runs != 0)[None, :, None],
+            other=0.0,
+            eviction_policy="evict_first",
+        ).to(tl.float32)
+        for row in tl.static_range(ROWS):
+            row_runs = tl.load(MASK + row * stride_mm + group, mask=is_segment, other=0) != 0
+            # Skipped channels may hold anything: they are not read.
+            h = tl.load(
+                H + row * stride_hm + segments[:, None] * SEGMENT + inner[None, :], mask=row_runs[:, None], other=0.0
+            ).to(tl.float32)
+            part = tl.sum(tl.sum(w * h[None, :, :], 2), 1)
+            acc += tl.where((rows == row)[None, :], part[:, None], 0.0)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)[:, None]
+    out = OUT + rows[None, :] * N + channels[:, None]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=(rows < ROWS)[None, :] & is_channel[:, None])
+
+
+def gemv_mn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    tile: GemvTile,
+    up_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    zero_skipped: bool,
+) -> torch.Tensor:
+    """Run `gemv_mn_reference` in one kernel."""
+    num_rows, width_in = x.shape
+    width = weight.shape[0]
+    group_size = width // mask.shape[1]
+    block_n = math.gcd(tile.block_n, group_size)
+    block_k = min(tile.block_k, triton.next_power_of_2(width_in))
+    up = weight if up_weight is None else up_weight
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    _gemv_mn[(width // block_n,)](
+        x,
+        weight,
+        up,
+        weight if bias is None else bias,
+        weight if up_bias is None else up_bias,
+        mask.view(torch.uint8),
+        out,
+        x.stride(0),
+        weight.stride(0),
+        up.stride(0),
+        mask.stride(0),
+        width,
+        width_in,
+        G=group_size,
+        ROWS=num_rows,
+        ROWS_PAD=triton.next_power_of_2(num_rows),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        EVEN_K=width_in % block_k == 0,
+        IS_GATED=up_weight is not None,
+        HAS_BIAS=bias is not None,
+        ACTIVATION=activation,
+        ZERO_SKIPPED=zero_skipped,
+        num_warps=tile.num_warps,
+    )
+    return out
+
+
+def gemv_k(
+    h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, tile: GemvTile, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Run `gemv_k_reference` in one kernel."""
+    num_rows, width_in = h.shape
+    group_size = width_in // mask.shape[1]
+    is_grouped = weight.dim() == 3
+    width = weight.shape[1] if is_grouped else weight.shape[0]
+    # The largest power of two that divides a group.
+    segment = min(group_size & -group_size, _MAX_SEGMENT, tile.block_k)
+    num_segments = width_in // segment
+    out = torch.empty(num_rows, width, dtype=h.dtype, device=h.device)
+    _gemv_k[(triton.cdiv(width, tile.block_n),)](
+        h,
+        weight,
+        weight if bias is None else bias,
+        mask.view(torch.uint8),
+        out,
+        h.stride(0),
+        weight.stride(-2),
+        weight.stride(0) if is_grouped else group_size,
+        mask.stride(0),
+        width,
+        num_segments,
+        G=group_size,
+        SEGMENT=segment,
+        ROWS=num_rows,
+        ROWS_PAD=triton.next_power_of_2(num_rows),
+        BLOCK_N=tile.block_n,
+        BLOCK_S=min(tile.block_k // segment, triton.next_power_of_2(num_segments)),
+        HAS_BIAS=bias is not None,
+        num_warps=tile.num_warps,
+    )
+    return out

@@ -1,0 +1,41 @@
+"""GEMMs of one to four rows, as they occur in decoding: the oracle, in plain PyTorch."""
+
+import torch
+from torch.nn.functional import linear
+
+from wide.kernels.gemm_mn.reference import activate
+
+
+def gemv_mn_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    up_weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "none",
+    zero_skipped: bool = False,
+) -> torch.Tensor:
+    """Compute every channel, then keep what executes; arguments as in `gemv_mn`."""
+    del zero_skipped
+    values = activate(_product(x, weight, bias), activation)
+    if up_weight is not None:
+        values = values * _product(x, up_weight, up_bias)
+    executes = mask.repeat_interleave(weight.shape[0] // mask.shape[1], 1)
+    return torch.where(executes, values, 0.0).to(x.dtype)
+
+
+def gemv_k_reference(
+    h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Zero what is skipped, then multiply by every channel; arguments as in `gemv_k`."""
+    if weight.dim() == 3:
+        weight = weight.transpose(0, 1).flatten(1)
+    # Skipped channels may hold anything, and 0 * NaN is NaN.
+    executes = mask.repeat_interleave(h.shape[1] // mask.shape[1], 1)
+    return _product(torch.where(executes, h, 0.0), weight, bias).to(h.dtype)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -1,0 +1,26 @@
+"""Tile shapes of the decode GEMMs and which one a device gets."""
+
+from typing import NamedTuple
+
+from wide.kernels.device import DeviceFacts
+
+
+class GemvTile(NamedTuple):
+    """How one program of a decode GEMM is cut.
+
+    Args:
+        block_n: Output channels that a program owns; cut down to a divisor of the group where groups lie along them.
+        block_k: Input channels in one step; a power of two.
+        num_warps: Warps of a program.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+def default_tile(facts: DeviceFacts, *, is_gated: bool) -> GemvTile:
+    """Return the tile for a device; small ones, so that many programs keep many loads in flight."""
+    if facts.capability == 0:
+        return GemvTile(block_n=8, block_k=64, num_warps=4)
+    return GemvTile(block_n=2 if is_gated else 4, block_k=2048, num_warps=4)

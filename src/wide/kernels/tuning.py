@@ -1,0 +1,116 @@
+"""The table of measured choices: one JSON file, keyed by what a measurement depends on."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.errors import ConfigError
+from wide.kernels.contract import Case
+from wide.kernels.device import device_facts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to run for a shape.
+
+    Args:
+        backend: Name of the backend; 'dense' where skipping does not pay.
+        tile: Fields of the backend's tile; empty means its default.
+        block_m: Rows in a tile, for the reordering; 0 means its default.
+        groups_per_block: Groups in a super-block, for the pattern sort; 0 means not applicable.
+        median_us: Measured time in microseconds; 0 if nothing was measured.
+    """
+
+    backend: str
+    tile: tuple[int, ...] = ()
+    block_m: int = 0
+    groups_per_block: int = 0
+    median_us: float = 0.0
+
+
+def bucket(num_rows: int) -> int:
+    """Return the power of two at or above a number of rows: all counts of a bucket share one measurement."""
+    return 1 << max(0, num_rows - 1).bit_length()
+
+
+def tuning_key(operator: str, device: torch.device, case: Case) -> str:
+    """Return the key of a case: device, versions, operator, dtype, options and sizes, rows by bucket.
+
+    The active share counts in tenths.
+    """
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    sizes = {name: bucket(size) if name == "num_rows" else size for name, size in case.sizes.items()}
+    parts = [
+        device_facts(device).name,
+        f"torch {torch.__version__}",
+        f"triton {triton}",
+        operator,
+        str(case.dtype).removeprefix("torch."),
+        f"active {round(10 * case.active) / 10}",
+        *(f"{name} {size}" for name, size in sorted(sizes.items())),
+        *(f"{name} {value}" for name, value in sorted(case.options.items())),
+    ]
+    return " | ".join(parts)
+
+
+def default_path() -> Path:
+    """Return where measurements are kept: $WIDE_CACHE, else wide/ in the user's cache folder."""
+    folder = os.environ.get("WIDE_CACHE")
+    if folder is not None:
+        return Path(folder) / "tuning.json"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wide" / "tuning.json"
+
+
+class TuningTable:
+    """Measured choices on disk.
+
+    Args:
+        path: The JSON file; it need not exist. None means `default_path()`.
+
+    Raises:
+        ConfigError: If the file is not a table of choices.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file, if there is one."""
+        self.path = path or default_path()
+        self._choices = self._read()
+
+    def lookup(self, key: str) -> Choice | None:
+        """Return the measured choice for a key, or None."""
+        return self._choices.get(key)
+
+    def store(self, key: str, choice: Choice) -> None:
+        """Keep a choice, in memory and on disk; readers see the old file or the new one, never a part."""
+        # Read again: another process may have added entries since.
+        self._choices = {**self._read(), **self._choices, key: choice}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({k: dataclasses.asdict(c) for k, c in sorted(self._choices.items())}, indent=1)
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        Path(name).replace(self.path)
+
+    def _read(self) -> dict[str, Choice]:
+        if not self.path.exists():
+            return {}
+        try:
+            entries = json.loads(self.path.read_text())
+            return {key: _choice(entry) for key, entry in entries.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.path} is no tuning table ({error}); delete it and tune again") from error
+
+
+def _choice(entry: Mapping[str, Any]) -> Choice:
+    return Choice(**{**entry, "tile": tuple(entry["tile"])})

@@ -1,0 +1,281 @@
+"""The sparsity dial: one set of routers serves several budgets through a threshold on their margins.
+
+A group executes where its margin (execute logit minus skip logit) is at least the threshold; 0 is the paper's argmax.
+Because skipping in one layer changes what the next ones read, a threshold's sparsity is measured with that threshold
+in force, point by point, instead of being read off the margins of a single pass.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from wide.data.batches import TokenBatch
+from wide.errors import ConfigError, NotAttachedError
+from wide.models.attach import attachment
+from wide.models.measures import Measure, half_weights
+from wide.models.observe import observe
+from wide.routing import Routing
+
+DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# The upper 17 bits of a float32 order the margins with 8 bits of mantissa, so that memory does not grow with tokens.
+_SHIFT = 15
+_NUM_BINS = 1 << (32 - _SHIFT)
+
+
+class MarginHistogram:
+    """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory.
+
+    Args:
+        model: An attached model.
+        measure: See `half_weights`.
+        include_fixed: See `half_weights`.
+    """
+
+    def __init__(self, model: nn.Module, measure: Measure, *, include_fixed: bool = False) -> None:
+        """Start empty."""
+        self._routers = attachment(model).routers()
+        weights = half_weights(model, measure, include_fixed=include_fixed)
+        self._weights = [weight / router.num_groups for weight, router in zip(weights, self._routers, strict=True)]
+        self._mass = torch.zeros(_NUM_BINS, dtype=torch.float64)
+        self._skipped = 0.0
+        self._tokens = 0
+
+    def add(self, routing: Routing, valid: Tensor) -> None:
+        """Count the margins of one forward at the tokens that are not padding.
+
+        Args:
+            routing: As `observe` gives it in evaluation mode.
+            valid: Bool `[B, T]`.
+        """
+        for router, weight in zip(self._routers, self._weights, strict=True):
+            layer = routing[router.layer_index]
+            margin, mask = getattr(layer, f"{router.half_layer}_margin")[valid], getattr(layer, router.half_layer)
+            self._mass += weight * torch.bincount(_bins(margin).flatten(), minlength=_NUM_BINS).cpu().double()
+            self._skipped += weight * int((~mask[valid].bool()).sum())
+        self._tokens += int(valid.sum())
+
+    @property
+    def sparsity(self) -> float:
+        """Skipped share of the decisions that were actually taken."""
+        return self._skipped / max(self._tokens, 1)
+
+    def threshold(self, sparsity: float) -> float:
+        """Return the margin below which this weight of decisions lies, by linear interpolation inside a bin."""
+        mass = self._mass / max(self._tokens, 1)
+        below = mass.cumsum(0)
+        index = int(torch.searchsorted(below, torch.tensor(sparsity, dtype=torch.float64)))
+        if index >= _NUM_BINS:
+            index = int(mass.nonzero().max())
+        inside = (sparsity - float(below[index] - mass[index])) / max(float(mass[index]), 1e-300)
+        low, high = _edge(index), _edge(index + 1)
+        return low + min(max(inside, 0.0), 1.0) * (high - low)
+
+
+def calibrate_dial(
+    model: nn.Module,
+    batches: Iterable[TokenBatch],
+    *,
+    measure: Measure = "mean",
+    include_fixed: bool = False,
+    sparsities: Sequence[float] = DEFAULT_POINTS,
+) -> list[tuple[float, float]]:
+    """Measure which threshold gives which sparsity, store the table at `attachment(model).dial` and return it.
+
+    Each point costs one pass over the batches; the threshold of every point is guessed from the margins of its
+    neighbour's pass, and what is stored is the sparsity that was then measured. The thresholds in force are put back.
+
+    Args:
+        model: An attached model.
+        batches: Calibration text, kept in memory for the passes.
+        measure: In which sparsity is counted, see `half_weights`.
+        include_fixed: See `half_weights`.
+        sparsities: Wanted points, each in (0, 1); the argmax routing is always a point of the table.
+
+    Returns:
+        (sparsity, threshold) pairs, both strictly ascending.
+
+    Raises:
+        NotAttachedError: If the model carries no routers.
+        ConfigError: If there is no batch, or a sparsity lies outside (0, 1).
+    """
+    kept = list(batches)
+    wrong = [value for value in sparsities if not 0.0 < value < 1.0]
+    if not kept or wrong:
+        raise ConfigError(f"a dial needs calibration batches ({len(kept)} given) and sparsities in (0, 1), not {wrong}")
+    reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
+
+    def measured(threshold: float) -> MarginHistogram:
+        return _measure(model, kept, threshold, MarginHistogram(model, measure, include_fixed=include_fixed))
+
+    start = measured(0.0)
+    table = [(start.sparsity, 0.0)]
+    for side in (
+        sorted(s for s in sparsities if start.sparsity < s < reachable),
+        sorted((s for s in sparsities if s < start.sparsity), reverse=True),
+    ):
+        nearest = start
+        for wanted in side:
+            threshold = nearest.threshold(wanted)
+            nearest = measured(threshold)
+            table.append((nearest.sparsity, threshold))
+    dial = _ascending(table)
+    attachment(model).dial = dial
+    return dial
+
+
+def find_threshold(
+    model: nn.Module,
+    batches: Iterable[TokenBatch],
+    sparsity: float,
+    *,
+    measure: Measure = "mean",
+    include_fixed: bool = False,
+    tolerance: float = 0.002,
+    max_passes: int = 4,
+) -> tuple[float, float]:
+    """Return the (threshold, sparsity measured with it) that comes closest to a sparsity on calibration text.
+
+    Args:
+        model: An attached model.
+        batches: Calibration text.
+        sparsity: Wanted, in [0, 1).
+        measure: See `half_weights`.
+        include_fixed: See `half_weights`.
+        tolerance: Stop as soon as the measured sparsity is that close.
+        max_passes: Passes over the text at most.
+    """
+    kept = list(batches)
+    best, threshold = (0.0, math.inf), 0.0
+    for _ in range(max_passes):
+        found = _measure(model, kept, threshold, MarginHistogram(model, measure, include_fixed=include_fixed))
+        if abs(found.sparsity - sparsity) < abs(best[1] - sparsity):
+            best = threshold, found.sparsity
+        if abs(best[1] - sparsity) <= tolerance:
+            break
+        threshold = found.threshold(sparsity)
+    return best
+
+
+def set_sparsity(
+    model: nn.Module,
+    sparsity: float | None = None,
+    *,
+    threshold: float | None = None,
+    data: Iterable[TokenBatch] | None = None,
+    measure: Measure = "mean",
+) -> float:
+    """Set the threshold of all routers and return it.
+
+    Args:
+        model: An attached model.
+        sparsity: Wanted sparsity in the measure of the stored dial; 0 runs every group.
+        threshold: A margin in logits instead of a sparsity; 0 is the paper's argmax.
+        data: Calibration batches from which to make a new dial first.
+        measure: Of the new dial.
+
+    Raises:
+        NotAttachedError: If the model carries no routers.
+        ConfigError: If both or neither value are given, no dial is stored and no data given, or the sparsity lies
+            outside the dial.
+    """
+    state = attachment(model)
+    if (sparsity is None) == (threshold is None):
+        raise ConfigError("give either a sparsity or a threshold")
+    if threshold is None:
+        assert sparsity is not None
+        if not 0.0 <= sparsity < 1.0:
+            raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
+        if data is not None:
+            calibrate_dial(model, data, measure=measure)
+        threshold = -math.inf if sparsity == 0.0 else _interpolate(state.dial, sparsity)
+    if math.isnan(threshold):
+        raise ConfigError("threshold must be a number, got nan")
+    for router in state.routers():
+        router.threshold = float(threshold)
+    return float(threshold)
+
+
+def _measure(
+    model: nn.Module, batches: Sequence[TokenBatch], threshold: float, histogram: MarginHistogram
+) -> MarginHistogram:
+    device = next(model.parameters()).device
+    with _judging(model), _threshold(model, threshold), observe(model) as routing:
+        for batch in batches:
+            moved = batch.to(device)
+            _forward_without_head(model, moved.input_ids)
+            histogram.add(routing, moved.valid)
+    return histogram
+
+
+def _forward_without_head(model: nn.Module, input_ids: Tensor) -> None:
+    decoder = getattr(model, "base_model", model)
+    decoder(input_ids=input_ids, use_cache=False)
+
+
+@contextmanager
+def _judging(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _threshold(model: nn.Module, threshold: float) -> Iterator[None]:
+    routers = attachment(model).routers()
+    if not routers:
+        raise NotAttachedError("the plan of this model routes nothing, so there is no sparsity to measure")
+    before = [router.threshold for router in routers]
+    for router in routers:
+        router.threshold = threshold
+    try:
+        yield
+    finally:
+        for router, value in zip(routers, before, strict=True):
+            router.threshold = value
+
+
+def _bins(margin: Tensor) -> Tensor:
+    """Return the bin of each margin; bins are ordered as the numbers are."""
+    bits = margin.float().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered >> _SHIFT).long() + _NUM_BINS // 2
+
+
+def _edge(index: int) -> float:
+    """Return the smallest margin of a bin, the inverse of `_bins`."""
+    ordered = torch.tensor((index - _NUM_BINS // 2) << _SHIFT).clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    value = float((ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32))
+    return value if math.isfinite(value) else math.copysign(torch.finfo(torch.float32).max, index - _NUM_BINS // 2)
+
+
+def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points by threshold, without those that measured no more than an earlier one."""
+    dial: list[tuple[float, float]] = []
+    for sparsity, threshold in sorted(table, key=lambda point: point[1]):
+        if not dial or (sparsity > dial[-1][0] and threshold > dial[-1][1]):
+            dial.append((sparsity, threshold))
+    return dial
+
+
+def _interpolate(dial: Sequence[tuple[float, float]], sparsity: float) -> float:
+    if not dial:
+        raise ConfigError("this adapter has no dial; pass data= (calibration batches), or threshold= in logits")
+    # The ends may miss a round number by the noise of the calibration.
+    low, high = dial[0][0] - 0.01, dial[-1][0] + 0.01
+    if not low <= sparsity <= high:
+        raise ConfigError(
+            f"sparsity {sparsity:g} lies outside the dial of this adapter, {dial[0][0]:.3f} to {dial[-1][0]:.3f} "
+            "(and 0, which is dense); choose one inside, or pass data= to make another dial"
+        )
+    for (s0, t0), (s1, t1) in zip(dial, dial[1:], strict=False):
+        if s0 <= sparsity <= s1:
+            return t0 + (sparsity - s0) / (s1 - s0) * (t1 - t0)
+    return dial[0][1] if sparsity < dial[0][0] else dial[-1][1]

@@ -1,0 +1,176 @@
+"""Operator bench: agreement first, then variants and dense peers timed in one run on a GPU.
+
+Usage: python -m wide.profiling.operators --operators reorder,gemm_mn,gemm_k --out DIR [--quick]
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import Operator, relative_error
+from wide.kernels.gemm_k import GEMM_K, gemm_k
+from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
+from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES, reorder, reorder_patterns
+from wide.profiling.agreement import verdicts
+from wide.profiling.sweeps import FFN, GATE, HIDDEN, Sweep, gemm_k_sweeps, gemm_mn_sweeps, reorder_sweeps
+from wide.profiling.timing import time_interleaved
+
+_OPERATORS: dict[str, tuple[Operator, ...]] = {
+    "reorder": (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS),
+    "gemm_mn": (GEMM_MN,),
+    "gemm_k": (GEMM_K,),
+}
+_BEST_SHOWN = 5
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def check(names: list[str]) -> list[dict[str, Any]]:
+    """Return the red verdicts of the named operators on the GPU in bfloat16 and float16."""
+    operators = [operator for name in names for operator in _OPERATORS[name]]
+    dtypes = (torch.bfloat16, torch.float16)
+    red = []
+    total = 0
+    for verdict in verdicts(operators, torch.device("cuda"), backends=("triton", "dense"), dtypes=dtypes):
+        total += 1
+        if not verdict.agrees:
+            red.append(
+                {
+                    "operator": verdict.operator,
+                    "backend": verdict.backend,
+                    "case": str(verdict.case),
+                    "error": verdict.error,
+                    "tolerance": verdict.tolerance,
+                }
+            )
+    _say(f"agreement: {total - len(red)} of {total} cases agree")
+    for entry in red[:20]:
+        _say(f"  RED {entry}")
+    return red
+
+
+def accuracy() -> list[dict[str, Any]]:
+    """Return the errors against float64 of the sparse and the dense bfloat16 path, and their ratio, on 512 rows."""
+    torch.manual_seed(5)
+    mask = torch.rand(512, FFN // 128, device="cuda") < 0.5
+    x, down = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for n, d in ((512, HIDDEN), (HIDDEN, FFN)))
+    gate, up = torch.randn(2, FFN, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
+    channels = mask.repeat_interleave(128, 1)
+    exact_gate, exact_up = x.double() @ gate.double().t(), x.double() @ up.double().t()
+    exact = torch.where(channels, torch.nn.functional.silu(exact_gate) * exact_up, 0)
+    order = reorder(mask, backend="triton")
+    patterns = reorder_patterns(mask, groups_per_block=8, backend="triton")
+    options: dict[str, Any] = {"up_weight": up, "activation": "silu", "mask": mask}
+    h = {b: gemm_mn(x, gate, order, **options, backend=b) for b in ("triton", "dense")}
+    y = {b: gemm_k(h["triton"], down, patterns, group_size=128, backend=b) for b in ("triton", "dense")}
+    results = []
+    for name, wanted, got in (("gemm_mn", exact, h), ("gemm_k", h["triton"].double() @ down.double().t(), y)):
+        ours, dense = (relative_error(got[backend], wanted) for backend in ("triton", "dense"))
+        results.append({"operator": name, "error": ours, "dense_error": dense, "ratio": ours / dense})
+        _say(f"accuracy: {name} error {ours:.3e}, dense {dense:.3e}, ratio {ours / dense:.3f}")
+    return results
+
+
+def sweeps(names: list[str], rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
+    """Yield the sweeps of the named operators."""
+    if "reorder" in names:
+        yield from reorder_sweeps(rows)
+    if "gemm_mn" in names:
+        yield from gemm_mn_sweeps(rows, quick)
+    if "gemm_k" in names:
+        yield from gemm_k_sweeps(rows, quick)
+
+
+def run(sweep: Sweep, rounds: int) -> list[dict[str, Any]]:
+    """Check each candidate of a sweep against its peer, time those that agree, return one record each."""
+    wanted = sweep.candidates[sweep.peer]()
+    errors: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for name, candidate in sweep.candidates.items():
+        # A variant that does not fit the device is a result: it is reported, never hidden.
+        try:
+            got = candidate()
+            errors[name] = 0.0 if sweep.error is None else sweep.error(got, wanted)
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    agreeing = {name: sweep.candidates[name] for name, error in errors.items() if error <= GATE}
+    times = time_interleaved(agreeing, rounds=rounds)
+    records = []
+    for name in sweep.candidates:
+        record: dict[str, Any] = {"sweep": sweep.name, "candidate": name, **sweep.facts}
+        if name in failures:
+            record["failure"] = failures[name]
+        else:
+            record["error"] = errors[name]
+        if name in times:
+            timing = times[name]
+            record |= {"median_us": timing.median_us, "low_us": timing.low_us, "high_us": timing.high_us}
+            record["speedup"] = times[sweep.peer].median_us / timing.median_us
+            record["active_tflops"] = sweep.flop / timing.median_us / 1e6
+        records.append(record)
+    return records
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    """Return the fastest candidates of each sweep, and everything that failed, as text."""
+    lines = []
+    for name, group in itertools.groupby(records, key=lambda record: record["sweep"]):
+        entries = list(group)
+        timed = sorted((e for e in entries if "median_us" in e), key=lambda e: e["median_us"])
+        shown = timed if name.startswith("reorder") else timed[:_BEST_SHOWN]
+        shown += [e for e in timed if e not in shown and ("dense" in e["candidate"] or " " in e["candidate"][4:])][:4]
+        lines.append(f"== {name}")
+        lines += [
+            f"  {e['candidate']:36s} {e['median_us']:9.1f} us [{e['low_us']:.1f}-{e['high_us']:.1f}] "
+            f"x{e['speedup']:.3f} {e['active_tflops']:6.0f} TF err {e['error']:.1e}"
+            for e in shown
+        ]
+        lines += [f"  RED {e['candidate']} error {e['error']}" for e in entries if e.get("error", 0) > GATE]
+        lines += [f"  FAIL {e['candidate']}: {e['failure'][:160]}" for e in entries if "failure" in e]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; return 1 if any operator disagrees with its reference."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operators", default="reorder,gemm_mn,gemm_k", help="comma-separated names")
+    parser.add_argument("--out", type=Path, required=True, help="folder for operators.json")
+    parser.add_argument("--rows", default=None, help="comma-separated numbers of tokens; default 1024,4096,16384")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, variants and rounds")
+    options = parser.parse_args(arguments)
+    names = options.operators.split(",")
+    rows = tuple(int(r) for r in options.rows.split(",")) if options.rows else (1024, 4096, 16384)
+    if options.quick and not options.rows:
+        rows = (4096, 16384)
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(17)
+    red = check(names)
+    accurate = accuracy()
+    records: list[dict[str, Any]] = []
+    for sweep in sweeps(names, rows, options.quick):
+        found = run(sweep, 10 if options.quick else 20)
+        records += found
+        _say(_table(found))
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "red": red,
+            "accuracy": accurate,
+            "records": records,
+        }
+        # Written after every sweep, so that a stopped run keeps what it measured.
+        (options.out / "operators.json").write_text(json.dumps(result, indent=1))
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""What the attention and decode bench runs: inputs of Llama-3.1-8B shape, dense peers, and tiles to compare."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from wide.kernels.attention_decode import attention_decode
+from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.gemv import gemv_k, gemv_mn
+from wide.kernels.gemv.tiles import GemvTile
+from wide.kernels.reorder import reorder_sequences
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HIDDEN, FFN = 4096, 14336
+# Copies of caches and weights rotate through more bytes of executing data than any second-level cache holds.
+_COLD_BYTES = 192 * 1024**2
+
+Call = Callable[[], torch.Tensor]
+_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Race:
+    """Candidates that compute the same thing on executing places.
+
+    Args:
+        name: For example 'prefill T=16384 p=0.5'.
+        candidates: For each candidate one call per copy of the data; names that start with 'dense' are peers.
+        wanted: Makes the result that all are compared with.
+        executes: Places to compare, bool, of the result's shape; None = all.
+        flop: Operations of executing pairs.
+        bytes_moved: Bytes of executing data.
+        facts: Shape and mask, for the records.
+    """
+
+    name: str
+    candidates: dict[str, Sequence[Call]]
+    wanted: Call
+    executes: torch.Tensor | None
+    flop: float
+    bytes_moved: float
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def half_mask(*shape: int, active: float) -> torch.Tensor:
+    """Return a random bool mask with exactly the wanted share of True over all entries, rounded."""
+    generator = torch.Generator(device="cuda").manual_seed(17)
+    count = math.prod(shape)
+    order = torch.randperm(count, generator=generator, device="cuda")
+    return (order < round(active * count)).view(shape)
+
+
+def _normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def _sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    with sdpa_kernel(_BACKENDS[backend]):
+        shares = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shares)
+
+
+_PREFILL_TILES = (
+    PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2, uses_tma=True),
+    PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=3, uses_tma=True),
+    PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3, uses_tma=True),
+    PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=4, uses_tma=True),
+    PrefillTile(block_m=64, block_n=128, num_warps=4, num_stages=2, uses_tma=True),
+    PrefillTile(block_m=64, block_n=64, num_warps=4, num_stages=3, uses_tma=True),
+    PrefillTile(block_m=128, block_n=64, num_warps=4, num_stages=2, uses_tma=True),
+    PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2),
+    PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    PrefillTile(block_m=64, block_n=64, num_warps=4, num_stages=3),
+)
+
+
+def _name(tile: tuple[int, ...]) -> str:
+    return "tile " + "-".join(str(int(value)) for value in tile)
+
+
+def prefill_races(*, quick: bool) -> Iterator[Race]:
+    """Time causal prefill attention of one sequence against SDPA; the reordering is charged in 'operator'."""
+    shapes = [(4096, 0.5), (16384, 0.5)] if quick else [(4096, 0.5), (16384, 0.5), (4096, 0.34), (16384, 0.34)]
+    for length, active in shapes:
+        q = _normal(1, length, QUERY_HEADS, HEAD_DIM)
+        k, v = _normal(1, length, KV_HEADS, HEAD_DIM), _normal(1, length, KV_HEADS, HEAD_DIM)
+        mask = half_mask(1, length, KV_HEADS, active=active)
+        order = reorder_sequences(mask, backend="triton")
+        heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+        repeated = [heads_first[0], *(t.repeat_interleave(4, 1) for t in heads_first[1:])]
+        dense = reorder_sequences(torch.ones_like(mask), backend="triton")
+        candidates: dict[str, Sequence[Call]] = {
+            "dense cudnn": [lambda a=heads_first: _sdpa("cudnn", *a, is_causal=True)],
+            "dense cudnn, repeated KV": [lambda a=repeated: _sdpa("cudnn", *a, is_causal=True)],
+            "dense flash": [lambda a=heads_first: _sdpa("flash", *a, is_causal=True)],
+            "operator, reorder charged": [
+                lambda q=q, k=k, v=v, m=mask: attention_prefill(
+                    q, k, v, reorder_sequences(m, backend="triton"), backend="triton"
+                )
+            ],
+            "operator, nothing skipped": [
+                lambda q=q, k=k, v=v, d=dense: attention_prefill(q, k, v, d, backend="triton")
+            ],
+        }
+        tiles = _PREFILL_TILES[:4] if quick else _PREFILL_TILES
+        candidates |= {
+            _name(t): [lambda t=t, a=(q, k, v, order): attention_prefill(*a, backend="triton", tile=t)] for t in tiles
+        }
+        yield Race(
+            name=f"prefill T={length} p={active}",
+            candidates=candidates,
+            wanted=lambda a=repeated: _sdpa("flash", *a, is_causal=True).transpose(1, 2),
+            executes=mask.repeat_interleave(QUERY_HEADS // KV_HEADS, 2),
+            flop=active * 2.0 * length * (length + 1) * QUERY_HEADS * HEAD_DIM,
+            bytes_moved=0.0,
+            facts={"length": length, "active": active},
+        )
+
+
+_DECODE_TILES = tuple(
+    DecodeTile(block_n=n, min_blocks=2, programs_per_sm=p, num_warps=w, num_stages=s)
+    for n, p, w, s in (
+        (64, 2, 4, 3),
+        (64, 2, 4, 2),
+        (64, 1, 4, 5),
+        (64, 3, 4, 2),
+        (128, 1, 4, 3),
+        (128, 1, 8, 3),
+        (128, 2, 8, 2),
+        (32, 3, 4, 4),
+        (32, 4, 4, 3),
+        (64, 2, 8, 3),
+        (64, 3, 2, 2),
+    )
+)
+
+
+def decode_races(*, quick: bool) -> Iterator[Race]:
+    """Time decode attention over full caches, [B, H_k, T, d] in memory, against SDPA and our own dense run."""
+    shapes = [(32, 4096), (8, 32768)] if quick else [(32, 4096), (8, 32768), (1, 4096), (1, 32768), (4, 4096)]
+    for batch, length in shapes:
+        pair_bytes = 2 * length * HEAD_DIM * 2
+        mask = half_mask(batch, KV_HEADS, active=0.5)
+        active_bytes = int(mask.sum()) * pair_bytes
+        copies = max(1, math.ceil(_COLD_BYTES / active_bytes))
+        q = _normal(batch, QUERY_HEADS, HEAD_DIM)
+        caches = [_normal(2, batch, KV_HEADS, length, HEAD_DIM) for _ in range(copies)]
+        views = [tuple(c.transpose(1, 2) for c in cache) for cache in caches]
+        lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+
+        def dense(backend: str, q: torch.Tensor = q, caches: list[torch.Tensor] = caches) -> list[Call]:
+            return [lambda c=c: _sdpa(backend, q[:, :, None], c[0], c[1], is_causal=False)[:, :, 0] for c in caches]
+
+        def ours(
+            mask: torch.Tensor | None,
+            tile: DecodeTile | None = None,
+            q: torch.Tensor = q,
+            views: Any = views,
+            lengths: torch.Tensor = lengths,
+        ) -> list[Call]:
+            def call(k: torch.Tensor, v: torch.Tensor) -> Call:
+                return lambda: attention_decode(q, k, v, lengths, mask, backend="triton", tile=tile)
+
+            return [call(k, v) for k, v in views]
+
+        candidates: dict[str, Sequence[Call]] = {
+            "dense cudnn": dense("cudnn"),
+            "dense flash": dense("flash"),
+            "dense operator": ours(None),
+            "operator": ours(mask),
+        }
+        for tile in _DECODE_TILES[:4] if quick else _DECODE_TILES:
+            candidates[_name(tile)] = ours(mask, tile)
+            candidates["dense " + _name(tile)] = ours(None, tile)
+        yield Race(
+            name=f"decode B={batch} T={length} p=0.5",
+            candidates=candidates,
+            wanted=dense("flash")[0],
+            executes=mask.repeat_interleave(QUERY_HEADS // KV_HEADS, 1),
+            flop=0.0,
+            bytes_moved=active_bytes,
+            facts={"batch": batch, "length": length, "active": 0.5},
+        )
+
+
+_GEMV_TILES = tuple(
+    GemvTile(block_n=n, block_k=k, num_warps=w)
+    for n, k, w in (
+        (2, 2048, 4),
+        (4, 2048, 4),
+        (4, 1024, 4),
+        (2, 4096, 4),
+        (8, 512, 1),
+        (4, 1024, 2),
+        (4, 512, 1),
+        (2, 1024, 1),
+        (8, 1024, 4),
+        (4, 4096, 8),
+        (8, 2048, 8),
+        (1, 4096, 4),
+        (16, 512, 4),
+    )
+)
+
+
+def gemv_races(*, quick: bool) -> Iterator[Race]:
+    """Time the decode GEMMs against cuBLAS, on rotating copies of the weights."""
+    tiles = _GEMV_TILES[:6] if quick else _GEMV_TILES
+    for num_rows in (1,) if quick else (1, 2, 4):
+        yield _mn_race("gate_up", num_rows, FFN, HIDDEN, 128, tiles, is_gated=True)
+        yield _mn_race("q", num_rows, HIDDEN, HIDDEN, 512, tiles, is_gated=False)
+        yield _k_race("down", num_rows, HIDDEN, FFN, 128, tiles)
+        yield _k_race("o", num_rows, HIDDEN, HIDDEN, 512, tiles)
+
+
+def _weights(parts: int, width: int, width_in: int, active: float) -> list[torch.Tensor]:
+    copies = max(4, math.ceil(_COLD_BYTES / (2 * active * parts * width * width_in)))
+    return [_normal(parts * width, width_in, scale=width_in**-0.5) for _ in range(copies)]
+
+
+def _cublas(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Sequence[Call]]:
+    peers: dict[str, Sequence[Call]] = {"dense cublas": [lambda w=w: linear(x, w) for w in weights]}
+    if x.shape[0] == 1:
+        peers["dense cublas, matrix-vector"] = [lambda w=w: torch.mv(w, x[0])[None] for w in weights]
+    return peers
+
+
+def _mn_race(
+    name: str, num_rows: int, width: int, width_in: int, size: int, tiles: Sequence[GemvTile], *, is_gated: bool
+) -> Race:
+    mask = half_mask(num_rows, width // size, active=0.5)
+    union = mask.any(0).float().mean().item()
+    weights = _weights(2 if is_gated else 1, width, width_in, union)
+    x = _normal(num_rows, width_in)
+
+    def arguments(weight: torch.Tensor) -> dict[str, Any]:
+        if not is_gated:
+            return {"x": x, "weight": weight, "mask": mask}
+        return {"x": x, "weight": weight[:width], "mask": mask, "up_weight": weight[width:], "activation": "silu"}
+
+    def wanted() -> torch.Tensor:
+        both = linear(x.float(), weights[0].float())
+        return torch.nn.functional.silu(both[:, :width]) * both[:, width:] if is_gated else both
+
+    candidates = _cublas(x, weights)
+    copies = [arguments(weight) for weight in weights]
+    candidates["operator"] = [lambda a=a: gemv_mn(**a, backend="triton") for a in copies]
+    for tile in tiles:
+        candidates[_name(tile)] = [lambda t=tile, a=a: gemv_mn(**a, backend="triton", tile=t) for a in copies]
+    return Race(
+        name=f"gemv {name} M={num_rows} G={size} p=0.5",
+        candidates=candidates,
+        wanted=wanted,
+        executes=mask.repeat_interleave(size, 1),
+        flop=0.0,
+        bytes_moved=union * weights[0].numel() * 2,
+        facts={"num_rows": num_rows, "group_size": size, "active": 0.5, "union": union},
+    )
+
+
+def _k_race(name: str, num_rows: int, width: int, width_in: int, size: int, tiles: Sequence[GemvTile]) -> Race:
+    mask = half_mask(num_rows, width_in // size, active=0.5)
+    union = mask.any(0).float().mean().item()
+    weights = _weights(1, width, width_in, union)
+    grouped = [w.view(width, width_in // size, size).transpose(0, 1).contiguous() for w in weights]
+    h = _normal(num_rows, width_in) * mask.repeat_interleave(size, 1)
+    candidates = _cublas(h, weights)
+    candidates["operator"] = [lambda w=w: gemv_k(h, w, mask, backend="triton") for w in weights]
+    candidates["operator, grouped weights"] = [lambda w=w: gemv_k(h, w, mask, backend="triton") for w in grouped]
+    for tile in tiles:
+        for layout, copies in (("", weights), (" grouped", grouped)):
+            candidates[_name(tile) + layout] = [
+                lambda t=tile, w=w: gemv_k(h, w, mask, backend="triton", tile=t) for w in copies
+            ]
+    return Race(
+        name=f"gemv {name} M={num_rows} G={size} p=0.5",
+        candidates=candidates,
+        wanted=lambda: linear(h.float(), weights[0].float()),
+        executes=None,
+        flop=0.0,
+        bytes_moved=union * weights[0].numel() * 2,
+        facts={"num_rows": num_rows, "group_size": size, "active": 0.5, "union": union},
+    )

@@ -1,0 +1,253 @@
+"""What the operator bench runs: inputs of Llama-3.1-8B shape, dense peers, and variants to compare."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from wide.kernels.gemm_k import KTile, gemm_k
+from wide.kernels.gemm_mn import MnTile, gemm_mn
+from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reordering import PatternReordering
+
+HIDDEN = 4096
+FFN = 14336
+ATTENTION_GROUP = 512
+# Share of a graph's output that may differ from the dense peer's in norm; bfloat16 rounding alone gives about 0.004.
+GATE = 1e-2
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """Candidates that compute the same thing.
+
+    Args:
+        name: For example 'gate_up G=128 M=4096'.
+        peer: Name of the dense candidate.
+        candidates: Calls by name; each charges its reordering.
+        flop: Operations of active pairs; 0 if a rate means nothing.
+        error: Relative error of a result against the peer's on executed places; None compares nothing.
+        facts: Shape and mask, for the records.
+    """
+
+    name: str
+    peer: str
+    candidates: dict[str, Run]
+    flop: float
+    error: Callable[[torch.Tensor, torch.Tensor], float] | None
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def _mask(num_rows: int, num_groups: int, active: float) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(17)
+    return torch.rand(num_rows, num_groups, device="cuda", generator=generator) < active
+
+
+def _normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    error = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    return error if error == error else float("inf")
+
+
+def reorder_sweeps(rows: tuple[int, ...]) -> Iterator[Sweep]:
+    """Time reordering alone: FFN and attention layouts, and pattern sorts."""
+    for num_rows in rows:
+        ffn, attention = _mask(num_rows, FFN // 128, 0.5), _mask(num_rows, HIDDEN // ATTENTION_GROUP, 0.5)
+
+        def lists(mask: torch.Tensor, rank: bool) -> Run:
+            return lambda: reorder(mask, with_rank=rank, backend="triton").index
+
+        def sequences(mask: torch.Tensor) -> Run:
+            return lambda: reorder_sequences(mask.unsqueeze(0), backend="triton").index
+
+        def patterns(mask: torch.Tensor, groups: int, empty: bool) -> Run:
+            return lambda: reorder_patterns(mask, groups_per_block=groups, keeps_empty=empty, backend="triton").index
+
+        candidates = {
+            "112 groups": lists(ffn, False),
+            "112 groups with rank": lists(ffn, True),
+            "8 groups": lists(attention, False),
+            "8 groups, per sequence": sequences(attention),
+            **{f"patterns of {s}, 112 groups": patterns(ffn, s, False) for s in (1, 4, 8)},
+            "patterns of 8, 8 groups": patterns(attention, 8, True),
+        }
+        facts = {"num_rows": float(num_rows)}
+        yield Sweep(
+            name=f"reorder M={num_rows}", peer="112 groups", candidates=candidates, flop=0, error=None, facts=facts
+        )
+
+
+_MN_GATED_TILES = (
+    (128, MnTile(128, 64, 4, 8, 1, 1)),
+    (128, MnTile(128, 64, 3, 8, 1, 1)),
+    (128, MnTile(128, 64, 4, 8, 1, 2)),
+    (128, MnTile(128, 64, 3, 8, 1, 2)),
+    (128, MnTile(128, 64, 4, 8, 1, 0)),
+    (128, MnTile(64, 64, 3, 4, 2, 1)),
+    (64, MnTile(128, 64, 4, 4, 1, 1)),
+    (64, MnTile(128, 64, 2, 4, 2, 1)),
+    (256, MnTile(64, 64, 3, 8, 1, 1)),
+)
+_MN_PLAIN_TILES = (
+    (128, MnTile(256, 64, 4, 8, 1, 1)),
+    (128, MnTile(256, 64, 3, 8, 1, 1)),
+    (128, MnTile(128, 64, 3, 4, 2, 1)),
+    (256, MnTile(128, 64, 4, 8, 1, 1)),
+    (256, MnTile(128, 64, 3, 8, 1, 1)),
+    (64, MnTile(256, 64, 4, 4, 1, 1)),
+)
+
+
+def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
+    """Time gate+up+SwiGLU and Q against cuBLAS (followed by a fused SwiGLU kernel)."""
+    gate_up = _normal(2, FFN, HIDDEN, scale=HIDDEN**-0.5)
+    query = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
+    for num_rows in rows:
+        x = _normal(num_rows, HIDDEN)
+        for group_size, active in ((128, 0.5),) if quick else ((128, 0.5), (128, 0.72), (256, 0.5)):
+            yield _mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, _MN_GATED_TILES)
+        yield _mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5, _MN_PLAIN_TILES)
+
+
+def _mn_sweep(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
+    group_size: int,
+    active: float,
+    tiles: tuple[tuple[int, MnTile], ...],
+) -> Sweep:
+    num_groups = weight.shape[0] // group_size
+    mask = _mask(x.shape[0], num_groups, active)
+    activation = "none" if up_weight is None else "silu"
+    unused = reorder(mask, backend="triton")
+
+    def dense() -> torch.Tensor:
+        return gemm_mn(x, weight, unused, up_weight=up_weight, activation=activation, backend="dense")
+
+    def sparse(block_m: int, tile: MnTile, packed: bool, zeroed: bool) -> Run:
+        def run() -> torch.Tensor:
+            return gemm_mn(
+                x,
+                weight,
+                reorder(mask, block_m=block_m, backend="triton"),
+                up_weight=up_weight,
+                activation=activation,
+                packed=packed,
+                mask=mask if zeroed else None,
+                backend="triton",
+                tile=tile,
+            )
+
+        return run
+
+    def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+        chosen = wanted.view(*mask.shape, group_size)
+        if got.shape == wanted.shape:
+            return _relative(got.view_as(chosen)[mask], chosen[mask])
+        in_groups = chosen.transpose(0, 1)[mask.t()]
+        return _relative(got[: in_groups.shape[0]], in_groups)
+
+    candidates = {"dense": dense}
+    for block_m, tile in tiles:
+        candidates[f"{block_m}x{_fields(tile)}"] = sparse(block_m, tile, False, False)
+    block_m, tile = tiles[0]
+    candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
+    candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
+    flop = 2.0 * mask.sum().item() * group_size * x.shape[1] * (1 if up_weight is None else 2)
+    return Sweep(
+        name=f"{name} G={group_size} p={active} M={x.shape[0]}",
+        peer="dense",
+        candidates=candidates,
+        flop=flop,
+        error=error,
+        facts={"num_rows": float(x.shape[0]), "group_size": float(group_size), "active": active},
+    )
+
+
+def _fields(tile: MnTile | KTile) -> str:
+    return "x".join(str(value) for value in tile)
+
+
+_K_TILES = (
+    (128, KTile(128, 64, 3, 4, 2, 1)),
+    (128, KTile(256, 64, 3, 8, 1, 1)),
+    (128, KTile(256, 64, 4, 8, 1, 1)),
+    (64, KTile(256, 64, 2, 4, 2, 1)),
+    (64, KTile(128, 64, 4, 4, 2, 1)),
+    (256, KTile(128, 64, 4, 8, 1, 1)),
+)
+
+
+def gemm_k_sweeps(rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
+    """Time down and O against cuBLAS."""
+    down = _normal(HIDDEN, FFN, scale=FFN**-0.5)
+    output = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
+    for num_rows in rows:
+        slabs = (HIDDEN,) if num_rows <= 1024 else (1024, HIDDEN) if num_rows <= 4096 else (256, 512, 1024)
+        for group_size in (128, 256):
+            blocks = (4, 8) if quick else ((4, 6, 8) if group_size == 128 else (2, 4, 6))
+            variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _K_TILES for slab in slabs]
+            yield _k_sweep("down", down, num_rows, group_size, variants)
+        variants = [(8, m, t) for m, t in _K_TILES]
+        variants += [(4, m, t._replace(slab=slab)) for m, t in _K_TILES[:2] for slab in slabs]
+        yield _k_sweep("o", output, num_rows, ATTENTION_GROUP, variants)
+
+
+def _k_sweep(
+    name: str, weight: torch.Tensor, num_rows: int, group_size: int, variants: list[tuple[int, int, KTile]]
+) -> Sweep:
+    num_groups = weight.shape[1] // group_size
+    mask = _mask(num_rows, num_groups, 0.5)
+    values = _normal(num_rows, num_groups, group_size)
+    zeros = torch.where(mask.unsqueeze(2), values, 0).view(num_rows, -1)
+    # What gemm_mn leaves in skipped places is unspecified: NaN shows any reader.
+    holes = torch.where(mask.unsqueeze(2), values, float("nan")).view(num_rows, -1)
+
+    def sort(groups_per_block: int, block_m: int) -> PatternReordering:
+        return reorder_patterns(
+            mask,
+            groups_per_block=groups_per_block,
+            block_m=block_m,
+            keeps_empty=groups_per_block >= num_groups,
+            backend="triton",
+        )
+
+    unused = sort(8, 128)
+
+    def sparse(groups_per_block: int, block_m: int, tile: KTile, deterministic: bool) -> Run:
+        def run() -> torch.Tensor:
+            order = sort(groups_per_block, block_m)
+            return gemm_k(
+                holes,
+                weight,
+                order,
+                group_size=group_size,
+                deterministic=deterministic,
+                backend="triton",
+                tile=tile,
+            )
+
+        return run
+
+    candidates: dict[str, Run] = {
+        "dense": lambda: gemm_k(zeros, weight, unused, group_size=group_size, backend="dense"),
+        "dense with select": lambda: gemm_k(holes, weight, unused, group_size=group_size, mask=mask, backend="dense"),
+    }
+    for groups_per_block, block_m, tile in variants:
+        candidates[f"s={groups_per_block} {block_m}x{_fields(tile)}"] = sparse(groups_per_block, block_m, tile, False)
+    candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
+    return Sweep(
+        name=f"{name} G={group_size} p=0.5 M={num_rows}",
+        peer="dense",
+        candidates=candidates,
+        flop=2.0 * mask.sum().item() * group_size * weight.shape[0],
+        error=_relative,
+        facts={"num_rows": float(num_rows), "group_size": float(group_size), "active": 0.5},
+    )

@@ -1,0 +1,87 @@
+"""The table of a run: one line per measured model."""
+
+from dataclasses import dataclass
+
+from wide.report.selection import Selection
+
+NAMES = {
+    "dense": "dense",
+    "untrained": "untrained routers",
+    "stage 1": "stage 1 (routers)",
+    "stage 1+2": "stage 1+2 (routers, LoRA)",
+    "pruned": "pruned",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Texts in rows and columns.
+
+    Args:
+        header: Names of the columns; the first column is text, the others are numbers.
+        rows: As many texts as the header has.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_text(self) -> str:
+        """Return the table in aligned columns, for a terminal."""
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        texts = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([texts[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *texts[1:]])
+
+
+def summary_table(run: Selection) -> Table:
+    """Return quality, sparsity and training speed of each measured model; columns without any value are left out."""
+    columns = [
+        ("perplexity", "token_perplexity", _decimal),
+        ("x dense", "token_perplexity", lambda value: _ratio(value, run.number("dense", "token_perplexity"))),
+        ("word ppl", "word_perplexity", _decimal),
+        ("accuracy %", "accuracy.average", _percent),
+        ("retention %", "accuracy.retention", _percent),
+        ("attention %", "sparsity.attention", _percent),
+        ("FFN %", "sparsity.ffn", _percent),
+        ("mean %", "sparsity.mean", _percent),
+        ("linear FLOPs %", "sparsity.linear_flops", _percent),
+        ("trained tokens/s", "training.tokens_per_second", lambda value: f"{value:,.0f}"),
+    ]
+    subjects = run.subjects()
+    used = [column for column in columns if any(run.number(subject, column[1]) is not None for subject in subjects)]
+    rows = []
+    for subject in subjects:
+        values = [(run.number(subject, metric), show) for _, metric, show in used]
+        rows.append((NAMES[subject], *("-" if value is None else show(value) for value, show in values)))
+    return Table(header=("model", *(name for name, _, _ in used)), rows=tuple(rows))
+
+
+def layer_lines(run: Selection) -> list[str]:
+    """Return the sparsity of each layer of the last measured model, as lines for a terminal; none if not measured."""
+    subject = run.last_subject_with_layers()
+    if subject is None:
+        return []
+    lines = [f"skipped groups per layer, {subject}"]
+    for name, metric in (("attention", "sparsity.attention"), ("FFN", "sparsity.ffn")):
+        rates = run.by_layer(subject, metric)
+        if rates:
+            lines.append(f"  {name:<10}" + " ".join(f"{100 * rate:3.0f}%" for _, rate in rates))
+    return lines
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.2f}" if value < 10_000 else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _ratio(value: float, dense: float | None) -> str:
+    return "-" if not dense else f"{value / dense:.2f}"

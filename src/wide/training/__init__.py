@@ -1,0 +1,1 @@
+"""Training: the objective, the loop, resumable checkpoints, and the two stages."""

@@ -1,0 +1,220 @@
+"""Resumable checkpoints: whole or not there, safetensors and JSON only.
+
+    checkpoints/step-00000500/
+        parameters.safetensors      what is trained, float32
+        optimizer.safetensors       its moments
+        checkpoint.json             step, fingerprint of the run, size and hash of the other files; written last
+
+A checkpoint is written into a hidden folder, forced to the disk and renamed, so no crash leaves half of one under its
+name. Random numbers need no state: every step seeds its own noise, and its data follow from its number.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from wide.errors import ConfigError, TrainingError
+from wide.models.lora import copy_strictly
+
+_PARAMETERS, _OPTIMIZER, _MANIFEST = "parameters.safetensors", "optimizer.safetensors", "checkpoint.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole.
+
+    Args:
+        path: Its folder.
+        step: Optimiser steps that were done.
+        seconds: Wall time of training until then.
+        parameters: By name.
+        optimizer: Moments, `<name>.<moment>`.
+    """
+
+    path: Path
+    step: int
+    seconds: float
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, of which the newest two are kept.
+
+    Args:
+        path: Folder that holds them; made at the first `write`.
+        fingerprint: Hash of everything that the course of the run depends on.
+        keep: Number of checkpoints to keep.
+    """
+
+    def __init__(self, path: Path, *, fingerprint: str, keep: int = 2) -> None:
+        """Touch nothing yet."""
+        self.path = path
+        self._fingerprint = fingerprint
+        self._keep = keep
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints that have their name, ascending."""
+        if not self.path.is_dir():
+            return []
+        matches = (_NAME.fullmatch(folder.name) for folder in self.path.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def write(
+        self, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, seconds: float
+    ) -> Path:
+        """Write a checkpoint, delete those that are too old, and return the new one's folder.
+
+        Raises:
+            TrainingError: If it cannot be written (disk full); earlier checkpoints are intact.
+        """
+        files = {
+            _PARAMETERS: save({name: p.detach().cpu().contiguous() for name, p in parameters.items()}),
+            _OPTIMIZER: save(_moments(parameters, optimizer)),
+        }
+        manifest = {
+            "format_version": _FORMAT_VERSION,
+            "step": step,
+            "seconds": seconds,
+            "fingerprint": self._fingerprint,
+            "files": {
+                name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+                for name, content in files.items()
+            },
+        }
+        files[_MANIFEST] = (json.dumps(manifest, indent=2) + "\n").encode()
+        target = self.path / f"step-{step:08d}"
+        temporary = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.path))
+            for name, content in files.items():
+                _write_through(temporary / name, content)
+            if target.exists():
+                _delete(target)
+            temporary.rename(target)
+            _sync_folder(self.path)
+        except OSError as error:
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise TrainingError(
+                f"the checkpoint of step {step} cannot be written to {self.path} ({error}); {self.describe_last()}. "
+                "Free some space and start again with resume"
+            ) from error
+        self._delete_old()
+        return target
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint, None if there is none; damaged and unfinished ones are passed over.
+
+        Raises:
+            ConfigError: If it belongs to a run with other settings, model or data.
+        """
+        for step in reversed(self.steps()):
+            found = self._read(self.path / f"step-{step:08d}")
+            if found is not None:
+                return found
+        return None
+
+    def remove_unfinished(self) -> None:
+        """Delete what a crash left of checkpoints that were being written."""
+        if self.path.is_dir():
+            for folder in self.path.glob(".writing-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def describe_last(self) -> str:
+        """Say which checkpoint is the last one, for messages."""
+        steps = self.steps()
+        if not steps:
+            return "there is no earlier checkpoint"
+        return f"the last good checkpoint is {self.path / f'step-{steps[-1]:08d}'}"
+
+    def _read(self, folder: Path) -> Checkpoint | None:
+        try:
+            manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            contents = {name: (folder / name).read_bytes() for name in (_PARAMETERS, _OPTIMIZER)}
+            whole = all(
+                hashlib.sha256(content).hexdigest() == manifest["files"][name]["sha256"]
+                for name, content in contents.items()
+            )
+            if not whole or manifest["format_version"] != _FORMAT_VERSION:
+                return None
+            fingerprint, step, seconds = manifest["fingerprint"], int(manifest["step"]), float(manifest["seconds"])
+            tensors = {name: load(content) for name, content in contents.items()}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+            return None
+        if fingerprint != self._fingerprint:
+            raise ConfigError(
+                f"{folder} belongs to a run with other settings, another model or other data, so it cannot be "
+                "continued; repeat the settings of that run, or choose another output folder"
+            )
+        return Checkpoint(
+            path=folder, step=step, seconds=seconds, parameters=tensors[_PARAMETERS], optimizer=tensors[_OPTIMIZER]
+        )
+
+    def _delete_old(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            _delete(self.path / f"step-{step:08d}")
+
+
+def restore(
+    checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Copy a checkpoint into parameters and optimiser, strictly.
+
+    Raises:
+        AdapterError: If parameters are missing, surplus or misshapen.
+    """
+    copy_strictly(dict(parameters), checkpoint.parameters, "checkpoint")
+    for name, parameter in parameters.items():
+        prefix = f"{name}."
+        moments = {k.removeprefix(prefix): v for k, v in checkpoint.optimizer.items() if k.rpartition(".")[0] == name}
+        # Fused AdamW keeps its step counter beside the parameter, the plain one on the CPU.
+        fused = bool(optimizer.param_groups[0].get("fused"))
+        if moments:
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) if fused or key != "step" else value for key, value in moments.items()
+            }
+
+
+def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value.detach().cpu().contiguous()
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(folder: Path) -> None:
+    # Without its manifest a folder is no checkpoint, so a crash in between leaves nothing that looks whole.
+    (folder / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

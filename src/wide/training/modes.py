@@ -1,0 +1,91 @@
+"""What a model looks like while it is trained, and the way back: who is trainable, who samples, who recomputes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from wide.errors import ConfigError
+from wide.models.attach import attachment
+
+
+def trainable_parameters(model: nn.Module, *, routers: bool) -> dict[str, nn.Parameter]:
+    """Return the LoRA matrices of an attached model, if any, and its routers' parameters, if wanted, by name."""
+    state = attachment(model)
+    wanted = set() if state.lora is None else {id(parameter) for parameter in state.lora.parameters()}
+    if routers:
+        wanted |= {id(parameter) for router in state.routers() for parameter in router.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
+@contextmanager
+def training_mode(model: nn.Module, *, routers: bool, gradient_checkpointing: bool) -> Iterator[None]:
+    """Freeze all but routers and LoRA, and put only these into training mode; everything is put back afterwards.
+
+    The base stays in evaluation mode, so that dropout it may have is off: it is frozen and has nothing to regularise.
+
+    Args:
+        model: An attached model.
+        routers: Whether the routers are trained; otherwise they decide as at inference.
+        gradient_checkpointing: Whether layers are recomputed in the backward, never in the reentrant form.
+
+    Raises:
+        ConfigError: If reentrant checkpointing is on already, or the model cannot be checkpointed.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    chosen = {id(parameter) for parameter in trainable_parameters(model, routers=routers).values()}
+    model.eval()
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout"):
+            module.train()
+    if routers:
+        for router in attachment(model).routers():
+            router.train()
+    for parameter, _ in gradients:
+        parameter.requires_grad_(id(parameter) in chosen)
+    try:
+        with _recomputation(model, enable=gradient_checkpointing):
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+        for parameter, requires_grad in gradients:
+            parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def _recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
+    layers = [spec.layer for spec in attachment(model).specs]
+    was_on = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+    if was_on:
+        _refuse_reentrant(layers)
+    if not enable and not was_on:
+        yield
+        return
+    typed: Any = model
+    if not was_on:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing=false")
+        typed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # A layer recomputes only while it is itself in training mode; its children, with their dropout, stay in evaluation.
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        if not was_on:
+            typed.gradient_checkpointing_disable()
+
+
+def _refuse_reentrant(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        function = getattr(layer, "_gradient_checkpointing_func", None)
+        if isinstance(function, partial) and not function.keywords.get("use_reentrant", True):
+            continue
+        raise ConfigError(
+            "gradient checkpointing is on in its reentrant form, which silently loses the sparsity gradient; call "
+            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+        )

@@ -1,0 +1,177 @@
+"""What training minimises: language modelling, distance from the target sparsity, and optionally distillation.
+
+Plain torch, for any loop:
+
+    objective = Objective(model, ObjectiveConfig(sparsity=0.5))
+    loss, measured = objective(batch)
+    loss.backward()
+
+Several processes: token sums and skip counts are summed over all of them before anything is divided or compared, and
+the loss is scaled so that gradients *averaged* over processes are those of the joint batch.
+
+Gradient accumulation: the LM loss is divided by the targets of the whole step. The sparsity term is taken per
+micro-batch and averaged over them, because the rate of the step is unknown until its last forward; it equals that of
+the joint batch while all micro-batches lie on the same side of the target.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from wide.config import ObjectiveConfig
+from wide.data.batches import IGNORED, TokenBatch
+from wide.errors import ConfigError
+from wide.models.attach import attachment
+from wide.models.lora import without_lora
+from wide.models.measures import half_weights
+from wide.models.observe import bypass, observe
+from wide.routing import Routing
+from wide.training.parallel import DataParallel
+from wide.training.token_loss import num_targets, token_losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What one forward measured over all processes: float32 scalars on the device, outside the graph.
+
+    Args:
+        loss: The objective; of a micro-batch, its contribution to the step.
+        lm_loss: Cross-entropy, nats per target token; of a micro-batch, its contribution.
+        distillation: KL(dense || pruned), nats per target token; of a micro-batch, its contribution.
+        sparsity: Skip rate in the measure of the target ('uniform' reports the mean).
+        attention: Mean over layers of the attention skip rates.
+        ffn: Mean over layers of the FFN skip rates.
+    """
+
+    loss: Tensor
+    lm_loss: Tensor
+    distillation: Tensor
+    sparsity: Tensor
+    attention: Tensor
+    ffn: Tensor
+
+
+class Objective:
+    """The training loss of an attached model.
+
+    Args:
+        model: An attached model; its routers in training mode sample masks with straight-through gradient.
+        config: Target, measure and weights.
+        parallel: The processes that share a batch; None for a single one.
+
+    Raises:
+        NotAttachedError: If the model carries no routers.
+        ConfigError: If the target cannot be reached even by skipping everything that is routed.
+
+    Source: paper, section 3.2 ('mean') and the appendix on uniform sparsity ('uniform').
+    """
+
+    def __init__(self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None) -> None:
+        """Compute what each half-layer weighs."""
+        self._model = model
+        self.config = config
+        self._parallel = parallel or DataParallel()
+        self._routers = attachment(model).routers()
+        # Rows: the terms of the sparsity loss, then mean attention and mean FFN rates for the report.
+        self._num_terms, self._rows = self._weights()
+
+    def __call__(
+        self,
+        batch: TokenBatch,
+        *,
+        target: float | None = None,
+        targets_in_step: Tensor | float | None = None,
+        micro_batches: int = 1,
+        padded: bool | None = None,
+    ) -> tuple[Tensor, Measured]:
+        """Run the model and return the loss to differentiate, and what was measured.
+
+        Args:
+            batch: This process's tokens, on the model's device; padding (`valid` False) counts nowhere.
+            target: Sparsity wanted at this step; None means that of the configuration.
+            targets_in_step: Target tokens of the whole step over all processes; None means this batch is the step.
+            micro_batches: Forwards in the step.
+            padded: Whether the batch holds padding; None looks, which waits for the device.
+        """
+        if padded is None:
+            padded = not bool(batch.valid.all())
+        # Without padding no mask is handed over: it would cost the fast attention kernels.
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.valid.long() if padded else None}
+        teacher = self._dense_logits(inputs) if self.config.distillation else None
+        with observe(self._model) as routing:
+            logits = self._model(**inputs, use_cache=False).logits
+        labels = target_labels(batch)
+        token_sum, entropy, divergence = token_losses(
+            logits, labels, teacher=teacher, distillation=self.config.distillation
+        )
+        if targets_in_step is None:
+            counted = torch.tensor(float(num_targets(labels)), device=logits.device)
+            targets_in_step = self._parallel.sum(counted)
+        skipped = self._skipped(routing, batch.valid)
+        tokens = batch.valid.sum().float()
+        total = self._parallel.sum(
+            torch.cat([torch.stack([token_sum.detach(), entropy, divergence, tokens]), skipped.detach()])
+        )
+        rates = self._rates(skipped, total[4:], total[3])
+        wanted = self.config.sparsity if target is None else target
+        distance = (wanted - rates[: self._num_terms]).abs().sum() / self._num_terms
+        sparsity_loss = self.config.weight / micro_batches * distance
+        targets_in_step = cast(Tensor, torch.as_tensor(targets_in_step, device=logits.device)).clamp(min=1)
+        loss = self._parallel.world * token_sum / targets_in_step + sparsity_loss
+        rates = rates.detach()
+        return loss, Measured(
+            loss=total[0] / targets_in_step + sparsity_loss.detach(),
+            lm_loss=total[1] / targets_in_step,
+            distillation=total[2] / targets_in_step,
+            sparsity=rates[: self._num_terms].mean(),
+            attention=rates[-2],
+            ffn=rates[-1],
+        )
+
+    def _skipped(self, routing: Routing, valid: Tensor) -> Tensor:
+        """Return the skipped decisions per group of each routed half, `[halves]` float32, with gradient."""
+        weights = valid.float().unsqueeze(-1)
+        skipped = []
+        for router in self._routers:
+            mask = getattr(routing[router.layer_index], router.half_layer)
+            skipped.append(((1.0 - mask.float()) * weights).sum() / router.num_groups)
+        return torch.stack(skipped)
+
+    def _rates(self, skipped: Tensor, skipped_everywhere: Tensor, tokens: Tensor) -> Tensor:
+        """Return the rows' skip rates over all processes, with this process's part of the gradient."""
+        tokens = tokens.clamp(min=1)
+        local = skipped / tokens
+        # The value is global; the gradient is this process's share times the number of processes, for averaging.
+        rates = skipped_everywhere / tokens + self._parallel.world * (local - local.detach())
+        return self._rows.to(rates.device) @ rates
+
+    def _weights(self) -> tuple[int, Tensor]:
+        kinds = [router.half_layer for router in self._routers]
+        by_kind = [
+            [1.0 / kinds.count(kind) if found == kind else 0.0 for found in kinds] for kind in ("attention", "ffn")
+        ]
+        config = self.config
+        if config.target == "uniform":
+            terms = [row for row in by_kind if any(row)]
+        elif config.target == "mean":
+            terms = [half_weights(self._model, "mean")]
+        else:
+            terms = [half_weights(self._model, "linear_flops", include_fixed=config.include_fixed)]
+        reachable = min(sum(row) for row in terms)
+        if config.sparsity > reachable:
+            raise ConfigError(
+                f"a {config.target} sparsity of {config.sparsity} is out of reach: skipping everything that is routed "
+                f"gives {reachable:.3f}; ask for less, or set include_fixed=false"
+            )
+        return len(terms), torch.tensor([*terms, *by_kind], dtype=torch.float32)
+
+    def _dense_logits(self, inputs: dict[str, Tensor | None]) -> Tensor:
+        with torch.no_grad(), bypass(self._model), without_lora(self._model):
+            return self._model(**inputs, use_cache=False).logits
+
+
+def target_labels(batch: TokenBatch) -> Tensor:
+    """Return the labels `[B, T]` with padding ignored, whatever they said there."""
+    return batch.labels.where(batch.valid, IGNORED)

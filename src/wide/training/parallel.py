@@ -1,0 +1,88 @@
+"""Data parallelism under torchrun: the base is replicated, only the few trainable parameters are synchronised.
+
+The trainer uses nothing of torch.distributed but this class, so that a sharding one (FSDP2) can take its place.
+"""
+
+import os
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class DataParallel:
+    """One process of a data-parallel run; a run of one process needs no process group.
+
+    Args:
+        rank: Of this process, from 0.
+        world: Number of processes.
+        device: On which collectives run.
+    """
+
+    def __init__(self, *, rank: int = 0, world: int = 1, device: torch.device | str = "cpu") -> None:
+        """Join nothing; use `from_environment` under torchrun."""
+        self.rank = rank
+        self.world = world
+        self.device = torch.device(device)
+
+    @classmethod
+    def from_environment(cls, device: torch.device) -> "DataParallel":
+        """Return the process that torchrun's variables (RANK, WORLD_SIZE) describe and join its group.
+
+        Args:
+            device: Where the model is: NCCL on CUDA, gloo on the CPU.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls(device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            # With a device, NCCL binds to it at once instead of guessing it at the first collective.
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+            )
+        return cls(rank=dist.get_rank(), world=dist.get_world_size(), device=device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and reports."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all processes, outside the graph."""
+        if self.world == 1:
+            return tensor.detach()
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors with those of the first process."""
+        if self.world == 1:
+            return
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Average the gradients over all processes in one collective."""
+        if self.world == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= self.world
+        for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any process raises the flag (waits for the device)."""
+        if self.world == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.any(False)

@@ -1,0 +1,129 @@
+"""What a run shows and keeps of its course: a progress bar or plain lines, records, and optionally TensorBoard."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wide.errors import MissingExtraError
+from wide.records import Record, RecordFile, read_records
+
+_UNITS = {
+    "loss": "nat/token",
+    "lm_loss": "nat/token",
+    "distillation": "nat/token",
+    "sparsity.mean": "share",
+    "sparsity.attention": "share",
+    "sparsity.ffn": "share",
+    "sparsity.target": "share",
+    "temperature": "1",
+    "learning_rate": "1",
+    "gradient_norm": "1",
+    "tokens_per_second": "token/s",
+}
+_PLAIN_LINES = 20
+
+
+class ProgressLog:
+    """Shows and records steps; silent on all processes but the first.
+
+    Args:
+        title: Of the stage, also the subject of its records, e.g. 'stage 1'.
+        steps: Of the whole stage.
+        first_step: Steps that were done before (resumed).
+        folder: Where `metrics.jsonl` goes; None keeps nothing.
+        tensorboard: Where TensorBoard's files go; None writes none.
+        fingerprint: Of the run, written into every record.
+        device: Name of the device, written into every record.
+        silent: Whether this process shows and writes nothing.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        steps: int,
+        first_step: int,
+        folder: Path | None = None,
+        tensorboard: Path | None = None,
+        fingerprint: str = "",
+        device: str = "",
+        silent: bool = False,
+    ) -> None:
+        """Open the bar and continue the records of a resumed run."""
+        from tqdm import tqdm
+
+        self._title, self._steps, self._silent = title, steps, silent
+        self._on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=steps, initial=first_step, desc=title, unit="step", disable=silent or not self._on_terminal)
+        self._records, self._board = None, None
+        self._lines_at = max(1, steps // _PLAIN_LINES)
+        self._last_line = first_step
+        if folder is not None and not silent:
+            path = folder / "metrics.jsonl"
+            _forget_from(path, title, first_step)
+            self._records = RecordFile(path, config_fingerprint=fingerprint, device=device)
+        if tensorboard is not None and not silent:
+            self._board = _tensorboard(tensorboard)
+
+    def add(self, points: list[tuple[int, dict[str, float]]]) -> None:
+        """Show the last point and record all of them; a point is (step, name -> value)."""
+        if self._silent or not points:
+            return
+        step, last = points[-1]
+        self._bar.set_postfix_str(_summary(last))
+        self._bar.update(step + 1 - self._bar.n)
+        if not self._on_terminal and (step + 1 - self._last_line >= self._lines_at or step + 1 == self._steps):
+            self._last_line = step + 1
+            sys.stderr.write(f"{self._title} {step + 1}/{self._steps}: {_summary(last)}\n")
+        if self._records is not None:
+            self._records.append(
+                Record(
+                    subject=self._title, metric=f"training.{name}", value=value, unit=_UNITS[name], step=at, where="training"
+                )
+                for at, values in points
+                for name, value in values.items()
+            )
+        if self._board is not None:
+            for at, values in points:
+                for name, value in values.items():
+                    self._board.add_scalar(f"{self._title}/{name}", value, at)
+
+    def close(self) -> None:
+        """Finish the bar and the files."""
+        self._bar.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _summary(values: dict[str, float]) -> str:
+    return (
+        f"loss {values['loss']:.3f}, LM {values['lm_loss']:.3f}, skipped attention {values['sparsity.attention']:.1%} "
+        f"FFN {values['sparsity.ffn']:.1%} (target {values['sparsity.target']:.1%}), "
+        f"temperature {values['temperature']:.2f}, {values['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def _forget_from(path: Path, subject: str, first_step: int) -> None:
+    """Drop a stage's records of steps that will be done again, so that no step is recorded twice."""
+    if not path.is_file():
+        return
+    records, _ = read_records(path)
+    kept = [r for r in records if r.subject != subject or (r.step is not None and r.step < first_step)]
+    if len(kept) < len(records):
+        _rewrite(path, kept)
+
+
+def _rewrite(path: Path, records: list[Record]) -> None:
+    temporary = path.with_name(f".{path.name}.rewriting")
+    temporary.write_text("".join(json.dumps(asdict(r), sort_keys=True) + "\n" for r in records), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]'") from error
+    return SummaryWriter(str(folder))

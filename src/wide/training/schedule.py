@@ -1,0 +1,32 @@
+"""Learning rate, temperature and sparsity target as pure functions of the optimiser step, counted from 0."""
+
+import math
+
+
+def learning_rate(step: int, *, steps: int, peak: float, warmup: float) -> float:
+    """Return the learning rate: linear warm-up to the peak, then a cosine towards 0.
+
+    Args:
+        step: Optimiser step, from 0.
+        steps: Of the whole stage.
+        peak: Highest learning rate.
+        warmup: Share of the steps that rise.
+    """
+    rising = round(warmup * steps)
+    if step < rising:
+        return peak * (step + 1) / rising
+    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(steps - rising, 1)))
+
+
+def temperature(step: int, *, steps: int, start: float, end: float) -> float:
+    """Return the Gumbel-softmax temperature: linear from `start` at the first step to `end` at the last.
+
+    Source: paper, section 4.1 (5 to 0.5).
+    """
+    return start + (end - start) * step / max(steps - 1, 1)
+
+
+def sparsity_target(step: int, *, steps: int, final: float, ramp: float) -> float:
+    """Return the target sparsity: rising linearly over the first `ramp` share of the steps, then constant."""
+    rising = round(ramp * steps)
+    return final if step >= rising else final * (step + 1) / rising

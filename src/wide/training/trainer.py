@@ -1,0 +1,366 @@
+"""The loop of both stages: batches by step, accumulation, clipping, AdamW, checkpoints.
+
+Nothing is read back from the device during a step; losses are looked at every few steps and before each checkpoint.
+Every step seeds its own noise from (seed, step, rank), so a resumed run repeats the interrupted one bit for bit (CPU).
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from wide.config import StageConfig
+from wide.data.batches import BatchSource, TokenBatch
+from wide.errors import ConfigError, TrainingError
+from wide.models.attach import attachment
+from wide.training.checkpoint import CheckpointFolder, restore
+from wide.training.interrupt import Interrupt
+from wide.training.modes import trainable_parameters, training_mode
+from wide.training.objective import Measured, Objective, target_labels
+from wide.training.parallel import DataParallel
+from wide.training.progress_log import ProgressLog
+from wide.training.schedule import learning_rate, sparsity_target, temperature
+from wide.training.token_loss import num_targets
+
+# Looking at losses makes the host wait for the device.
+_LOOK_EVERY = 10
+_MEASURED = tuple(field.name for field in fields(Measured))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What surrounds a training run.
+
+    Args:
+        title: Name of the stage, e.g. 'stage 1'.
+        output: Folder for checkpoints and metrics; None writes nothing.
+        resume: Continue from the newest checkpoint in `output`, if there is one.
+        fingerprint: Hash of everything that the course of the run depends on.
+        train_routers: Otherwise only LoRA is trained, on the routing of inference.
+        anneal: Follow the temperature schedule; otherwise stay at its end.
+        tensorboard: Folder for TensorBoard's files; None writes none.
+    """
+
+    title: str
+    output: Path | None = None
+    resume: bool = False
+    fingerprint: str = ""
+    train_routers: bool = True
+    anneal: bool = True
+    tensorboard: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a finished run was like.
+
+    Args:
+        steps: Optimiser steps.
+        tokens: Tokens seen by all processes.
+        seconds: Wall time of training, over all parts of a resumed run.
+        tokens_per_second: Over the part that this process ran, all processes together; None if it ran no step.
+        peak_memory_bytes: Of this device (CUDA only, else None).
+        last: Means over the last steps that were looked at, by name.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+    last: dict[str, float]
+
+
+class Trainer:
+    """Trains the routers and LoRA of an attached model.
+
+    Args:
+        model: An attached model; its base is frozen for the duration.
+        objective: Of the same model and the same processes.
+        source: Batches by step.
+        stage: Steps, sizes and rates.
+        options: Output, resuming and what is trained.
+        parallel: The processes of the run; None for a single one.
+
+    Raises:
+        ConfigError: If the batch cannot be shared, or nothing is trainable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        source: BatchSource,
+        stage: StageConfig,
+        options: RunOptions,
+        *,
+        parallel: DataParallel | None = None,
+    ) -> None:
+        """Make the optimiser; nothing is frozen or written yet."""
+        self._model, self._objective, self._source = model, objective, source
+        self._stage, self._options = stage, options
+        self._parallel = parallel or DataParallel()
+        self._micro_size = micro_batch_size(stage, self._parallel.world)
+        self._parameters = trainable_parameters(model, routers=options.train_routers)
+        if not self._parameters:
+            raise ConfigError("nothing is trainable: this model has no LoRA and its routers are frozen")
+        self._device = next(iter(self._parameters.values())).device
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=stage.learning_rate,
+            weight_decay=stage.weight_decay,
+            fused=self._device.type == "cuda",
+        )
+        self._checkpoints = None
+        if options.output is not None:
+            self._checkpoints = CheckpointFolder(options.output / "checkpoints", fingerprint=options.fingerprint)
+        # Per step not looked at yet: (step, schedule values, measured values on the device).
+        self._unread: list[tuple[int, dict[str, float], Tensor]] = []
+        self._last: dict[str, float] = {}
+        self._tokens_per_step = stage.batch_size
+        self._timer = _Timer()
+
+    def train(self) -> Outcome:
+        """Run all steps that are left and return what the run was like.
+
+        Raises:
+            TrainingError: If a loss is not finite, or a checkpoint cannot be written.
+            ConfigError: If the checkpoint to resume from belongs to another run.
+            KeyboardInterrupt: After Ctrl-C or SIGTERM, when the step was finished and a checkpoint written.
+        """
+        self._parallel.broadcast(self._parameters.values())
+        first = self._resume()
+        options, stage = self._options, self._stage
+        log = ProgressLog(
+            options.title,
+            steps=stage.steps,
+            first_step=first,
+            folder=options.output,
+            tensorboard=options.tensorboard,
+            fingerprint=options.fingerprint,
+            device=device_name(self._device),
+            silent=not self._parallel.is_first,
+        )
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            with (
+                training_mode(
+                    self._model, routers=options.train_routers, gradient_checkpointing=stage.gradient_checkpointing
+                ),
+                _own_randomness(),
+                Interrupt() as interrupt,
+            ):
+                for step in range(first, stage.steps):
+                    self._step(step)
+                    self._after(step, log, interrupt)
+        finally:
+            log.close()
+        return self._outcome(first)
+
+    def _resume(self) -> int:
+        if self._checkpoints is None:
+            return 0
+        if self._parallel.is_first:
+            self._checkpoints.remove_unfinished()
+        self._parallel.barrier()
+        found = self._checkpoints.latest() if self._options.resume else None
+        if found is None:
+            return 0
+        restore(found, self._parameters, self._optimizer)
+        self._timer.seconds_before = found.seconds
+        return found.step
+
+    def _step(self, step: int) -> None:
+        stage, parallel, control = self._stage, self._parallel, attachment(self._model).control
+        torch.manual_seed(_seed(stage.seed, step, parallel.rank))
+        schedule = self._schedule(step)
+        control.temperature = schedule["temperature"]
+        batch = self._source.batch_at(step, batch_size=stage.batch_size, rank=parallel.rank, world=parallel.world)
+        self._tokens_per_step = batch.input_ids.numel() * parallel.world
+        parts = _split(batch, self._micro_size)
+        # Counted on the CPU, where the batch still is: asking the device would wait for it.
+        targets = parallel.sum(
+            torch.tensor(float(num_targets(target_labels(batch))), device=self._device)
+        )
+        self._optimizer.zero_grad(set_to_none=True)
+        measured = torch.zeros(len(_MEASURED) + 1, device=self._device)
+        for part in parts:
+            padded = not bool(part.valid.all())
+            loss, found = self._objective(
+                part.to(self._device),
+                target=schedule["sparsity.target"],
+                targets_in_step=targets,
+                micro_batches=len(parts),
+                padded=padded,
+            )
+            torch.autograd.backward(loss)
+            measured[:-1] += torch.stack([_share(name, getattr(found, name), len(parts)) for name in _MEASURED])
+        parallel.average_gradients(self._parameters.values())
+        measured[-1] = nn.utils.clip_grad_norm_(self._parameters.values(), stage.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = schedule["learning_rate"]
+        self._optimizer.step()
+        self._unread.append((step, schedule, measured))
+
+    def _schedule(self, step: int) -> dict[str, float]:
+        stage, objective = self._stage, self._objective.config
+        heat = temperature(step, steps=stage.steps, start=stage.temperature_start, end=stage.temperature_end)
+        return {
+            "temperature": heat if self._options.anneal else stage.temperature_end,
+            "learning_rate": learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
+            "sparsity.target": sparsity_target(
+                step, steps=stage.steps, final=objective.sparsity, ramp=objective.ramp
+            ),
+        }
+
+    def _after(self, step: int, log: ProgressLog, interrupt: Interrupt) -> None:
+        done = step + 1
+        is_last = done == self._stage.steps
+        every = self._stage.checkpoint_every
+        due = is_last or (every > 0 and done % every == 0)
+        look = due or done % _LOOK_EVERY == 0
+        # Several processes must agree where to stop, which costs a wait, so they ask only now and then.
+        may_stop = look or self._parallel.world == 1
+        stop = not is_last and may_stop and self._parallel.any(interrupt.requested)
+        if look or stop:
+            log.add(self._look())
+        if due or stop:
+            self._write(done)
+        if stop:
+            raise KeyboardInterrupt(f"stopped after step {done} of {self._stage.steps}")
+
+    def _look(self) -> list[tuple[int, dict[str, float]]]:
+        """Fetch what was measured since the last look, and refuse what is not finite."""
+        values = torch.stack([measured for _, _, measured in self._unread]).cpu()
+        speed = self._timer.lap(len(self._unread) * self._tokens_per_step)
+        points = []
+        for (step, schedule, _), row in zip(self._unread, values.tolist(), strict=True):
+            if not all(math.isfinite(value) for value in row):
+                raise TrainingError(self._not_finite(step, row))
+            point = dict(zip(_MEASURED, row, strict=False)) | schedule | {"gradient_norm": row[-1]}
+            point["tokens_per_second"] = speed
+            for name in ("sparsity", "attention", "ffn"):
+                key = "sparsity.mean" if name == "sparsity" else f"sparsity.{name}"
+                point[key] = point.pop(name)
+            points.append((step, point))
+        names = points[-1][1]
+        self._last = {name: sum(point[name] for _, point in points) / len(points) for name in names}
+        self._unread.clear()
+        return points
+
+    def _not_finite(self, step: int, row: list[float]) -> str:
+        kept = "no checkpoints are kept without an output folder"
+        if self._checkpoints is not None:
+            kept = self._checkpoints.describe_last()
+        what = ", ".join(
+            f"{name} = {value}"
+            for name, value in zip((*_MEASURED, "gradient_norm"), row, strict=True)
+            if not math.isfinite(value)
+        )
+        return (
+            f"{self._options.title}, step {step}: {what}, so training stopped; {kept}. Try a lower learning_rate (now "
+            f"{self._stage.learning_rate:g}), a smaller max_grad_norm, or a bfloat16 or float32 base instead of float16"
+        )
+
+    def _write(self, done: int) -> None:
+        if self._checkpoints is None:
+            return
+        error: TrainingError | None = None
+        if self._parallel.is_first:
+            try:
+                self._checkpoints.write(done, self._parameters, self._optimizer, seconds=self._timer.seconds)
+            except TrainingError as failure:
+                error = failure
+        if self._parallel.any(error is not None):
+            raise error or TrainingError("the first process could not write its checkpoint; see its message")
+
+    def _outcome(self, first: int) -> Outcome:
+        steps = self._stage.steps
+        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return Outcome(
+            steps=steps,
+            tokens=steps * self._tokens_per_step,
+            seconds=self._timer.seconds,
+            tokens_per_second=self._timer.speed if steps > first else None,
+            peak_memory_bytes=memory,
+            last=self._last,
+        )
+
+
+class _Timer:
+    """Wall time and tokens; laps end where the host has waited for the device."""
+
+    def __init__(self) -> None:
+        self.seconds_before = 0.0
+        self._start = self._lap = time.perf_counter()
+        self._tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self._start
+
+    @property
+    def speed(self) -> float:
+        return self._tokens / max(self._lap - self._start, 1e-9)
+
+    def lap(self, tokens: int) -> float:
+        now = time.perf_counter()
+        speed = tokens / max(now - self._lap, 1e-9)
+        self._lap, self._tokens = now, self._tokens + tokens
+        return speed
+
+
+def micro_batch_size(stage: StageConfig, world: int) -> int:
+    """Return the sequences per forward of one process.
+
+    Raises:
+        ConfigError: If the batch cannot be shared among the processes, or their share not cut into micro-batches.
+    """
+    share, left = divmod(stage.batch_size, world)
+    if left or not share:
+        raise ConfigError(
+            f"batch_size {stage.batch_size} cannot be shared by {world} processes; choose a multiple of {world}"
+        )
+    size = min(stage.micro_batch_size or share, share)
+    if share % size:
+        raise ConfigError(
+            f"micro_batch_size {size} does not divide the {share} sequences of each process; choose a divisor"
+        )
+    return size
+
+
+def device_name(device: torch.device) -> str:
+    """Return what records call a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _split(batch: TokenBatch, size: int) -> list[TokenBatch]:
+    return [
+        TokenBatch(
+            input_ids=batch.input_ids[i : i + size], labels=batch.labels[i : i + size], valid=batch.valid[i : i + size]
+        )
+        for i in range(0, len(batch.input_ids), size)
+    ]
+
+
+def _share(name: str, value: Tensor, parts: int) -> Tensor:
+    # Losses are contributions to the step already; rates are averaged over its micro-batches.
+    return value / parts if name in ("sparsity", "attention", "ffn") else value
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:7])
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Leave the caller's random state as it was."""
+    with torch.random.fork_rng():
+        yield

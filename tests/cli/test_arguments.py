@@ -1,0 +1,145 @@
+"""The schema: flags and YAML are the same keys, unknown ones are refused, and what was resolved can be fed back."""
+
+import pytest
+import yaml
+
+from wide.cli import prune
+from wide.cli.arguments import field_texts, resolved
+from wide.cli.recipe_files import recipe_names, recipe_path
+from wide.cli.run_folder import save_config
+from wide.cli.usage import UsageError
+from wide.config import RecoverConfig
+from wide.errors import ConfigError
+
+EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
+
+
+def parse(*more):
+    return prune.arguments().parse([*EVERYDAY, *more])
+
+
+def test_everyday_flags_reach_the_configurations():
+    asked = prune.request(
+        parse("--sparsity", "0.25", "--ffn_group_size", "64", "--train.steps", "7", "--objective.target", "uniform")
+    )
+    assert asked.objective.sparsity == 0.25
+    assert asked.objective.target == "uniform"
+    assert asked.config.ffn_group_size == 64
+    assert asked.config.attention_group_size is None
+    assert asked.stage.steps == 7
+    assert asked.recover is None
+
+
+def test_steps_of_recover_switch_stage_2_on():
+    asked = prune.request(parse("--recover.steps", "9"))
+    assert isinstance(asked.recover, RecoverConfig)
+    assert asked.recover.steps == 9
+    assert asked.recover.learning_rate == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--ffn_group_sise", "--ffn_group_size"),
+        ("--ffn-group-size", "--ffn_group_size"),
+        ("--train.stepz", "--train.steps"),
+        ("--recover.lora_rnak", "--recover.lora_rank"),
+        ("--learning_rate", "learning_rate"),
+    ],
+)
+def test_unknown_flag_is_refused_with_the_nearest(flag, nearest):
+    with pytest.raises(UsageError, match=f"no flag {flag}; did you mean .*{nearest}"):
+        parse(flag, "3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "nearest"),
+    [
+        ({"ffn_group_sise": 3}, "ffn_group_sise", "ffn_group_size"),
+        ({"train": {"stesp": 3}}, "train.stesp", "train.steps"),
+        ({"trian": {"steps": 3}}, "trian", "train"),
+        ({"train": {"steps": 3, "objective": {"target": "mean"}}}, "train.objective", "objective"),
+        ({"description": "x", "steps": 3}, "steps", "steps"),
+    ],
+)
+def test_unknown_key_of_a_file_is_refused_at_any_depth(tmp_path, settings, key, nearest):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(UsageError, match=f"no key '{key}'; did you mean .*{nearest}"):
+        parse("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--train.steps", "many"),
+        ("--train.steps", "2.5"),
+        ("--objective.target", "flops"),
+        ("--router_input", "raw"),
+        ("--report", "perhaps"),
+        ("stray",),
+        ("--sparsity",),
+        ("--config",),
+    ],
+)
+def test_wrong_values_are_refused_in_one_paragraph(more):
+    with pytest.raises(UsageError) as caught:
+        parse(*more)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("more", [("--sparsity", "1.0"), ("--train.batch_size", "0"), ("--eval.stride", "4096")])
+def test_values_out_of_range_are_refused(more):
+    with pytest.raises(ConfigError, match=r"got|wanted"):
+        prune.request(parse(*more))
+
+
+def test_missing_model_is_named():
+    with pytest.raises(UsageError, match="model"):
+        prune.arguments().parse(["--data", "D", "--output", "O"])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words", "\x00"])
+def test_files_that_are_no_configuration_are_refused(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError):
+        parse("--config", str(file))
+
+
+def test_flags_win_over_files_wherever_they_stand(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("sparsity: 0.1\ntrain: {steps: 5, seed: 3}\n")
+    values = parse("--train.steps", "6", "--config", str(file))
+    assert values["train"]["steps"] == 6
+    assert values["train"]["seed"] == 3
+    assert values["sparsity"] == 0.1
+
+
+def test_resolved_configuration_gives_the_same_run_again(tmp_path):
+    values = parse("--sparsity", "0.3", "--train.learning_rate", "1e-3", "--recover.steps", "4", "--overwrite")
+    save_config(tmp_path / "config.yaml", resolved(values))
+    again = prune.arguments().parse(["--config", str(tmp_path / "config.yaml")])
+    assert prune.request(again) == prune.request(values)
+    assert not again["overwrite"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_fits_the_schema_and_says_what_it_is_for(name):
+    settings = yaml.safe_load(recipe_path(name).read_text())
+    assert settings["description"]
+    places = [argument for key in ("model", "data") if key not in settings for argument in (f"--{key}", "X")]
+    asked = prune.request(prune.arguments().parse(["--config", name, "--output", "O", *places]))
+    assert asked.run.description == settings["description"]
+
+
+def test_unknown_recipe_is_refused_with_the_nearest():
+    with pytest.raises(UsageError, match="did you mean quickstart"):
+        parse("--config", "quikstart")
+
+
+def test_every_field_of_every_configuration_has_a_help_text():
+    texts = field_texts(RecoverConfig)
+    assert texts["lora_rank"].startswith("r of LoRA")
+    assert texts["learning_rate"].startswith("Peak for LoRA")
+    assert texts["steps"].startswith("Optimiser steps")

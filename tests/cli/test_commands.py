@@ -1,0 +1,170 @@
+"""The commands on a tiny model: what they write, what they say, and that bad input leaves no trace."""
+
+import json
+
+import pytest
+import yaml
+
+from wide.cli.main import main
+from wide.records import read_records
+from wide.report.selection import Selection
+
+SHORT = [
+    "--dtype=float32",
+    "--device=cpu",
+    "--ffn_group_size=16",
+    "--router_rank=4",
+    "--train.steps=3",
+    "--train.batch_size=2",
+    "--train.sequence_length=32",
+    "--eval.tokens=128",
+    "--eval.window=32",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_model_folder, prose_folder):
+    """Return the folder of a finished run of both stages."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    code = main(
+        [
+            "prune",
+            *("--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(folder)),
+            *SHORT,
+            *("--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32"),
+            *("--eval.untrained=true", "--sample.prompt=The quick", "--sample.tokens=4"),
+        ]
+    )
+    assert code == 0
+    return folder
+
+
+def test_prune_leaves_adapter_records_report_and_configuration(finished):
+    for name in (
+        "adapter/wide_config.json",
+        "adapter/lora",
+        "records.jsonl",
+        "report.html",
+        "report.png",
+        "config.yaml",
+    ):
+        assert (finished / name).exists(), name
+
+
+def test_prune_measures_every_model_of_the_run(finished):
+    run = Selection(*read_records(finished / "records.jsonl"))
+    assert run.subjects() == ["dense", "untrained", "stage 1", "stage 1+2"]
+    for subject in run.subjects()[1:]:
+        assert run.number(subject, "token_perplexity") > 1
+        assert 0 <= run.number(subject, "sparsity.mean") <= 1
+        assert len(run.by_layer(subject, "sparsity.ffn")) == 2
+    assert len(run.by_step("stage 1", "training.lm_loss")) == 3
+    assert run.text("stage 1+2", "sample").startswith("The quick")
+    assert run.number("dense", "token_perplexity") != run.number("stage 1", "token_perplexity")
+
+
+def test_saved_configuration_can_be_fed_back(finished, tmp_path, capsys):
+    settings = yaml.safe_load((finished / "config.yaml").read_text())
+    assert settings["train"]["steps"] == 3
+    assert main(["prune", "--config", str(finished / "config.yaml"), "--train.steps", "many"]) == 2
+    capsys.readouterr()
+    # The folder holds a run, so the very same command is refused and changes nothing.
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    assert main(["prune", "--config", str(finished / "config.yaml")]) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_resume_with_other_settings_is_refused(finished, capsys):
+    given = ["prune", "--config", str(finished / "config.yaml"), "--resume", "--train.steps", "5"]
+    assert main(given) == 1
+    assert "train.steps 3 -> 5" in capsys.readouterr().err
+
+
+def test_recover_continues_from_the_adapter(finished, tiny_model_folder, prose_folder, tmp_path):
+    stage1 = tmp_path / "one"
+    everyday = ["--model", str(tiny_model_folder), "--data", str(prose_folder)]
+    assert main(["prune", *everyday, "--output", str(stage1), "--report=false", *SHORT]) == 0
+    code = main(
+        [
+            *("recover", *everyday, "--adapter", str(stage1), "--output", str(tmp_path / "two"), "--report=false"),
+            *("--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32"),
+            *("--eval.tokens=128", "--eval.window=32", "--dtype=float32", "--device=cpu"),
+        ]
+    )
+    assert code == 0
+    assert (tmp_path / "two" / "adapter" / "lora").is_dir()
+    run = Selection(*read_records(tmp_path / "two" / "records.jsonl"))
+    assert run.subjects() == ["dense", "stage 1", "stage 1+2"]
+
+
+def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+    given = [
+        *("eval", "--model", str(tiny_model_folder), "--adapter", str(finished), "--data", str(prose_folder)),
+        *("--split", "heldout", "--tokens=128", "--window=32", "--dtype=float32", "--device=cpu"),
+    ]
+    assert main([*given, "--json", "--output", str(tmp_path / "e")]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed[: printed.rindex("}") + 1])
+    assert found == json.loads((tmp_path / "e" / "evaluation.json").read_text())
+    run = Selection(*read_records(finished / "records.jsonl"))
+    assert found["model"]["perplexity"]["perplexity"] == pytest.approx(run.number("stage 1+2", "token_perplexity"))
+    assert found["dense"]["perplexity"]["perplexity"] == pytest.approx(run.number("dense", "token_perplexity"))
+    assert main(given) == 0
+    assert "dense" in capsys.readouterr().out
+
+
+def test_generate_streams_and_tells_the_sparsity(finished, tiny_model_folder, capsys):
+    given = ["generate", "--model", str(tiny_model_folder), "--adapter", str(finished), "--device=cpu"]
+    assert main([*given, "--prompt", "The quick", "--max_new_tokens", "5"]) == 0
+    assert "skipped groups on prompt and text: attention" in capsys.readouterr().out
+    assert main([*given, "--prompt", "The quick", "--max_new_tokens", "500"]) == 1
+    assert "128 positions" in capsys.readouterr().err
+
+
+def test_sampling_follows_the_seed(tiny_model_folder, capsys):
+    def text(seed):
+        given = ["generate", "--model", str(tiny_model_folder), "--prompt", "a", "--temperature", "1", "--device=cpu"]
+        assert main([*given, "--seed", seed, "--max_new_tokens", "12"]) == 0
+        return capsys.readouterr().out
+
+    assert text("1") == text("1") != text("2")
+
+
+def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_folder, capsys):
+    assert main(["inspect", "--model", str(tiny_model_folder)]) == 0
+    said = capsys.readouterr().out
+    assert "possible 8, 16, 32" in said
+    assert "output head" in said
+    assert main(["inspect", "--adapter", str(finished)]) == 0
+    said = capsys.readouterr().out
+    assert "4 groups of 16 channels, rank 4" in said
+    assert "wide_router.safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--ffn_group_size=48"], "choose one of"),
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--train.sequence_length=100000"], "one block needs"),
+        (["--model=./nowhere"], "./nowhere"),
+        (["--device=quantum"], "quantum"),
+        (["--eval.data=nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_input_writes_nothing(changes, words, tmp_path, tiny_model_folder, prose_folder, capsys):
+    output = tmp_path / "run"
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)]
+    assert main(["prune", *given, *SHORT, *changes]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert not output.exists()
+
+
+def test_folders_of_others_are_never_touched(tmp_path, tiny_model_folder, prose_folder, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path), "--overwrite"]
+    assert main(["prune", *given, *SHORT]) == 1
+    assert "holds no run of wide" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

@@ -1,0 +1,92 @@
+"""What tests share: seeds, poisoned memory, and a tiny model with its tokenizer on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+PROSE = (
+    "The quick brown fox jumps over the lazy dog near the river bank.",
+    "A list holds values in order, and a dictionary maps keys to values.",
+    "Every token chooses which groups of channels it executes.",
+    "Return the number of items in the container, or raise an error.",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Fill uninitialised floating-point memory with NaN, so that reading what nobody wrote shows."""
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def poisoned(tensor):
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() and not tensor.is_meta else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poisoned(new_empty(*a, **k)))
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """Return a byte-level tokenizer of 258 tokens that begins every text with BOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    """Return a folder with a random two-layer Llama and its tokenizer, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("tiny-model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prose_folder(tmp_path_factory) -> Path:
+    """Return a folder of 40 short text files, of which some are held out by name."""
+    folder = tmp_path_factory.mktemp("prose")
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(" ".join(PROSE[(number + k) % 4] for k in range(4)))
+    return folder

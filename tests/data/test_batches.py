@@ -1,0 +1,150 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wide.data.batches import IGNORED, BlockOrder, TokenBlocks, load_blocks, share_of_batch
+from wide.data.documents import Document
+from wide.data.streaming import StreamingBlocks
+from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
+from wide.errors import ConfigError, DataError
+
+DOCUMENTS = [Document(name=str(i), text=f"document {i} " + "word " * (7 * i % 23)) for i in range(30)]
+
+
+def stream(lengths):
+    pieces = [np.arange(n, dtype=np.uint32) + 100 * i for i, n in enumerate(lengths)]
+    starts = np.cumsum([0, *lengths[:-1]])
+    return TokenStream(tokens=np.concatenate(pieces), starts=starts, largest_id=int(np.concatenate(pieces).max()))
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=30), st.integers(2, 7))
+def test_blocks_are_the_stream_cut_and_only_document_starts_are_no_targets(lengths, size):
+    source = stream(lengths)
+    if len(source.tokens) < size:
+        return
+    blocks = TokenBlocks(source, size)
+    batch = blocks.batch(range(len(blocks)))
+    used = blocks.num_tokens
+    assert len(source.tokens) - used < size
+    assert batch.input_ids.flatten().tolist() == source.tokens[:used].tolist()
+    ignored = (batch.labels.flatten() == IGNORED).nonzero().flatten().tolist()
+    assert ignored == [start for start in source.starts.tolist() if start < used]
+    kept = batch.labels != IGNORED
+    assert torch.equal(batch.labels[kept], batch.input_ids[kept])
+    assert batch.valid.all()
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_shares_of_all_ranks_make_up_the_global_batch(num_blocks, step, share, world, seed):
+    order = BlockOrder(num_blocks, seed)
+    whole = order.indices(step, share * world)
+    shares = [order.indices(step, share * world, rank, world) for rank in range(world)]
+    assert [index for part in shares for index in part] == whole
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 3))
+def test_every_epoch_visits_every_block_once(num_blocks, batch_size, seed):
+    order = BlockOrder(num_blocks, seed)
+    visited = [index for step in range(2 * num_blocks) for index in order.indices(step, batch_size)]
+    for epoch in range(2):
+        assert sorted(visited[epoch * num_blocks : (epoch + 1) * num_blocks]) == list(range(num_blocks))
+
+
+def test_the_order_depends_on_seed_and_epoch_only():
+    first, second = BlockOrder(50, 1), BlockOrder(50, 1)
+    assert first.indices(7, 4) == second.indices(7, 4)
+    assert first.indices(0, 50) != BlockOrder(50, 2).indices(0, 50)
+    assert first.indices(0, 50) != first.indices(1, 50)
+
+
+def test_unequal_shares_are_refused():
+    with pytest.raises(ConfigError, match="multiple of the number of ranks"):
+        share_of_batch(0, 16, 0, 3)
+
+
+def test_too_little_text_says_how_much_is_needed():
+    with pytest.raises(DataError, match="has 5 tokens, and one block needs 6"):
+        TokenBlocks(stream([2, 3]), 6)
+
+
+def test_a_block_out_of_range_is_refused():
+    with pytest.raises(IndexError):
+        TokenBlocks(stream([8]), 4).batch([2])
+
+
+def test_in_order_covers_the_text_once():
+    blocks = TokenBlocks(stream([23]), 4)
+    batches = list(blocks.in_order(2))
+    assert [len(b.input_ids) for b in batches] == [2, 2, 1]
+    assert sum(len(b.input_ids) for b in blocks.in_order(2, max_blocks=3)) == 3
+
+
+def test_the_stream_on_disk_is_the_stream_in_memory(tokenizer, tmp_path):
+    memory = stream_in_memory(DOCUMENTS, tokenizer)
+    disk = stream_on_disk(DOCUMENTS, tokenizer, tmp_path / "cache")
+    again = stream_on_disk(iter(()), tokenizer, tmp_path / "cache")
+    for other in (disk, again):
+        assert np.array_equal(memory.tokens, other.tokens)
+        assert np.array_equal(memory.starts, other.starts)
+        assert memory.largest_id == other.largest_id
+    assert all(memory.tokens[memory.starts] == tokenizer.bos_token_id)
+
+
+def test_a_crash_while_writing_leaves_no_cache(tokenizer, tmp_path):
+    def failing():
+        yield from DOCUMENTS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream_on_disk(failing(), tokenizer, tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_cache_is_refused(tokenizer, tmp_path):
+    stream_on_disk(DOCUMENTS, tokenizer, tmp_path / "cache")
+    tokens = tmp_path / "cache" / "tokens.uint32"
+    tokens.write_bytes(tokens.read_bytes()[:-4])
+    with pytest.raises(DataError, match="damaged"):
+        stream_on_disk(DOCUMENTS, tokenizer, tmp_path / "cache")
+    (tmp_path / "cache" / "facts.json").unlink()
+    with pytest.raises(DataError, match="incomplete"):
+        stream_on_disk(DOCUMENTS, tokenizer, tmp_path / "cache")
+
+
+def test_changed_text_gets_another_cache(tokenizer, tmp_path):
+    source = tmp_path / "a.jsonl"
+
+    def write(words):
+        source.write_text(json.dumps({"text": "some words " * words}))
+        return load_blocks(source, tokenizer, sequence_length=8, cache=tmp_path / "caches")
+
+    assert len(write(100)) < len(write(200))
+    assert len(list((tmp_path / "caches").iterdir())) == 2
+
+
+def test_streaming_gives_the_blocks_of_the_text_in_order_and_resumes(tokenizer):
+    blocks = TokenBlocks(stream_in_memory(DOCUMENTS, tokenizer), 16)
+    streaming = StreamingBlocks(lambda: DOCUMENTS, tokenizer, sequence_length=16)
+    for step in (0, 1, 3, 1):
+        for rank in range(2):
+            expected = blocks.batch([4 * step + 2 * rank, 4 * step + 2 * rank + 1])
+            seen = streaming.batch_at(step, batch_size=4, rank=rank, world=2)
+            assert torch.equal(seen.input_ids, expected.input_ids)
+            assert torch.equal(seen.labels, expected.labels)
+
+
+def test_streaming_starts_again_at_the_end_of_the_text(tokenizer):
+    blocks = TokenBlocks(stream_in_memory(DOCUMENTS, tokenizer), 16)
+    streaming = StreamingBlocks(lambda: DOCUMENTS, tokenizer, sequence_length=16)
+    batch = streaming.batch_at(1, batch_size=len(blocks))
+    assert torch.equal(batch.input_ids, blocks.batch(range(len(blocks))).input_ids)
+
+
+def test_streaming_too_little_text_is_refused(tokenizer):
+    streaming = StreamingBlocks(lambda: DOCUMENTS[:1], tokenizer, sequence_length=512)
+    with pytest.raises(DataError, match="one block needs 512"):
+        streaming.batch_at(0, batch_size=1)

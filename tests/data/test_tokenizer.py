@@ -1,0 +1,68 @@
+import types
+
+import pytest
+from torch import nn
+
+from wide.data.tokenizer import (
+    adds_bos,
+    check_vocabulary,
+    document_tokens,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
+from wide.errors import DataError
+
+
+class Embedded(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 2)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+
+def test_documents_begin_with_bos_and_end_with_eos(tokenizer):
+    assert adds_bos(tokenizer)
+    ids = document_tokens(tokenizer, ["a word", "another"])
+    assert all(row[0] == tokenizer.bos_token_id and row[-1] == tokenizer.eos_token_id for row in ids)
+    assert tokenizer.decode(ids[0][1:-1]) == "a word"
+
+
+class NoBos:
+    bos_token_id = eos_token_id = 9
+
+    def __call__(self, text, **_settings):
+        return {"input_ids": [1, 2] if isinstance(text, str) else [[1, 2] for _ in text]}
+
+
+def test_a_tokenizer_that_adds_no_bos_gets_none():
+    # As GPT-2: the tokenizer has a BOS token, equal to EOS, and does not use it.
+    assert document_tokens(NoBos(), ["x"]) == [[1, 2, 9]]
+
+
+def test_token_ids_outside_the_vocabulary_are_refused():
+    check_vocabulary(9, Embedded(10))
+    with pytest.raises(DataError, match=r"at least 11 tokens.*vocabulary has 10"):
+        check_vocabulary(10, Embedded(10))
+
+
+def test_a_live_model_names_its_tokenizer(tokenizer):
+    model = Embedded(4)
+    model.config = types.SimpleNamespace(_name_or_path=tokenizer.name_or_path)
+    assert tokenizer_fingerprint(load_tokenizer(model)) == tokenizer_fingerprint(tokenizer)
+    with pytest.raises(DataError, match="pass tokenizer="):
+        load_tokenizer(Embedded(4))
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no tokenizer can be loaded from"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_fingerprint_changes_with_the_tokens(tokenizer):
+    import copy
+
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+import torch
+
+from wide.data.documents import Document
+from wide.errors import EvaluationError
+from wide.evaluation.evaluate import evaluate
+from wide.evaluation.perplexity import token_perplexity
+from wide.models.observe import capture_routing
+
+DOCUMENTS = [Document(name=str(i), text=f"The {i}th text says that rivers run to the sea. " * 4) for i in range(3)]
+
+
+def test_dense_figures_are_those_of_the_untouched_model(attached_model, plain_model, tokenizer):
+    report = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2)
+    untouched = token_perplexity(plain_model, DOCUMENTS, tokenizer=tokenizer, window=32, batch_size=2)
+    assert report.dense.perplexity == untouched
+    assert report.model.perplexity.perplexity > untouched.perplexity
+
+
+def test_sparsity_is_measured_on_each_scored_token_once(attached_model, tokenizer):
+    text = "\n\n".join(d.text for d in DOCUMENTS)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    report = evaluate(attached_model, DOCUMENTS, window=512, compare_dense=False)
+    with torch.no_grad(), capture_routing(attached_model) as routing:
+        attached_model(ids, use_cache=False)
+    skipped = [float((~layer.ffn).double().mean()) for layer in routing]
+    assert report.sparsity.tokens == ids.shape[1]
+    assert report.sparsity.ffn == pytest.approx(sum(skipped) / len(skipped))
+    assert [f for _, f in report.sparsity.layers] == pytest.approx(skipped)
+    overlapping = evaluate(attached_model, DOCUMENTS, window=24, stride=8, batch_size=4, compare_dense=False)
+    assert overlapping.sparsity.tokens == ids.shape[1]
+
+
+def test_a_plain_model_has_no_sparsity_and_nothing_to_compare_with(plain_model):
+    report = evaluate(plain_model, DOCUMENTS, window=32)
+    assert report.sparsity is None
+    assert report.dense is None
+    assert "pruned" not in report.table()
+
+
+def test_held_out_documentation_is_the_default_text(plain_model):
+    report = evaluate(plain_model, window=32, max_windows=1)
+    assert report.data == "python-docs (heldout)"
+    assert report.model.perplexity.tokens == 31
+
+
+def test_the_report_is_json_and_a_table_with_both_columns(attached_model, tmp_path):
+    (tmp_path / "piqa.validation.jsonl").write_text(
+        json.dumps({"goal": "Open a jar", "sol1": "Turn the lid", "sol2": "Throw it", "label": 0}) + "\n"
+    )
+    report = evaluate(attached_model, DOCUMENTS, window=64, tasks=["piqa"], local_data=tmp_path)
+    report.save(tmp_path / "out" / "report.json")
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert saved["dense"]["tasks"]["tasks"][0]["sparsity"] is None
+    assert saved["model"]["tasks"]["tasks"][0]["sparsity"]["tokens"] > 0
+    assert saved["sparsity"]["layers"][0][0] == report.sparsity.layers[0][0]
+    dense, pruned = report.dense.tasks.average, report.model.tasks.average
+    assert report.retention == (pruned / dense if dense else None)
+    table = report.table()
+    assert all(words in table for words in ("pruned", "dense", "piqa (1-item subset), acc_norm", "window 64", "FFN"))
+
+
+def test_a_wrong_task_fails_before_any_work(plain_model):
+    with pytest.raises(EvaluationError, match="no task 'squad'"):
+        evaluate(plain_model, "no-such-file.txt", tasks=["squad"])

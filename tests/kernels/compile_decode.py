@@ -1,0 +1,111 @@
+"""Compiles attention and decode kernels without a GPU; prints one JSON object per kernel. Run as a program."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+
+sys.path.insert(0, str(Path(__file__).parent))
+import compile_kernels
+
+from wide.kernels.attention_decode import _triton as decode
+from wide.kernels.attention_decode import tiles as decode_tiles
+from wide.kernels.attention_prefill import _triton as prefill
+from wide.kernels.attention_prefill import tiles as prefill_tiles
+from wide.kernels.device import DeviceFacts
+from wide.kernels.gemv import _triton as gemv
+from wide.kernels.gemv import tiles as gemv_tiles
+
+# Largest shared memory of one block in bytes.
+SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+VALUES = dict.fromkeys(("Q", "K", "V", "WEIGHT", "UP_WEIGHT"), "*bf16")
+FLOATS = dict.fromkeys(("scale", "cap_in", "cap_out"), "fp32") | dict.fromkeys(
+    ("PART_OUT", "PART_MAX", "PART_SUM"), "*fp32"
+)
+INTS = dict.fromkeys(("STARTS", "LENGTHS", "ENDS"), "*i32")
+TYPES = VALUES | FLOATS | INTS
+STRIDES = tuple(f"stride_{t}{d}" for t in "qkv" for d in "bth") + ("stride_xm", "stride_hm", "stride_wn", "stride_un")
+HEADS = {"NUM_UNITS": 8, "NUM_GROUPS": 8, "NUM_KV_HEADS": 8, "HEADS": 4}
+
+
+def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
+    """Compile prefill attention with its default tile; `edges` asks for window, padding and soft cap."""
+    tile = prefill_tiles.default_tile(facts, head_dim, uses_tma=facts.capability in (90, 100))
+    block_d = triton.next_power_of_2(head_dim)
+    constants = HEADS | {
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "IS_CAUSAL": True,
+        "HAS_WINDOW": edges,
+        "HAS_STARTS": edges,
+        "HAS_CAP": edges,
+        "USES_TMA": tile.uses_tma,
+    }
+    types = dict(TYPES)
+    if tile.uses_tma:
+        types["K"] = types["V"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {block_d}]>"
+    return compile_kernels.build(
+        prefill._attention_prefill, facts.capability, constants, tile.num_warps, tile.num_stages, **types
+    )
+
+
+def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
+    """Compile the split of decode attention with its default tile."""
+    tile = decode_tiles.default_tile(facts, head_dim)
+    constants = HEADS | {
+        "PAIRS": 256,
+        "ROWS": 16,
+        "D": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_N": tile.block_n,
+        "MIN_BLOCKS": tile.min_blocks,
+        "HAS_MASK": True,
+        "HAS_STARTS": edges,
+        "HAS_WINDOW": edges,
+        "HAS_CAP": edges,
+    }
+    return compile_kernels.build(
+        decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **TYPES
+    )
+
+
+def merge_at(facts: DeviceFacts) -> dict[str, Any]:
+    """Compile the merge of decode attention."""
+    constants = {"HEADS": 4, "D": 128, "BLOCK_D": 128, "BLOCK_P": 16, "MIN_BLOCKS": 2}
+    return compile_kernels.build(decode._merge_parts, facts.capability, constants, 4, 3, **TYPES)
+
+
+def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
+    """Compile both decode GEMMs for a number of rows."""
+    rows_of = {"ROWS": rows, "ROWS_PAD": triton.next_power_of_2(rows), "G": 128, "HAS_BIAS": False}
+    tile = gemv_tiles.default_tile(facts, is_gated=True)
+    wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
+    constants = rows_of | wide | {"ZERO_SKIPPED": False}
+    yield compile_kernels.build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **TYPES)
+    tile = gemv_tiles.default_tile(facts, is_gated=False)
+    constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "BLOCK_S": tile.block_k // 128}
+    yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **TYPES)
+
+
+def main() -> None:
+    """Compile everything for the targets named on the command line."""
+    compile_kernels.DIVISIBLE = (*compile_kernels.DIVISIBLE, *STRIDES)
+    for target in (int(word) for word in sys.argv[1:]):
+        facts = DeviceFacts(
+            name="target", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=50 * 2**20
+        )
+        for head_dim in (64, 96, 128, 256):
+            for edges in (False, True):
+                for result in (prefill_at(facts, head_dim, edges=edges), decode_at(facts, head_dim, edges=edges)):
+                    sys.stdout.write(json.dumps(result | {"head_dim": head_dim, "edges": edges}) + "\n")
+        for result in (merge_at(facts), *gemv_at(facts, 1), *gemv_at(facts, 4)):
+            sys.stdout.write(json.dumps(result | {"head_dim": 0, "edges": False}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Compiles kernels for targets without a GPU; prints one JSON object per kernel. Run as a program, not under pytest.
+
+Triton decides at import whether it interprets or compiles, so this needs a process of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from wide.kernels.gemm_k import _triton as gemm_k
+from wide.kernels.gemm_mn import _triton as gemm_mn
+from wide.kernels.reorder import _triton as reorder
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "RANK", "CHUNK_COUNTS", "HISTOGRAM")
+VALUE_POINTERS = ("X", "H", "W", "W_UP", "BIAS", "UP_BIAS", "OUT")
+DIVISIBLE = ("stride_x", "stride_w", "stride_out", "stride_h", "K", "first_column", "first_out_column")
+
+
+def build(kernel: Any, target: int, constants: dict[str, Any], warps: int, stages: int, **types: str) -> dict[str, Any]:
+    """Compile one kernel and read what it uses from its machine code."""
+    pointers = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16") | {"MASK": "*u8"} | types
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for place, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        if signature[name].startswith("*") or name in DIVISIBLE:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        code = _tool("nvdisasm", "-c", file.name)
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+    found = re.search(r"STACK:(\d+)", usage)
+    return {
+        "kernel": kernel.fn.__name__,
+        "target": target,
+        "shared": compiled.metadata.shared,
+        "stack": int(found.group(1)) if found else -1,
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "code": {word: len(re.findall(word, code)) for word in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "F32x4")},
+    }
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def gemm_mn_at(target: int) -> dict[str, Any]:
+    """Compile the gated GEMM-MN as its default tile for the target asks."""
+    tma = target in (90, 100)
+    block_n, block_k, stages = (128, 64, 4) if tma else (64, 32 if target in (89, 120) else 64, 3)
+    constants = {
+        "G": 128,
+        "BLOCK_M": 128,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GATED": True,
+        "ACTIVATION": "silu",
+        "HAS_BIAS": False,
+        "HAS_UP_BIAS": False,
+        "PACKED": False,
+        "WEIGHTS_BY": int(tma),
+        "WHOLE_K": True,
+        "PRECISION": "tf32",
+    }
+    weights = {"W": f"tensordesc<bf16[{block_n}, {block_k}]>", "W_UP": f"tensordesc<bf16[{block_n}, {block_k}]>"}
+    return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, **(weights if tma else {}))
+
+
+def gemm_k_at(target: int, writes: int) -> dict[str, Any]:
+    """Compile GEMM-K; `writes` 0 stores bfloat16, 1 reduces into float32."""
+    tma = target in (90, 100)
+    block_k = 32 if target in (89, 120) else 64
+    constants = {
+        "S": 8,
+        "G": 128,
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": block_k,
+        "WRITES": writes,
+        "PACKED": False,
+        "HAS_BIAS": False,
+        "BY_TMA": tma,
+        "PRECISION": "tf32",
+    }
+    types = {"W": f"tensordesc<bf16[128, {block_k}]>"} if tma else {}
+    if writes == 1:
+        types["OUT"] = "*fp32"
+    return build(gemm_k._gemm_k_kernel, target, constants, 4 if target == 90 else 8, 3, **types)
+
+
+def reorder_at(target: int) -> Iterator[dict[str, Any]]:
+    """Compile the kernels of reorder."""
+    lists = {"CHUNK": 256, "GROUP_TILE": 32, "stride_g": 1}
+    sort = {"S": 8, "CHUNK": 256, "BINS": 256, "BIN_TILE": 32, "stride_g": 1}
+    place = {**lists, "ALL_GROUPS": 128, "BLOCK_M": 128, "BAND": 8, "WITH_RANK": False}
+    yield build(reorder._count_kernel, target, lists, 4, 3)
+    yield build(reorder._place_kernel, target, place, 8, 3)
+    yield build(reorder._histogram_kernel, target, sort, 8, 3)
+    yield build(reorder._sort_kernel, target, {**sort, "ALL_BLOCKS": 16, "BLOCK_M": 128, "KEEPS_EMPTY": False}, 8, 3)
+
+
+def main() -> None:
+    """Compile everything for the targets named on the command line."""
+    for target in (int(word) for word in sys.argv[1:]):
+        for result in (gemm_mn_at(target), gemm_k_at(target, 0), gemm_k_at(target, 1), *reorder_at(target)):
+            sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

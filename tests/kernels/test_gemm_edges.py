@@ -1,0 +1,148 @@
+"""Edges of the GEMMs through their public functions: sizes, masks, poisoned inputs, tiles, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from wide.errors import ShapeError, UnsupportedBackendError
+from wide.kernels.gemm_k import KTile, gemm_k
+from wide.kernels.gemm_mn import MnTile, gemm_mn
+from wide.kernels.gemm_mn.operator import executed
+from wide.kernels.reorder import reorder, reorder_patterns
+
+ROWS = (1, 3, 17, 64, 127)
+MASKS = ("random", "all", "none", "one row", "one group")
+DEPTH, SIZE, GROUPS = 48, 16, 3
+NAN = float("nan")
+
+
+def make_mask(kind: str, num_rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    mask = torch.rand(num_rows, GROUPS, generator=generator) < 0.5
+    if kind == "all":
+        return torch.ones_like(mask)
+    lone = torch.zeros_like(mask)
+    if kind == "one row":
+        lone[num_rows // 2] = True
+    if kind == "one group":
+        lone[:, 1] = True
+    return mask if kind == "random" else lone
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_gemm_mn_equals_masked_dense(num_rows: int, kind: str) -> None:
+    mask = make_mask(kind, num_rows)
+    x, weight = values(num_rows, DEPTH), values(GROUPS * SIZE, DEPTH, seed=1)
+    # A row that executes nothing must not be needed: whatever it holds.
+    x[~mask.any(1)] = NAN
+    order = reorder(mask, block_m=16, backend="triton")
+    got = gemm_mn(x, weight, order, backend="triton", mask=mask)
+    wanted = torch.where(mask.repeat_interleave(SIZE, 1), x @ weight.t(), 0)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_gemm_mn_packed_rows_lie_behind_their_offsets(num_rows: int, kind: str) -> None:
+    mask = make_mask(kind, num_rows)
+    x, weight = values(num_rows, DEPTH), values(GROUPS * SIZE, DEPTH, seed=1)
+    order = reorder(mask, block_m=16, backend="triton")
+    arguments: dict[str, Any] = {"order": order, "mask": None}
+    packed = gemm_mn(x, weight, order, packed=True, backend="triton")
+    plain = gemm_mn(x, weight, order, packed=False, backend="torch")
+    torch.testing.assert_close(
+        executed({**arguments, "packed": True}, packed),
+        executed({**arguments, "packed": False}, plain),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("groups_per_block", [1, 2, 3])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_gemm_k_equals_dense_on_zeros(num_rows: int, kind: str, groups_per_block: int) -> None:
+    mask = make_mask(kind, num_rows)
+    channels = mask.repeat_interleave(SIZE, 1)
+    h, weight = values(num_rows, GROUPS * SIZE), values(32, GROUPS * SIZE, seed=1)
+    order = reorder_patterns(
+        mask, groups_per_block=groups_per_block, block_m=16, keeps_empty=groups_per_block == GROUPS, backend="triton"
+    )
+    got = gemm_k(torch.where(channels, h, NAN), weight, order, group_size=SIZE, backend="triton")
+    torch.testing.assert_close(got, torch.where(channels, h, 0) @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_gemm_k_deterministic_is_reproducible() -> None:
+    mask = make_mask("random", 127)
+    h, weight = values(127, GROUPS * SIZE), values(32, GROUPS * SIZE, seed=1)
+    order = reorder_patterns(mask, groups_per_block=2, block_m=16, backend="triton")
+    first, second, reduced = (
+        gemm_k(h, weight, order, group_size=SIZE, deterministic=deterministic, backend="triton")
+        for deterministic in (True, True, False)
+    )
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, reduced, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights_by", [0, 1, 2])
+def test_gated_tiles_agree_however_weights_are_read(weights_by: int) -> None:
+    mask = make_mask("random", 40)
+    x, weights = values(40, DEPTH).half(), values(2, GROUPS * SIZE, DEPTH, seed=1).half() * 0.1
+    order = reorder(mask, block_m=16, backend="triton")
+    tile = MnTile(16, 16, 2, 4, 1, weights_by)
+    options: dict[str, Any] = {"up_weight": weights[1], "activation": "silu", "mask": mask}
+    got = gemm_mn(x, weights[0], order, **options, backend="triton", tile=tile)
+    wanted = gemm_mn(x, weights[0], order, **options, backend="torch")
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("slab", [0, 16])
+@pytest.mark.parametrize("weights_by", [0, 1])
+def test_gemm_k_slabs_and_weight_reads_agree(slab: int, weights_by: int) -> None:
+    mask = make_mask("random", 40)
+    h, weight, bias = values(40, GROUPS * SIZE), values(48, GROUPS * SIZE, seed=1), values(48, seed=2)
+    order = reorder_patterns(mask, groups_per_block=2, block_m=16, backend="triton")
+    options: dict[str, Any] = {"group_size": SIZE, "bias": bias}
+    got = gemm_k(h, weight, order, **options, backend="triton", tile=KTile(16, 16, 2, 4, 1, weights_by, slab))
+    torch.testing.assert_close(got, gemm_k(h, weight, order, **options, backend="torch"), rtol=1e-4, atol=1e-4)
+
+
+def test_stacked_weights_must_be_neighbours() -> None:
+    mask = make_mask("random", 8)
+    weight, up = values(GROUPS * SIZE, DEPTH), values(GROUPS * SIZE, DEPTH)
+    with pytest.raises(ShapeError, match="behind the gate weight"):
+        gemm_mn(
+            values(8, DEPTH),
+            weight,
+            reorder(mask, block_m=16, backend="triton"),
+            up_weight=up,
+            backend="triton",
+            tile=MnTile(16, 16, 2, 4, 1, 2),
+        )
+
+
+def test_refusals_name_value_and_way_out() -> None:
+    mask = make_mask("random", 8)
+    order = reorder(mask, block_m=16, backend="triton")
+    x, weight = values(8, DEPTH), values(GROUPS * SIZE, DEPTH)
+    with pytest.raises(ShapeError, match="bool mask"):
+        reorder(mask.float(), backend="torch")
+    with pytest.raises(ShapeError, match="power of two"):
+        reorder(mask, block_m=24, backend="torch")
+    with pytest.raises(ShapeError, match="one dtype"):
+        gemm_mn(x.half(), weight, order, backend="triton")
+    with pytest.raises(UnsupportedBackendError, match="backends"):
+        gemm_mn(x, weight, order, backend="cutlass")
+    with pytest.raises(UnsupportedBackendError, match="choose backend='dense'"):
+        gemm_mn(x, values(GROUPS * 6, DEPTH), order, backend="triton")
+    with pytest.raises(UnsupportedBackendError, match="packed"):
+        gemm_mn(x, weight, order, packed=True, backend="dense")
+    patterns = reorder_patterns(mask, groups_per_block=2, backend="triton")
+    with pytest.raises(ShapeError, match="contiguous rows"):
+        gemm_k(values(GROUPS * SIZE, 8).t(), weight.t().contiguous(), patterns, group_size=SIZE, backend="triton")

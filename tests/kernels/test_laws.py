@@ -1,0 +1,87 @@
+"""Laws of reordering, on random masks."""
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reorder.reference import gray_rank
+
+BACKENDS = st.sampled_from(["torch", "triton"])
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a bool mask [M, N_G] with any share of active pairs."""
+    rows, groups = draw(st.integers(1, 150)), draw(st.integers(1, 10))
+    active = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    return torch.rand(rows, groups, generator=generator) < active
+
+
+@settings(max_examples=20, deadline=None)
+@given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
+def test_lists_are_the_active_rows_ascending(mask: torch.Tensor, backend: str, block_m: int) -> None:
+    order = reorder(mask, block_m=block_m, with_rank=True, backend=backend)
+    for group in range(mask.shape[1]):
+        rows = mask[:, group].nonzero().flatten()
+        assert order.index[group, : order.counts[group]].tolist() == rows.tolist()
+        assert order.rank[rows, group].tolist() == list(range(len(rows)))
+    assert (order.rank[~mask] == -1).all()
+    assert order.offsets.tolist() == [0, *mask.sum(0).cumsum(0).tolist()]
+
+
+@settings(max_examples=20, deadline=None)
+@given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
+def test_tiles_cover_every_active_row_once(mask: torch.Tensor, backend: str, block_m: int) -> None:
+    order = reorder(mask, block_m=block_m, backend=backend)
+    tiles = order.tiles[: int(order.num_tiles)].tolist()
+    wanted = {(g, j) for g, n in enumerate(order.counts.tolist()) for j in range(-(-n // block_m))}
+    assert len(tiles) == len(wanted)
+    assert {tuple(tile) for tile in tiles} == wanted
+
+
+@settings(max_examples=15, deadline=None)
+@given(mask=masks(), backend=BACKENDS, num_sequences=st.integers(1, 3))
+def test_sequences_are_reordered_each_for_itself(mask: torch.Tensor, backend: str, num_sequences: int) -> None:
+    batch = torch.stack([mask.roll(step, 0) for step in range(num_sequences)])
+    order = reorder_sequences(batch, backend=backend)
+    for sequence in range(num_sequences):
+        single = reorder(batch[sequence], backend="torch")
+        assert torch.equal(order.counts[sequence], single.counts)
+        for group, count in enumerate(single.counts.tolist()):
+            assert torch.equal(order.index[sequence, group, :count], single.index[group, :count])
+
+
+@settings(max_examples=20, deadline=None)
+@given(mask=masks(), backend=BACKENDS, groups_per_block=st.integers(1, 8), keeps_empty=st.booleans())
+def test_pattern_sort_is_a_stable_sort_by_gray_rank(
+    mask: torch.Tensor, backend: str, groups_per_block: int, keeps_empty: bool
+) -> None:
+    order = reorder_patterns(
+        mask, groups_per_block=groups_per_block, block_m=16, keeps_empty=keeps_empty, backend=backend
+    )
+    for block, count in enumerate(order.counts.tolist()):
+        part = mask[:, block * groups_per_block : (block + 1) * groups_per_block]
+        pattern = (part * 2 ** torch.arange(part.shape[1])).sum(1).int()
+        rows = order.index[block, :count].long()
+        assert torch.equal(pattern[rows], order.patterns[block, :count])
+        keys = (gray_rank(pattern[rows]).long() * 1000 + rows).tolist()
+        assert keys == sorted(keys)
+        listed = torch.ones(len(mask), dtype=torch.bool) if keeps_empty else part.any(1)
+        assert sorted(rows.tolist()) == listed.nonzero().flatten().tolist()
+
+
+def test_neighbouring_gray_ranks_differ_in_one_bit() -> None:
+    patterns = torch.arange(256, dtype=torch.int32)
+    by_rank = patterns[gray_rank(patterns).argsort()].tolist()
+    assert sorted(gray_rank(patterns).tolist()) == list(range(256))
+    assert all((a ^ b).bit_count() == 1 for a, b in itertools.pairwise(by_rank))
+
+
+def test_mask_may_be_a_strided_view() -> None:
+    mask = torch.rand(40, 6) < 0.5
+    strided = mask.t().contiguous().t()
+    assert torch.equal(reorder(strided, backend="triton").counts, reorder(mask, backend="torch").counts)

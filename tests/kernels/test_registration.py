@@ -1,0 +1,81 @@
+"""The operators are good citizens of torch: opcheck, fullgraph tracing, fakes of the right shape."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wide.kernels.gemm_k import gemm_k
+from wide.kernels.gemm_mn import gemm_mn
+from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+
+
+def _inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "mask": torch.rand(20, 3, generator=generator) < 0.5,
+        "x": torch.randn(20, 32, generator=generator),
+        "up": torch.randn(48, 32, generator=generator),
+        "gate": torch.randn(48, 32, generator=generator),
+        "down": torch.randn(32, 48, generator=generator),
+    }
+
+
+def ffn(mask: torch.Tensor, x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Run a routed FFN through the operators."""
+    order = reorder(mask, block_m=16, backend="triton")
+    h = gemm_mn(x, gate, order, up_weight=up, activation="silu", backend="triton")
+    patterns = reorder_patterns(mask, groups_per_block=2, block_m=16, backend="triton")
+    return gemm_k(h, down, patterns, group_size=16, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck(backend: str) -> None:
+    # opcheck compares whole outputs: with everything executing none of them is unspecified.
+    data = {**_inputs(), "mask": torch.ones(32, 3, dtype=torch.bool), "x": torch.randn(32, 32)}
+    order = reorder(data["mask"], block_m=16, with_rank=True, backend=backend)
+    patterns = reorder_patterns(data["mask"], groups_per_block=2, block_m=16, backend=backend)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (torch.ops.wide.reorder, (data["mask"], 16, True, backend)),
+        (torch.ops.wide.reorder_sequences, (data["mask"].unsqueeze(0), backend)),
+        (torch.ops.wide.reorder_patterns, (data["mask"], 16, 2, False, backend)),
+        (
+            torch.ops.wide.gemm_mn,
+            (data["x"], data["gate"], data["up"], None, None, *order[:5], None, 16, "silu", True, backend, []),
+        ),
+        (
+            torch.ops.wide.gemm_k,
+            (
+                data["x"].new_zeros(32, 48),
+                data["down"],
+                None,
+                *patterns,
+                16,
+                None,
+                None,
+                None,
+                torch.float32,
+                False,
+                backend,
+                [],
+            ),
+        ),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator.default, arguments)
+
+
+def test_ffn_traces_as_one_graph_and_gives_the_same() -> None:
+    data = _inputs()
+    compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**data), ffn(**data), rtol=1e-4, atol=1e-4)
+
+
+def test_fakes_have_the_shapes_of_results() -> None:
+    real = reorder_sequences(_inputs()["mask"].unsqueeze(0), backend="torch")
+    with FakeTensorMode() as mode:
+        data = {name: mode.from_tensor(value) for name, value in _inputs().items()}
+        assert ffn(**data).shape == (20, 32)
+        fake = reorder_sequences(data["mask"].unsqueeze(0), backend="triton")
+    assert [part.shape for part in fake] == [part.shape for part in real]

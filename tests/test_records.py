@@ -1,0 +1,53 @@
+"""Records: what is appended comes back, whatever happened while writing."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wide.errors import DataError
+from wide.records import Record, RecordFile, fingerprint, read_records
+
+
+def test_records_come_back_with_where_and_when_they_were_measured(tmp_path):
+    file = RecordFile(tmp_path / "run" / "records.jsonl", config_fingerprint="abc", device="cpu")
+    file.append([Record(subject="dense", metric="token_perplexity", value=3.5, unit="")])
+    file.append([Record(subject="stage 1", metric="sparsity.ffn", value=0.5, unit="share", layer=2)])
+    records, notes = read_records(file.path)
+    assert [(r.subject, r.value, r.layer) for r in records] == [("dense", 3.5, None), ("stage 1", 0.5, 2)]
+    assert records[0].config_fingerprint == "abc"
+    assert records[0].device == "cpu"
+    assert records[0].versions["wide"]
+    assert records[0].time.endswith("+00:00")
+    assert notes == []
+
+
+def test_a_cut_line_is_left_out_and_reported_and_does_not_spoil_the_next(tmp_path):
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append([Record(subject="a", metric="m", value=1.0, unit="")] * 2)
+    text = file.path.read_text()
+    file.path.write_text(text[:-20])
+    file.append([Record(subject="b", metric="m", value=2.0, unit="")])
+    records, notes = read_records(file.path)
+    assert [r.subject for r in records] == ["a", "b"]
+    assert len(notes) == 1
+    assert "line 2" in notes[0]
+
+
+def test_missing_file_and_foreign_lines_are_refused(tmp_path):
+    with pytest.raises(DataError, match="no records at"):
+        read_records(tmp_path / "none.jsonl")
+    (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
+    with pytest.raises(DataError, match="line 1: a record needs"):
+        read_records(tmp_path / "x.jsonl")
+
+
+@given(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=4), max_size=5))
+def test_fingerprint_ignores_the_order_of_keys_and_survives_json(config):
+    shuffled = dict(reversed(config.items()))
+    assert fingerprint(config) == fingerprint(shuffled) == fingerprint(json.loads(json.dumps(config)))
+
+
+def test_fingerprint_tells_configurations_apart():
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
