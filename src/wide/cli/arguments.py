@@ -29,7 +29,9 @@ class Arguments:
 
     def __init__(self, command: str, description: str) -> None:
         """Begin with the flags that every command has."""
-        self._parser = ArgumentParser(prog=f"wide {command}", description=description, exit_on_error=False)
+        self._parser = ArgumentParser(
+            prog=f"wide {command}", usage=f"wide {command} [FLAGS]", description=description, exit_on_error=False
+        )
         self._parser.add_argument(
             "--config",
             action=ActionConfigFile,
@@ -42,7 +44,14 @@ class Arguments:
         self._parser.add_argument(f"--{name}", action="store_true", help=text)
 
     def add_fields(
-        self, cls: type, *, prefix: str = "", only: Sequence[str] = (), skip: Sequence[str] = (), **defaults: Any
+        self,
+        cls: type,
+        *,
+        prefix: str = "",
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        otherwise: str = "",
+        **defaults: Any,
     ) -> None:
         """Add the fields of a dataclass as flags, with its docstring as their help.
 
@@ -51,6 +60,7 @@ class Arguments:
             prefix: Group of the flags, e.g. 'train' for `--train.steps`; empty for everyday flags.
             only: Fields to add; empty means all.
             skip: Fields to leave out.
+            otherwise: Where a value comes from that is not given; then every field may be null, and is by default.
             defaults: Other defaults than the dataclass has.
         """
         hints, texts = typing.get_type_hints(cls), field_texts(cls)
@@ -58,12 +68,14 @@ class Arguments:
         for field in fields(cls):
             if field.name in skip or (only and field.name not in only):
                 continue
-            default = defaults.get(field.name, field.default)
+            kind, text = hints[field.name], texts[field.name]
+            default = None if otherwise else defaults.get(field.name, field.default)
+            if otherwise:
+                kind, text = kind | None, f"{text} Null means {otherwise}."
             options = {"required": True} if default is MISSING else {"default": default}
             name = f"{prefix}.{field.name}" if prefix else field.name
             # argparse expands % in help texts.
-            text = texts[field.name].replace("%", "%%")
-            group.add_argument(f"--{name}", type=hints[field.name], help=text, **options)
+            group.add_argument(f"--{name}", type=kind, help=text.replace("%", "%%"), **options)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return all values by key, groups as nested dictionaries.

@@ -39,7 +39,7 @@ def arguments() -> Arguments:
     """Return the flags of the command."""
     flags = Arguments("eval", "Score a model on held-out text and tasks, its dense self beside it.")
     flags.add_fields(AdapterOptions)
-    flags.add_fields(EvalOptions, skip=("untrained",))
+    flags.add_fields(EvalOptions, skip=("untrained",), tokens=None)
     flags.add_fields(TaskOptions)
     flags.add_switch("json", "Print the result as JSON instead of a table.")
     flags.add_switch("overwrite", "Replace the evaluation that lies in --output.")
@@ -108,7 +108,7 @@ def _write(
     folder: Path, records: Path, report: "EvaluationReport", config: dict[str, Any], options: AdapterOptions
 ) -> None:
     from wide.cli.measuring import evaluation_records
-    from wide.records import RecordFile, fingerprint
+    from wide.records import Record, RecordFile, fingerprint
 
     report.save(folder / "evaluation.json")
     file = RecordFile(records, config_fingerprint=fingerprint(config), device=options.device)
@@ -118,4 +118,6 @@ def _write(
     else:
         file.append(evaluation_records("dense", report.dense, None, data))
         file.append(evaluation_records("pruned", report.model, report.sparsity, data))
+    if report.retention is not None:
+        file.append([Record(subject="pruned", metric="accuracy.retention", value=report.retention, unit="share")])
     say(f"written to {folder}")

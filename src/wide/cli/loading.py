@@ -3,12 +3,14 @@
 import glob
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from wide.cli.arguments import build
 from wide.cli.options import AdapterOptions, EvalOptions, ModelOptions, RunOptions
 from wide.cli.run_folder import ADAPTER
+from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
@@ -50,17 +52,24 @@ def find_adapter(name: str) -> Path:
     return inside if inside.is_dir() else Path(name)
 
 
-def trained_sparsity(name: str) -> float:
-    """Return the sparsity that an adapter was trained to.
+def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
+    """Return what an adapter was trained to minimise, with changes.
+
+    Args:
+        name: Folder of the adapter, or of the run that made it.
+        changes: Values by field; None keeps what the adapter says.
 
     Raises:
         AdapterError: If it is not an adapter, or does not say what it was trained to.
+        ConfigError: If a value is out of its range.
     """
     folder = find_adapter(name)
-    found = read_config(folder)["provenance"].get("target")
-    if not isinstance(found, int | float):
+    found = read_config(folder)["provenance"].get("prune", {}).get("objective", {})
+    given = {key: value for key, value in changes.items() if value is not None}
+    if "sparsity" not in found and "sparsity" not in given:
         raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
-    return float(found)
+    # The ramp was for routers that knew nothing yet.
+    return build(ObjectiveConfig, {**found, "ramp": 0.0, **given})
 
 
 def require_lora() -> None:
@@ -84,6 +93,8 @@ def training_blocks(
         sequence_length=sequence_length,
         split="train" if holds_out else None,
         text_field=options.text_field,
+        max_documents=options.max_documents,
+        cache=None if options.cache is None else Path(options.cache).expanduser(),
         seed=seed,
     )
 

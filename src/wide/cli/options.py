@@ -32,6 +32,8 @@ class RunOptions(ModelOptions):
         output: Folder for adapter, records, report, checkpoints and the resolved configuration.
         description: What this run is, in a sentence; shown in the report.
         text_field: Field that holds the text, where rows have fields.
+        max_documents: Train on only so many documents, the first ones; null means all.
+        cache: Folder where packed tokens are built once, kept and memory-mapped; null packs them into memory.
         report: Draw report.html and report.png (needs matplotlib).
     """
 
@@ -39,6 +41,8 @@ class RunOptions(ModelOptions):
     output: str
     description: str = ""
     text_field: str = "text"
+    max_documents: int | None = None
+    cache: str | None = None
     report: bool = True
 
 
@@ -47,8 +51,8 @@ class EvalOptions:
     """The evaluation on held-out text.
 
     Args:
-        data: Source of held-out text; null means the held-out documents (one in ten) of the training source, which
-            are then not trained on.
+        data: Source of held-out text, named as a training source is; where a run trains, null means the held-out
+            documents (one in ten) of its training source, which are then not trained on.
         split: Split of that source; null means 'heldout' of 'python-docs' and 'test' of a Hugging Face data set, and
             all documents of files.
         tokens: How many tokens to score; 0 switches the evaluation off, null scores all.

@@ -193,19 +193,33 @@ class Pipeline:
 
     def _train(self, model: Any, subject: str, stage: Callable[[], Any]) -> None:
         say(f"\n{subject}: training")
-        stage()
+        stage_folder = self._folder.path / ("stage1" if subject == "stage 1" else "stage2")
+        try:
+            stage()
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(
+                f"{subject} {interrupt or 'stopped'}; what was reached is kept in {stage_folder}, and the same command "
+                "with --resume (instead of --overwrite) goes on from there"
+            ) from interrupt
         if not is_main_process():
             return
-        stage_folder = self._folder.path / ("stage1" if subject == "stage 1" else "stage2")
-        self._records.append(training_records(subject, attachment(model).provenance, stage_folder))
-        save(model, self._folder.adapter)
+        facts = attachment(model).provenance["prune" if subject == "stage 1" else "recover"]
+        self._records.append(training_records(subject, facts, stage_folder))
         self._measure(model, subject)
+        save(model, self._folder.adapter)
 
     def _measure(self, model: Any, subject: str) -> None:
         if self._held_out is None or not is_main_process() or not self._is_missing(subject):
             return
         report = self._held_out.measure(model, subject)
         assert report.model.perplexity is not None
+        if report.sparsity is not None and subject != "untrained":
+            # Beside the adapter stays what it was worth.
+            attachment(model).provenance["held_out"] = {
+                "data": self._held_out.name,
+                "token_perplexity": report.model.perplexity.to_json(),
+                "sparsity": report.sparsity.to_json(),
+            }
         sparsity = "" if report.sparsity is None else f", skipped {report.sparsity.mean:.1%}"
         say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
         self._write_sample(model, subject)

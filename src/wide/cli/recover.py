@@ -1,7 +1,7 @@
 """`wide recover`: stage 2 on top of a saved adapter; evaluation, adapter, records, report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from wide.cli.arguments import Arguments, add_run_switches, build, resolved
 from wide.cli.options import EvalOptions, RunOptions, SampleOptions
@@ -27,7 +27,7 @@ def arguments() -> Arguments:
     flags.add_fields(RunOptions)
     flags.add_fields(RecoverOptions)
     add_run_switches(flags)
-    flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
+    flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",), otherwise="as in stage 1")
     flags.add_fields(RecoverConfig, prefix="recover")
     flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
     flags.add_fields(SampleOptions, prefix="sample")
@@ -40,15 +40,13 @@ def run(given: Sequence[str]) -> None:
     options, start = build(RunOptions, values), build(RecoverOptions, values)
     stage, scoring = build(RecoverConfig, values["recover"]), build(EvalOptions, values["eval"])
     sample = build(SampleOptions, values["sample"])
-    if start.sparsity is not None:
-        build(ObjectiveConfig, values["objective"], sparsity=start.sparsity)
-    from wide.cli.loading import trained_sparsity
+    from wide.cli.loading import objective_after
     from wide.cli.pipeline import Pipeline
     from wide.cli.run_folder import RunFolder
 
-    sparsity = trained_sparsity(start.adapter) if start.sparsity is None else start.sparsity
-    objective = build(ObjectiveConfig, values["objective"], sparsity=sparsity)
-    config = resolved(values) | {"sparsity": sparsity}
+    objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
+    told = asdict(objective)
+    config = resolved(values) | {"sparsity": told.pop("sparsity"), "objective": told}
     folder = RunFolder(options.output, config, resume=values["resume"], overwrite=values["overwrite"])
     pipeline = Pipeline(options, scoring, sample, folder, command=["wide", "recover", *given])
     pipeline.recover(start.adapter, objective, stage)

@@ -8,6 +8,7 @@ in force, point by point, instead of being read off the margins of a single pass
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -126,37 +127,18 @@ def calibrate_dial(
     return dial
 
 
-def find_threshold(
+def measure_sparsity(
     model: nn.Module,
     batches: Iterable[TokenBatch],
-    sparsity: float,
+    threshold: float,
     *,
     measure: Measure = "mean",
     include_fixed: bool = False,
-    tolerance: float = 0.002,
-    max_passes: int = 4,
-) -> tuple[float, float]:
-    """Return the (threshold, sparsity measured with it) that comes closest to a sparsity on calibration text.
-
-    Args:
-        model: An attached model.
-        batches: Calibration text.
-        sparsity: Wanted, in [0, 1).
-        measure: See `half_weights`.
-        include_fixed: See `half_weights`.
-        tolerance: Stop as soon as the measured sparsity is that close.
-        max_passes: Passes over the text at most.
-    """
-    kept = list(batches)
-    best, threshold = (0.0, math.inf), 0.0
-    for _ in range(max_passes):
-        found = _measure(model, kept, threshold, MarginHistogram(model, measure, include_fixed=include_fixed))
-        if abs(found.sparsity - sparsity) < abs(best[1] - sparsity):
-            best = threshold, found.sparsity
-        if abs(best[1] - sparsity) <= tolerance:
-            break
-        threshold = found.threshold(sparsity)
-    return best
+) -> float:
+    """Return the sparsity that a threshold gives on calibration text; the thresholds in force are put back."""
+    return _measure(
+        model, list(batches), threshold, MarginHistogram(model, measure, include_fixed=include_fixed)
+    ).sparsity
 
 
 def set_sparsity(
@@ -275,7 +257,7 @@ def _interpolate(dial: Sequence[tuple[float, float]], sparsity: float) -> float:
             f"sparsity {sparsity:g} lies outside the dial of this adapter, {dial[0][0]:.3f} to {dial[-1][0]:.3f} "
             "(and 0, which is dense); choose one inside, or pass data= to make another dial"
         )
-    for (s0, t0), (s1, t1) in zip(dial, dial[1:], strict=False):
+    for (s0, t0), (s1, t1) in pairwise(dial):
         if s0 <= sparsity <= s1:
             return t0 + (sparsity - s0) / (s1 - s0) * (t1 - t0)
     return dial[0][1] if sparsity < dial[0][0] else dial[-1][1]

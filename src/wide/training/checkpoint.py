@@ -171,9 +171,7 @@ class CheckpointFolder:
             _delete(self.path / f"step-{step:08d}")
 
 
-def restore(
-    checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
+def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Copy a checkpoint into parameters and optimiser, strictly.
 
     Raises:

@@ -15,7 +15,6 @@ the joint batch while all micro-batches lie on the same side of the target.
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +117,7 @@ class Objective:
         wanted = self.config.sparsity if target is None else target
         distance = (wanted - rates[: self._num_terms]).abs().sum() / self._num_terms
         sparsity_loss = self.config.weight / micro_batches * distance
-        targets_in_step = cast(Tensor, torch.as_tensor(targets_in_step, device=logits.device)).clamp(min=1)
+        targets_in_step = torch.as_tensor(targets_in_step, device=logits.device).clamp(min=1)
         loss = self._parallel.world * token_sum / targets_in_step + sparsity_loss
         rates = rates.detach()
         return loss, Measured(

@@ -56,7 +56,9 @@ class ProgressLog:
 
         self._title, self._steps, self._silent = title, steps, silent
         self._on_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=steps, initial=first_step, desc=title, unit="step", disable=silent or not self._on_terminal)
+        self._bar = tqdm(
+            total=steps, initial=first_step, desc=title, unit="step", disable=silent or not self._on_terminal
+        )
         self._records, self._board = None, None
         self._lines_at = max(1, steps // _PLAIN_LINES)
         self._last_line = first_step
@@ -80,7 +82,12 @@ class ProgressLog:
         if self._records is not None:
             self._records.append(
                 Record(
-                    subject=self._title, metric=f"training.{name}", value=value, unit=_UNITS[name], step=at, where="training"
+                    subject=self._title,
+                    metric=f"training.{name}",
+                    value=value,
+                    unit=_UNITS[name],
+                    step=at,
+                    where="training",
                 )
                 for at, values in points
                 for name, value in values.items()

@@ -33,7 +33,8 @@ def token_losses(
     """
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     flat_teacher = None if teacher is None else teacher.flatten(0, 1)
-    loss, entropy, divergence = _TokenLoss.apply(logits.flatten(0, 1), targets, flat_teacher, distillation)
+    apply: Any = _TokenLoss.apply
+    loss, entropy, divergence = apply(logits.flatten(0, 1), targets, flat_teacher, distillation)
     return loss, entropy, divergence
 
 

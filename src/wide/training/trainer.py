@@ -184,11 +184,9 @@ class Trainer:
         control.temperature = schedule["temperature"]
         batch = self._source.batch_at(step, batch_size=stage.batch_size, rank=parallel.rank, world=parallel.world)
         self._tokens_per_step = batch.input_ids.numel() * parallel.world
-        parts = _split(batch, self._micro_size)
+        parts = split_batch(batch, self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
-        targets = parallel.sum(
-            torch.tensor(float(num_targets(target_labels(batch))), device=self._device)
-        )
+        targets = parallel.sum(torch.tensor(float(num_targets(target_labels(batch))), device=self._device))
         self._optimizer.zero_grad(set_to_none=True)
         measured = torch.zeros(len(_MEASURED) + 1, device=self._device)
         for part in parts:
@@ -215,9 +213,7 @@ class Trainer:
         return {
             "temperature": heat if self._options.anneal else stage.temperature_end,
             "learning_rate": learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
-            "sparsity.target": sparsity_target(
-                step, steps=stage.steps, final=objective.sparsity, ramp=objective.ramp
-            ),
+            "sparsity.target": sparsity_target(step, steps=stage.steps, final=objective.sparsity, ramp=objective.ramp),
         }
 
     def _after(self, step: int, log: ProgressLog, interrupt: Interrupt) -> None:
@@ -341,7 +337,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _split(batch: TokenBatch, size: int) -> list[TokenBatch]:
+def split_batch(batch: TokenBatch, size: int) -> list[TokenBatch]:
+    """Return a batch in pieces of at most `size` sequences."""
     return [
         TokenBatch(
             input_ids=batch.input_ids[i : i + size], labels=batch.labels[i : i + size], valid=batch.valid[i : i + size]

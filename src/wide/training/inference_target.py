@@ -1,0 +1,79 @@
+"""After training: how much is skipped at inference, and the threshold that meets the target.
+
+Training samples with Gumbel noise, inference does not, so the two skip rates differ. What inference skips is measured
+on training text, a dial is made of it, and where it misses the target by more than half a point, the threshold is
+moved from 0 (the paper's argmax) to the dial's.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from wide.config import ObjectiveConfig
+from wide.data.batches import BatchSource, TokenBatch
+from wide.models.attach import attachment
+from wide.models.dial import DEFAULT_POINTS, calibrate_dial, measure_sparsity, set_sparsity
+from wide.models.measures import Measure
+from wide.training.parallel import DataParallel
+from wide.training.trainer import split_batch
+
+_TOKENS = 16_384
+_TOLERANCE = 0.005
+
+
+def meet_target(
+    model: nn.Module,
+    batches: list[TokenBatch],
+    objective: ObjectiveConfig,
+    *,
+    adjust: bool,
+    parallel: DataParallel,
+) -> dict[str, Any]:
+    """Make the dial, set the threshold, and return JSON-ready facts about both.
+
+    Args:
+        model: An attached model.
+        batches: Calibration text, the same on all processes.
+        objective: Whose target is to be met; for 'uniform', the mean of the two halves.
+        adjust: Whether the threshold may leave 0.
+        parallel: The processes of the run; all end with the thresholds of the first.
+    """
+    measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
+    target = objective.sparsity
+    points = sorted({*DEFAULT_POINTS, target} - {0.0})
+    dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)
+    argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
+    threshold, reached = 0.0, argmax
+    if adjust and abs(argmax - target) > _TOLERANCE and dial[0][0] <= target <= dial[-1][0]:
+        threshold = set_sparsity(model, target)
+        reached = measure_sparsity(model, batches, threshold, measure=measure, include_fixed=objective.include_fixed)
+    threshold = _agree(threshold, parallel)
+    set_sparsity(model, threshold=threshold)
+    attachment(model).dial = [(_agree(s, parallel), _agree(t, parallel)) for s, t in dial]
+    return {
+        "measure": measure,
+        "include_fixed": objective.include_fixed,
+        "tokens": sum(int(batch.valid.sum()) for batch in batches),
+        "argmax_sparsity": argmax,
+        "threshold": threshold,
+        "sparsity": reached,
+    }
+
+
+def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micro_batch_size: int) -> list[TokenBatch]:
+    """Return the batches that training would have read next, in pieces that fit in memory."""
+    batches: list[TokenBatch] = []
+    tokens = 0
+    while tokens < _TOKENS:
+        batch = source.batch_at(step + len(batches), batch_size=batch_size)
+        batches.append(batch)
+        tokens += batch.input_ids.numel()
+    return [piece for batch in batches for piece in split_batch(batch, micro_batch_size)]
+
+
+def _agree(value: float, parallel: DataParallel) -> float:
+    """Return the first process's number."""
+    agreed = torch.tensor(value, dtype=torch.float64, device=parallel.device)
+    parallel.broadcast([agreed])
+    return float(agreed)

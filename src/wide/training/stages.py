@@ -1,0 +1,287 @@
+"""The two stages of the paper as functions: `prune` trains routers, `recover` adds LoRA."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.data.batches import BatchSource
+from wide.errors import ConfigError
+from wide.models.adapter import save
+from wide.models.attach import attach, attachment, is_attached, plan_for
+from wide.models.dial import set_sparsity
+from wide.models.discovery import discover
+from wide.models.lora import add_lora
+from wide.models.pretrained import load_pretrained
+from wide.records import fingerprint, versions
+from wide.training.checkpoint import CheckpointFolder
+from wide.training.inference_target import calibration_batches, meet_target
+from wide.training.objective import Objective
+from wide.training.parallel import DataParallel
+from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
+from wide.training.trainer import Outcome, RunOptions, Trainer, device_name, micro_batch_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def prune(
+    model: Any,
+    data: TrainingData,
+    *,
+    sparsity: float | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    config: WideConfig | None = None,
+    objective: ObjectiveConfig | None = None,
+    stage: StageConfig | None = None,
+    output: str | Path | None = None,
+    resume: bool = False,
+    calibrate_threshold: bool = True,
+    tensorboard: str | Path | None = None,
+) -> Any:
+    """Train routers until the model skips the wanted share (stage 1), and return the model.
+
+    The base is frozen; it is attached first if it has no routers. Afterwards a sparsity dial is made on training text,
+    and the threshold of the routers is set so that inference, which samples no noise, meets the target too.
+
+    Args:
+        model: A Hugging Face causal LM, trained in place, or the name or folder of one.
+        data: Name or path of a text source, texts, or packed blocks (which keep their own sequence length).
+        sparsity: Wanted share of skipped work in [0, 1); None means that of `objective`, else 0.5.
+        tokenizer: None loads the model's own, where text must be tokenised.
+        config: Groups and routers; None means the defaults. Not for a model that has routers.
+        objective: Measure of sparsity, weights, distillation.
+        stage: Steps, sizes and rates; None means the paper's.
+        output: Folder for `adapter/`, `checkpoints/` and `metrics.jsonl`; None writes nothing.
+        resume: Continue from the newest checkpoint in `output`, if there is one.
+        calibrate_threshold: Whether the threshold may be moved off 0, the paper's argmax, to meet the target.
+        tensorboard: Folder for TensorBoard's files; None writes none.
+
+    Raises:
+        ConfigError: If settings contradict, or `output` holds checkpoints and `resume` is not given.
+        DataError: If the text is too short or does not fit the model's vocabulary.
+        UnsupportedModelError: If the model cannot be routed.
+        ShapeError: If a group size does not divide.
+        TrainingError: If the loss is not finite, or a checkpoint cannot be written.
+
+    Source: paper, section 3.2 (router training) and section 4.1 (settings).
+    """
+    objective = _objective(objective, sparsity)
+    stage = stage or StageConfig()
+    folder = _free_folder(output, resume)
+    model = _loaded(model)
+    if is_attached(model):
+        if config is not None:
+            raise ConfigError("this model has routers already, so config= cannot change them; detach it first")
+    else:
+        plan_for(config or WideConfig(), discover(model))
+    parallel = DataParallel.from_environment(_device(model))
+    micro_batch_size(stage, parallel.world)
+    source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
+    if not is_attached(model):
+        with _seeded(stage.seed):
+            attach(model, config)
+    run = _Run(model, "prune", "stage 1", source, objective, stage, parallel, folder)
+    run.train(resume=resume, tensorboard=tensorboard, routers=True, anneal=True)
+    run.finish(calibrate_threshold=calibrate_threshold)
+    return model
+
+
+def recover(
+    model: Any,
+    data: TrainingData,
+    *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    objective: ObjectiveConfig | None = None,
+    stage: RecoverConfig | None = None,
+    output: str | Path | None = None,
+    resume: bool = False,
+    calibrate_threshold: bool = True,
+    tensorboard: str | Path | None = None,
+) -> Any:
+    """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
+
+    On the same blocks as stage 1, training goes on with those that stage 1 did not read.
+
+    Args:
+        model: A model after `prune` or `wide.load`, trained in place.
+        data: As for `prune`.
+        tokenizer: As for `prune`.
+        objective: None means that of stage 1, as the adapter records it.
+        stage: Steps, sizes, rates and LoRA; None means the paper's.
+        output: As for `prune`; a folder of its own.
+        resume: As for `prune`.
+        calibrate_threshold: As for `prune`; with frozen routers the threshold stays as it is.
+        tensorboard: As for `prune`.
+
+    Raises:
+        NotAttachedError: If the model has no routers.
+        MissingExtraError: If PEFT is not installed.
+        ConfigError: If settings contradict, or no target is recorded and none given.
+        DataError: As for `prune`.
+        TrainingError: As for `prune`.
+
+    Source: paper, section 3.2 (LoRA tuning) and section 4.1 (settings).
+    """
+    state = attachment(model)
+    stage = stage or RecoverConfig()
+    objective = objective or _objective_of_stage_1(state.provenance)
+    if not stage.train_routers:
+        # Frozen routers have no gradient to steer them; the rates are still measured.
+        objective = dataclasses.replace(objective, weight=0.0)
+    folder = _free_folder(output, resume)
+    parallel = DataParallel.from_environment(_device(model))
+    micro_batch_size(stage, parallel.world)
+    source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
+    if state.lora is None:
+        with _seeded(stage.seed):
+            add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
+    run = _Run(model, "recover", "stage 1+2", source, objective, stage, parallel, folder)
+    run.continue_after(state.provenance.get("prune", {}))
+    run.train(resume=resume, tensorboard=tensorboard, routers=stage.train_routers, anneal=stage.restart_temperature)
+    run.finish(calibrate_threshold=calibrate_threshold and stage.train_routers)
+    return model
+
+
+class _Run:
+    """One stage on one model: training, calibration, provenance, adapter."""
+
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        title: str,
+        source: BatchSource,
+        objective: ObjectiveConfig,
+        stage: StageConfig,
+        parallel: DataParallel,
+        output: Path | None,
+    ) -> None:
+        self._model, self._name, self._title = model, name, title
+        self._source, self._data = source, describe_source(source)
+        self._config, self._stage = objective, stage
+        self._parallel, self._output = parallel, output
+        self._objective = Objective(model, objective, parallel=parallel)
+        self._outcome: Outcome | None = None
+
+    def continue_after(self, earlier: dict[str, Any]) -> None:
+        """Leave out the blocks that the earlier stage read, if it read the same ones."""
+        if earlier.get("data") == self._data:
+            samples = earlier["steps"] * earlier["stage"]["batch_size"]
+            self._source = ShiftedSource(self._source, samples)
+
+    def train(self, *, resume: bool, tensorboard: str | Path | None, routers: bool, anneal: bool) -> None:
+        """Run the steps."""
+        if routers:
+            # What training samples has nothing to do with the threshold of an earlier calibration.
+            set_sparsity(self._model, threshold=0.0)
+        options = RunOptions(
+            title=self._title,
+            output=self._output,
+            resume=resume,
+            fingerprint=self._fingerprint(),
+            train_routers=routers,
+            anneal=anneal,
+            tensorboard=None if tensorboard is None else Path(tensorboard),
+        )
+        trainer = Trainer(self._model, self._objective, self._source, self._stage, options, parallel=self._parallel)
+        self._outcome = trainer.train()
+
+    def finish(self, *, calibrate_threshold: bool) -> None:
+        """Make the dial, record what happened, and write the adapter."""
+        stage, outcome = self._stage, self._outcome
+        assert outcome is not None
+        batches = calibration_batches(
+            self._source,
+            step=stage.steps,
+            batch_size=stage.batch_size,
+            micro_batch_size=micro_batch_size(stage, self._parallel.world),
+        )
+        inference = meet_target(self._model, batches, self._config, adjust=calibrate_threshold, parallel=self._parallel)
+        attachment(self._model).provenance[self._name] = {
+            "objective": dataclasses.asdict(self._config),
+            "stage": dataclasses.asdict(stage),
+            "steps": outcome.steps,
+            "tokens": outcome.tokens,
+            "seconds": outcome.seconds,
+            "tokens_per_second": outcome.tokens_per_second,
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "at_the_end_of_training": outcome.last,
+            "inference": inference,
+            "data": self._data,
+            "processes": self._parallel.world,
+            "device": device_name(_device(self._model)),
+            "versions": versions(),
+        }
+        if self._output is not None and self._parallel.is_first:
+            save(self._model, self._output / "adapter")
+        self._parallel.barrier()
+
+    def _fingerprint(self) -> str:
+        """Return a hash of everything that the course of the run depends on."""
+        state = attachment(self._model)
+        base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
+        stage = dataclasses.asdict(self._stage)
+        # How often checkpoints are written changes nothing.
+        stage.pop("checkpoint_every")
+        objective = dataclasses.asdict(self._config)
+        return fingerprint([self._name, base, state.plan.to_json(), objective, stage, self._data, self._parallel.world])
+
+
+def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> ObjectiveConfig:
+    if objective is None:
+        return ObjectiveConfig() if sparsity is None else ObjectiveConfig(sparsity=sparsity)
+    if sparsity is not None and sparsity != objective.sparsity:
+        raise ConfigError(f"sparsity={sparsity} contradicts objective.sparsity={objective.sparsity}; give one of them")
+    return objective
+
+
+def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
+    try:
+        # The ramp was for routers that knew nothing yet.
+        return ObjectiveConfig(**(provenance["prune"]["objective"] | {"ramp": 0.0}))
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            "this model does not record to which sparsity it was pruned; pass objective=wide.ObjectiveConfig(...)"
+        ) from error
+
+
+def _free_folder(output: str | Path | None, resume: bool) -> Path | None:
+    if output is None:
+        if resume:
+            raise ConfigError("resume needs the output folder whose checkpoints are to be continued")
+        return None
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output {folder} is a file; name a folder")
+    if not resume and CheckpointFolder(folder / "checkpoints", fingerprint="").steps():
+        raise ConfigError(
+            f"{folder} holds checkpoints of another run; continue it with resume=True, or choose or empty a folder"
+        )
+    return folder
+
+
+def _loaded(model: Any) -> Any:
+    if isinstance(model, nn.Module):
+        return model
+    local = os.environ.get("LOCAL_RANK")
+    device = f"cuda:{local}" if local is not None and torch.cuda.is_available() else None
+    return load_pretrained(str(model), device=device)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw initial weights from a seed and leave the caller's random state as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
