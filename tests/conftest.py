@@ -1,9 +1,14 @@
 """What tests share: seeds, poisoned memory, and a tiny model with its tokenizer on disk."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Threads cost tiny models more than they give, above all where several processes share the cores.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog near the river bank.",

@@ -23,6 +23,15 @@ def test_records_come_back_with_where_and_when_they_were_measured(tmp_path):
     assert notes == []
 
 
+def test_versions_stand_once_per_append_and_empty_texts_survive(tmp_path):
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append(Record(subject="run", metric=name, value="", unit="text") for name in "ab")
+    first, second = read_records(file.path)[0]
+    assert first.versions is not None
+    assert second.versions is None
+    assert second.value == ""
+
+
 def test_a_cut_line_is_left_out_and_reported_and_does_not_spoil_the_next(tmp_path):
     file = RecordFile(tmp_path / "records.jsonl")
     file.append([Record(subject="a", metric="m", value=1.0, unit="")] * 2)

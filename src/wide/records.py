@@ -27,20 +27,20 @@ class Record:
         subject: What was measured, e.g. 'dense', 'stage 1'.
         metric: Which property, dotted from coarse to fine, e.g. 'sparsity.ffn'.
         value: The number, or a text where the metric is one.
-        unit: Unit of the value; 'share' for a fraction in [0, 1].
+        unit: Unit of the value; 'share' for a fraction in [0, 1], empty for a pure number.
         where: Data and protocol, e.g. 'python-docs held out, windows of 1024'.
         layer: Decoder layer, from 0, where the value belongs to one.
         step: Optimiser step, where the value belongs to one.
         config_fingerprint: `fingerprint` of the resolved configuration.
         device: What it ran on.
-        versions: Distribution -> version.
+        versions: Distribution -> version; None means those of the latest earlier record that has them.
         time: ISO 8601, UTC.
     """
 
     subject: str
     metric: str
     value: float | str
-    unit: str
+    unit: str = ""
     where: str = ""
     layer: int | None = None
     step: int | None = None
@@ -51,7 +51,7 @@ class Record:
 
 
 _FIELDS = frozenset(field.name for field in fields(Record))
-_REQUIRED = frozenset({"subject", "metric", "value", "unit"})
+_REQUIRED = frozenset({"subject", "metric", "value"})
 
 
 class RecordFile:
@@ -67,12 +67,26 @@ class RecordFile:
         """Open nothing yet."""
         self.path = path
         self.device = device
-        self._facts = {"config_fingerprint": config_fingerprint, "versions": versions()}
+        self._fingerprint = config_fingerprint
+        self._versions = versions()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write records with fingerprint, device, versions and the time, and force them to the disk."""
-        facts = self._facts | {"device": self.device, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-        lines = [json.dumps(asdict(record) | facts, sort_keys=True) for record in records]
+        """Write records with fingerprint, device and the time, and force them to the disk.
+
+        Versions are long and the same for all: only the first record of each call carries them.
+        """
+        facts: dict[str, Any] = {
+            "config_fingerprint": self._fingerprint,
+            "device": self.device,
+            "versions": self._versions,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        lines = []
+        for record in records:
+            found = asdict(record) | facts
+            # What a record does not have is not written; an empty text may be its value.
+            lines.append(json.dumps({k: v for k, v in found.items() if k == "value" or v not in (None, "")}))
+            facts["versions"] = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(self.path)
         with self.path.open("a", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 """The commands on a tiny model: what they write, what they say, and that bad input leaves no trace."""
 
 import json
+import subprocess
 
 import pytest
 import yaml
@@ -20,6 +21,15 @@ SHORT = [
     "--eval.tokens=128",
     "--eval.window=32",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_calibration():
+    """Make the dial from little text: thousands of tiny batches would take most of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wide.training.inference_target._TOKENS", 256)
+        patch.setattr("wide.cli.pipeline._DIAL_BLOCKS", 4)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +89,49 @@ def test_resume_with_other_settings_is_refused(finished, capsys):
     given = ["prune", "--config", str(finished / "config.yaml"), "--resume", "--train.steps", "5"]
     assert main(given) == 1
     assert "train.steps 3 -> 5" in capsys.readouterr().err
+
+
+def test_untrained_routers_are_compared_at_the_same_sparsity(finished):
+    run = Selection(*read_records(finished / "records.jsonl"))
+    assert run.number("untrained", "sparsity.mean") == pytest.approx(0.5, abs=0.08)
+
+
+def test_resume_of_a_finished_run_measures_nothing_again(finished):
+    before = read_records(finished / "records.jsonl")[0]
+    assert main(["prune", "--config", str(finished / "config.yaml"), "--resume"]) == 0
+    after = read_records(finished / "records.jsonl")[0]
+    measured = [record for record in after[len(before) :] if record.metric == "token_perplexity"]
+    assert measured == []
+
+
+def test_interrupted_run_goes_on_with_resume(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):
+    from wide.cli import pipeline
+
+    train, given = pipeline.prune, ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--report=false"]
+    given += ["--output", str(tmp_path / "run"), *SHORT]
+
+    def interrupt(*args, **kwargs):
+        train(*args, **kwargs)
+        raise KeyboardInterrupt("stopped after step 3 of 3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "prune", interrupt)
+        assert main(["prune", *given]) == 130
+    assert "stopped after step 3 of 3; what was reached is kept in" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "adapter").exists()
+    assert main(["prune", *given, "--resume"]) == 0
+    assert (tmp_path / "run" / "adapter" / "wide_config.json").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_run(tiny_model_folder, prose_folder, tmp_path):
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.main", "prune", "--report=false"]
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    result = subprocess.run([*command, *given, *SHORT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("finished in") == 1
+    run = Selection(*read_records(tmp_path / "run" / "records.jsonl"))
+    assert run.subjects() == ["dense", "stage 1"]
 
 
 def test_recover_continues_from_the_adapter(finished, tiny_model_folder, prose_folder, tmp_path):

@@ -21,13 +21,15 @@ from wide.kernels.gemv import tiles as gemv_tiles
 
 # Largest shared memory of one block in bytes.
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-VALUES = dict.fromkeys(("Q", "K", "V", "WEIGHT", "UP_WEIGHT"), "*bf16")
+VALUES = dict.fromkeys(("Q", "K", "V"), "*bf16")
 FLOATS = dict.fromkeys(("scale", "cap_in", "cap_out"), "fp32") | dict.fromkeys(
     ("PART_OUT", "PART_MAX", "PART_SUM"), "*fp32"
 )
 INTS = dict.fromkeys(("STARTS", "LENGTHS", "ENDS"), "*i32")
 TYPES = VALUES | FLOATS | INTS
-STRIDES = tuple(f"stride_{t}{d}" for t in "qkv" for d in "bth") + ("stride_xm", "stride_hm", "stride_wn", "stride_un")
+WEIGHTS = dict.fromkeys(("WEIGHT", "UP_WEIGHT"), "*bf16")
+WEIGHT_STRIDES = ("stride_xm", "stride_hm", "stride_wn", "stride_un", "stride_wg")
+STRIDES = (*(f"stride_{tensor}{dim}" for tensor in "qkv" for dim in "bth"), *WEIGHT_STRIDES)
 HEADS = {"NUM_UNITS": 8, "NUM_GROUPS": 8, "NUM_KV_HEADS": 8, "HEADS": 4}
 
 
@@ -86,10 +88,10 @@ def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
     tile = gemv_tiles.default_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
     constants = rows_of | wide | {"ZERO_SKIPPED": False}
-    yield compile_kernels.build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **TYPES)
+    yield compile_kernels.build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
     tile = gemv_tiles.default_tile(facts, is_gated=False)
     constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "BLOCK_S": tile.block_k // 128}
-    yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **TYPES)
+    yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
 
 
 def main() -> None:

@@ -19,16 +19,30 @@ from triton.compiler import ASTSource
 from wide.kernels.gemm_k import _triton as gemm_k
 from wide.kernels.gemm_mn import _triton as gemm_mn
 from wide.kernels.reorder import _triton as reorder
+from wide.kernels.reorder.patterns import _triton as patterns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "RANK", "CHUNK_COUNTS", "HISTOGRAM")
+BYTE_POINTERS = ("MASK", "COLUMNS", "CODES")
 VALUE_POINTERS = ("X", "H", "W", "W_UP", "BIAS", "UP_BIAS", "OUT")
-DIVISIBLE = ("stride_x", "stride_w", "stride_out", "stride_h", "K", "first_column", "first_out_column")
+DIVISIBLE = (
+    "M",
+    "N",
+    "stride_total",
+    "stride_x",
+    "stride_w",
+    "stride_out",
+    "stride_h",
+    "K",
+    "first_column",
+    "first_out_column",
+)
 
 
 def build(kernel: Any, target: int, constants: dict[str, Any], warps: int, stages: int, **types: str) -> dict[str, Any]:
     """Compile one kernel and read what it uses from its machine code."""
-    pointers = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16") | {"MASK": "*u8"} | types
+    pointers = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16")
+    pointers |= dict.fromkeys(BYTE_POINTERS, "*u8") | types
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], Any] = {}
     for place, name in enumerate(kernel.arg_names):
@@ -55,6 +69,7 @@ def build(kernel: Any, target: int, constants: dict[str, Any], warps: int, stage
         "shared": compiled.metadata.shared,
         "stack": int(found.group(1)) if found else -1,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "order": "".join(re.findall(r"\b(LDG|STG|BAR)\b", code)),
         "code": {word: len(re.findall(word, code)) for word in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "F32x4")},
     }
 
@@ -77,6 +92,7 @@ def gemm_mn_at(target: int) -> dict[str, Any]:
         "HAS_BIAS": False,
         "HAS_UP_BIAS": False,
         "PACKED": False,
+        "ZEROES": True,
         "WEIGHTS_BY": int(tma),
         "WHOLE_K": True,
         "PRECISION": "tf32",
@@ -85,8 +101,8 @@ def gemm_mn_at(target: int) -> dict[str, Any]:
     return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, **(weights if tma else {}))
 
 
-def gemm_k_at(target: int, writes: int) -> dict[str, Any]:
-    """Compile GEMM-K; `writes` 0 stores bfloat16, 1 reduces into float32."""
+def gemm_k_at(target: int, writes: int, run: int) -> dict[str, Any]:
+    """Compile GEMM-K; `writes` 0 stores bfloat16, 1 reduces into float32; `run` tiles in one loop."""
     tma = target in (90, 100)
     block_k = 32 if target in (89, 120) else 64
     constants = {
@@ -95,6 +111,8 @@ def gemm_k_at(target: int, writes: int) -> dict[str, Any]:
         "BLOCK_M": 128,
         "BLOCK_N": 128,
         "BLOCK_K": block_k,
+        "RUN": run,
+        "PIECES": 2,
         "WRITES": writes,
         "PACKED": False,
         "HAS_BIAS": False,
@@ -110,18 +128,33 @@ def gemm_k_at(target: int, writes: int) -> dict[str, Any]:
 def reorder_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile the kernels of reorder."""
     lists = {"CHUNK": 256, "GROUP_TILE": 32, "stride_g": 1}
-    sort = {"S": 8, "CHUNK": 256, "BINS": 256, "BIN_TILE": 32, "stride_g": 1}
-    place = {**lists, "ALL_GROUPS": 128, "BLOCK_M": 128, "BAND": 8, "WITH_RANK": False}
-    yield build(reorder._count_kernel, target, lists, 4, 3)
-    yield build(reorder._place_kernel, target, place, 8, 3)
-    yield build(reorder._histogram_kernel, target, sort, 8, 3)
-    yield build(reorder._sort_kernel, target, {**sort, "ALL_BLOCKS": 16, "BLOCK_M": 128, "KEEPS_EMPTY": False}, 8, 3)
+    place = {"WIDE": 1024, "CHUNKS_PLACED": 4, "ALL_GROUPS": 128, "BLOCK_M": 128, "BAND": 8, "WITH_RANK": False}
+    count = {"S": 8, "BITS": 8, "CHUNK": 512, "BINS": 256, "stride_g": 1}
+    sort = {"CHUNK": 512, "STEP": 128, "BINS": 256, "ALL_BLOCKS": 16, "BLOCK_M": 128, "KEEPS_EMPTY": False}
+    yield build(reorder._transpose_kernel, target, lists, 4, 3)
+    yield build(reorder._place_kernel, target, place, 4, 3)
+    yield build(patterns._histogram_kernel, target, count, 4, 3)
+    yield build(patterns._sort_kernel, target, sort, 4, 3)
+
+
+def drain_at(target: int) -> dict[str, Any]:
+    """Compile the drain of GEMM-K that clears what it read; `ordered`: a barrier stands between its load and clear."""
+    types = {"TOTAL": "*fp32"}
+    return build(gemm_k._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
+
+
+def _all_at(target: int) -> Iterator[dict[str, Any]]:
+    yield gemm_mn_at(target)
+    yield gemm_k_at(target, 0, 1)
+    yield gemm_k_at(target, 1, 4)
+    yield drain_at(target)
+    yield from reorder_at(target)
 
 
 def main() -> None:
     """Compile everything for the targets named on the command line."""
     for target in (int(word) for word in sys.argv[1:]):
-        for result in (gemm_mn_at(target), gemm_k_at(target, 0), gemm_k_at(target, 1), *reorder_at(target)):
+        for result in _all_at(target):
             sys.stdout.write(json.dumps(result) + "\n")
 
 

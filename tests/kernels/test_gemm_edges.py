@@ -102,15 +102,56 @@ def test_gated_tiles_agree_however_weights_are_read(weights_by: int) -> None:
     torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("slab", [0, 16])
+@pytest.mark.parametrize(("slab", "run"), [(0, 1), (16, 1), (32, 2), (0, 3), (0, 2)])
 @pytest.mark.parametrize("weights_by", [0, 1])
-def test_gemm_k_slabs_and_weight_reads_agree(slab: int, weights_by: int) -> None:
+def test_gemm_k_slabs_runs_and_weight_reads_agree(slab: int, run: int, weights_by: int) -> None:
     mask = make_mask("random", 40)
     h, weight, bias = values(40, GROUPS * SIZE), values(48, GROUPS * SIZE, seed=1), values(48, seed=2)
     order = reorder_patterns(mask, groups_per_block=2, block_m=16, backend="triton")
     options: dict[str, Any] = {"group_size": SIZE, "bias": bias}
-    got = gemm_k(h, weight, order, **options, backend="triton", tile=KTile(16, 16, 2, 4, 1, weights_by, slab))
-    torch.testing.assert_close(got, gemm_k(h, weight, order, **options, backend="torch"), rtol=1e-4, atol=1e-4)
+    tile = KTile(16, 16, 2, 4, 1, weights_by, slab, run)
+    got = gemm_k(h.half(), weight.half(), order, **options, backend="triton", tile=tile, out_dtype=torch.float16)
+    wanted = gemm_k(h.half(), weight.half(), order, **options, backend="torch", out_dtype=torch.float16)
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("groups_per_block", [2, 3])
+def test_gemm_k_runs_write_every_row_even_of_nothing(kind: str, groups_per_block: int) -> None:
+    mask = make_mask(kind, 17)
+    channels = mask.repeat_interleave(SIZE, 1)
+    h, weight = values(17, GROUPS * SIZE), values(64, GROUPS * SIZE, seed=1)
+    order = reorder_patterns(
+        mask, groups_per_block=groups_per_block, block_m=16, keeps_empty=groups_per_block == GROUPS, backend="triton"
+    )
+    tile = KTile(16, 16, 2, 4, 1, 0, 0, 4)
+    got = gemm_k(torch.where(channels, h, NAN), weight, order, group_size=SIZE, backend="triton", tile=tile)
+    torch.testing.assert_close(got, torch.where(channels, h, 0) @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (256, 128)])
+def test_gemm_k_tiles_that_leave_in_pieces_agree(block_m: int, block_n: int) -> None:
+    mask = make_mask("random", 40)
+    h, weight = values(40, GROUPS * SIZE), values(2 * block_n, GROUPS * SIZE, seed=1)
+    order = reorder_patterns(mask, groups_per_block=2, block_m=block_m, backend="triton")
+    tile = KTile(block_n, 16, 2, 4, 1, 0, 0, 2)
+    got = gemm_k(h, weight, order, group_size=SIZE, backend="triton", tile=tile)
+    wanted = gemm_k(h, weight, order, group_size=SIZE, backend="torch")
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_no_slab_sees_what_an_earlier_slab_left_behind() -> None:
+    mask = make_mask("random", 40)
+    weight = values(48, GROUPS * SIZE, seed=1)
+    # Columns of the first slab are huge, those of the others small: leftovers could not hide.
+    weight[:16] *= 1e3
+    h = values(40, GROUPS * SIZE).half().float()
+    order = reorder_patterns(mask, groups_per_block=2, block_m=16, backend="triton")
+    options: dict[str, Any] = {"group_size": SIZE, "backend": "triton"}
+    for out_dtype in (torch.float16, torch.float32):
+        alone = gemm_k(h, weight[16:], order, **options, out_dtype=out_dtype, tile=KTile(16, 16, 2, 4))
+        swept = gemm_k(h, weight, order, **options, out_dtype=out_dtype, tile=KTile(16, 16, 2, 4, slab=16))
+        torch.testing.assert_close(swept[:, 16:], alone, rtol=1e-3, atol=1e-3)
 
 
 def test_stacked_weights_must_be_neighbours() -> None:

@@ -1,7 +1,9 @@
 """The tuning table and the choice of backends."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from wide.errors import ConfigError, UnsupportedBackendError
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.kernel_set import KernelSet
 from wide.kernels.reorder import REORDER
-from wide.kernels.tuning import Choice, TuningTable, bucket, tuning_key
+from wide.kernels.tuning import Choice, TuningTable, bucket, shape_key, shipped_path, tuning_key
+from wide.profiling.tune import fastest, main
 
 CPU = torch.device("cpu")
 CASE = GEMM_MN.cases[0]
@@ -63,3 +66,56 @@ def test_named_backends_run_or_raise(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UnsupportedBackendError, match="CUDA device"):
         KernelSet(device=CPU, backend="triton", table=table).choose(GEMM_MN, CASE)
+
+
+def _record(backend: str, median_us: float, **more: Any) -> dict[str, Any]:
+    choice = dataclasses.asdict(Choice(backend=backend, **more))
+    sizes = {"num_rows": 4000, "num_groups": 2, "group_size": 128, "depth": 64}
+    case = {"operator": "gemm_mn", "sizes": sizes, "dtype": "bfloat16", "active": 0.5, "options": {"gated": True}}
+    return {"candidate": "any", "median_us": median_us, "choice": choice, "case": case}
+
+
+def test_tuning_keeps_the_fastest_and_stacked_tiles_only_for_stacked_weights() -> None:
+    records = [
+        _record("dense", 10.0),
+        _record("triton", 7.0, tile=(128, 64, 4, 8, 1, 1), block_m=128),
+        _record("triton", 5.0, tile=(128, 64, 4, 8, 1, 2), block_m=64),
+        {"candidate": "packed", "median_us": 1.0},
+    ]
+    found = {str(case.options): choice for _, case, choice in fastest(records).values()}
+    assert found["{'gated': True}"].median_us == 7.0
+    assert found["{'gated': True, 'stacked': True}"].median_us == 5.0
+
+
+def test_dense_wins_a_tie_within_the_noise() -> None:
+    records = [_record("triton", 9.9, tile=(128, 64, 4, 8, 1, 1)), _record("dense", 10.0)]
+    assert {choice.backend for _, _, choice in fastest(records).values()} == {"dense"}
+
+
+def test_what_a_choice_decides_is_no_part_of_its_key() -> None:
+    tiled = dataclasses.replace(CASE, sizes={**CASE.sizes, "block_m": 512, "groups_per_block": 3})
+    assert shape_key("gemm_mn", tiled) == shape_key("gemm_mn", CASE)
+
+
+def test_records_become_a_shipped_table_below_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, shipped = tmp_path / "operators.json", tmp_path / "cpu.json"
+    records.write_text(json.dumps({"records": [_record("triton", 7.0, tile=(128, 64, 4, 8, 1, 1))]}))
+    assert main(["--out", str(shipped), "--records", str(records)]) == 0
+    monkeypatch.setattr("wide.kernels.tuning.shipped_path", lambda name: tmp_path / f"{name}.json")
+    monkeypatch.setattr("wide.kernels.tuning._shipped", _uncached_shipped)
+    _, case, choice = next(iter(fastest(json.loads(records.read_text())["records"]).values()))
+    table = TuningTable(tmp_path / "tuning.json")
+    assert table.measured("gemm_mn", CPU, case) == choice
+    table.store(tuning_key("gemm_mn", CPU, case), Choice(backend="dense"))
+    assert table.measured("gemm_mn", CPU, case) == Choice(backend="dense")
+
+
+def _uncached_shipped(name: str) -> dict[str, Choice]:
+    from wide.kernels import tuning
+
+    return tuning._read_choices(tuning.shipped_path(name))
+
+
+def test_shipped_tables_can_be_read() -> None:
+    folder = shipped_path("x").parent
+    assert all(TuningTable(path)._choices for path in folder.glob("*.json"))

@@ -30,7 +30,7 @@ from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
 from wide.training.stages import prune, recover
 
-_DIAL_BLOCKS = 32
+_DIAL_BLOCKS = 16
 _TARGETS = {
     "mean": "of groups, mean of attention and FFN",
     "uniform": "of groups, attention and FFN each",
@@ -184,9 +184,16 @@ class Pipeline:
             return
         attach(model, config)
         try:
-            batches = list(blocks.in_order(self._scoring.batch_size, max_blocks=_DIAL_BLOCKS))
-            calibrate_dial(model, batches, measure="linear_flops" if objective.target == "linear_flops" else "mean")
-            set_sparsity(model, objective.sparsity)
+            target = objective.sparsity
+            calibrate_dial(
+                model,
+                blocks.in_order(self._scoring.batch_size, max_blocks=_DIAL_BLOCKS),
+                measure="linear_flops" if objective.target == "linear_flops" else "mean",
+                include_fixed=objective.include_fixed,
+                # Neighbours on both sides, so that the target lies inside the dial.
+                sparsities=[point for point in (target / 2, target, (1 + target) / 2) if point > 0],
+            )
+            set_sparsity(model, target)
             self._measure(model, "untrained")
         finally:
             detach(model)

@@ -5,6 +5,7 @@ import torch
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.device import interprets_triton, triton_obstacle
 
+_LOG2_E = 1.4426950408889634
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -75,6 +76,18 @@ def check_score_options(operator: str, window: int | None, soft_cap: float | Non
     for name, value in (("window", window), ("soft_cap", soft_cap), ("scale", scale)):
         if value is not None and value <= 0:
             raise ShapeError(f"{operator}: {name} must be positive or None, got {value}")
+
+
+def score_factors(scale: float | None, soft_cap: float | None, head_dim: int) -> tuple[float, float, float]:
+    """Return how kernels with a softmax of base 2 turn products of q and k into exponents.
+
+    Returns:
+        Factor of the (capped) scores, then for a soft cap c the factor inside exp2(...) of tanh, and c itself.
+    """
+    factor = head_dim**-0.5 if scale is None else scale
+    if soft_cap is None:
+        return factor * _LOG2_E, 1.0, 1.0
+    return _LOG2_E, 2.0 * _LOG2_E * factor / soft_cap, soft_cap
 
 
 def _of(tensor: torch.Tensor) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from wide.errors import ConfigError
 from wide.kernels.contract import Case, Operator
-from wide.kernels.tuning import Choice, TuningTable, tuning_key
+from wide.kernels.tuning import Choice, TuningTable
 
 AUTO = "auto"
 
@@ -35,7 +35,7 @@ class KernelSet:
             ConfigError: If the operator has no backend of that name.
             UnsupportedBackendError: If the named or measured backend cannot run the case here.
         """
-        measured = self.table.lookup(tuning_key(operator.name, self.device, case))
+        measured = self.table.measured(operator.name, self.device, case)
         if self.backend != AUTO:
             if self.backend not in operator.backends:
                 raise ConfigError(

@@ -1,6 +1,7 @@
 """The table of measured choices: one JSON file, keyed by what a measurement depends on."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,8 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels.contract import Case
 from wide.kernels.device import device_facts
+
+_CHOSEN = ("block_m", "groups_per_block")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,27 +44,35 @@ def bucket(num_rows: int) -> int:
     return 1 << max(0, num_rows - 1).bit_length()
 
 
-def tuning_key(operator: str, device: torch.device, case: Case) -> str:
-    """Return the key of a case: device, versions, operator, dtype, options and sizes, rows by bucket.
+def shape_key(operator: str, case: Case) -> str:
+    """Return the part of a key that names no machine: operator, dtype, active share in tenths, sizes, options.
 
-    The active share counts in tenths.
+    Rows count by bucket; what a choice decides (`block_m`, `groups_per_block`) does not count.
     """
+    sizes = {name: bucket(size) if name == "num_rows" else size for name, size in case.sizes.items()}
+    parts = [
+        operator,
+        str(case.dtype).removeprefix("torch."),
+        f"active {round(10 * case.active) / 10}",
+        *(f"{name} {size}" for name, size in sorted(sizes.items()) if name not in _CHOSEN),
+        *(f"{name} {value}" for name, value in sorted(case.options.items())),
+    ]
+    return " | ".join(parts)
+
+
+def tuning_key(operator: str, device: torch.device, case: Case) -> str:
+    """Return the key of a case in the user's table: device, versions of torch and triton, then its `shape_key`."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = "none"
-    sizes = {name: bucket(size) if name == "num_rows" else size for name, size in case.sizes.items()}
-    parts = [
-        device_facts(device).name,
-        f"torch {torch.__version__}",
-        f"triton {triton}",
-        operator,
-        str(case.dtype).removeprefix("torch."),
-        f"active {round(10 * case.active) / 10}",
-        *(f"{name} {size}" for name, size in sorted(sizes.items())),
-        *(f"{name} {value}" for name, value in sorted(case.options.items())),
-    ]
+    parts = [device_facts(device).name, f"torch {torch.__version__}", f"triton {triton}", shape_key(operator, case)]
     return " | ".join(parts)
+
+
+def shipped_path(device_name: str) -> Path:
+    """Return where the package keeps what was measured on a kind of device, by `shape_key`; it need not exist."""
+    return Path(__file__).parent / "tuned" / f"{device_name.lower().replace(' ', '-')}.json"
 
 
 def default_path() -> Path:
@@ -91,10 +102,19 @@ class TuningTable:
         """Return the measured choice for a key, or None."""
         return self._choices.get(key)
 
+    def measured(self, operator: str, device: torch.device, case: Case) -> Choice | None:
+        """Return the choice for a case as measured here, else as shipped for this kind of device, else None."""
+        here = self.lookup(tuning_key(operator, device, case))
+        return here or _shipped(device_facts(device).name).get(shape_key(operator, case))
+
     def store(self, key: str, choice: Choice) -> None:
         """Keep a choice, in memory and on disk; readers see the old file or the new one, never a part."""
+        self.store_all({key: choice})
+
+    def store_all(self, choices: Mapping[str, Choice]) -> None:
+        """Keep several choices at once."""
         # Read again: another process may have added entries since.
-        self._choices = {**self._read(), **self._choices, key: choice}
+        self._choices = {**self._read(), **self._choices, **choices}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({k: dataclasses.asdict(c) for k, c in sorted(self._choices.items())}, indent=1)
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
@@ -103,13 +123,22 @@ class TuningTable:
         Path(name).replace(self.path)
 
     def _read(self) -> dict[str, Choice]:
-        if not self.path.exists():
-            return {}
-        try:
-            entries = json.loads(self.path.read_text())
-            return {key: _choice(entry) for key, entry in entries.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.path} is no tuning table ({error}); delete it and tune again") from error
+        return _read_choices(self.path)
+
+
+def _read_choices(path: Path) -> dict[str, Choice]:
+    if not path.exists():
+        return {}
+    try:
+        entries = json.loads(path.read_text())
+        return {key: _choice(entry) for key, entry in entries.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no tuning table ({error}); delete it and tune again") from error
+
+
+@functools.cache
+def _shipped(device_name: str) -> dict[str, Choice]:
+    return _read_choices(shipped_path(device_name))
 
 
 def _choice(entry: Mapping[str, Any]) -> Choice:

@@ -23,6 +23,7 @@ from wide.routing import Routing
 DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # The upper 17 bits of a float32 order the margins with 8 bits of mantissa, so that memory does not grow with tokens.
 _SHIFT = 15
+_POINTS_BETWEEN = 3
 _NUM_BINS = 1 << (32 - _SHIFT)
 
 
@@ -85,8 +86,9 @@ def calibrate_dial(
 ) -> list[tuple[float, float]]:
     """Measure which threshold gives which sparsity, store the table at `attachment(model).dial` and return it.
 
-    Each point costs one pass over the batches; the threshold of every point is guessed from the margins of its
-    neighbour's pass, and what is stored is the sparsity that was then measured. The thresholds in force are put back.
+    Each wanted point costs one pass over the batches; its threshold is guessed from the margins of its neighbour's
+    pass, and what is stored is the sparsity that was then measured. Between two measured points the table is filled
+    from the margins of both. The thresholds in force are put back.
 
     Args:
         model: An attached model.
@@ -112,7 +114,7 @@ def calibrate_dial(
         return _measure(model, kept, threshold, MarginHistogram(model, measure, include_fixed=include_fixed))
 
     start = measured(0.0)
-    table = [(start.sparsity, 0.0)]
+    passes = [(0.0, start)]
     for side in (
         sorted(s for s in sparsities if start.sparsity < s < reachable),
         sorted((s for s in sparsities if s < start.sparsity), reverse=True),
@@ -121,8 +123,8 @@ def calibrate_dial(
         for wanted in side:
             threshold = nearest.threshold(wanted)
             nearest = measured(threshold)
-            table.append((nearest.sparsity, threshold))
-    dial = _ascending(table)
+            passes.append((threshold, nearest))
+    dial = _ascending(_table(sorted(passes, key=lambda one: one[0])))
     attachment(model).dial = dial
     return dial
 
@@ -171,7 +173,8 @@ def set_sparsity(
         if not 0.0 <= sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
         if data is not None:
-            calibrate_dial(model, data, measure=measure)
+            # The wish itself is measured too, so that nothing is left to interpolation.
+            calibrate_dial(model, data, measure=measure, sparsities=sorted({*DEFAULT_POINTS, sparsity} - {0.0}))
         threshold = -math.inf if sparsity == 0.0 else _interpolate(state.dial, sparsity)
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
@@ -238,12 +241,29 @@ def _edge(index: int) -> float:
     return value if math.isfinite(value) else math.copysign(torch.finfo(torch.float32).max, index - _NUM_BINS // 2)
 
 
+def _table(passes: Sequence[tuple[float, MarginHistogram]]) -> list[tuple[float, float]]:
+    """Return the measured points and, between each two, points that follow the density of the margins at both."""
+    table = [(found.sparsity, threshold) for threshold, found in passes]
+    for (_, low), (_, high) in pairwise(passes):
+        for step in range(1, _POINTS_BETWEEN + 1):
+            share = step / (_POINTS_BETWEEN + 1)
+            sparsity = low.sparsity + share * (high.sparsity - low.sparsity)
+            threshold = (1 - share) * low.threshold(sparsity) + share * high.threshold(sparsity)
+            table.append((sparsity, threshold))
+    return table
+
+
 def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points by threshold, without those that measured no more than an earlier one."""
-    dial: list[tuple[float, float]] = []
-    for sparsity, threshold in sorted(table, key=lambda point: point[1]):
-        if not dial or (sparsity > dial[-1][0] and threshold > dial[-1][1]):
-            dial.append((sparsity, threshold))
+    """Return the points by threshold, without those that break the order; the argmax point always stays."""
+    by_threshold = sorted(table, key=lambda point: point[1])
+    argmax = next(point for point in by_threshold if point[1] == 0.0)
+    dial = [argmax]
+    for point in by_threshold:
+        if point[1] > dial[-1][1] and point[0] > dial[-1][0]:
+            dial.append(point)
+    for point in reversed(by_threshold):
+        if point[1] < dial[0][1] and point[0] < dial[0][0]:
+            dial.insert(0, point)
     return dial
 
 

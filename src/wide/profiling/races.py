@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,22 @@ def _sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shares)
 
 
+def _sdpa_step(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _sdpa(backend, q[:, :, None], k, v, is_causal=False)[:, :, 0]
+
+
+def _token_major_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _sdpa("flash", q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _reorder_and_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return attention_prefill(q, k, v, reorder_sequences(mask, backend="triton"), backend="triton")
+
+
+def _matrix_vector(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.mv(weight, x[0])[None]
+
+
 _PREFILL_TILES = (
     PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2, uses_tma=True),
     PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=3, uses_tma=True),
@@ -97,26 +114,18 @@ def prefill_races(*, quick: bool) -> Iterator[Race]:
         repeated = [heads_first[0], *(t.repeat_interleave(4, 1) for t in heads_first[1:])]
         dense = reorder_sequences(torch.ones_like(mask), backend="triton")
         candidates: dict[str, Sequence[Call]] = {
-            "dense cudnn": [lambda a=heads_first: _sdpa("cudnn", *a, is_causal=True)],
-            "dense cudnn, repeated KV": [lambda a=repeated: _sdpa("cudnn", *a, is_causal=True)],
-            "dense flash": [lambda a=heads_first: _sdpa("flash", *a, is_causal=True)],
-            "operator, reorder charged": [
-                lambda q=q, k=k, v=v, m=mask: attention_prefill(
-                    q, k, v, reorder_sequences(m, backend="triton"), backend="triton"
-                )
-            ],
-            "operator, nothing skipped": [
-                lambda q=q, k=k, v=v, d=dense: attention_prefill(q, k, v, d, backend="triton")
-            ],
+            "dense cudnn": [partial(_sdpa, "cudnn", *heads_first, is_causal=True)],
+            "dense cudnn, repeated KV": [partial(_sdpa, "cudnn", *repeated, is_causal=True)],
+            "dense flash": [partial(_sdpa, "flash", *heads_first, is_causal=True)],
+            "operator, reorder charged": [partial(_reorder_and_attend, q, k, v, mask)],
+            "operator, nothing skipped": [partial(attention_prefill, q, k, v, dense, backend="triton")],
         }
         tiles = _PREFILL_TILES[:4] if quick else _PREFILL_TILES
-        candidates |= {
-            _name(t): [lambda t=t, a=(q, k, v, order): attention_prefill(*a, backend="triton", tile=t)] for t in tiles
-        }
+        candidates |= {_name(t): [partial(attention_prefill, q, k, v, order, backend="triton", tile=t)] for t in tiles}
         yield Race(
             name=f"prefill T={length} p={active}",
             candidates=candidates,
-            wanted=lambda a=repeated: _sdpa("flash", *a, is_causal=True).transpose(1, 2),
+            wanted=partial(_token_major_flash, *repeated),
             executes=mask.repeat_interleave(QUERY_HEADS // KV_HEADS, 2),
             flop=active * 2.0 * length * (length + 1) * QUERY_HEADS * HEAD_DIM,
             bytes_moved=0.0,
@@ -156,7 +165,7 @@ def decode_races(*, quick: bool) -> Iterator[Race]:
         lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
 
         def dense(backend: str, q: torch.Tensor = q, caches: list[torch.Tensor] = caches) -> list[Call]:
-            return [lambda c=c: _sdpa(backend, q[:, :, None], c[0], c[1], is_causal=False)[:, :, 0] for c in caches]
+            return [partial(_sdpa_step, backend, q, c[0], c[1]) for c in caches]
 
         def ours(
             mask: torch.Tensor | None,
@@ -165,10 +174,7 @@ def decode_races(*, quick: bool) -> Iterator[Race]:
             views: Any = views,
             lengths: torch.Tensor = lengths,
         ) -> list[Call]:
-            def call(k: torch.Tensor, v: torch.Tensor) -> Call:
-                return lambda: attention_decode(q, k, v, lengths, mask, backend="triton", tile=tile)
-
-            return [call(k, v) for k, v in views]
+            return [partial(attention_decode, q, k, v, lengths, mask, backend="triton", tile=tile) for k, v in views]
 
         candidates: dict[str, Sequence[Call]] = {
             "dense cudnn": dense("cudnn"),
@@ -226,9 +232,9 @@ def _weights(parts: int, width: int, width_in: int, active: float) -> list[torch
 
 
 def _cublas(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Sequence[Call]]:
-    peers: dict[str, Sequence[Call]] = {"dense cublas": [lambda w=w: linear(x, w) for w in weights]}
+    peers: dict[str, Sequence[Call]] = {"dense cublas": [partial(linear, x, w) for w in weights]}
     if x.shape[0] == 1:
-        peers["dense cublas, matrix-vector"] = [lambda w=w: torch.mv(w, x[0])[None] for w in weights]
+        peers["dense cublas, matrix-vector"] = [partial(_matrix_vector, w, x) for w in weights]
     return peers
 
 
@@ -251,9 +257,9 @@ def _mn_race(
 
     candidates = _cublas(x, weights)
     copies = [arguments(weight) for weight in weights]
-    candidates["operator"] = [lambda a=a: gemv_mn(**a, backend="triton") for a in copies]
+    candidates["operator"] = [partial(gemv_mn, **a, backend="triton") for a in copies]
     for tile in tiles:
-        candidates[_name(tile)] = [lambda t=tile, a=a: gemv_mn(**a, backend="triton", tile=t) for a in copies]
+        candidates[_name(tile)] = [partial(gemv_mn, **a, backend="triton", tile=tile) for a in copies]
     return Race(
         name=f"gemv {name} M={num_rows} G={size} p=0.5",
         candidates=candidates,
@@ -272,12 +278,12 @@ def _k_race(name: str, num_rows: int, width: int, width_in: int, size: int, tile
     grouped = [w.view(width, width_in // size, size).transpose(0, 1).contiguous() for w in weights]
     h = _normal(num_rows, width_in) * mask.repeat_interleave(size, 1)
     candidates = _cublas(h, weights)
-    candidates["operator"] = [lambda w=w: gemv_k(h, w, mask, backend="triton") for w in weights]
-    candidates["operator, grouped weights"] = [lambda w=w: gemv_k(h, w, mask, backend="triton") for w in grouped]
+    candidates["operator"] = [partial(gemv_k, h, w, mask, backend="triton") for w in weights]
+    candidates["operator, grouped weights"] = [partial(gemv_k, h, w, mask, backend="triton") for w in grouped]
     for tile in tiles:
         for layout, copies in (("", weights), (" grouped", grouped)):
             candidates[_name(tile) + layout] = [
-                lambda t=tile, w=w: gemv_k(h, w, mask, backend="triton", tile=t) for w in copies
+                partial(gemv_k, h, w, mask, backend="triton", tile=tile) for w in copies
             ]
     return Race(
         name=f"gemv {name} M={num_rows} G={size} p=0.5",

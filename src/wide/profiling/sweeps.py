@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from wide.kernels.contract import Case
 from wide.kernels.gemm_k import KTile, gemm_k
 from wide.kernels.gemm_mn import MnTile, gemm_mn
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
 from wide.kernels.reordering import PatternReordering
+from wide.kernels.tuning import Choice
 
 HIDDEN = 4096
 FFN = 14336
@@ -25,11 +27,15 @@ class Sweep:
 
     Args:
         name: For example 'gate_up G=128 M=4096'.
-        peer: Name of the dense candidate.
+        peer: Name of the candidate that ratios refer to.
         candidates: Calls by name; each charges its reordering.
         flop: Operations of active pairs; 0 if a rate means nothing.
         error: Relative error of a result against the peer's on executed places; None compares nothing.
         facts: Shape and mask, for the records.
+        wanted: Name of the candidate whose result the others must equal, if it is not the peer's.
+        operator: Name under which the fastest choice is kept.
+        case: The shape under which it is kept; None keeps nothing.
+        choices: What a candidate stands for, by its name.
     """
 
     name: str
@@ -38,6 +44,10 @@ class Sweep:
     flop: float
     error: Callable[[torch.Tensor, torch.Tensor], float] | None
     facts: dict[str, float] = field(default_factory=dict)
+    wanted: str = ""
+    operator: str = ""
+    case: Case | None = None
+    choices: dict[str, Choice] = field(default_factory=dict)
 
 
 def _mask(num_rows: int, num_groups: int, active: float) -> torch.Tensor:
@@ -73,7 +83,7 @@ def reorder_sweeps(rows: tuple[int, ...]) -> Iterator[Sweep]:
             "112 groups with rank": lists(ffn, True),
             "8 groups": lists(attention, False),
             "8 groups, per sequence": sequences(attention),
-            **{f"patterns of {s}, 112 groups": patterns(ffn, s, False) for s in (1, 4, 8)},
+            **{f"patterns of {s}, 112 groups": patterns(ffn, s, False) for s in (1, 4, 5, 6, 8)},
             "patterns of 8, 8 groups": patterns(attention, 8, True),
         }
         facts = {"num_rows": float(num_rows)}
@@ -83,23 +93,25 @@ def reorder_sweeps(rows: tuple[int, ...]) -> Iterator[Sweep]:
 
 
 _MN_GATED_TILES = (
-    (128, MnTile(128, 64, 4, 8, 1, 1)),
-    (128, MnTile(128, 64, 3, 8, 1, 1)),
     (128, MnTile(128, 64, 4, 8, 1, 2)),
     (128, MnTile(128, 64, 3, 8, 1, 2)),
-    (128, MnTile(128, 64, 4, 8, 1, 0)),
-    (128, MnTile(64, 64, 3, 4, 2, 1)),
+    (128, MnTile(128, 64, 4, 8, 1, 1)),
+    (128, MnTile(64, 64, 3, 4, 2, 2)),
+    (64, MnTile(128, 64, 4, 4, 1, 2)),
+    (64, MnTile(128, 64, 2, 4, 2, 2)),
     (64, MnTile(128, 64, 4, 4, 1, 1)),
-    (64, MnTile(128, 64, 2, 4, 2, 1)),
-    (256, MnTile(64, 64, 3, 8, 1, 1)),
+    (64, MnTile(64, 64, 4, 4, 2, 2)),
 )
 _MN_PLAIN_TILES = (
     (128, MnTile(256, 64, 4, 8, 1, 1)),
     (128, MnTile(256, 64, 3, 8, 1, 1)),
     (128, MnTile(128, 64, 3, 4, 2, 1)),
-    (256, MnTile(128, 64, 4, 8, 1, 1)),
-    (256, MnTile(128, 64, 3, 8, 1, 1)),
+    (64, MnTile(256, 64, 5, 4, 1, 1)),
     (64, MnTile(256, 64, 4, 4, 1, 1)),
+    (64, MnTile(256, 64, 2, 4, 2, 1)),
+    (64, MnTile(128, 64, 4, 4, 2, 1)),
+    (64, MnTile(128, 64, 3, 4, 3, 1)),
+    (64, MnTile(64, 64, 4, 4, 3, 1)),
 )
 
 
@@ -155,8 +167,11 @@ def _mn_sweep(
         return _relative(got[: in_groups.shape[0]], in_groups)
 
     candidates = {"dense": dense}
+    choices = {"dense": Choice(backend="dense")}
     for block_m, tile in tiles:
-        candidates[f"{block_m}x{_fields(tile)}"] = sparse(block_m, tile, False, False)
+        candidate = f"{block_m}x{_fields(tile)}"
+        candidates[candidate] = sparse(block_m, tile, False, False)
+        choices[candidate] = Choice(backend="triton", tile=tuple(tile), block_m=block_m)
     block_m, tile = tiles[0]
     candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
     candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
@@ -168,6 +183,19 @@ def _mn_sweep(
         flop=flop,
         error=error,
         facts={"num_rows": float(x.shape[0]), "group_size": float(group_size), "active": active},
+        operator="gemm_mn",
+        case=Case(
+            sizes={
+                "num_rows": x.shape[0],
+                "num_groups": num_groups,
+                "group_size": group_size,
+                "depth": x.shape[1],
+            },
+            dtype=x.dtype,
+            active=active,
+            options={} if up_weight is None else {"gated": True},
+        ),
+        choices=choices,
     )
 
 
@@ -175,14 +203,27 @@ def _fields(tile: MnTile | KTile) -> str:
     return "x".join(str(value) for value in tile)
 
 
-_K_TILES = (
+_DOWN_TILES = (
+    (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
+    (64, KTile(128, 64, 3, 4, 2, 1, run=8)),
+    (64, KTile(128, 64, 3, 4, 3, 1)),
+    (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
     (128, KTile(128, 64, 3, 4, 2, 1)),
-    (128, KTile(256, 64, 3, 8, 1, 1)),
+    (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
     (128, KTile(256, 64, 4, 8, 1, 1)),
-    (64, KTile(256, 64, 2, 4, 2, 1)),
-    (64, KTile(128, 64, 4, 4, 2, 1)),
-    (256, KTile(128, 64, 4, 8, 1, 1)),
 )
+_OUTPUT_TILES = (
+    (64, KTile(128, 64, 4, 4, 2, 1)),
+    (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
+    (64, KTile(256, 64, 4, 4, 1, 1)),
+    (64, KTile(256, 64, 2, 4, 2, 1)),
+    (128, KTile(256, 64, 4, 8, 1, 1)),
+    (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
+    (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
+)
+# Groups in a super-block that are worth trying, by group size.
+_DOWN_BLOCKS = {128: (4, 5, 6, 8), 256: (3, 4, 5)}
+_DOWN_BLOCKS_QUICK = {128: (4, 6), 256: (4,)}
 
 
 def gemm_k_sweeps(rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
@@ -190,13 +231,13 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
     down = _normal(HIDDEN, FFN, scale=FFN**-0.5)
     output = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
-        slabs = (HIDDEN,) if num_rows <= 1024 else (1024, HIDDEN) if num_rows <= 4096 else (256, 512, 1024)
-        for group_size in (128, 256):
-            blocks = (4, 8) if quick else ((4, 6, 8) if group_size == 128 else (2, 4, 6))
-            variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _K_TILES for slab in slabs]
+        # Slabs of 16 and 32 MB (or everything).
+        slabs = sorted({min(HIDDEN, 2**22 // num_rows), min(HIDDEN, 2**23 // num_rows)})
+        for group_size, blocks in (_DOWN_BLOCKS_QUICK if quick else _DOWN_BLOCKS).items():
+            variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _DOWN_TILES for slab in slabs]
             yield _k_sweep("down", down, num_rows, group_size, variants)
-        variants = [(8, m, t) for m, t in _K_TILES]
-        variants += [(4, m, t._replace(slab=slab)) for m, t in _K_TILES[:2] for slab in slabs]
+        variants = [(8, m, t) for m, t in _OUTPUT_TILES]
+        variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (_DOWN_TILES[0], _DOWN_TILES[3], _DOWN_TILES[5])]
         yield _k_sweep("o", output, num_rows, ATTENTION_GROUP, variants)
 
 
@@ -236,12 +277,20 @@ def _k_sweep(
 
         return run
 
+    # A dense model multiplies no zeros, and zeros draw less power: the peer is the former, our fallback the latter.
+    full = values.view(num_rows, -1)
     candidates: dict[str, Run] = {
-        "dense": lambda: gemm_k(zeros, weight, unused, group_size=group_size, backend="dense"),
+        "dense": lambda: gemm_k(full, weight, unused, group_size=group_size, backend="dense"),
+        "dense on zeros": lambda: gemm_k(zeros, weight, unused, group_size=group_size, backend="dense"),
         "dense with select": lambda: gemm_k(holes, weight, unused, group_size=group_size, mask=mask, backend="dense"),
     }
+    choices = {"dense on zeros": Choice(backend="dense")}
     for groups_per_block, block_m, tile in variants:
-        candidates[f"s={groups_per_block} {block_m}x{_fields(tile)}"] = sparse(groups_per_block, block_m, tile, False)
+        candidate = f"s={groups_per_block} {block_m}x{_fields(tile)}"
+        candidates[candidate] = sparse(groups_per_block, block_m, tile, False)
+        choices[candidate] = Choice(
+            backend="triton", tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
+        )
     candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
     return Sweep(
         name=f"{name} G={group_size} p=0.5 M={num_rows}",
@@ -250,4 +299,16 @@ def _k_sweep(
         flop=2.0 * mask.sum().item() * group_size * weight.shape[0],
         error=_relative,
         facts={"num_rows": float(num_rows), "group_size": float(group_size), "active": 0.5},
+        wanted="dense on zeros",
+        operator="gemm_k",
+        case=Case(
+            sizes={
+                "num_rows": num_rows,
+                "num_groups": num_groups,
+                "group_size": group_size,
+                "width": weight.shape[0],
+            },
+            dtype=weight.dtype,
+        ),
+        choices=choices,
     )

@@ -63,7 +63,8 @@ def _header(run: Selection) -> str:
     if run.records:
         last = run.records[-1]
         facts["device"] = facts["device"] or last.device
-        facts["versions"] = ", ".join(f"{name} {version}" for name, version in (last.versions or {}).items())
+        versions = next((record.versions for record in reversed(run.records) if record.versions), {})
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
         facts["date"] = last.time
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value)
     return f"<dl>{rows}</dl>"

@@ -18,7 +18,9 @@ from wide.models.measures import Measure
 from wide.training.parallel import DataParallel
 from wide.training.trainer import split_batch
 
-_TOKENS = 16_384
+# Of the tokens that the stage read, one in so many is read again to calibrate, within these bounds.
+_SHARE = 32
+_MIN_TOKENS, _MAX_TOKENS = 4_096, 65_536
 _TOLERANCE = 0.005
 
 
@@ -36,7 +38,7 @@ def meet_target(
         model: An attached model.
         batches: Calibration text, the same on all processes.
         objective: Whose target is to be met; for 'uniform', the mean of the two halves.
-        adjust: Whether the threshold may leave 0.
+        adjust: Whether the threshold is chosen here, 0 or the dial's; otherwise it stays as it is.
         parallel: The processes of the run; all end with the thresholds of the first.
     """
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
@@ -44,9 +46,13 @@ def meet_target(
     points = sorted({*DEFAULT_POINTS, target} - {0.0})
     dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)
     argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
-    threshold, reached = 0.0, argmax
-    if adjust and abs(argmax - target) > _TOLERANCE and dial[0][0] <= target <= dial[-1][0]:
-        threshold = set_sparsity(model, target)
+    threshold = attachment(model).routers()[0].threshold
+    if adjust:
+        # A target beyond the dial's ends leaves the argmax routing, and the record says what it skips.
+        in_range = dial[0][0] - _TOLERANCE <= target <= dial[-1][0] + _TOLERANCE
+        threshold = set_sparsity(model, target) if in_range and abs(argmax - target) > _TOLERANCE else 0.0
+    reached = argmax
+    if threshold != 0.0:
         reached = measure_sparsity(model, batches, threshold, measure=measure, include_fixed=objective.include_fixed)
     threshold = _agree(threshold, parallel)
     set_sparsity(model, threshold=threshold)
@@ -64,11 +70,12 @@ def meet_target(
 def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micro_batch_size: int) -> list[TokenBatch]:
     """Return the batches that training would have read next, in pieces that fit in memory."""
     batches: list[TokenBatch] = []
-    tokens = 0
-    while tokens < _TOKENS:
+    tokens, wanted = 0, _MIN_TOKENS
+    while tokens < wanted:
         batch = source.batch_at(step + len(batches), batch_size=batch_size)
         batches.append(batch)
         tokens += batch.input_ids.numel()
+        wanted = min(max(step * batch.input_ids.numel() // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
     return [piece for batch in batches for piece in split_batch(batch, micro_batch_size)]
 
 

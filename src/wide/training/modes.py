@@ -1,10 +1,11 @@
 """What a model looks like while it is trained, and the way back: who is trainable, who samples, who recomputes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from wide.errors import ConfigError
@@ -54,6 +55,20 @@ def training_mode(model: nn.Module, *, routers: bool, gradient_checkpointing: bo
             module.training = training
         for parameter, requires_grad in gradients:
             parameter.requires_grad_(requires_grad)
+
+
+def forward_precision(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which LoRA multiplies in bfloat16 beside a bfloat16 base on a GPU; its matrices stay float32.
+
+    In float32, the two small products of LoRA would cost more than the base layer. Routers compute in float32 anyway.
+
+    Args:
+        model: An attached model, with or without LoRA.
+    """
+    weight = next(model.parameters())
+    if attachment(model).lora is None or weight.dtype != torch.bfloat16 or weight.device.type != "cuda":
+        return nullcontext()
+    return torch.autocast(weight.device.type, dtype=torch.bfloat16)
 
 
 @contextmanager

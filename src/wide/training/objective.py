@@ -27,8 +27,9 @@ from wide.models.lora import without_lora
 from wide.models.measures import half_weights
 from wide.models.observe import bypass, observe
 from wide.routing import Routing
+from wide.training.modes import forward_precision
 from wide.training.parallel import DataParallel
-from wide.training.token_loss import num_targets, token_losses
+from wide.training.token_loss import token_losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +74,11 @@ class Objective:
         self.config = config
         self._parallel = parallel or DataParallel()
         self._routers = attachment(model).routers()
+        device = next(model.parameters()).device
         # Rows: the terms of the sparsity loss, then mean attention and mean FFN rates for the report.
-        self._num_terms, self._rows = self._weights()
+        self._num_terms, rows = self._weights()
+        self._rows = rows.to(device)
+        self._groups = _group_shares([router.num_groups for router in self._routers]).to(device)
 
     def __call__(
         self,
@@ -90,7 +94,8 @@ class Objective:
         Args:
             batch: This process's tokens, on the model's device; padding (`valid` False) counts nowhere.
             target: Sparsity wanted at this step; None means that of the configuration.
-            targets_in_step: Target tokens of the whole step over all processes; None means this batch is the step.
+            targets_in_step: Target tokens of the whole step over all processes, at least 1; None means this batch is
+                the step.
             micro_batches: Forwards in the step.
             padded: Whether the batch holds padding; None looks, which waits for the device.
         """
@@ -99,17 +104,16 @@ class Objective:
         # Without padding no mask is handed over: it would cost the fast attention kernels.
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.valid.long() if padded else None}
         teacher = self._dense_logits(inputs) if self.config.distillation else None
-        with observe(self._model) as routing:
+        with observe(self._model) as routing, forward_precision(self._model):
             logits = self._model(**inputs, use_cache=False).logits
         labels = target_labels(batch)
         token_sum, entropy, divergence = token_losses(
             logits, labels, teacher=teacher, distillation=self.config.distillation
         )
         if targets_in_step is None:
-            counted = torch.tensor(float(num_targets(labels)), device=logits.device)
-            targets_in_step = self._parallel.sum(counted)
-        skipped = self._skipped(routing, batch.valid)
+            targets_in_step = self._parallel.sum((labels[:, 1:] != IGNORED).sum().float())
         tokens = batch.valid.sum().float()
+        skipped = tokens - self._executed(routing, batch.valid)
         total = self._parallel.sum(
             torch.cat([torch.stack([token_sum.detach(), entropy, divergence, tokens]), skipped.detach()])
         )
@@ -117,7 +121,8 @@ class Objective:
         wanted = self.config.sparsity if target is None else target
         distance = (wanted - rates[: self._num_terms]).abs().sum() / self._num_terms
         sparsity_loss = self.config.weight / micro_batches * distance
-        targets_in_step = torch.as_tensor(targets_in_step, device=logits.device).clamp(min=1)
+        if isinstance(targets_in_step, Tensor):
+            targets_in_step = targets_in_step.clamp(min=1)
         loss = self._parallel.world * token_sum / targets_in_step + sparsity_loss
         rates = rates.detach()
         return loss, Measured(
@@ -129,14 +134,12 @@ class Objective:
             ffn=rates[-1],
         )
 
-    def _skipped(self, routing: Routing, valid: Tensor) -> Tensor:
-        """Return the skipped decisions per group of each routed half, `[halves]` float32, with gradient."""
-        weights = valid.float().unsqueeze(-1)
-        skipped = []
-        for router in self._routers:
-            mask = getattr(routing[router.layer_index], router.half_layer)
-            skipped.append(((1.0 - mask.float()) * weights).sum() / router.num_groups)
-        return torch.stack(skipped)
+    def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
+        """Return how many groups' worth of tokens each routed half executes, `[halves]` float32, with gradient."""
+        masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
+        # One product over all groups of all layers, instead of a handful of kernels for each half.
+        per_group = valid.flatten().float() @ torch.cat(masks, dim=-1).flatten(0, 1).float()
+        return self._groups @ per_group
 
     def _rates(self, skipped: Tensor, skipped_everywhere: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows' skip rates over all processes, with this process's part of the gradient."""
@@ -144,7 +147,7 @@ class Objective:
         local = skipped / tokens
         # The value is global; the gradient is this process's share times the number of processes, for averaging.
         rates = skipped_everywhere / tokens + self._parallel.world * (local - local.detach())
-        return self._rows.to(rates.device) @ rates
+        return self._rows @ rates
 
     def _weights(self) -> tuple[int, Tensor]:
         kinds = [router.half_layer for router in self._routers]
@@ -167,10 +170,15 @@ class Objective:
         return len(terms), torch.tensor([*terms, *by_kind], dtype=torch.float32)
 
     def _dense_logits(self, inputs: dict[str, Tensor | None]) -> Tensor:
-        with torch.no_grad(), bypass(self._model), without_lora(self._model):
+        with torch.no_grad(), bypass(self._model), without_lora(self._model), forward_precision(self._model):
             return self._model(**inputs, use_cache=False).logits
 
 
 def target_labels(batch: TokenBatch) -> Tensor:
     """Return the labels `[B, T]` with padding ignored, whatever they said there."""
     return batch.labels.where(batch.valid, IGNORED)
+
+
+def _group_shares(num_groups: list[int]) -> Tensor:
+    """Return the matrix `[halves, sum of N_G]` that averages over the groups of each half."""
+    return torch.block_diag(*(torch.full((1, count), 1.0 / count) for count in num_groups))

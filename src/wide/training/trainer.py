@@ -186,7 +186,7 @@ class Trainer:
         self._tokens_per_step = batch.input_ids.numel() * parallel.world
         parts = split_batch(batch, self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
-        targets = parallel.sum(torch.tensor(float(num_targets(target_labels(batch))), device=self._device))
+        targets = parallel.sum(torch.full((), float(num_targets(target_labels(batch))), device=self._device))
         self._optimizer.zero_grad(set_to_none=True)
         measured = torch.zeros(len(_MEASURED) + 1, device=self._device)
         for part in parts:

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_inputs import score_factors
 from wide.kernels.device import device_facts
 from wide.kernels.head_units import HeadUnits
 
-_LOG2_E = 1.4426950408889634
 # Rows of the smallest matrix fragment.
 _MIN_ROWS = 16
 # Partial results that the merge takes at a time.
@@ -316,23 +316,16 @@ def attention_decode(
     num_pairs = batch * units.num_units
     num_programs = device_facts(q.device).num_sms * tile.programs_per_sm
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    parts = torch.empty((num_programs + num_pairs) * heads * (head_dim + 2), dtype=torch.float32, device=q.device)
-    part_out, part_max, part_sum = parts.split(
-        [(num_programs + num_pairs) * heads * head_dim] + 2 * [(num_programs + num_pairs) * heads]
-    )
+    parts = _partial_results((num_programs + num_pairs) * heads, head_dim, q.device)
     ends = torch.empty(num_pairs, dtype=torch.int32, device=q.device)
-    factor = head_dim**-0.5 if scale is None else scale
-    log_scale, cap_in, cap_out = factor * _LOG2_E, 1.0, 1.0
-    if soft_cap is not None:
-        log_scale, cap_in, cap_out = _LOG2_E, 2.0 * _LOG2_E * factor / soft_cap, soft_cap
     block_d = triton.next_power_of_2(head_dim)
+    shape = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "MIN_BLOCKS": tile.min_blocks}
+    has = {"HAS_STARTS": starts is not None, "HAS_WINDOW": window is not None, "HAS_CAP": soft_cap is not None}
     _attend_share[(num_programs,)](
         q,
         k,
         v,
-        part_out,
-        part_max,
-        part_sum,
+        *parts,
         ends,
         lengths,
         lengths if starts is None else starts,
@@ -343,39 +336,26 @@ def attention_decode(
         0 if mask is None else mask.stride(0),
         num_pairs,
         0 if window is None else window,
-        log_scale,
-        cap_in,
-        cap_out,
+        *score_factors(scale, soft_cap, head_dim),
         PAIRS=triton.next_power_of_2(num_pairs),
         NUM_UNITS=units.num_units,
         NUM_GROUPS=num_groups,
         NUM_KV_HEADS=units.num_kv_heads,
-        HEADS=heads,
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)),
-        D=head_dim,
-        BLOCK_D=block_d,
         BLOCK_N=tile.block_n,
-        MIN_BLOCKS=tile.min_blocks,
         HAS_MASK=mask is not None,
-        HAS_STARTS=starts is not None,
-        HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None,
+        **shape,
+        **has,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     _merge_parts[(num_pairs, heads)](
-        out,
-        part_out,
-        part_max,
-        part_sum,
-        ends,
-        num_pairs,
-        num_programs,
-        HEADS=heads,
-        D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_P=_MERGE_BLOCK,
-        MIN_BLOCKS=tile.min_blocks,
-        num_warps=4,
+        out, *parts, ends, num_pairs, num_programs, BLOCK_P=_MERGE_BLOCK, **shape, num_warps=4
     )
     return out
+
+
+def _partial_results(num_slots: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return room for outputs, maxima and sums, cut from one allocation."""
+    room = torch.empty(num_slots * (head_dim + 2), dtype=torch.float32, device=device)
+    return room.split([num_slots * head_dim, num_slots, num_slots])

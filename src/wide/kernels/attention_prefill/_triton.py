@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from wide.kernels.attention_inputs import score_factors
 from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.head_units import HeadUnits
 
 # Units whose programs run side by side: enough to fill a GPU, few enough that their K and V stay in the L2 cache.
 _BAND = 16
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -211,9 +211,14 @@ def _attention_prefill(
     row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    middle = 0
+    # Blocks with an element-wise mask, then without, then with one again.
+    middle = low
     if HAS_STARTS or HAS_WINDOW:
-        middle = tl.minimum(tl.cdiv(low_full, BLOCK_N) * BLOCK_N, tl.cdiv(high, BLOCK_N) * BLOCK_N)
+        middle = tl.minimum(tl.cdiv(low_full, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
+    high_full = tl.maximum(high_full, middle)
+    for phase in tl.static_range(0 if HAS_STARTS or HAS_WINDOW else 1, 3):
+        begin = low if phase == 0 else (middle if phase == 1 else high_full)
+        end = middle if phase == 0 else (high_full if phase == 1 else high)
         acc, row_max, row_sum = _attend(
             acc,
             row_max,
@@ -222,8 +227,8 @@ def _attention_prefill(
             K,
             V,
             position,
-            low,
-            middle,
+            begin,
+            end,
             first,
             T_k,
             kv_head,
@@ -237,71 +242,12 @@ def _attention_prefill(
             D,
             BLOCK_N,
             BLOCK_D,
-            True,
+            phase != 1,
             IS_CAUSAL,
             HAS_WINDOW,
             HAS_CAP,
             USES_TMA,
         )
-    high_full = tl.maximum(high_full, middle)
-    acc, row_max, row_sum = _attend(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        K,
-        V,
-        position,
-        middle,
-        high_full,
-        first,
-        T_k,
-        kv_head,
-        b,
-        stride_kt,
-        stride_vt,
-        window,
-        scale,
-        cap_in,
-        cap_out,
-        D,
-        BLOCK_N,
-        BLOCK_D,
-        False,
-        IS_CAUSAL,
-        HAS_WINDOW,
-        HAS_CAP,
-        USES_TMA,
-    )
-    acc, row_max, row_sum = _attend(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        K,
-        V,
-        position,
-        high_full,
-        high,
-        first,
-        T_k,
-        kv_head,
-        b,
-        stride_kt,
-        stride_vt,
-        window,
-        scale,
-        cap_in,
-        cap_out,
-        D,
-        BLOCK_N,
-        BLOCK_D,
-        True,
-        IS_CAUSAL,
-        HAS_WINDOW,
-        HAS_CAP,
-        USES_TMA,
-    )
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     out_row = (b.to(tl.int64) * T_q + token) * (NUM_UNITS * HEADS) + head
     tl.store(OUT + out_row[:, None] * D + offsets_d[None, :], acc.to(OUT.dtype.element_ty), mask=cell)
@@ -332,10 +278,6 @@ def attention_prefill(
     num_pairs = batch * units.num_units
     band = min(num_pairs, _BAND)
     block_d = triton.next_power_of_2(head_dim)
-    factor = head_dim**-0.5 if scale is None else scale
-    log_scale, cap_in, cap_out = factor * _LOG2_E, 1.0, 1.0
-    if soft_cap is not None:
-        log_scale, cap_in, cap_out = _LOG2_E, 2.0 * _LOG2_E * factor / soft_cap, soft_cap
     _attention_prefill[(triton.cdiv(num_pairs, band) * band * max_tiles,)](
         q,
         _source(k, tile, block_d),
@@ -353,9 +295,7 @@ def attention_prefill(
         max_tiles,
         band,
         0 if window is None else window,
-        log_scale,
-        cap_in,
-        cap_out,
+        *score_factors(scale, soft_cap, head_dim),
         NUM_UNITS=units.num_units,
         NUM_GROUPS=units.num_groups,
         NUM_KV_HEADS=units.num_kv_heads,
@@ -368,7 +308,7 @@ def attention_prefill(
         HAS_WINDOW=window is not None,
         HAS_STARTS=starts is not None,
         HAS_CAP=soft_cap is not None,
-        USES_TMA=tile.uses_tma,
+        USES_TMA=bool(tile.uses_tma),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

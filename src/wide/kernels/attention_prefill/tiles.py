@@ -7,6 +7,8 @@ import torch
 from wide.kernels.device import DeviceFacts
 
 _TMA_CAPABILITIES = (90, 100)
+# Bytes that a block may use on data-centre parts, but not on sm_89 and sm_120.
+_LARGE_SHARED_MEMORY = 160 * 1024
 
 
 class PrefillTile(NamedTuple):
@@ -17,14 +19,14 @@ class PrefillTile(NamedTuple):
         block_n: Keys in one step.
         num_warps: Warps of a program.
         num_stages: Depth of the load pipeline over keys.
-        uses_tma: Whether K and V are read through tensor descriptors (sm_90 and newer).
+        uses_tma: 1 if K and V are read through tensor descriptors (sm_90 and newer), else 0.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    uses_tma: bool = False
+    uses_tma: int = 0
 
 
 def can_use_tma(facts: DeviceFacts, tensor: torch.Tensor) -> bool:
@@ -34,16 +36,21 @@ def can_use_tma(facts: DeviceFacts, tensor: torch.Tensor) -> bool:
 
 
 def default_tile(facts: DeviceFacts, head_dim: int, *, uses_tma: bool) -> PrefillTile:
-    """Return the tile for a device and head size; the host's is small because the interpreter is slow."""
+    """Return the largest tile that does not spill on the device; the host's is small for the interpreter's sake."""
     if facts.capability == 0:
         return PrefillTile(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    if facts.shared_memory_bytes < 160 * 1024:
+    if facts.capability < 90 or facts.shared_memory_bytes < _LARGE_SHARED_MEMORY:
         if head_dim > 128:
-            return PrefillTile(block_m=64, block_n=32, num_warps=4, num_stages=2)
-        return PrefillTile(block_m=128, block_n=64 if head_dim <= 64 else 32, num_warps=8, num_stages=2)
+            return PrefillTile(block_m=32, block_n=32, num_warps=4, num_stages=2)
+        if facts.shared_memory_bytes < _LARGE_SHARED_MEMORY:
+            block_m, block_n = (128, 64) if head_dim <= 64 else (64, 32)
+            return PrefillTile(block_m=block_m, block_n=block_n, num_warps=8, num_stages=2)
+        return PrefillTile(block_m=128, block_n=64 if head_dim <= 64 else 32, num_warps=8, num_stages=3)
     if head_dim > 128:
-        block_n = 64 if facts.capability >= 90 else 32
-        return PrefillTile(block_m=128, block_n=block_n, num_warps=8, num_stages=2, uses_tma=uses_tma)
+        # Tensor memory of sm_100 holds what the registers of sm_90 do not.
+        if facts.capability >= 100 and uses_tma:
+            return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=2, uses_tma=True)
+        return PrefillTile(block_m=128, block_n=32, num_warps=8, num_stages=2)
     if uses_tma:
         return PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2, uses_tma=True)
     return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3)

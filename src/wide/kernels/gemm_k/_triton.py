@@ -1,5 +1,10 @@
-"""GEMM-K in Triton: tiles of pattern-sorted rows run the union of their groups, then write or reduce once."""
+"""GEMM-K in Triton: tiles of pattern-sorted rows run the union of their groups, then write or reduce once.
 
+Programs of one launch never wait for each other: everything that must be finished first (zeros, the reductions of a
+slab) is an earlier launch on the same stream.
+"""
+
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from wide.kernels.device import device_facts
 from wide.kernels.reordering import PatternReordering, Reordering
 
+# Shared memory through which a finished tile is rearranged for wide writes; larger tiles leave in pieces.
+_REARRANGED_BYTES = 32768
 # How a finished tile reaches the output.
 _STORE, _REDUCE, _ADD = 0, 1, 2
 
@@ -53,7 +60,7 @@ def gemm_k(
             run(_Launch(total, 0, 0, width, _ADD, block=block))
         _drain(total, out, 0, bias, clears=False)
         return out
-    slab = min(tile[-1] or width, width)
+    slab = min(tile[6] or width, width)
     if out_dtype == torch.float32:
         out.zero_() if bias is None else out.copy_(bias.expand_as(out))
         for column in range(0, width, slab):
@@ -80,12 +87,15 @@ class _Runner(NamedTuple):
 
     def __call__(self, launch: _Launch) -> None:
         """Launch the kernel for some columns."""
-        block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by, _ = self.tile
+        block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by, _, run = self.tile
         order, packed = self.order, self.packed
         tma = weights_by == 1
         parts = launch.num_columns // block_n
+        # The last slab may be narrower: its run must divide it too.
+        run = math.gcd(parts, run)
+        pieces = triton.cdiv(order.block_m * block_n * 4, _REARRANGED_BYTES)
         capacity = order.tiles.shape[0] if launch.writes != _ADD else triton.cdiv(order.index.shape[1], order.block_m)
-        grid = (min(capacity * parts, ctas_per_sm * device_facts(self.h.device).num_sms),)
+        grid = (min(capacity * parts // run, ctas_per_sm * device_facts(self.h.device).num_sms),)
         _gemm_k_kernel[grid](
             self.h,
             TensorDescriptor.from_tensor(self.weight, [block_n, block_k]) if tma else self.weight,
@@ -100,7 +110,7 @@ class _Runner(NamedTuple):
             order.counts if packed is None else packed.rank,
             order.index.shape[1],
             self.weight.shape[1] // self.group_size,
-            parts,
+            parts // run,
             launch.column,
             launch.out_column,
             launch.block,
@@ -112,6 +122,8 @@ class _Runner(NamedTuple):
             BLOCK_M=order.block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
+            RUN=run,
+            PIECES=min(4, pieces),
             WRITES=launch.writes,
             PACKED=packed is not None,
             HAS_BIAS=launch.bias is not None,
@@ -141,6 +153,51 @@ def _union_of(pattern, S: tl.constexpr):
 
 
 @triton.jit
+def _write(
+    OUT, BIAS, values, targets, inside, column, first, WRITES: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr
+):
+    channels = first + tl.arange(0, WIDTH)
+    out = OUT + targets[:, None] + channels[None, :]
+    if WRITES == 1:
+        tl.atomic_add(out, values, mask=inside[:, None], sem="relaxed")
+    else:
+        if WRITES == 2:
+            values += tl.load(out, mask=inside[:, None], other=0.0)
+        if HAS_BIAS:
+            values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
+        tl.store(out, values.to(OUT.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    return values.reshape(ROWS, 2, WIDTH // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _write_tile(
+    OUT, BIAS, total, targets, inside, column, WRITES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    # A thread holds columns of every piece, so that cutting a tile moves nothing.
+    if PIECES == 1:
+        _write(OUT, BIAS, total, targets, inside, column, 0, WRITES, HAS_BIAS, WIDTH)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = _halves(total, ROWS, WIDTH)
+        if PIECES == 2:
+            _write(OUT, BIAS, left, targets, inside, column, 0, WRITES, HAS_BIAS, HALF)
+            _write(OUT, BIAS, right, targets, inside, column, HALF, WRITES, HAS_BIAS, HALF)
+        else:
+            QUARTER: tl.constexpr = WIDTH // 4
+            first, second = _halves(left, ROWS, HALF)
+            third, fourth = _halves(right, ROWS, HALF)
+            _write(OUT, BIAS, first, targets, inside, column, 0, WRITES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, second, targets, inside, column, QUARTER, WRITES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, third, targets, inside, column, HALF, WRITES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, fourth, targets, inside, column, HALF + QUARTER, WRITES, HAS_BIAS, QUARTER)
+
+
+@triton.jit
 def _gemm_k_kernel(
     H,
     W,
@@ -155,7 +212,7 @@ def _gemm_k_kernel(
     RANK,
     M,
     N_G,
-    parts,
+    runs,
     first_column,
     first_out_column,
     only_block,
@@ -167,6 +224,8 @@ def _gemm_k_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RUN: tl.constexpr,
+    PIECES: tl.constexpr,
     WRITES: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -177,34 +236,36 @@ def _gemm_k_kernel(
     ks = tl.arange(0, BLOCK_K)
     channels = tl.arange(0, BLOCK_N)
     if WRITES == 2:
-        num_tiles = tl.cdiv(tl.load(COUNTS + only_block), BLOCK_M) * parts
+        num_items = tl.cdiv(tl.load(COUNTS + only_block), BLOCK_M) * runs
     else:
-        num_tiles = tl.load(NUM_TILES) * parts
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        row_tile = tile // parts
+        num_items = tl.load(NUM_TILES) * runs
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        row_tile = item // runs
         block = only_block
         if WRITES != 2:
-            block = tl.load(TILES + 2 * (tile // parts))
-            row_tile = tl.load(TILES + 2 * (tile // parts) + 1)
+            block = tl.load(TILES + 2 * (item // runs))
+            row_tile = tl.load(TILES + 2 * (item // runs) + 1)
         count = tl.load(COUNTS + block)
         places = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = places < count
         listed = block * M + places
-        rows = tl.load(INDEX + listed, mask=places < count, other=0).to(tl.int64)
-        pattern = tl.load(PATTERNS + listed, mask=places < count, other=0)
+        rows = tl.load(INDEX + listed, mask=inside, other=0).to(tl.int64)
+        pattern = tl.load(PATTERNS + listed, mask=inside, other=0)
         groups, num_groups = _union_of(pattern, S)
-        part = (tile % parts) * BLOCK_N
-        column = first_column + part
         first_channel = block * (S * G)
         h_places = H + rows[:, None] * stride_h + ks[None, :]
         if not PACKED:
             h_places += first_channel
-        w_places = W
-        if not BY_TMA:
-            w_places = W + (column + channels).to(tl.int64)[:, None] * stride_w + (first_channel + ks)[None, :]
+        # A tile without any group still writes its zeros: it multiplies nothing but masked rows.
+        num_steps = tl.maximum(num_groups, 1) * STEPS
+        part = (item % runs) * (RUN * BLOCK_N)
+        step = 0
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(0, num_groups * STEPS):
+        # One loop over all column parts: the loads of the next part run while this one is written.
+        for _ in range(0, num_steps * RUN):
             member = (groups >> (4 * (step // STEPS))) & 15
             channel = (step % STEPS) * BLOCK_K
+            column = first_column + part
             executes = ((pattern >> member) & 1) != 0
             if PACKED:
                 group = block * S + member
@@ -216,18 +277,25 @@ def _gemm_k_kernel(
             if BY_TMA:
                 b = W.load([column, first_channel + member * G + channel])
             else:
-                b = tl.load(w_places + (member * G + channel))
+                w_places = W + (column + channels).to(tl.int64)[:, None] * stride_w
+                b = tl.load(w_places + (first_channel + member * G + channel + ks)[None, :])
             total = tl.dot(a, b.T, total, input_precision=PRECISION)
-        out = OUT + (rows * stride_out + first_out_column + part)[:, None] + channels[None, :]
-        inside = (places < count)[:, None]
-        if WRITES == 1:
-            tl.atomic_add(out, total, mask=inside, sem="relaxed")
-        else:
-            if WRITES == 2:
-                total += tl.load(out, mask=inside, other=0.0)
-            if HAS_BIAS:
-                total += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
-            tl.store(out, total.to(OUT.dtype.element_ty), mask=inside)
+            step += 1
+            if RUN > 1:
+                ends = step == num_steps
+                if ends:
+                    targets = rows * stride_out + first_out_column + part
+                    _write_tile(
+                        OUT, BIAS, total, targets, inside, column, WRITES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
+                    )  # fmt: skip
+                    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                step = tl.where(ends, 0, step)
+                part = tl.where(ends, part + BLOCK_N, part)
+        if RUN == 1:
+            targets = rows * stride_out + first_out_column + part
+            _write_tile(
+                OUT, BIAS, total, targets, inside, first_column + part, WRITES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
+            )  # fmt: skip
 
 
 def _drain(total: torch.Tensor, out: torch.Tensor, column: int, bias: torch.Tensor | None, *, clears: bool) -> None:
@@ -271,6 +339,8 @@ def _drain_kernel(
     places = TOTAL + rows.to(tl.int64)[:, None] * stride_total + columns[None, :]
     values = tl.load(places, mask=inside, other=0.0)
     if CLEARS:
+        # The compiler may give load and store different threads: without this, one clears what another has yet to read.
+        tl.debug_barrier()
         tl.store(places, tl.zeros_like(values), mask=inside)
     if HAS_BIAS:
         values += tl.load(BIAS + first_column + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]

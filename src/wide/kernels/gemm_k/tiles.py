@@ -18,6 +18,8 @@ class KTile(NamedTuple):
         ctas_per_sm: Programs launched per multiprocessor; two hide one's epilogue behind the other's products.
         weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer).
         slab: Output columns swept at a time, a multiple of block_n; 0 means all.
+        run: Neighbouring tiles of a row that one program computes in one loop, loading the next while it writes this;
+            cut to what divides the tiles in a slab.
     """
 
     block_n: int
@@ -27,6 +29,7 @@ class KTile(NamedTuple):
     ctas_per_sm: int = 1
     weights_by: int = 0
     slab: int = 0
+    run: int = 1
 
 
 def largest_tile(size: int, limit: int) -> int:
@@ -45,7 +48,7 @@ def default_tile(
     columns = facts.l2_bytes // 2 // (4 * max(1, num_rows))
     slab = 0 if columns >= width else max(block_n, columns // block_n * block_n)
     if facts.capability in (90, 100, 103):
-        return KTile(block_n, block_k, 3, 4 if block_m * block_n <= 128 * 128 else 8, 2, 1, slab)
+        return KTile(block_n, block_k, 3, 4 if block_m * block_n <= 128 * 128 else 8, 2, 1, slab, 4)
     if facts.capability in (89, 120):
         block_k = min(block_k, 32)
     return KTile(block_n, block_k, 3, 8 if block_m >= 128 else 4, 1, 0, slab)

@@ -47,11 +47,14 @@ def gemm_mn(
         order.offsets,
         order.tiles,
         order.num_tiles,
+        order.counts if mask is None else mask.view(torch.uint8),
         num_rows,
         depth,
         x.stride(0),
         weight.stride(0),
         out.stride(0),
+        *((0, 0) if mask is None else mask.stride()),
+        num_groups,
         G=size,
         BLOCK_M=order.block_m,
         BLOCK_N=block_n,
@@ -61,14 +64,13 @@ def gemm_mn(
         HAS_BIAS=bias is not None,
         HAS_UP_BIAS=up_bias is not None,
         PACKED=packed,
+        ZEROES=mask is not None,
         WEIGHTS_BY=weights_by,
         WHOLE_K=depth % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_stages=num_stages,
         num_warps=num_warps,
     )
-    if mask is not None:
-        zero_skipped(out, mask)
     return out
 
 
@@ -119,6 +121,19 @@ def _weight_block(
 
 
 @triton.jit
+def _clear_skipped(
+    OUT, MASK, first, end, group, column, stride_out, stride_mask_m, stride_mask_g,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    channels = column + tl.arange(0, BLOCK_N)
+    for start in range(first, end, BLOCK_M):
+        rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        executes = tl.load(MASK + rows * stride_mask_m + group * stride_mask_g, mask=rows < end, other=1)
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), OUT.dtype.element_ty)
+        tl.store(OUT + rows[:, None] * stride_out + channels[None, :], zeros, mask=(executes == 0)[:, None])
+
+
+@triton.jit
 def _gemm_mn_kernel(
     X,
     W,
@@ -131,11 +146,15 @@ def _gemm_mn_kernel(
     OFFSETS,
     TILES,
     NUM_TILES,
+    MASK,
     M,
     K,
     stride_x,
     stride_w,
     stride_out,
+    stride_mask_m,
+    stride_mask_g,
+    N_G,
     G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -145,6 +164,7 @@ def _gemm_mn_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    ZEROES: tl.constexpr,
     WEIGHTS_BY: tl.constexpr,
     WHOLE_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -154,6 +174,15 @@ def _gemm_mn_kernel(
     BY_TMA: tl.constexpr = WEIGHTS_BY == 1
     ks = tl.arange(0, BLOCK_K)
     num_tiles = tl.load(NUM_TILES) * PARTS
+    if ZEROES:
+        # Groups that no row executes have no tile that would clear them.
+        for group in range(tl.program_id(0), N_G, tl.num_programs(0)):
+            if tl.load(COUNTS + group) == 0:
+                for part in tl.static_range(0, G, BLOCK_N):
+                    _clear_skipped(
+                        OUT, MASK, 0, M, group, group * G + part,
+                        stride_out, stride_mask_m, stride_mask_g, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group = tl.load(TILES + 2 * (tile // PARTS))
         row_tile = tl.load(TILES + 2 * (tile // PARTS) + 1)
@@ -163,6 +192,13 @@ def _gemm_mn_kernel(
         rows = tl.load(INDEX + group * M + places, mask=places < count, other=0).to(tl.int64)
         part = (tile % PARTS) * BLOCK_N
         column = group * G + part
+        if ZEROES:
+            # Each tile of a group clears its share of all rows; the writes go out while the products run.
+            share = tl.cdiv(M, tl.cdiv(count, BLOCK_M))
+            _clear_skipped(
+                OUT, MASK, row_tile * share, tl.minimum((row_tile + 1) * share, M), group, column,
+                stride_out, stride_mask_m, stride_mask_g, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         x_places = X + rows[:, None] * stride_x + ks[None, :]
         if STACKED:
             both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
@@ -201,28 +237,6 @@ def _gemm_mn_kernel(
             target = rows * stride_out + column
         out = OUT + target[:, None] + channels[None, :]
         tl.store(out, values.to(OUT.dtype.element_ty), mask=(places < count)[:, None])
-
-
-def zero_skipped(out: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write zeros to the channels of skipped (row, group) pairs of `out` [M, N]."""
-    num_rows, num_groups = mask.shape
-    size = out.shape[1] // num_groups
-    raw = mask.view(torch.uint8)
-    grid = (triton.cdiv(num_rows, 32), num_groups)
-    _zero_kernel[grid](
-        out, raw, num_rows, size, out.stride(0), *raw.stride(), BLOCK_M=32, BLOCK_N=triton.next_power_of_2(size)
-    )
-
-
-@triton.jit
-def _zero_kernel(OUT, MASK, M, G, stride_out, stride_m, stride_g, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    group = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, BLOCK_N)
-    executes = tl.load(MASK + rows.to(tl.int64) * stride_m + group * stride_g, mask=rows < M, other=1)
-    out = OUT + rows.to(tl.int64)[:, None] * stride_out + (group * G + channels)[None, :]
-    zeros = tl.zeros((BLOCK_M, BLOCK_N), OUT.dtype.element_ty)
-    tl.store(out, zeros, mask=(executes == 0)[:, None] & (channels < G)[None, :])
 
 
 def gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | None) -> torch.Tensor:

@@ -197,10 +197,11 @@ def _run_triton(
     up_weight = options["up_weight"]
     size = weight.shape[0] // order.counts.numel()
     gated = up_weight is not None
+    stacked = _stacked(weight, up_weight)
     chosen = (
         MnTile(*tile)
         if tile
-        else default_tile(x.device, group_size=size, block_m=order.block_m, gated=gated, dtype=x.dtype)
+        else default_tile(x.device, group_size=size, block_m=order.block_m, gated=gated, stacked=stacked, dtype=x.dtype)
     )
     if order.block_m < 16 or chosen.block_n < 16 or size % chosen.block_n:
         raise UnsupportedBackendError(
@@ -209,7 +210,7 @@ def _run_triton(
         )
     if chosen.weights_by and weight.shape[1] * weight.element_size() % 16:
         chosen = chosen._replace(weights_by=0)
-    if chosen.weights_by == _WEIGHTS_BY_TMA_STACKED and not _stacked(weight, up_weight):
+    if chosen.weights_by == _WEIGHTS_BY_TMA_STACKED and not stacked:
         raise ShapeError("weights_by=2 wants the up weight right behind the gate weight in memory; use weights_by=1")
     return _triton.gemm_mn(x, weight, order, tile=chosen, **options)
 

@@ -33,13 +33,15 @@ def largest_tile(size: int, limit: int) -> int:
     return min(size & -size, limit)
 
 
-def default_tile(device: torch.device, *, group_size: int, block_m: int, gated: bool, dtype: torch.dtype) -> MnTile:
+def default_tile(
+    device: torch.device, *, group_size: int, block_m: int, gated: bool, stacked: bool, dtype: torch.dtype
+) -> MnTile:
     """Return a tile that fits the device; measured tables replace it."""
     facts = device_facts(device)
     if facts.capability in (90, 100, 103):
         block_n = largest_tile(group_size, 128 if gated else 256)
         warps = 8 if block_m >= 128 and block_n * (2 if gated else 1) >= 128 else 4
-        return MnTile(block_n, 64, 4, warps, 1, 1)
+        return MnTile(block_n, 64, 4, warps, 1, 2 if gated and stacked else 1)
     block_n = largest_tile(group_size, 64 if gated else 128)
     block_k = 32 if dtype == torch.float32 or facts.capability in (89, 120) else 64
     return MnTile(block_n, block_k, 3, 8 if block_m >= 128 else 4)

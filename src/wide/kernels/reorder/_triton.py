@@ -1,4 +1,4 @@
-"""Reorder in Triton: count per chunk of rows, then place; two launches, no host synchronisation."""
+"""Reorder in Triton: transpose and count per chunk of rows, then place; two launches, no host synchronisation."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ import triton.language as tl
 
 from wide.kernels.reorder.reference import BAND
 
-# Rows and groups that one program places; 32 one-byte groups are one memory sector of a mask row.
+# Groups that one program transposes: 32 one-byte groups are one memory sector of a mask row.
 _GROUP_TILE = 32
-_BIN_TILE = 32
+# Counted chunks that one program places.
+_CHUNKS_PLACED = 4
 
 
 def _chunk_rows(num_rows: int) -> int:
@@ -60,15 +61,29 @@ def _place_rows(
     num_sequences, num_rows, num_groups = mask.shape
     chunk = _chunk_rows(num_rows)
     num_chunks = triton.cdiv(num_rows, chunk)
-    group_tiles = triton.cdiv(num_groups, _GROUP_TILE)
-    chunk_counts = torch.empty(num_sequences, num_chunks, num_groups, dtype=torch.int32, device=mask.device)
-    _count_kernel[(num_chunks, group_tiles, num_sequences)](
-        mask, chunk_counts, num_rows, num_groups, *mask.stride(), CHUNK=chunk, GROUP_TILE=_GROUP_TILE, num_warps=4
+    # Padded to a whole vector of the loads that follow.
+    padded = triton.cdiv(num_rows, 16) * 16
+    columns = torch.empty(num_sequences, num_groups, padded, dtype=torch.uint8, device=mask.device)
+    chunk_counts = torch.empty(num_sequences, num_groups, num_chunks, dtype=torch.int32, device=mask.device)
+    _transpose_kernel[(num_chunks, triton.cdiv(num_groups, _GROUP_TILE), num_sequences)](
+        mask,
+        columns,
+        chunk_counts,
+        num_rows,
+        num_groups,
+        num_chunks,
+        padded,
+        *mask.stride(),
+        CHUNK=chunk,
+        GROUP_TILE=_GROUP_TILE,
+        num_warps=4,
     )
     offsets, tiles, num_tiles, block_m = descriptors or (counts, counts, counts, 1)
     bands = triton.cdiv(triton.cdiv(num_rows, block_m), BAND) if descriptors else 0
-    _place_kernel[(num_chunks + bands, group_tiles, num_sequences)](
-        mask,
+    wide = chunk * _CHUNKS_PLACED
+    num_wide = triton.cdiv(num_rows, wide)
+    _place_kernel[(num_wide + triton.cdiv(bands, num_groups), num_groups, num_sequences)](
+        columns,
         chunk_counts,
         index,
         counts,
@@ -79,20 +94,33 @@ def _place_rows(
         num_rows,
         num_groups,
         num_chunks,
-        *mask.stride(),
-        CHUNK=chunk,
-        GROUP_TILE=_GROUP_TILE,
+        num_wide,
+        bands,
+        padded,
+        WIDE=wide,
+        CHUNKS_PLACED=_CHUNKS_PLACED,
         ALL_GROUPS=max(16, triton.next_power_of_2(num_groups)),
         BLOCK_M=block_m,
         BAND=BAND,
         WITH_RANK=rank is not None,
-        num_warps=8,
+        num_warps=4,
     )
 
 
 @triton.jit
-def _count_kernel(
-    MASK, CHUNK_COUNTS, M, N_G, stride_b, stride_m, stride_g, CHUNK: tl.constexpr, GROUP_TILE: tl.constexpr
+def _transpose_kernel(
+    MASK,
+    COLUMNS,
+    CHUNK_COUNTS,
+    M,
+    N_G,
+    num_chunks,
+    padded,
+    stride_b,
+    stride_m,
+    stride_g,
+    CHUNK: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     sequence = tl.program_id(2).to(tl.int64)
@@ -100,14 +128,17 @@ def _count_kernel(
     groups = tl.program_id(1) * GROUP_TILE + tl.arange(0, GROUP_TILE)
     inside = (rows < M)[:, None] & (groups < N_G)[None, :]
     place = rows.to(tl.int64)[:, None] * stride_m + groups[None, :] * stride_g
-    executes = tl.load(MASK + sequence * stride_b + place, mask=inside, other=0).to(tl.int32)
-    out = CHUNK_COUNTS + (sequence * tl.cdiv(M, CHUNK) + chunk) * N_G
-    tl.store(out + groups, tl.sum(executes, 0), mask=groups < N_G)
+    executes = tl.load(MASK + sequence * stride_b + place, mask=inside, other=0)
+    column = sequence * N_G + groups
+    tl.store(CHUNK_COUNTS + column * num_chunks + chunk, tl.sum(executes.to(tl.int32), 0), mask=groups < N_G)
+    # Written as columns, so that the next kernel reads and writes neighbouring rows in neighbouring lanes.
+    inside = (groups < N_G)[:, None] & (rows < padded)[None, :]
+    tl.store(COLUMNS + column[:, None] * padded + rows[None, :], tl.trans(executes), mask=inside)
 
 
 @triton.jit
 def _place_kernel(
-    MASK,
+    COLUMNS,
     CHUNK_COUNTS,
     INDEX,
     COUNTS,
@@ -118,254 +149,70 @@ def _place_kernel(
     M,
     N_G,
     num_chunks,
-    stride_b,
-    stride_m,
-    stride_g,
-    CHUNK: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
+    num_wide,
+    bands,
+    padded,
+    WIDE: tl.constexpr,
+    CHUNKS_PLACED: tl.constexpr,
     ALL_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BAND: tl.constexpr,
     WITH_RANK: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    group_tile = tl.program_id(1)
+    wide = tl.program_id(0)
+    group = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    chunk_counts = CHUNK_COUNTS + sequence * num_chunks * N_G
-    if chunk < num_chunks:
-        groups = group_tile * GROUP_TILE + tl.arange(0, GROUP_TILE)
-        before = _sum_of_chunks(chunk_counts, chunk, groups, N_G, GROUP_TILE)
-        rows = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = (rows < M)[:, None] & (groups < N_G)[None, :]
-        place = rows.to(tl.int64)[:, None] * stride_m + groups[None, :] * stride_g
-        executes = tl.load(MASK + sequence * stride_b + place, mask=inside, other=0).to(tl.int32)
-        # Transposed, so that neighbouring lanes hold neighbouring rows and write neighbouring list entries.
-        executes = tl.trans(executes)
-        position = before[:, None] + tl.cumsum(executes, 1) - executes
-        lists = INDEX + (sequence * N_G + groups.to(tl.int64)) * M
-        listed = tl.broadcast_to(rows[None, :], (GROUP_TILE, CHUNK))
-        tl.store(lists[:, None] + position, listed, mask=executes != 0)
+    if wide < num_wide:
+        column = sequence * N_G + group
+        before = tl.zeros((128,), tl.int32)
+        end = wide * CHUNKS_PLACED
+        for first in range(0, end, 128):
+            chunks = first + tl.arange(0, 128)
+            before += tl.load(CHUNK_COUNTS + column * num_chunks + chunks, mask=chunks < end, other=0)
+        base = tl.sum(before, 0)
+        rows = wide * WIDE + tl.arange(0, WIDE)
+        executes = tl.load(COLUMNS + column * padded + rows, mask=rows < padded, other=0).to(tl.int32)
+        position = base + tl.cumsum(executes, 0) - executes
+        tl.store(INDEX + column * M + position, rows, mask=executes != 0)
         if WITH_RANK:
-            ranks = RANK + rows.to(tl.int64)[None, :] * N_G + groups[:, None]
-            ranked = (rows < M)[None, :] & (groups < N_G)[:, None]
-            tl.store(ranks, tl.where(executes != 0, position, -1), mask=ranked)
-        if chunk == num_chunks - 1:
-            total = before + tl.sum(executes, 1)
-            tl.store(COUNTS + sequence * N_G + groups, total, mask=groups < N_G)
-    elif group_tile == 0:
-        band = chunk - num_chunks
-        groups = tl.arange(0, ALL_GROUPS)
-        total = _sum_of_chunks(chunk_counts, num_chunks, groups, N_G, ALL_GROUPS)
-        row_tiles = (total + BLOCK_M - 1) // BLOCK_M
-        in_band = tl.minimum(tl.maximum(row_tiles - band * BAND, 0), BAND)
-        first = tl.sum(tl.minimum(row_tiles, band * BAND), 0) + tl.cumsum(in_band, 0) - in_band
-        for step in tl.static_range(BAND):
-            tl.store(TILES + 2 * (first + step), groups, mask=step < in_band)
-            tl.store(TILES + 2 * (first + step) + 1, tl.zeros_like(groups) + band * BAND + step, mask=step < in_band)
-        if band == 0:
-            tl.store(NUM_TILES, tl.sum(row_tiles, 0))
-            tl.store(OFFSETS + groups + 1, tl.cumsum(total, 0), mask=groups < N_G)
-            tl.store(OFFSETS, 0)
-
-
-@triton.jit
-def _sum_of_chunks(chunk_counts, end, groups, N_G, GROUPS: tl.constexpr):
-    CHUNKS: tl.constexpr = 4096 // GROUPS if GROUPS <= 1024 else 4
-    total = tl.zeros((GROUPS,), tl.int32)
-    for start in range(0, end, CHUNKS):
-        chunks = start + tl.arange(0, CHUNKS)
-        inside = (chunks < end)[:, None] & (groups < N_G)[None, :]
-        part = tl.load(chunk_counts + chunks[:, None] * N_G + groups[None, :], mask=inside, other=0)
-        total += tl.sum(part, 0)
-    return total
-
-
-def reorder_patterns(
-    mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `reorder_patterns_reference` as a counting sort in two kernels."""
-    num_rows, num_groups = mask.shape
-    num_blocks = triton.cdiv(num_groups, groups_per_block)
-    max_row_tiles = triton.cdiv(num_rows, block_m)
-    new: dict[str, Any] = {"dtype": torch.int32, "device": mask.device}
-    index = torch.empty(num_blocks, num_rows, **new)
-    patterns = torch.empty(num_blocks, num_rows, **new)
-    counts = torch.empty(num_blocks, **new)
-    tiles = torch.empty(num_blocks * max_row_tiles, 2, **new)
-    num_tiles = torch.empty(1, **new)
-    chunk = _chunk_rows(num_rows)
-    num_chunks = triton.cdiv(num_rows, chunk)
-    bins = 2**groups_per_block
-    bin_tile = min(bins, _BIN_TILE)
-    histogram = torch.empty(num_blocks, num_chunks, bins, **new)
-    raw = mask.view(torch.uint8)
-    sizes = {"S": groups_per_block, "CHUNK": chunk, "BINS": bins, "BIN_TILE": bin_tile, "num_warps": 8}
-    _histogram_kernel[(num_chunks, num_blocks)](raw, histogram, num_rows, num_groups, *raw.stride(), **sizes)
-    _sort_kernel[(num_chunks + 1, num_blocks)](
-        raw,
-        histogram,
-        index,
-        patterns,
-        counts,
-        tiles,
-        num_tiles,
-        num_rows,
-        num_groups,
-        num_chunks,
-        num_blocks,
-        *raw.stride(),
-        ALL_BLOCKS=max(16, triton.next_power_of_2(num_blocks)),
-        BLOCK_M=block_m,
-        KEEPS_EMPTY=keeps_empty,
-        **sizes,
-    )
-    return index, patterns, counts, tiles, num_tiles
-
-
-@triton.jit
-def _patterns_of(MASK, rows, block, M, N_G, stride_m, stride_g, S: tl.constexpr, CHUNK: tl.constexpr):
-    pattern = tl.zeros((CHUNK,), tl.int32)
-    for bit in tl.static_range(S):
-        group = block * S + bit
-        executes = tl.load(
-            MASK + rows.to(tl.int64) * stride_m + group * stride_g, mask=(rows < M) & (group < N_G), other=0
-        )
-        pattern |= executes.to(tl.int32) << bit
-    return pattern
-
-
-@triton.jit
-def _gray_rank(pattern):
-    rank = pattern ^ (pattern >> 1)
-    rank = rank ^ (rank >> 2)
-    return rank ^ (rank >> 4)
-
-
-@triton.jit
-def _histogram_kernel(
-    MASK,
-    HISTOGRAM,
-    M,
-    N_G,
-    stride_m,
-    stride_g,
-    S: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    BIN_TILE: tl.constexpr,
-):
-    chunk = tl.program_id(0)
-    block = tl.program_id(1)
-    rows = chunk * CHUNK + tl.arange(0, CHUNK)
-    key = _gray_rank(_patterns_of(MASK, rows, block, M, N_G, stride_m, stride_g, S, CHUNK))
-    key = tl.where(rows < M, key, BINS)
-    out = HISTOGRAM + (block * tl.cdiv(M, CHUNK) + chunk) * BINS
-    for start in range(0, BINS, BIN_TILE):
-        bins = start + tl.arange(0, BIN_TILE)
-        tl.store(out + bins, tl.sum((key[:, None] == bins[None, :]).to(tl.int32), 0))
-
-
-@triton.jit
-def _sort_kernel(
-    MASK,
-    HISTOGRAM,
-    INDEX,
-    PATTERNS,
-    COUNTS,
-    TILES,
-    NUM_TILES,
-    M,
-    N_G,
-    num_chunks,
-    num_blocks,
-    stride_m,
-    stride_g,
-    ALL_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    KEEPS_EMPTY: tl.constexpr,
-    S: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    BIN_TILE: tl.constexpr,
-):
-    chunk = tl.program_id(0)
-    block = tl.program_id(1)
-    if chunk < num_chunks:
-        rows = chunk * CHUNK + tl.arange(0, CHUNK)
-        pattern = _patterns_of(MASK, rows, block, M, N_G, stride_m, stride_g, S, CHUNK)
-        key = _gray_rank(pattern)
-        listed = rows < M
-        if not KEEPS_EMPTY:
-            listed &= pattern != 0
-        position = tl.zeros((CHUNK,), tl.int32)
-        smaller = 0
-        for start in range(0, BINS, BIN_TILE):
-            bins = start + tl.arange(0, BIN_TILE)
-            total = tl.zeros((BIN_TILE,), tl.int32)
-            before = tl.zeros((BIN_TILE,), tl.int32)
-            for first in range(0, num_chunks, 64):
-                chunks = first + tl.arange(0, 64)
-                parts = HISTOGRAM + (block * num_chunks + chunks)[:, None] * BINS + bins[None, :]
-                part = tl.load(parts, mask=(chunks < num_chunks)[:, None], other=0)
-                total += tl.sum(part, 0)
-                before += tl.sum(tl.where((chunks < chunk)[:, None], part, 0), 0)
-            if not KEEPS_EMPTY:
-                total = tl.where(bins == 0, 0, total)
-            hit = (listed[:, None] & (key[:, None] == bins[None, :])).to(tl.int32)
-            base = smaller + tl.cumsum(total, 0) - total + before
-            position += tl.sum(hit * (base[None, :] + tl.cumsum(hit, 0) - hit), 1)
-            smaller += tl.sum(total, 0)
-        out = block.to(tl.int64) * M + position
-        tl.store(INDEX + out, rows, mask=listed)
-        tl.store(PATTERNS + out, pattern, mask=listed)
+            ranks = RANK + rows.to(tl.int64) * N_G + group
+            tl.store(ranks, tl.where(executes != 0, position, -1), mask=rows < M)
+        if wide == num_wide - 1:
+            tl.store(COUNTS + column, base + tl.sum(executes, 0))
     else:
-        _describe_blocks(
-            HISTOGRAM,
-            COUNTS,
-            TILES,
-            NUM_TILES,
-            M,
-            num_chunks,
-            num_blocks,
-            block,
-            ALL_BLOCKS,
-            BLOCK_M,
-            KEEPS_EMPTY,
-            BINS,
-        )
+        band = (wide - num_wide) * N_G + group
+        if band < bands:
+            _describe_band(
+                CHUNK_COUNTS, OFFSETS, TILES, NUM_TILES, band, N_G, num_chunks, ALL_GROUPS, BLOCK_M, BAND
+            )  # fmt: skip
 
 
 @triton.jit
-def _describe_blocks(
-    HISTOGRAM,
-    COUNTS,
-    TILES,
-    NUM_TILES,
-    M,
-    num_chunks,
-    num_blocks,
-    block,
-    ALL_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    KEEPS_EMPTY: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    blocks = tl.arange(0, ALL_BLOCKS)
-    count = tl.where(blocks < num_blocks, M, 0)
-    if not KEEPS_EMPTY:
-        # Bin 0 of every histogram holds the rows that execute nothing.
-        for first in range(0, num_chunks, 64):
-            chunks = first + tl.arange(0, 64)
-            parts = HISTOGRAM + (blocks[:, None] * num_chunks + chunks[None, :]) * BINS
-            inside = (blocks < num_blocks)[:, None] & (chunks < num_chunks)[None, :]
-            count -= tl.sum(tl.load(parts, mask=inside, other=0), 1)
-    row_tiles = (count + BLOCK_M - 1) // BLOCK_M
-    mine = tl.sum(tl.where(blocks == block, row_tiles, 0), 0)
-    first_tile = tl.sum(tl.where(blocks < block, row_tiles, 0), 0)
-    for start in range(0, mine, 128):
-        steps = start + tl.arange(0, 128)
-        tl.store(TILES + 2 * (first_tile + steps), tl.zeros_like(steps) + block, mask=steps < mine)
-        tl.store(TILES + 2 * (first_tile + steps) + 1, steps, mask=steps < mine)
-    if block == 0:
+def _describe_band(
+    CHUNK_COUNTS, OFFSETS, TILES, NUM_TILES, band, N_G, num_chunks,
+    ALL_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    groups = tl.arange(0, ALL_GROUPS)
+    total = _sum_of_chunks(CHUNK_COUNTS, num_chunks, groups, N_G, ALL_GROUPS)
+    row_tiles = (total + BLOCK_M - 1) // BLOCK_M
+    in_band = tl.minimum(tl.maximum(row_tiles - band * BAND, 0), BAND)
+    first = tl.sum(tl.minimum(row_tiles, band * BAND), 0) + tl.cumsum(in_band, 0) - in_band
+    for step in tl.static_range(BAND):
+        tl.store(TILES + 2 * (first + step), groups, mask=step < in_band)
+        tl.store(TILES + 2 * (first + step) + 1, tl.zeros_like(groups) + band * BAND + step, mask=step < in_band)
+    if band == 0:
         tl.store(NUM_TILES, tl.sum(row_tiles, 0))
-        tl.store(COUNTS + blocks, count, mask=blocks < num_blocks)
+        tl.store(OFFSETS + groups + 1, tl.cumsum(total, 0), mask=groups < N_G)
+        tl.store(OFFSETS, 0)
+
+
+@triton.jit
+def _sum_of_chunks(CHUNK_COUNTS, num_chunks, groups, N_G, GROUPS: tl.constexpr):
+    CHUNKS: tl.constexpr = 2048 // GROUPS if GROUPS <= 512 else 4
+    total = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunks = start + tl.arange(0, CHUNKS)
+        inside = (groups < N_G)[:, None] & (chunks < num_chunks)[None, :]
+        part = tl.load(CHUNK_COUNTS + groups[:, None] * num_chunks + chunks[None, :], mask=inside, other=0)
+        total += tl.sum(part, 1)
+    return total

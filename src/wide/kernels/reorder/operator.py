@@ -42,7 +42,7 @@ def _triton_sequences(mask: torch.Tensor) -> Tensors:
 
 
 def _triton_patterns(mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool) -> Tensors:
-    from wide.kernels.reorder import _triton
+    from wide.kernels.reorder.patterns import _triton
 
     return _triton.reorder_patterns(mask, block_m=block_m, groups_per_block=groups_per_block, keeps_empty=keeps_empty)
 

@@ -1,0 +1,1 @@
+"""The pattern sort of reorder: rows by their pattern over super-blocks of groups."""

@@ -1,0 +1,152 @@
+"""Rotary position embedding and cache update in Triton: a program for some heads of one token."""
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS_PER_PROGRAM = 16
+
+
+@triton.jit
+def _turn(own, other, cos, sin, sign, dtype: tl.constexpr):
+    """Return own * cos + sign * other * sin with both products and the sum rounded, as transformers rounds."""
+    first = (own * cos).to(dtype).to(tl.float32)
+    second = (other * sin).to(dtype).to(tl.float32)
+    return (first + sign * second).to(dtype)
+
+
+@triton.jit
+def _rope_to_cache(
+    Q,
+    K,
+    V,
+    COS,
+    SIN,
+    POSITIONS,
+    K_CACHE,
+    V_CACHE,
+    Q_NORM,
+    K_NORM,
+    OUT,
+    eps,
+    T,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_cb,
+    stride_ct,
+    stride_ch,
+    H_Q: tl.constexpr,
+    H_K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token = tl.program_id(0)
+    b = (token // T).to(tl.int64)
+    t = (token % T).to(tl.int64)
+    place = tl.load(POSITIONS + b).to(tl.int64) + t
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    half = tl.arange(0, BLOCK_D)
+    inside = (half < D // 2)[None, :]
+    is_q = (heads < H_Q)[:, None] & inside
+    is_k = ((heads >= H_Q) & (heads < H_Q + H_K))[:, None] & inside
+    is_v = ((heads >= H_Q + H_K) & (heads < H_Q + 2 * H_K))[:, None] & inside
+    k_heads = heads - H_Q
+    v_heads = k_heads - H_K
+    q_at = Q + b * stride_qb + t * stride_qt + heads[:, None] * stride_qh + half[None, :]
+    k_at = K + b * stride_kb + t * stride_kt + k_heads[:, None] * stride_kh + half[None, :]
+    v_at = V + b * stride_vb + t * stride_vt + v_heads[:, None] * stride_vh + half[None, :]
+    cache_at = b * stride_cb + place * stride_ct + half[None, :]
+    k_to = K_CACHE + cache_at + k_heads[:, None] * stride_ch
+    v_to = V_CACHE + cache_at + v_heads[:, None] * stride_ch
+    dtype = OUT.dtype.element_ty
+    # Values travel through untouched, queries and keys are turned; a tile may hold all three.
+    tl.store(v_to, tl.load(v_at, mask=is_v, other=0.0), mask=is_v)
+    tl.store(v_to + D // 2, tl.load(v_at + D // 2, mask=is_v, other=0.0), mask=is_v)
+    low = tl.load(q_at, mask=is_q, other=0.0).to(tl.float32) + tl.load(k_at, mask=is_k, other=0.0).to(tl.float32)
+    high = tl.load(q_at + D // 2, mask=is_q, other=0.0).to(tl.float32)
+    high += tl.load(k_at + D // 2, mask=is_k, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        ours = (heads < H_Q)[:, None]
+        w_low = tl.where(
+            ours,
+            tl.load(Q_NORM + half[None, :], mask=inside, other=0.0),
+            tl.load(K_NORM + half[None, :], mask=inside, other=0.0),
+        ).to(tl.float32)
+        w_high = tl.where(
+            ours,
+            tl.load(Q_NORM + D // 2 + half[None, :], mask=inside, other=0.0),
+            tl.load(K_NORM + D // 2 + half[None, :], mask=inside, other=0.0),
+        ).to(tl.float32)
+        low = ((low * scale).to(dtype).to(tl.float32) * w_low).to(dtype).to(tl.float32)
+        high = ((high * scale).to(dtype).to(tl.float32) * w_high).to(dtype).to(tl.float32)
+    angle = place * D + half[None, :]
+    cos_low = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(COS + angle + D // 2, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(SIN + angle + D // 2, mask=inside, other=0.0).to(tl.float32)
+    turned_low = _turn(low, high, cos_low, sin_low, -1.0, dtype)
+    turned_high = _turn(high, low, cos_high, sin_high, 1.0, dtype)
+    out_at = OUT + (token.to(tl.int64) * H_Q + heads[:, None]) * D + half[None, :]
+    tl.store(out_at, turned_low, mask=is_q)
+    tl.store(out_at + D // 2, turned_high, mask=is_q)
+    tl.store(k_to, turned_low, mask=is_k)
+    tl.store(k_to + D // 2, turned_high, mask=is_k)
+
+
+def rope_to_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Run `rope_to_cache_reference` in one kernel."""
+    batch, length, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    all_heads = num_heads + 2 * num_kv_heads
+    heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(all_heads))
+    _rope_to_cache[(batch * length, triton.cdiv(all_heads, heads))](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        k_cache,
+        v_cache,
+        cos if q_norm is None else q_norm,
+        cos if k_norm is None else k_norm,
+        out,
+        eps,
+        length,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *k_cache.stride()[:3],
+        H_Q=num_heads,
+        H_K=num_kv_heads,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim // 2),
+        HEADS=heads,
+        HAS_NORM=q_norm is not None,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,257 @@
+"""Routers in Triton.
+
+Many rows: a program reads its rows once and multiplies them by both parts of the bottleneck matrix on tensor cores.
+Few rows: programs share out the channels; each norms the rows again for itself, which is cheaper than another launch,
+and the last one to finish decides.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from wide.kernels.route.tiles import RouteTile
+
+# Channels of a program where rows are few.
+_FEW_BLOCK = 128
+_FEW_GROUP_BLOCK = 128
+
+
+@triton.jit
+def _route(
+    X,
+    DOWN,
+    DIFFERENCE,
+    OFFSET,
+    MASK,
+    threshold,
+    M,
+    stride_xm,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = (rows < M)[:, None]
+    # Row `place` of the tile is row `place % BLOCK_R` of part `place // BLOCK_R`.
+    places = tl.arange(0, PARTS * BLOCK_R)
+    lane = places % BLOCK_R
+    in_lanes = lane < R
+    down = DOWN + ((places // BLOCK_R) * R + lane)[None, :] * D
+    x = X + rows.to(tl.int64)[:, None] * stride_xm
+    acc = tl.zeros([BLOCK_M, PARTS * BLOCK_R], tl.float32)
+    for k in range(0, D, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        if D % BLOCK_K == 0:
+            values = tl.load(x + ks[None, :], mask=in_rows, other=0.0)
+            weights = tl.load(down + ks[:, None], mask=in_lanes[None, :], other=0.0)
+        else:
+            values = tl.load(x + ks[None, :], mask=in_rows & (ks < D)[None, :], other=0.0)
+            weights = tl.load(down + ks[:, None], mask=in_lanes[None, :] & (ks < D)[:, None], other=0.0)
+        acc = tl.dot(values, weights, acc, input_precision=PRECISION)
+    for g in range(0, NUM_GROUPS, BLOCK_G):
+        groups = g + tl.arange(0, BLOCK_G)
+        in_groups = (groups < NUM_GROUPS)[None, :]
+        # The rows of the second matrix repeat for each part, so that this product also adds the parts up.
+        difference = tl.load(
+            DIFFERENCE + groups[None, :] * R + lane[:, None], mask=in_groups & in_lanes[:, None], other=0.0
+        )
+        # Three products of TF32 keep float32's accuracy, on tensor cores.
+        margin = tl.dot(acc, difference, input_precision="tf32x3")
+        if HAS_OFFSET:
+            margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
+        to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
+        tl.store(to, (margin >= threshold).to(tl.uint8), mask=in_rows & in_groups)
+
+
+@triton.jit
+def _route_few(
+    X,
+    ADDEND,
+    WEIGHT,
+    TOTAL,
+    NORMED,
+    DOWN,
+    DIFFERENCE,
+    OFFSET,
+    PARTIAL,
+    COUNTER,
+    MASK,
+    threshold,
+    eps,
+    stride_xm,
+    stride_ym,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHARE: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    READS_RESIDUAL: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+):
+    share = tl.program_id(0)
+    own = share * SHARE + tl.arange(0, SHARE)
+    in_own = own < D
+    lanes = tl.arange(0, BLOCK_R)
+    in_lanes = lanes < R
+    cell = in_lanes[:, None] & in_own[None, :]
+    dtype: tl.constexpr = X.dtype.element_ty
+    down = tl.load(DOWN + lanes[:, None] * D + own[None, :], mask=cell, other=0.0).to(tl.float32)
+    if PARTS == 2:
+        down += tl.load(DOWN + (R + lanes)[:, None] * D + own[None, :], mask=cell, other=0.0).to(tl.float32)
+    for row in tl.static_range(ROWS):
+        values = tl.load(X + row * stride_xm + own, mask=in_own, other=0.0).to(tl.float32)
+        if HAS_ADDEND:
+            added = tl.load(ADDEND + row * stride_ym + own, mask=in_own, other=0.0).to(tl.float32)
+            values = (values + added).to(dtype).to(tl.float32)
+            tl.store(TOTAL + row * D + own, values.to(dtype), mask=in_own)
+        if HAS_NORM:
+            columns = tl.arange(0, BLOCK_D)
+            whole = tl.load(X + row * stride_xm + columns, mask=columns < D, other=0.0).to(tl.float32)
+            if HAS_ADDEND:
+                more = tl.load(ADDEND + row * stride_ym + columns, mask=columns < D, other=0.0).to(tl.float32)
+                whole = (whole + more).to(dtype).to(tl.float32)
+            weight = tl.load(WEIGHT + own, mask=in_own, other=0.0).to(tl.float32)
+            scaled = values * tl.rsqrt(tl.sum(whole * whole, 0) / D + eps)
+            if UNIT_OFFSET:
+                normed = (scaled * (1.0 + weight)).to(dtype)
+            else:
+                normed = (scaled.to(dtype).to(tl.float32) * weight).to(dtype)
+            tl.store(NORMED + row * D + own, normed, mask=in_own)
+            if not READS_RESIDUAL:
+                values = normed.to(tl.float32)
+        part = tl.sum(down * values[None, :], 1)
+        tl.store(PARTIAL + (share * ROWS + row) * BLOCK_R + lanes, part)
+    # Everything that this program wrote must be seen before its count is.
+    tl.debug_barrier()
+    finished = tl.atomic_add(COUNTER, 1, sem="acq_rel")
+    if finished == NUM_SHARES - 1:
+        shares = tl.arange(0, BLOCK_S)
+        for row in tl.static_range(ROWS):
+            at = PARTIAL + (shares[:, None] * ROWS + row) * BLOCK_R + lanes[None, :]
+            # Past the first-level cache: other multiprocessors wrote this.
+            parts = tl.load(at, mask=(shares < NUM_SHARES)[:, None], other=0.0, cache_modifier=".cg")
+            bottleneck = tl.sum(parts, 0)
+            for g in range(0, NUM_GROUPS, BLOCK_G):
+                groups = g + tl.arange(0, BLOCK_G)
+                in_groups = groups < NUM_GROUPS
+                at_groups = DIFFERENCE + groups[:, None] * R + lanes[None, :]
+                difference = tl.load(at_groups, mask=in_groups[:, None] & in_lanes[None, :], other=0.0)
+                margin = tl.sum(difference * bottleneck[None, :], 1)
+                if HAS_OFFSET:
+                    margin += tl.load(OFFSET + groups, mask=in_groups, other=0.0)
+                tl.store(MASK + row * NUM_GROUPS + groups, (margin >= threshold).to(tl.uint8), mask=in_groups)
+        tl.store(COUNTER, 0)
+
+
+def route(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    difference: torch.Tensor,
+    offset: torch.Tensor | None,
+    *,
+    threshold: float,
+    tile: RouteTile,
+) -> torch.Tensor:
+    """Run `route_reference` in one kernel."""
+    num_rows, width = x.shape
+    num_groups, rank = difference.shape
+    mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
+    _route[(triton.cdiv(num_rows, tile.block_m),)](
+        x,
+        down,
+        difference,
+        difference if offset is None else offset,
+        mask.view(torch.uint8),
+        threshold,
+        num_rows,
+        x.stride(0),
+        D=width,
+        R=rank,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        PARTS=down.shape[0] // rank,
+        NUM_GROUPS=num_groups,
+        BLOCK_G=min(tile.block_g, max(16, triton.next_power_of_2(num_groups))),
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        HAS_OFFSET=offset is not None,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return mask
+
+
+def norm_route_few(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    down: torch.Tensor,
+    difference: torch.Tensor,
+    offset: torch.Tensor | None,
+    counter: torch.Tensor,
+    *,
+    addend: torch.Tensor | None,
+    threshold: float,
+    eps: float,
+    unit_offset: bool,
+    reads_residual: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run `norm_route_reference` (without a weight: `route_reference`) in one kernel; sums exist with an addend."""
+    num_rows, width = x.shape
+    num_groups, rank = difference.shape
+    num_shares = triton.cdiv(width, _FEW_BLOCK)
+    block_r = triton.next_power_of_2(rank)
+    mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
+    partial = torch.empty(num_shares, num_rows, block_r, dtype=torch.float32, device=x.device)
+    total = x.new_empty((num_rows, width) if addend is not None else 0)
+    normed = x.new_empty((num_rows, width) if weight is not None else 0)
+    _route_few[(num_shares,)](
+        x,
+        x if addend is None else addend,
+        x if weight is None else weight,
+        total,
+        normed,
+        down,
+        difference,
+        difference if offset is None else offset,
+        partial,
+        counter,
+        mask.view(torch.uint8),
+        threshold,
+        eps,
+        x.stride(0),
+        x.stride(0) if addend is None else addend.stride(0),
+        D=width,
+        BLOCK_D=triton.next_power_of_2(width),
+        R=rank,
+        BLOCK_R=block_r,
+        PARTS=down.shape[0] // rank,
+        NUM_GROUPS=num_groups,
+        BLOCK_G=min(_FEW_GROUP_BLOCK, triton.next_power_of_2(num_groups)),
+        ROWS=num_rows,
+        SHARE=_FEW_BLOCK,
+        NUM_SHARES=num_shares,
+        BLOCK_S=triton.next_power_of_2(num_shares),
+        HAS_NORM=weight is not None,
+        HAS_ADDEND=addend is not None,
+        UNIT_OFFSET=unit_offset,
+        READS_RESIDUAL=reads_residual,
+        HAS_OFFSET=offset is not None,
+        num_warps=4,
+    )
+    return total, normed, mask

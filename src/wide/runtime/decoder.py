@@ -1,0 +1,279 @@
+"""A straight-line forward of Llama-like models: every tensor of fixed shape, nothing read back by the host."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import record_function
+
+from wide.errors import ShapeError, UnsupportedModelError
+from wide.kernels.attention_decode import attention_decode
+from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.reorder import reorder_sequences
+from wide.kernels.rms_norm import rms_norm
+from wide.kernels.rope import rope_to_cache
+from wide.kernels.route import norm_route, route
+from wide.kernels.route.operator import MAX_FEW_ROWS
+from wide.runtime.cache import KvCache
+from wide.runtime.products import feed_forward_product, project_dense, project_routed, sum_groups
+from wide.runtime.run import Run
+from wide.runtime.structure import read_ends, require_same_outputs
+from wide.runtime.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
+
+_SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """What all layers of one forward share; `ends` is None in a prefill."""
+
+    run: Run
+    cache: KvCache
+    batch: int
+    length: int
+    starts: Tensor
+    ends: Tensor | None
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(f"wide.{name}") if self.run.traced else nullcontext()
+
+
+class Decoder:
+    """Runs an attached (or plain) Hugging Face model of Llama-like structure, dense or routed, over a static cache.
+
+    Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
+    each, which their modules then view, so that memory does not double and the model keeps working. Routers are read
+    once: make a new Decoder after changing thresholds or weights.
+
+    Args:
+        model: A causal LM in evaluation mode, LoRA merged.
+        max_length: Largest position plus one.
+        checked: Compare a short dense forward with the model's own and refuse a model that differs.
+
+    Raises:
+        UnsupportedModelError: If a part of the model is none that the runtime computes; the message names it.
+    """
+
+    def __init__(self, model: nn.Module, *, max_length: int, checked: bool = True) -> None:
+        """Read the model; see the class."""
+        if model.training:
+            raise UnsupportedModelError("the runtime is for inference; call model.eval() first")
+        ends = read_ends(model, max_length)
+        self.embedding, self.head, self.norm = ends.embedding, ends.head, ends.norm
+        self.head_bias, self.cos, self.sin = ends.head_bias, ends.cos, ends.sin
+        self.layers = tuple(read_layer(spec) for spec in ends.specs)
+        self.max_length = max_length
+        if checked:
+            require_same_outputs(model, self.probe)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    def new_cache(self, batch: int, room: int | None = None) -> KvCache:
+        """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`)."""
+        part = self.layers[0].attention
+        shape = (len(self.layers), batch, part.num_kv_heads, room or self.max_length, part.head_dim)
+        return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: KvCache, run: Run) -> Tensor:
+        """Fill the cache from its beginning and return the logits after each sequence's last token, [B, V].
+
+        Args:
+            ids: Tokens, [B, T]; shorter sequences are padded on the right with any token.
+            lengths: Tokens of each sequence, int32 [B], on the device.
+            cache: Overwritten.
+            run: How.
+        """
+        batch, length = ids.shape
+        residual, addend = self._layers(self._prefill_pass(ids, cache, run), ids)
+        cache.lengths.copy_(lengths)
+        last = torch.arange(batch, device=ids.device) * length + lengths - 1
+        return self._logits(residual[last], addend[last], run)
+
+    @torch.no_grad()
+    def prefill_logits(self, ids: Tensor, cache: KvCache, run: Run) -> Tensor:
+        """As `prefill` of unpadded tokens, returning the logits after every token, [B, T, V]."""
+        residual, addend = self._layers(self._prefill_pass(ids, cache, run), ids)
+        cache.lengths.fill_(ids.shape[1])
+        return self._logits(residual, addend, run).view(*ids.shape, -1)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, cache: KvCache, run: Run) -> Tensor:
+        """Add one token to each sequence and return the logits after it, [B, V]; the cache's lengths move on.
+
+        Args:
+            ids: Tokens, [B].
+            cache: With room for another token; the device does not check.
+            run: How.
+        """
+        ends = cache.lengths + 1
+        shared = _Pass(run=run, cache=cache, batch=ids.shape[0], length=1, starts=cache.lengths, ends=ends)
+        residual, addend = self._layers(shared, ids)
+        cache.lengths.copy_(ends)
+        return self._logits(residual, addend, run)
+
+    def probe(self, ids: Tensor) -> Tensor:
+        """Return dense logits [B, T, V] in plain PyTorch, for a comparison with the model's own."""
+        from wide.runtime.table import OperatorTable
+
+        run = Run(routed=False, table=OperatorTable(backend="torch"))
+        return self.prefill_logits(ids, self.new_cache(ids.shape[0], ids.shape[1]), run)
+
+    def _prefill_pass(self, ids: Tensor, cache: KvCache, run: Run) -> _Pass:
+        if ids.shape[0] != cache.batch or ids.shape[1] > cache.room:
+            raise ShapeError(f"{tuple(ids.shape)} tokens do not fit a cache of {cache.batch} x {cache.room}")
+        return _Pass(run=run, cache=cache, batch=ids.shape[0], length=ids.shape[1], starts=cache.zeros, ends=None)
+
+    def _layers(self, shared: _Pass, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and what the last sub-layer adds to it, both [M, D]."""
+        residual = functional.embedding(ids.reshape(-1), self.embedding)
+        addend: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
+            half = self._enter(layer.attention.norm, layer.attention.router, residual, addend, forced[0], shared)
+            residual, normed, attention_mask = half
+            addend = self._attention(layer.attention, index, normed, attention_mask, shared)
+            half = self._enter(layer.ffn.norm, layer.ffn.router, residual, addend, forced[1], shared)
+            residual, normed, ffn_mask = half
+            addend = self._feed_forward(layer.ffn, normed, ffn_mask, shared)
+            if shared.run.record is not None:
+                router = layer.attention.router
+                own = None if attention_mask is None or router is None else attention_mask[:, : router.num_groups]
+                shared.run.record.append((own, ffn_mask))
+        assert addend is not None
+        return residual, addend
+
+    def _enter(
+        self,
+        norm: Norm,
+        router: RuntimeRouter | None,
+        residual: Tensor,
+        addend: Tensor | None,
+        forced: Tensor | None,
+        shared: _Pass,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add, norm and decide: return the stream, its norm, and the mask (None: everything executes)."""
+        backend = shared.run.table.backend
+        constants: dict[str, Any] = {
+            "addend": addend,
+            "eps": norm.eps,
+            "unit_offset": norm.unit_offset,
+            "backend": backend,
+        }
+        if router is None or not shared.run.routed:
+            with shared.part("norm"):
+                return *rms_norm(residual, norm.weight, **constants), None
+        if residual.shape[0] <= MAX_FEW_ROWS:
+            with shared.part("route"):
+                total, normed, mask = norm_route(
+                    residual,
+                    norm.weight,
+                    router.weights,
+                    threshold=router.threshold,
+                    reads_residual=router.reads_residual,
+                    **constants,
+                )
+        else:
+            with shared.part("norm"):
+                total, normed = rms_norm(residual, norm.weight, **constants)
+            with shared.part("route"):
+                seen = total if router.reads_residual else normed
+                mask = route(seen, router.weights, threshold=router.threshold, backend=backend)
+        return total, normed, mask if forced is None else forced
+
+    def _attention(
+        self, weights: AttentionWeights, index: int, x: Tensor, mask: Tensor | None, shared: _Pass
+    ) -> Tensor:
+        """Return the output of the attention half, [M, D]; `mask` holds the router's extra groups."""
+        table, heads, kv_heads = shared.run.table, weights.num_query_heads, weights.num_kv_heads
+        with shared.part("query"):
+            if mask is None:
+                qkv = project_dense(x, weights)
+                q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
+            else:
+                q, kv = project_routed(x, weights, mask, table)
+        shape = (shared.batch, shared.length)
+        keys, values = kv.unflatten(1, (2, kv_heads, weights.head_dim)).unflatten(0, shape).unbind(2)
+        k_cache, v_cache = shared.cache.layer(index)
+        with shared.part("rope"):
+            q = rope_to_cache(
+                q.unflatten(1, (heads, weights.head_dim)).unflatten(0, shape),
+                keys,
+                values,
+                self.cos,
+                self.sin,
+                shared.starts,
+                k_cache,
+                v_cache,
+                q_norm=weights.q_norm,
+                k_norm=weights.k_norm,
+                eps=weights.head_eps,
+                backend=table.backend,
+            )
+        own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
+        with shared.part("attention"):
+            mixed = self._mix(weights, q, k_cache, v_cache, own, shared).reshape(x.shape[0], -1)
+        with shared.part("output"):
+            if own is None:
+                return functional.linear(mixed, weights.output, weights.output_bias)
+            return sum_groups("output", mixed, weights.output, weights.output_bias, own, table)
+
+    def _mix(
+        self, weights: AttentionWeights, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared: _Pass
+    ) -> Tensor:
+        """Return attention output [B, T, H_q, d]; skipped heads are zero where the output product is dense."""
+        table = shared.run.table
+        if shared.ends is not None:
+            return attention_decode(
+                q[:, 0], k, v, shared.ends, mask, scale=weights.scale, backend=table.backend
+            ).unsqueeze(1)
+        k, v = k[:, : shared.length], v[:, : shared.length]
+        needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
+        if mask is not None and table.how("attention", shared.length) == "many":
+            order = reorder_sequences(mask.view(shared.batch, shared.length, -1), backend=table.backend)
+            return attention_prefill(
+                q, k, v, order, scale=weights.scale, zero_skipped=needs_zeros, backend=table.backend
+            )
+        out = _dense_attention(q, k, v, weights.scale)
+        if not needs_zeros or mask is None:
+            return out
+        per_head = mask.repeat_interleave(weights.num_query_heads // mask.shape[1], 1)
+        return torch.where(per_head.view(*out.shape[:3], 1), out, 0)
+
+    def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
+        table = shared.run.table
+        with shared.part("gate_up"):
+            product = feed_forward_product(x, weights, mask, table)
+        with shared.part("down"):
+            if mask is None:
+                return functional.linear(product, weights.down, weights.down_bias)
+            return sum_groups("down", product, weights.down, weights.down_bias, mask, table)
+
+    def _logits(self, residual: Tensor, addend: Tensor, run: Run) -> Tensor:
+        norm = self.norm
+        normed = rms_norm(
+            residual,
+            norm.weight,
+            addend=addend,
+            eps=norm.eps,
+            unit_offset=norm.unit_offset,
+            backend=run.table.backend,
+        )[1]
+        return functional.linear(normed, self.head, self.head_bias)
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return causal attention [B, T, H_q, d] by the library's fastest kernel."""
+    heads = [t.transpose(1, 2) for t in (q, k, v)]
+    options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    if not q.is_cuda:
+        return functional.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
+    with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+        return functional.scaled_dot_product_attention(*heads, **options).transpose(1, 2)

@@ -1,0 +1,47 @@
+"""How one forward of the runtime is to be carried out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wide.runtime.table import OperatorTable
+from wide.runtime.weights import LayerWeights, RuntimeRouter
+
+Masks = Sequence[tuple[Tensor | None, Tensor | None]]
+"""For each layer the attention mask and the FFN mask, bool [tokens, N_G]; None leaves the half to its router."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """How a forward runs.
+
+    Args:
+        routed: Whether routers decide and operators skip; otherwise everything is dense and no router runs.
+        table: Which operator skips at which size.
+        forced: Masks that replace the routers' decisions; the routers run all the same, so that their time counts.
+            Made with `force`.
+        record: Filled with each layer's (attention, FFN) masks in use; None = not wanted.
+        traced: Whether parts carry names for torch.profiler.
+    """
+
+    routed: bool = True
+    table: OperatorTable = field(default_factory=OperatorTable)
+    forced: Masks | None = None
+    record: list[tuple[Tensor | None, Tensor | None]] | None = None
+    traced: bool = False
+
+
+def force(layers: Sequence[LayerWeights], masks: Masks) -> Masks:
+    """Return masks with the always-executing groups that the runtime's routers add."""
+    return [
+        (_extend(layer.attention.router, attention), _extend(layer.ffn.router, ffn))
+        for layer, (attention, ffn) in zip(layers, masks, strict=True)
+    ]
+
+
+def _extend(router: RuntimeRouter | None, mask: Tensor | None) -> Tensor | None:
+    if mask is None or router is None or router.extra == 0:
+        return mask
+    return torch.cat((mask, mask.new_ones(mask.shape[0], router.extra)), 1)

@@ -1,0 +1,55 @@
+"""Compiles norm, rope and router kernels without a GPU; prints one JSON object per kernel. Run as a program."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import compile_kernels
+
+from wide.kernels.device import DeviceFacts
+from wide.kernels.rms_norm import _triton as rms_norm
+from wide.kernels.rope import _triton as rope
+from wide.kernels.route import _triton as route
+from wide.kernels.route import tiles
+
+HALF = dict.fromkeys(
+    ("X", "Q", "K", "V", "COS", "SIN", "K_CACHE", "V_CACHE", "Q_NORM", "K_NORM", "OUT", "ADDEND", "WEIGHT", "TOTAL")
+    + ("NORMED", "DOWN"),
+    "*bf16",
+)
+FLOATS = dict.fromkeys(("DIFFERENCE", "OFFSET", "PARTIAL"), "*fp32") | dict.fromkeys(("threshold", "eps"), "fp32")
+TYPES = HALF | FLOATS | {"POSITIONS": "*i32", "COUNTER": "*i32", "MASK": "*u8"}
+STRIDES = ("stride_xm", "stride_ym", *(f"stride_{tensor}{dim}" for tensor in "qkvc" for dim in "bth"))
+
+
+def kernels_at(target: int) -> Iterator[dict[str, Any]]:
+    """Compile each kernel for shapes of an 8B model."""
+    build = compile_kernels.build
+    norm = {"D": 4096, "BLOCK_D": 4096, "HAS_ADDEND": True, "UNIT_OFFSET": False}
+    yield build(rms_norm._rms_norm, target, norm, 4, 3, **TYPES)
+    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HEADS": 16, "HAS_NORM": True}
+    yield build(rope._rope_to_cache, target, heads, 4, 3, **TYPES)
+    router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "HAS_OFFSET": False}
+    facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
+    for num_rows in (16, 8192, 16384):
+        tile = tiles.default_tile(facts, num_rows)
+        names = {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g, "PRECISION": "ieee"}
+        yield build(route._route, target, router | names, tile.num_warps, tile.num_stages, **TYPES)
+    few = {"BLOCK_D": 4096, "BLOCK_G": 128, "ROWS": 4, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
+    flags = {"HAS_NORM": True, "HAS_ADDEND": True, "UNIT_OFFSET": False, "READS_RESIDUAL": False}
+    yield build(route._route_few, target, router | few | flags, 4, 3, **TYPES)
+
+
+def main() -> None:
+    """Compile everything for the targets named on the command line."""
+    compile_kernels.DIVISIBLE = (*compile_kernels.DIVISIBLE, *STRIDES)
+    for target in (int(word) for word in sys.argv[1:]):
+        for result in kernels_at(target):
+            sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

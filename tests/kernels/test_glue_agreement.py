@@ -1,0 +1,113 @@
+"""Norm, rope and router operators: agreement with their references, registration, refusals."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from wide.errors import ShapeError
+from wide.kernels.contract import Case, Operator
+from wide.kernels.rms_norm import RMS_NORM, rms_norm
+from wide.kernels.rope import ROPE, rope_to_cache
+from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route, split_weights
+
+OPERATORS = (RMS_NORM, ROPE, ROUTE, NORM_ROUTE)
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+def _name(value: object) -> str:
+    if isinstance(value, Case):
+        return "-".join(str(f) for f in (*value.sizes.values(), *(f"{k}={v}" for k, v in value.options.items())))
+    return value.name if isinstance(value, Operator) else str(value)
+
+
+@pytest.mark.parametrize(("operator", "case"), [(o, c) for o in OPERATORS for c in o.cases], ids=_name)
+def test_triton_agrees_with_the_reference(operator: Operator, case: Case) -> None:
+    if HAS_GPU:
+        case = dataclasses.replace(case, dtype=torch.bfloat16)
+    arguments = operator.build(case, DEVICE)
+    got = operator.backends["triton"].run(**arguments)
+    assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
+
+
+def _router(dtype: torch.dtype = torch.float16) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    down, up = torch.randn(4, 64, generator=generator), torch.randn(20, 4, generator=generator)
+    return split_weights(down.to(DEVICE), up.to(DEVICE), None, dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck(backend: str) -> None:
+    x, weight = torch.randn(3, 64, device=DEVICE).half(), torch.randn(64, device=DEVICE).half()
+    table, cache = torch.randn(9, 16, device=DEVICE).half(), torch.zeros(3, 9, 2, 16, device=DEVICE).half()
+    heads = torch.randn(3, 1, 4, 16, device=DEVICE).half()
+    places = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (torch.ops.wide.rms_norm, (x, weight, x + 1, 1e-6, False, backend)),
+        (torch.ops.wide.rms_norm, (x, weight, None, 1e-6, True, backend)),
+        (torch.ops.wide.route, (x, *_router(), 0.0, backend)),
+        (torch.ops.wide.norm_route, (x, weight, x + 1, *_router(), 0.0, 1e-6, False, False, backend)),
+        (
+            torch.ops.wide.rope_to_cache,
+            (heads, heads[:, :, :2], heads[:, :, 2:], table, table, places, cache, cache + 1, None, None, 1e-6, backend),
+        ),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator.default, arguments)
+
+
+def test_split_weights_keep_more_than_half_precision() -> None:
+    down, up = torch.randn(8, 256) * 0.02, torch.randn(10, 8)
+    for dtype, bits in ((torch.bfloat16, 16), (torch.float16, 17)):
+        parts = split_weights(down, up, None, dtype=dtype).down
+        error = (parts[:8].float() + parts[8:].float() - down).norm() / down.norm()
+        assert error < 2.0**-bits
+    assert torch.equal(split_weights(down, up, None, dtype=torch.float32).down, down)
+
+
+def test_few_rows_decide_as_many_and_the_counter_is_left_at_zero() -> None:
+    weights = _router()
+    x = torch.randn(9, 64, device=DEVICE).half()
+    whole = route(x, weights, backend="triton")
+    for start in range(0, 9, 3):
+        assert torch.equal(route(x[start : start + 3], weights, backend="triton"), whole[start : start + 3])
+    assert weights.counter.item() == 0
+
+
+def test_norm_route_is_norm_then_route() -> None:
+    weights, x = _router(), torch.randn(2, 64, device=DEVICE).half()
+    weight = torch.rand(64, device=DEVICE).half()
+    total, normed, mask = norm_route(x, weight, weights, addend=x, backend="triton")
+    wanted_total, wanted = rms_norm(x, weight, addend=x, backend="triton")
+    assert torch.equal(total, wanted_total)
+    torch.testing.assert_close(normed, wanted)
+    assert torch.equal(mask, route(normed, weights, backend="triton"))
+
+
+def test_skipped_heads_may_hold_anything_and_other_places_stay() -> None:
+    q = torch.full((1, 2, 2, 8), float("nan"), device=DEVICE).half()
+    q[:, :, 1] = 1.0
+    k = torch.randn(1, 2, 1, 8, device=DEVICE).half()
+    table = torch.ones(6, 8, device=DEVICE).half()
+    caches = [torch.full((1, 6, 1, 8), 5.0, device=DEVICE).half() for _ in range(2)]
+    start = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    out = rope_to_cache(q, k, k, table, table, start, *caches, backend="triton")
+    assert out[:, :, 1].isfinite().all()
+    assert caches[0][0, 3:5].isfinite().all()
+    assert torch.equal(caches[1][:, 3:5], k)
+    assert all((cache[0, [0, 1, 2, 5]] == 5.0).all() for cache in caches)
+
+
+def test_wrong_inputs_are_named() -> None:
+    x, weights = torch.randn(5, 64, device=DEVICE).half(), _router()
+    with pytest.raises(ShapeError, match="1 to 4 rows"):
+        norm_route(x, x[0], weights, backend="torch")
+    with pytest.raises(ShapeError, match="split_weights"):
+        route(x.float(), weights, backend="torch")
+    with pytest.raises(ShapeError, match="rms_norm wants a weight"):
+        rms_norm(x, x[0, :32], backend="torch")
+    heads, place = x.view(5, 1, 4, 16), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ShapeError, match="both caches"):
+        rope_to_cache(heads, heads, heads, x, x, place, heads[:4], heads[:4], backend="torch")

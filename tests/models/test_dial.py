@@ -1,0 +1,137 @@
+"""One set of routers, many budgets: thresholds that give the sparsity asked for."""
+
+import math
+
+import pytest
+import torch
+from families import make, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wide.config import WideConfig
+from wide.data.batches import TokenBatch
+from wide.errors import ConfigError, NotAttachedError
+from wide.models.accounting import SkipCounter, model_costs
+from wide.models.attach import attach, attachment
+from wide.models.dial import _bins, _edge, calibrate_dial, measure_sparsity, set_sparsity
+from wide.models.measures import half_weights
+from wide.models.observe import bypass, observe
+
+
+def batches(count, *, seed, padding=0):
+    for i in range(count):
+        ids = tokens(8, 24, seed=seed + i)
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        valid[:, 24 - padding :] = False
+        yield TokenBatch(input_ids=ids, labels=ids, valid=valid)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return attach(make("llama", initializer_range=0.1), WideConfig(ffn_group_size=8, router_rank=8))
+
+
+def counted(model, data):
+    counter = SkipCounter(model)
+    with torch.no_grad(), observe(model) as routing:
+        for batch in data:
+            model(input_ids=batch.input_ids)
+            counter.add(routing, batch.valid)
+    return counter.result()
+
+
+@pytest.mark.parametrize("measure", ["mean", "linear_flops"])
+def test_every_sparsity_is_met_within_a_point_on_other_text(model, measure):
+    dial = calibrate_dial(model, batches(10, seed=0), measure=measure)
+    assert dial == sorted(dial)
+    assert len({threshold for _, threshold in dial}) == len(dial)
+    for wanted in (0.15, 0.25, 0.5, 0.72, 0.85):
+        set_sparsity(model, wanted)
+        assert getattr(counted(model, batches(10, seed=100)), measure) == pytest.approx(wanted, abs=0.01)
+    set_sparsity(model, threshold=0.0)
+
+
+def test_a_dial_made_for_a_wish_meets_it_even_where_sparsity_bends_between_points():
+    unsteady = attach(make("llama", initializer_range=0.3), WideConfig(ffn_group_size=8, router_rank=8))
+    set_sparsity(unsteady, 0.72, data=batches(10, seed=0))
+    assert counted(unsteady, batches(10, seed=100)).mean == pytest.approx(0.72, abs=0.01)
+
+
+def test_padding_does_not_count(model):
+    clean = [
+        TokenBatch(input_ids=b.input_ids[:, :20], labels=b.labels[:, :20], valid=b.valid[:, :20])
+        for b in batches(2, seed=0)
+    ]
+    with_padding = list(batches(2, seed=0, padding=4))
+    assert measure_sparsity(model, with_padding, 0.1) == pytest.approx(measure_sparsity(model, clean, 0.1), abs=1e-9)
+
+
+def test_zero_is_dense(model):
+    calibrate_dial(model, batches(1, seed=0), sparsities=(0.5,))
+    assert set_sparsity(model, 0.0) == -math.inf
+    ids = tokens()
+    routed = model(input_ids=ids).logits
+    with bypass(model):
+        torch.testing.assert_close(routed, model(input_ids=ids).logits)
+    set_sparsity(model, threshold=0.0)
+
+
+def test_calibration_leaves_thresholds_and_modes_alone(model):
+    set_sparsity(model, threshold=0.25)
+    model.train()
+    model.lm_head.eval()
+    calibrate_dial(model, batches(1, seed=0), sparsities=(0.4, 0.6))
+    assert {router.threshold for router in attachment(model).routers()} == {0.25}
+    assert model.training
+    assert not model.lm_head.training
+    model.eval()
+    set_sparsity(model, threshold=0.0)
+
+
+def test_the_argmax_routing_is_a_point_of_the_table(model):
+    dial = calibrate_dial(model, batches(1, seed=0), sparsities=(0.3,))
+    assert [sparsity for sparsity, threshold in dial if threshold == 0.0] == [
+        pytest.approx(counted(model, batches(1, seed=0)).mean)
+    ]
+
+
+def test_bad_wishes_are_refused(model):
+    calibrate_dial(model, batches(1, seed=0), sparsities=(0.4, 0.6))
+    with pytest.raises(ConfigError, match="outside the dial"):
+        set_sparsity(model, 0.9)
+    with pytest.raises(ConfigError, match=r"\[0, 1\)"):
+        set_sparsity(model, 1.0)
+    with pytest.raises(ConfigError, match="either a sparsity or a threshold"):
+        set_sparsity(model)
+    with pytest.raises(ConfigError, match="number"):
+        set_sparsity(model, threshold=math.nan)
+    with pytest.raises(ConfigError, match="calibration batches"):
+        calibrate_dial(model, [])
+    attachment(model).dial = []
+    with pytest.raises(ConfigError, match="no dial"):
+        set_sparsity(model, 0.5)
+    assert set_sparsity(model, 0.5, data=batches(2, seed=0)) != 0.0
+    set_sparsity(model, threshold=0.0)
+    with pytest.raises(NotAttachedError):
+        set_sparsity(make("llama"), 0.5)
+
+
+def test_weights_of_half_layers_sum_to_what_can_be_skipped(model):
+    assert sum(half_weights(model)) == pytest.approx(1.0)
+    assert sum(half_weights(model, "linear_flops")) == pytest.approx(1.0)
+    work = model_costs(model)
+    prunable = sum(layer.prunable for layer in work.layers)
+    total = prunable + sum(layer.fixed for layer in work.layers) + work.head
+    with_fixed = half_weights(model, "linear_flops", include_fixed=True)
+    assert sum(with_fixed) == pytest.approx(prunable / total)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-(2.0**99), 2.0**99, width=32), st.floats(-(2.0**99), 2.0**99, width=32))
+def test_bins_are_ordered_as_numbers_are_and_hold_them(a, b):
+    low, high = sorted((a, b))
+    first, second = _bins(torch.tensor([low, high])).tolist()
+    assert first <= second or low == high == 0.0
+    assert _edge(first) <= low
+    # Minus zero lies in the bin below zero.
+    assert low < _edge(first + 1) or low == 0.0

@@ -1,0 +1,108 @@
+"""The runtime gives the model's logits: dense, routed under the same masks, and step by step after a prefill."""
+
+import pytest
+import torch
+from families import make, tokens
+
+from wide.config import WideConfig
+from wide.errors import ShapeError, UnsupportedModelError
+from wide.models.attach import attach
+from wide.models.observe import bypass, capture_routing
+from wide.runtime.decoder import Decoder
+from wide.runtime.run import Run, force
+from wide.runtime.table import OPERATORS, OperatorTable
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+DENSE_TABLE = OperatorTable(
+    backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=()
+)
+SPARSE_TABLE = OperatorTable(backend="torch", query=1, attention=1, output=1, gate_up=1, down=1, few=OPERATORS)
+MIXED_TABLE = OperatorTable(backend="torch", query=5, attention=1, output=None, gate_up=5, down=None, few=("gate_up",))
+TABLES = (DENSE_TABLE, SPARSE_TABLE, MIXED_TABLE)
+CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+
+
+def _attached(family, **changes):
+    return attach(make(family), WideConfig(ffn_group_size=16, router_rank=4, **changes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_and_routed_logits_are_the_models(family):
+    model, ids = _attached(family), tokens(2, 12)
+    with torch.no_grad(), bypass(model):
+        dense = model(ids).logits
+    with torch.no_grad(), capture_routing(model) as routing:
+        masked = model(ids).logits
+    decoder = Decoder(model, max_length=16)
+    cache = decoder.new_cache(2)
+    found = decoder.prefill_logits(ids, cache, Run(routed=False, table=DENSE_TABLE))
+    torch.testing.assert_close(found, dense, **CLOSE)
+    forced = force(decoder.layers, [(x.attention.flatten(0, 1), x.ffn.flatten(0, 1)) for x in routing])
+    for table in TABLES:
+        found = decoder.prefill_logits(ids, cache, Run(table=table, forced=forced))
+        torch.testing.assert_close(found, masked, **CLOSE)
+    # The projections now view the runtime's buffers, and the model still computes the same.
+    with torch.no_grad(), bypass(model):
+        torch.testing.assert_close(model(ids).logits, dense, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("batch", [2, 5])
+def test_steps_after_a_padded_prefill_equal_the_full_forward(family, batch):
+    model, ids = _attached(family), tokens(batch, 12)
+    decoder = Decoder(model, max_length=16)
+    lengths = torch.tensor([7, 4, 6, 5, 7][:batch], dtype=torch.int32)
+    for table in TABLES:
+        for routed in (False, True):
+            run = Run(routed=routed, table=table)
+            whole = decoder.prefill_logits(ids, decoder.new_cache(batch), run)
+            cache = decoder.new_cache(batch)
+            found = decoder.prefill(ids[:, :7], lengths, cache, run)
+            rows = torch.arange(batch)
+            torch.testing.assert_close(found, whole[rows, lengths.long() - 1], **CLOSE)
+            for step in range(4):
+                places = lengths.long() + step
+                found = decoder.step(ids[rows, places], cache, run)
+                torch.testing.assert_close(found, whole[rows, places], **CLOSE)
+            assert torch.equal(cache.lengths, lengths + 4)
+
+
+@pytest.mark.parametrize("router_input", ["normed", "residual"])
+def test_the_runtimes_own_routers_decide_as_the_models(router_input):
+    model = _attached("llama", router_input=router_input, router_bias=True)
+    ids = tokens(1, 10)
+    with torch.no_grad(), capture_routing(model) as routing:
+        masked = model(ids).logits
+    decoder = Decoder(model, max_length=16)
+    record = []
+    run = Run(table=SPARSE_TABLE, record=record)
+    torch.testing.assert_close(decoder.prefill_logits(ids, decoder.new_cache(1), run), masked, **CLOSE)
+    for (attention, ffn), layer in zip(record, routing, strict=True):
+        assert torch.equal(attention, layer.attention[0])
+        assert torch.equal(ffn, layer.ffn[0])
+
+
+def test_weights_are_shared_not_copied():
+    model = _attached("llama")
+    decoder = Decoder(model, max_length=8)
+    layer, own = model.model.layers[0], decoder.layers[0]
+    for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        assert linear.weight.untyped_storage().data_ptr() == own.attention.qkv.untyped_storage().data_ptr()
+    assert layer.mlp.up_proj.weight.data_ptr() == own.ffn.up.data_ptr()
+    assert layer.mlp.down_proj.weight.data_ptr() == own.ffn.down.data_ptr()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "smollm3"])
+def test_other_structures_are_refused_with_the_reason(family):
+    with pytest.raises(UnsupportedModelError):
+        Decoder(make(family), max_length=16)
+
+
+def test_windows_training_mode_and_overlong_prompts_are_refused():
+    with pytest.raises(UnsupportedModelError, match="window of 8 tokens"):
+        Decoder(make("mistral", sliding_window=8), max_length=16)
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval"):
+        Decoder(make("llama").train(), max_length=16)
+    decoder = Decoder(make("llama"), max_length=8)
+    with pytest.raises(ShapeError, match="do not fit a cache of 1 x 8"):
+        decoder.prefill_logits(tokens(1, 9), decoder.new_cache(1), Run(routed=False, table=DENSE_TABLE))

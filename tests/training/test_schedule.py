@@ -1,0 +1,33 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wide.training.schedule import learning_rate, sparsity_target, temperature
+
+
+def test_learning_rate_rises_to_the_peak_and_falls_towards_zero():
+    rates = [learning_rate(step, steps=100, peak=2.0, warmup=0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == rates[10] == 2.0
+    assert rates[55] == pytest.approx(1.0)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert 0 < rates[-1] < 0.01
+
+
+@given(st.integers(1, 500), st.floats(0, 1), st.data())
+def test_learning_rate_never_exceeds_the_peak_nor_vanishes(steps, warmup, data):
+    step = data.draw(st.integers(0, steps - 1))
+    assert 0 < learning_rate(step, steps=steps, peak=1e-3, warmup=warmup) <= 1e-3
+
+
+def test_temperature_is_linear_between_both_ends():
+    assert [temperature(s, steps=10, start=5.0, end=0.5) for s in (0, 9)] == [5.0, 0.5]
+    assert temperature(3, steps=10, start=5.0, end=0.5) == pytest.approx(3.5)
+    assert temperature(0, steps=1, start=5.0, end=0.5) == 5.0
+
+
+def test_the_ramp_ends_at_the_target():
+    assert sparsity_target(0, steps=10, final=0.5, ramp=0.0) == 0.5
+    assert [sparsity_target(s, steps=10, final=0.5, ramp=0.5) for s in (0, 4, 5, 9)] == [0.1, 0.5, 0.5, 0.5]

@@ -1,0 +1,179 @@
+"""`prune` and `recover`: from text to a saved adapter that skips what was asked for."""
+
+import json
+import random
+
+import pytest
+import torch
+from tiny import CONFIG, RandomSource, dense_model, routed_model, stage
+
+from wide.config import ObjectiveConfig, RecoverConfig
+from wide.data.batches import TokenBlocks
+from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
+from wide.models.adapter import load
+from wide.models.attach import attachment, is_attached
+from wide.models.dial import measure_sparsity
+from wide.training import inference_target
+from wide.training.stages import prune, recover
+from wide.training.text_source import ShiftedSource, batch_source
+
+VOCABULARY = 258
+
+
+@pytest.fixture(autouse=True)
+def _short_calibration(monkeypatch):
+    monkeypatch.setattr(inference_target, "_TOKENS", 4096)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = random.Random(0)
+    words = ["group", "token", "skips", "layer", "width", "router"]
+    return [" ".join(rng.choices(words, k=60)) + "." for _ in range(40)]
+
+
+def model(**changes):
+    return dense_model(vocab_size=VOCABULARY, **changes)
+
+
+def lora_stage(**changes):
+    return RecoverConfig(**({"steps": 6, "batch_size": 4, "sequence_length": 16, "lora_rank": 2} | changes))
+
+
+def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts, tiny_tokenizer, tmp_path):
+    base = model()
+    pruned = prune(
+        base, texts, sparsity=0.4, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=30), output=tmp_path
+    )
+    assert pruned is base
+    facts = attachment(pruned).provenance["prune"]
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["objective"]["sparsity"] == 0.4
+    assert facts["tokens"] == 30 * 4 * 16
+    assert facts["inference"]["sparsity"] == pytest.approx(0.4, abs=0.01)
+    source = batch_source(texts, pruned, tokenizer=tiny_tokenizer, sequence_length=16, seed=5)
+    others = [source.batch_at(i, batch_size=8) for i in range(20)]
+    threshold = attachment(pruned).routers()[0].threshold
+    assert measure_sparsity(pruned, others, threshold) == pytest.approx(0.4, abs=0.01)
+
+    again = load(model(), tmp_path / "adapter")
+    assert attachment(again).dial == attachment(pruned).dial
+    ids = others[0].input_ids
+    assert torch.equal(again(input_ids=ids).logits, pruned(input_ids=ids).logits)
+    assert not pruned.training
+
+
+def test_the_threshold_stays_at_argmax_when_asked(texts, tiny_tokenizer):
+    pruned = prune(
+        model(), texts, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=2), calibrate_threshold=False
+    )
+    facts = attachment(pruned).provenance["prune"]["inference"]
+    assert facts["threshold"] == 0.0
+    assert facts["sparsity"] == facts["argmax_sparsity"]
+    assert {router.threshold for router in attachment(pruned).routers()} == {0.0}
+
+
+def test_recovery_takes_its_target_from_stage_1_and_trains_lora_and_routers(texts, tiny_tokenizer, tmp_path):
+    pytest.importorskip("peft")
+    pruned = prune(model(), texts, sparsity=0.3, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=6))
+    routers = [r.up.detach().clone() for r in attachment(pruned).routers()]
+    recover(pruned, texts, tokenizer=tiny_tokenizer, stage=lora_stage(), output=tmp_path)
+    state = attachment(pruned)
+    assert state.provenance["recover"]["objective"]["sparsity"] == 0.3
+    assert state.provenance["recover"]["inference"]["sparsity"] == pytest.approx(0.3, abs=0.01)
+    assert any(p.abs().sum() > 0 for n, p in state.lora.named_parameters().items() if "lora_B" in n)
+    assert all(not torch.equal(r.up, before) for r, before in zip(state.routers(), routers, strict=True))
+    again = load(model(), tmp_path / "adapter")
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(again(input_ids=ids).logits, pruned(input_ids=ids).logits)
+
+
+def test_recovery_with_frozen_routers_trains_lora_on_the_routing_of_inference(texts, tiny_tokenizer):
+    pytest.importorskip("peft")
+    pruned = prune(model(), texts, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=3))
+    before = [(r.up.detach().clone(), r.threshold) for r in attachment(pruned).routers()]
+    recover(pruned, texts, tokenizer=tiny_tokenizer, stage=lora_stage(train_routers=False))
+    for router, (weights, threshold) in zip(attachment(pruned).routers(), before, strict=True):
+        assert torch.equal(router.up, weights)
+        assert router.threshold == threshold
+
+
+def test_recovery_resumes_bit_for_bit(texts, tiny_tokenizer, tmp_path):
+    pytest.importorskip("peft")
+
+    class Stop(RandomSource):
+        def batch_at(self, step, **options):
+            if step == 5 and self.armed:
+                raise RuntimeError("crash")
+            return super().batch_at(step, **options)
+
+    source, found = Stop(), []
+    for armed, folder, resume in ((False, None, False), (True, tmp_path, False), (False, tmp_path, True)):
+        source.armed = armed
+        pruned = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2))
+        try:
+            recover(pruned, source, stage=lora_stage(checkpoint_every=2), output=folder, resume=resume)
+        except RuntimeError:
+            continue
+        found.append(attachment(pruned).lora.state_dict())
+    assert len(found) == 2
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_finished_run_is_not_trained_again_when_resumed(tmp_path):
+    first = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=4), output=tmp_path)
+    second = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=4), output=tmp_path, resume=True)
+    facts = [attachment(m).provenance["prune"] for m in (first, second)]
+    assert facts[1]["tokens_per_second"] is None
+    assert facts[1]["inference"] == facts[0]["inference"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "changes"),
+    [
+        (ConfigError, r"\[0, 1\)", {"sparsity": 1.0}),
+        (ConfigError, "contradicts", {"sparsity": 0.3, "objective": ObjectiveConfig(sparsity=0.4)}),
+        (ConfigError, "output folder", {"resume": True}),
+        (ShapeError, "does not divide|choose one of", {"config": "bad"}),
+        (DataError, "one block needs", {"data": ["short"]}),
+        (DataError, "no text", {"data": [" "]}),
+        (DataError, "vocabulary", {"small": True}),
+    ],
+)
+def test_bad_wishes_are_refused_before_anything_is_changed(error, words, changes, texts, tiny_tokenizer):
+    from wide.config import WideConfig
+
+    base = dense_model() if changes.pop("small", False) else model()
+    if changes.get("config") == "bad":
+        changes["config"] = WideConfig(ffn_group_size=7)
+    data = changes.pop("data", texts)
+    with pytest.raises(error, match=words):
+        prune(base, data, tokenizer=tiny_tokenizer, **({"config": CONFIG, "stage": stage()} | changes))
+    assert not is_attached(base)
+
+
+def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
+    prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2), output=tmp_path)
+    with pytest.raises(ConfigError, match="resume=True"):
+        prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2), output=tmp_path)
+    with pytest.raises(ConfigError, match="other settings"):
+        prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=3), output=tmp_path, resume=True)
+
+
+def test_groups_cannot_be_changed_on_a_model_that_has_routers():
+    with pytest.raises(ConfigError, match="detach"):
+        prune(routed_model(), RandomSource(), config=CONFIG, stage=stage(steps=1))
+
+
+def test_recovery_needs_routers_and_a_target():
+    with pytest.raises(NotAttachedError):
+        recover(dense_model(), RandomSource())
+    with pytest.raises(ConfigError, match="objective="):
+        recover(routed_model(), RandomSource())
+
+
+def test_the_second_stage_reads_on_where_the_first_one_stopped(texts, tiny_tokenizer):
+    source = batch_source(texts, model(), tokenizer=tiny_tokenizer, sequence_length=16, seed=1)
+    assert isinstance(source, TokenBlocks)
+    shifted = ShiftedSource(source, 10)
+    assert torch.equal(shifted.batch_at(0, batch_size=4).input_ids, source.batch_at(3, batch_size=4).input_ids)

@@ -1,0 +1,188 @@
+"""What the loop does besides minimising: it stops cleanly, keeps what is good, and puts everything back."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import RandomSource, batch, routed_model, stage
+
+from wide.config import ObjectiveConfig
+from wide.errors import ConfigError, TrainingError
+from wide.models.attach import attachment
+from wide.records import read_records
+from wide.training import checkpoint
+from wide.training.checkpoint import CheckpointFolder
+from wide.training.modes import trainable_parameters, training_mode
+from wide.training.objective import Objective
+from wide.training.trainer import RunOptions, Trainer, micro_batch_size
+
+
+def trainer(model, folder=None, *, source=None, config=None, resume=False, fingerprint="same", **changes):
+    objective = Objective(model, config or ObjectiveConfig())
+    options = RunOptions(title="stage 1", output=folder, resume=resume, fingerprint=fingerprint)
+    return Trainer(model, objective, source or RandomSource(), stage(**changes), options)
+
+
+def router_values(model):
+    return torch.cat([p.detach().flatten() for r in attachment(model).routers() for p in r.parameters()])
+
+
+def test_training_reaches_the_target_sparsity_and_lowers_the_loss():
+    model = routed_model()
+    outcome = trainer(model, config=ObjectiveConfig(sparsity=0.3), steps=60, learning_rate=3e-2).train()
+    assert outcome.last["sparsity.mean"] == pytest.approx(0.3, abs=0.05)
+    assert outcome.last["lm_loss"] < 5.0
+    assert outcome.tokens == 60 * 4 * 16
+    assert outcome.tokens_per_second > 0
+
+
+def test_only_routers_change_and_every_flag_is_put_back():
+    model = routed_model()
+    model.train()
+    model.lm_head.eval()
+    model.lm_head.weight.requires_grad_(False)
+    flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    random_state = torch.get_rng_state()
+    trainer(model, steps=2).train()
+    assert ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]) == flags
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), before[name]) != ("wide_router" in name), name
+
+
+def test_dropout_of_the_base_is_off_in_training():
+    model = routed_model(attention_dropout=0.5)
+    with training_mode(model, routers=True, gradient_checkpointing=True):
+        assert not any(m.training for n, m in model.named_modules() if n.endswith(("self_attn", "mlp")))
+        assert all(router.training for router in attachment(model).routers())
+
+
+def test_routers_of_a_bfloat16_base_are_trained_in_float32():
+    model = routed_model().bfloat16()
+    for router in attachment(model).routers():
+        router.float()
+    run = trainer(model, steps=2)
+    run.train()
+    assert {p.dtype for p in trainable_parameters(model, routers=True).values()} == {torch.float32}
+    states = [value for state in run._optimizer.state.values() for value in state.values()]
+    assert {value.dtype for value in states} == {torch.float32}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_checkpoint(tmp_path):
+    class Poisoned(RandomSource):
+        def batch_at(self, step, **options):
+            if step == 7:
+                with torch.no_grad():
+                    model.lm_head.weight.fill_(float("nan"))
+            return super().batch_at(step, **options)
+
+    model = routed_model()
+    with pytest.raises(TrainingError, match=r"step 7: .*loss = nan.*step-00000006.*learning_rate"):
+        trainer(model, tmp_path, source=Poisoned(), checkpoint_every=2).train()
+    kept = CheckpointFolder(tmp_path / "checkpoints", fingerprint="same").latest()
+    assert kept.step == 6
+    assert all(torch.isfinite(value).all() for value in kept.parameters.values())
+
+
+def test_a_full_disk_is_reported_and_the_earlier_checkpoint_survives(tmp_path, monkeypatch):
+    inner = checkpoint._write_through
+
+    def full(path, content):
+        if folder.steps():
+            path.write_bytes(content[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inner(path, content)
+
+    folder = CheckpointFolder(tmp_path / "checkpoints", fingerprint="same")
+    monkeypatch.setattr(checkpoint, "_write_through", full)
+    with pytest.raises(TrainingError, match=r"step 4 .*No space left.*step-00000002.*resume"):
+        trainer(routed_model(), tmp_path, checkpoint_every=2).train()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    monkeypatch.undo()
+    assert trainer(routed_model(), tmp_path, checkpoint_every=2, resume=True).train().steps == 12
+
+
+def test_ctrl_c_finishes_the_step_writes_a_checkpoint_and_can_be_resumed(tmp_path):
+    class Interrupting(RandomSource):
+        def batch_at(self, step, **options):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().batch_at(step, **options)
+
+    whole = routed_model()
+    trainer(whole).train()
+    with pytest.raises(KeyboardInterrupt, match="after step 5 of 12"):
+        trainer(routed_model(), tmp_path, source=Interrupting()).train()
+    assert CheckpointFolder(tmp_path / "checkpoints", fingerprint="same").steps() == [5]
+    resumed = routed_model()
+    trainer(resumed, tmp_path, resume=True).train()
+    assert torch.equal(router_values(resumed), router_values(whole))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    trainer(routed_model(), tmp_path, checkpoint_every=5).train()
+    folder = CheckpointFolder(tmp_path / "checkpoints", fingerprint="same")
+    file = tmp_path / "checkpoints" / "step-00000012" / "parameters.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    assert folder.latest().step == 10
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    trainer(routed_model(), tmp_path).train()
+    with pytest.raises(ConfigError, match="other settings"):
+        trainer(routed_model(), tmp_path, resume=True, fingerprint="another").train()
+
+
+def test_micro_batches_leave_the_result_of_the_step_alone():
+    """The noise differs, so only the first loss (before any update) is compared, at temperature-free rates."""
+    whole, parts = routed_model(), routed_model()
+    config = ObjectiveConfig(sparsity=0.99)
+    first = trainer(whole, config=config, steps=1).train().last
+    second = trainer(parts, config=config, steps=1, micro_batch_size=1).train().last
+    assert second["lm_loss"] == pytest.approx(first["lm_loss"], rel=0.2)
+    assert second["sparsity.mean"] == pytest.approx(first["sparsity.mean"], abs=0.1)
+
+
+def test_batches_that_cannot_be_shared_are_refused():
+    assert micro_batch_size(stage(batch_size=8), 2) == 4
+    assert micro_batch_size(stage(batch_size=8, micro_batch_size=2), 2) == 2
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        micro_batch_size(stage(batch_size=8), 3)
+    with pytest.raises(ConfigError, match="does not divide"):
+        micro_batch_size(stage(batch_size=8, micro_batch_size=3), 1)
+
+
+def test_metrics_are_records_of_every_step(tmp_path):
+    trainer(routed_model(), tmp_path).train()
+    records, notes = read_records(tmp_path / "metrics.jsonl")
+    assert not notes
+    assert [r.step for r in records if r.metric == "training.sparsity.attention"] == list(range(12))
+    assert {r.subject for r in records} == {"stage 1"}
+    heat = [r.value for r in records if r.metric == "training.temperature"]
+    assert (heat[0], heat[-1]) == (5.0, 0.5)
+
+
+def test_the_command_line_sees_plain_lines_where_there_is_no_terminal(capfd):
+    trainer(routed_model()).train()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1].startswith("stage 1 12/12: loss ")
+    assert "tokens/s" in lines[-1]
+
+
+def test_tensorboard_is_not_imported_without_being_asked_for():
+    code = "import sys, wide.training.stages; print('tensorboard' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_padding_of_a_source_counts_in_no_rate():
+    class Padded(RandomSource):
+        def batch_at(self, step, **_options):
+            return batch(4, 16, seed=step, padding=6)
+
+    outcome = trainer(routed_model(), source=Padded(), steps=2).train()
+    assert 0 < outcome.last["sparsity.mean"] < 1
