@@ -27,7 +27,7 @@ SHORT = [
 def short_calibration():
     """Make the dial from little text: thousands of tiny batches would take most of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wide.training.inference_target._TOKENS", 256)
+        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
         patch.setattr("wide.cli.pipeline._DIAL_BLOCKS", 4)
         yield
 

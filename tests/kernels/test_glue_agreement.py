@@ -51,7 +51,20 @@ def test_opcheck(backend: str) -> None:
         (torch.ops.wide.norm_route, (x, weight, x + 1, *_router(), 0.0, 1e-6, False, False, backend)),
         (
             torch.ops.wide.rope_to_cache,
-            (heads, heads[:, :, :2], heads[:, :, 2:], table, table, places, cache, cache + 1, None, None, 1e-6, backend),
+            (
+                heads,
+                heads[:, :, :2],
+                heads[:, :, 2:],
+                table,
+                table,
+                places,
+                cache,
+                cache + 1,
+                None,
+                None,
+                1e-6,
+                backend,
+            ),
         ),
     ]
     for operator, arguments in calls:
@@ -73,7 +86,18 @@ def test_few_rows_decide_as_many_and_the_counter_is_left_at_zero() -> None:
     whole = route(x, weights, backend="triton")
     for start in range(0, 9, 3):
         assert torch.equal(route(x[start : start + 3], weights, backend="triton"), whole[start : start + 3])
-    assert weights.counter.item() == 0
+    assert not weights.counter.any()
+
+
+def test_tiles_that_share_out_channels_decide_as_whole_ones() -> None:
+    from wide.kernels.route import _triton
+    from wide.kernels.route.tiles import RouteTile
+
+    weights, x = _router(), torch.randn(37, 64, device=DEVICE).half()
+    tile = RouteTile(16, 32, 32, 4, 3)
+    whole = _triton.route(x, *weights[:3], threshold=0.1, tile=tile)
+    assert torch.equal(_triton.route_split(x, *weights, threshold=0.1, tile=tile), whole)
+    assert not weights.counter.any()
 
 
 def test_norm_route_is_norm_then_route() -> None:

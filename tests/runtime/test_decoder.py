@@ -13,9 +13,7 @@ from wide.runtime.run import Run, force
 from wide.runtime.table import OPERATORS, OperatorTable
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
-DENSE_TABLE = OperatorTable(
-    backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=()
-)
+DENSE_TABLE = OperatorTable(backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())
 SPARSE_TABLE = OperatorTable(backend="torch", query=1, attention=1, output=1, gate_up=1, down=1, few=OPERATORS)
 MIXED_TABLE = OperatorTable(backend="torch", query=5, attention=1, output=None, gate_up=5, down=None, few=("gate_up",))
 TABLES = (DENSE_TABLE, SPARSE_TABLE, MIXED_TABLE)

@@ -13,16 +13,10 @@ from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
 from wide.models.dial import measure_sparsity
-from wide.training import inference_target
 from wide.training.stages import prune, recover
 from wide.training.text_source import ShiftedSource, batch_source
 
 VOCABULARY = 258
-
-
-@pytest.fixture(autouse=True)
-def _short_calibration(monkeypatch):
-    monkeypatch.setattr(inference_target, "_TOKENS", 4096)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """A straight-line forward of Llama-like models: every tensor of fixed shape, nothing read back by the host."""
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from wide.runtime.cache import KvCache
 from wide.runtime.products import feed_forward_product, project_dense, project_routed, sum_groups
 from wide.runtime.run import Run
 from wide.runtime.structure import read_ends, require_same_outputs
+from wide.runtime.table import OperatorTable
 from wide.runtime.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -119,10 +121,14 @@ class Decoder:
         cache.lengths.copy_(ends)
         return self._logits(residual, addend, run)
 
+    def truncated(self, num_layers: int) -> "Decoder":
+        """Return a decoder of the first layers only, for measurements; weights and tables are shared."""
+        short = copy.copy(self)
+        short.layers = self.layers[:num_layers]
+        return short
+
     def probe(self, ids: Tensor) -> Tensor:
         """Return dense logits [B, T, V] in plain PyTorch, for a comparison with the model's own."""
-        from wide.runtime.table import OperatorTable
-
         run = Run(routed=False, table=OperatorTable(backend="torch"))
         return self.prefill_logits(ids, self.new_cache(ids.shape[0], ids.shape[1]), run)
 
@@ -271,9 +277,10 @@ class Decoder:
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Return causal attention [B, T, H_q, d] by the library's fastest kernel."""
+    attend: Any = functional.scaled_dot_product_attention
     heads = [t.transpose(1, 2) for t in (q, k, v)]
     options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
     if not q.is_cuda:
-        return functional.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
+        return attend(*heads, **options).transpose(1, 2)
     with sdpa_kernel(_SDPA_ORDER, set_priority=True):
-        return functional.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
+        return attend(*heads, **options).transpose(1, 2)

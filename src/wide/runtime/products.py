@@ -22,9 +22,7 @@ def project_dense(x: Tensor, weights: AttentionWeights) -> Tensor:
     return functional.linear(x, weights.qkv, weights.qkv_bias)
 
 
-def project_routed(
-    x: Tensor, weights: AttentionWeights, mask: Tensor, table: OperatorTable
-) -> tuple[Tensor, Tensor]:
+def project_routed(x: Tensor, weights: AttentionWeights, mask: Tensor, table: OperatorTable) -> tuple[Tensor, Tensor]:
     """Return queries [M, H_q d] of executing groups (others hold anything), and keys and values [M, 2 H_k d].
 
     Args:

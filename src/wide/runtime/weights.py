@@ -1,4 +1,4 @@
-"""What the runtime reads of a Hugging Face model: the same tensors, arranged for the operators, nothing copied twice."""
+"""What the runtime reads of a Hugging Face model: the same tensors, arranged for the operators, never copied twice."""
 
 from dataclasses import dataclass
 from typing import Any

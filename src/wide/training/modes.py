@@ -22,6 +22,14 @@ def trainable_parameters(model: nn.Module, *, routers: bool) -> dict[str, nn.Par
 
 
 @contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Leave the caller's random state, on the CPU and on this device, as it was."""
+    # Without a list, torch saves the state of every GPU of the host, and warns about it.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
 def training_mode(model: nn.Module, *, routers: bool, gradient_checkpointing: bool) -> Iterator[None]:
     """Freeze all but routers and LoRA, and put only these into training mode; everything is put back afterwards.
 

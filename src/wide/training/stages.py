@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from wide.models.pretrained import load_pretrained
 from wide.records import fingerprint, versions
 from wide.training.checkpoint import CheckpointFolder
 from wide.training.inference_target import calibration_batches, meet_target
+from wide.training.modes import own_randomness
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
@@ -85,7 +84,8 @@ def prune(
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
     if not is_attached(model):
-        with _seeded(stage.seed):
+        with own_randomness(_device(model)):
+            torch.manual_seed(stage.seed)
             attach(model, config)
     run = _Run(model, "prune", "stage 1", source, objective, stage, parallel, folder)
     run.train(resume=resume, tensorboard=tensorboard, routers=True, anneal=True)
@@ -140,7 +140,8 @@ def recover(
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
     if state.lora is None:
-        with _seeded(stage.seed):
+        with own_randomness(_device(model)):
+            torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     run = _Run(model, "recover", "stage 1+2", source, objective, stage, parallel, folder)
     run.continue_after(state.provenance.get("prune", {}))
@@ -277,11 +278,3 @@ def _loaded(model: Any) -> Any:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw initial weights from a seed and leave the caller's random state as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -7,8 +7,6 @@ Every step seeds its own noise from (seed, step, rank), so a resumed run repeats
 import hashlib
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from wide.errors import ConfigError, TrainingError
 from wide.models.attach import attachment
 from wide.training.checkpoint import CheckpointFolder, restore
 from wide.training.interrupt import Interrupt
-from wide.training.modes import trainable_parameters, training_mode
+from wide.training.modes import own_randomness, trainable_parameters, training_mode
 from wide.training.objective import Measured, Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog
@@ -154,7 +152,7 @@ class Trainer:
                 training_mode(
                     self._model, routers=options.train_routers, gradient_checkpointing=stage.gradient_checkpointing
                 ),
-                _own_randomness(),
+                own_randomness(self._device),
                 Interrupt() as interrupt,
             ):
                 for step in range(first, stage.steps):
@@ -354,10 +352,3 @@ def _share(name: str, value: Tensor, parts: int) -> Tensor:
 
 def _seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:7])
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Leave the caller's random state as it was."""
-    with torch.random.fork_rng():
-        yield

@@ -252,6 +252,7 @@ def _gemm_k_kernel(
         rows = tl.load(INDEX + listed, mask=inside, other=0).to(tl.int64)
         pattern = tl.load(PATTERNS + listed, mask=inside, other=0)
         groups, num_groups = _union_of(pattern, S)
+        wide_pattern = tl.broadcast_to(pattern[:, None], (BLOCK_M, BLOCK_K))
         first_channel = block * (S * G)
         h_places = H + rows[:, None] * stride_h + ks[None, :]
         if not PACKED:
@@ -266,14 +267,14 @@ def _gemm_k_kernel(
             member = (groups >> (4 * (step // STEPS))) & 15
             channel = (step % STEPS) * BLOCK_K
             column = first_column + part
-            executes = ((pattern >> member) & 1) != 0
             if PACKED:
+                executes = ((pattern >> member) & 1) != 0
                 group = block * S + member
                 packed_rows = tl.load(RANK + rows * N_G + group, mask=executes, other=0) + tl.load(OFFSETS + group)
                 a_places = H + packed_rows.to(tl.int64)[:, None] * stride_h + (channel + ks)[None, :]
             else:
                 a_places = h_places + (member * G + channel)
-            a = tl.load(a_places, mask=executes[:, None], other=0.0)
+            a = tl.load(a_places, mask=((wide_pattern >> member) & 1) != 0, other=0.0)
             if BY_TMA:
                 b = W.load([column, first_channel + member * G + channel])
             else:

@@ -147,7 +147,9 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     angles = torch.arange(room)[:, None] * 0.5 ** torch.arange(dim // 2)[None, :]
     angles = torch.cat((angles, angles), 1).to(device)
     caches = [torch.zeros(batch, kv_heads, room, dim, dtype=case.dtype, device=device) for _ in range(2)]
-    norms = [random_values(case, (dim,), device, salt=salt) if case.options.get("has_norm") else None for salt in (2, 3)]
+    norms = [
+        random_values(case, (dim,), device, salt=salt) if case.options.get("has_norm") else None for salt in (2, 3)
+    ]
     return {
         "q": q,
         "k": k,

@@ -1,8 +1,8 @@
 """Routers in Triton.
 
 Many rows: a program reads its rows once and multiplies them by both parts of the bottleneck matrix on tensor cores.
-Few rows: programs share out the channels; each norms the rows again for itself, which is cheaper than another launch,
-and the last one to finish decides.
+Few rows: programs share out the channels, and the last one to finish decides; where the norm comes along, each program
+norms the rows again for itself, which is cheaper than another launch.
 """
 
 import torch
@@ -14,6 +14,8 @@ from wide.kernels.route.tiles import RouteTile
 # Channels of a program where rows are few.
 _FEW_BLOCK = 128
 _FEW_GROUP_BLOCK = 128
+# Programs that share out the channels of one tile of rows; the last one adds up as many parts.
+_MAX_SHARES = 16
 
 
 @triton.jit
@@ -68,6 +70,72 @@ def _route(
             margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
         to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
         tl.store(to, (margin >= threshold).to(tl.uint8), mask=in_rows & in_groups)
+
+
+@triton.jit
+def _route_split(
+    X,
+    DOWN,
+    DIFFERENCE,
+    OFFSET,
+    PARTIAL,
+    COUNTER,
+    MASK,
+    threshold,
+    M,
+    stride_xm,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARE: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    share = tl.program_id(1)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = (rows < M)[:, None]
+    LANES: tl.constexpr = PARTS * BLOCK_R
+    places = tl.arange(0, LANES)
+    lane = places % BLOCK_R
+    in_lanes = lane < R
+    down = DOWN + ((places // BLOCK_R) * R + lane)[None, :] * D
+    x = X + rows.to(tl.int64)[:, None] * stride_xm
+    acc = tl.zeros([BLOCK_M, LANES], tl.float32)
+    for k in tl.static_range(0, SHARE, BLOCK_K):
+        ks = share * SHARE + k + tl.arange(0, BLOCK_K)
+        values = tl.load(x + ks[None, :], mask=in_rows & (ks < D)[None, :], other=0.0)
+        weights = tl.load(down + ks[:, None], mask=in_lanes[None, :] & (ks < D)[:, None], other=0.0)
+        acc = tl.dot(values, weights, acc, input_precision=PRECISION)
+    cells = tl.arange(0, BLOCK_M)[:, None] * LANES + places[None, :]
+    partial = PARTIAL + tile * NUM_SHARES * BLOCK_M * LANES
+    tl.store(partial + share * BLOCK_M * LANES + cells, acc)
+    # Everything that this program wrote must be seen before its count is.
+    tl.debug_barrier()
+    finished = tl.atomic_add(COUNTER + tile, 1, sem="acq_rel")
+    if finished == NUM_SHARES - 1:
+        total = tl.zeros([BLOCK_M, LANES], tl.float32)
+        for s in tl.static_range(NUM_SHARES):
+            # Past the first-level cache: other multiprocessors wrote this.
+            total += tl.load(partial + s * BLOCK_M * LANES + cells, cache_modifier=".cg")
+        for g in range(0, NUM_GROUPS, BLOCK_G):
+            groups = g + tl.arange(0, BLOCK_G)
+            in_groups = (groups < NUM_GROUPS)[None, :]
+            difference = tl.load(
+                DIFFERENCE + groups[None, :] * R + lane[:, None], mask=in_groups & in_lanes[:, None], other=0.0
+            )
+            margin = tl.dot(total, difference, input_precision="tf32x3")
+            if HAS_OFFSET:
+                margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
+            to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
+            tl.store(to, (margin >= threshold).to(tl.uint8), mask=in_rows & in_groups)
+        tl.store(COUNTER + tile, 0)
 
 
 @triton.jit
@@ -193,6 +261,53 @@ def route(
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+    )
+    return mask
+
+
+def route_split(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    difference: torch.Tensor,
+    offset: torch.Tensor | None,
+    counter: torch.Tensor,
+    *,
+    threshold: float,
+    tile: RouteTile,
+) -> torch.Tensor:
+    """Run `route_reference` in one kernel whose programs share out the channels of each tile of rows."""
+    num_rows, width = x.shape
+    num_groups, rank = difference.shape
+    block_r, parts = max(16, triton.next_power_of_2(rank)), down.shape[0] // rank
+    num_tiles = triton.cdiv(num_rows, tile.block_m)
+    share = tile.block_k * triton.cdiv(triton.cdiv(width, _MAX_SHARES), tile.block_k)
+    num_shares = triton.cdiv(width, share)
+    mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
+    partial = torch.empty(num_tiles, num_shares, tile.block_m, parts * block_r, dtype=torch.float32, device=x.device)
+    _route_split[(num_tiles, num_shares)](
+        x,
+        down,
+        difference,
+        difference if offset is None else offset,
+        partial,
+        counter,
+        mask.view(torch.uint8),
+        threshold,
+        num_rows,
+        x.stride(0),
+        D=width,
+        R=rank,
+        BLOCK_R=block_r,
+        PARTS=parts,
+        NUM_GROUPS=num_groups,
+        BLOCK_G=min(tile.block_g, max(16, triton.next_power_of_2(num_groups))),
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        SHARE=share,
+        NUM_SHARES=num_shares,
+        HAS_OFFSET=offset is not None,
+        PRECISION="ieee",
+        num_warps=4,
     )
     return mask
 

@@ -9,8 +9,8 @@ from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_values, relative_error
 from wide.kernels.device import device_facts, interprets_triton, triton_obstacle
 from wide.kernels.route.reference import margins, norm_route_reference, route_reference
-from wide.kernels.route.tiles import default_tile
-from wide.kernels.route.weights import RouteWeights, split_weights
+from wide.kernels.route.tiles import SMALLEST_BLOCK, default_tile
+from wide.kernels.route.weights import NUM_COUNTERS, RouteWeights, split_weights
 
 # Up to here the programs of a kernel share out the channels, above it the rows.
 MAX_FEW_ROWS = 4
@@ -115,8 +115,11 @@ def _run_route(
 ) -> torch.Tensor:
     from wide.kernels.route import _triton
 
+    tile = default_tile(device_facts(x.device), x.shape[0])
+    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * tile.block_m and tile.block_m == SMALLEST_BLOCK:
+        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold, tile=tile)
     if x.shape[0] > MAX_FEW_ROWS:
-        return _triton.route(x, down, difference, offset, threshold=threshold, tile=default_tile(device_facts(x.device), x.shape[0]))
+        return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
     return _triton.norm_route_few(
         x,
         None,

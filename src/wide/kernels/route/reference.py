@@ -5,9 +5,7 @@ import torch
 from wide.kernels.rms_norm.reference import rms_norm_reference
 
 
-def margins(
-    x: torch.Tensor, down: torch.Tensor, difference: torch.Tensor, offset: torch.Tensor | None
-) -> torch.Tensor:
+def margins(x: torch.Tensor, down: torch.Tensor, difference: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
     """Return execute logit minus skip logit, float32 [M, N_G]; arguments as in `RouteWeights`."""
     rank = difference.shape[1]
     whole = down.float().view(-1, rank, down.shape[1]).sum(0)

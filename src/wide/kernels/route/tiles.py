@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from wide.kernels.device import DeviceFacts
 
+SMALLEST_BLOCK = 16
 _SMALL_SHARED_MEMORY = (89, 120)
 
 
@@ -27,7 +28,7 @@ class RouteTile(NamedTuple):
 
 def default_tile(facts: DeviceFacts, num_rows: int) -> RouteTile:
     """Return the largest tile that still gives most multiprocessors rows of their own."""
-    block_m = next((b for b in (128, 64, 32) if num_rows >= b * facts.num_sms * 3 // 4), 16)
+    block_m = next((b for b in (128, 64, 32) if num_rows >= b * facts.num_sms * 3 // 4), SMALLEST_BLOCK)
     # Only warp-group products leave registers for 64 groups at a time.
     block_g = 64 if facts.capability in (90, 100, 103) else 32
     if facts.capability in _SMALL_SHARED_MEMORY:

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+# Tiles of rows that can be counted at a time.
+NUM_COUNTERS = 32
+
 
 class RouteWeights(NamedTuple):
     """Weights in the form that the kernels read.
@@ -15,8 +18,8 @@ class RouteWeights(NamedTuple):
         down: Bottleneck matrix, [2 * r, D] for float16 and bfloat16 inputs, [r, D] for float32 ones.
         difference: Execute row minus skip row of the second matrix, float32 [N_G, r].
         offset: Execute bias minus skip bias, float32 [N_G]; None without bias.
-        counter: int32 [1], zero between calls: the programs of a decode kernel count themselves here, so calls with
-            the same weights must follow each other on one stream.
+        counter: int32 [NUM_COUNTERS], zero between calls: programs that share out channels count themselves here, so
+            calls with the same weights must follow each other on one stream.
     """
 
     down: torch.Tensor
@@ -45,5 +48,5 @@ def split_weights(
         down=down.contiguous(),
         difference=(up[0::2] - up[1::2]).contiguous(),
         offset=None if pairs is None else (pairs[:, 0] - pairs[:, 1]).contiguous(),
-        counter=torch.zeros(1, dtype=torch.int32, device=down.device),
+        counter=torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=down.device),
     )

@@ -1,0 +1,173 @@
+"""End-to-end bench: prefill and decode steps of a whole model, dense against routed, in one process on a GPU.
+
+Usage: python -m wide.profiling.endtoend --shape llama-3.1-8b --out DIR [--prompt 4096,16384] [--decode 2048,16384]
+       python -m wide.profiling.endtoend --model DIR [--adapter DIR] [--text FILE] --out DIR
+
+A correctness gate comes first. Then every shape races the dense runtime against the routed one under random masks at
+each rate, where routers run although their decisions are replaced; at rate 0 everything executes. Times are medians of
+CUDA-graph replays, candidates interleaved.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.config import WideConfig
+from wide.profiling.agreement_endtoend import check
+from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, prefill_race
+from wide.profiling.synthetic import random_model
+from wide.profiling.table_choice import all_sparse
+
+_SPARE_PLACES = 64
+_GATE_TOKENS = 640
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def _rates(text: str) -> tuple[float, float]:
+    attention, ffn = (float(word) for word in text.split(","))
+    return attention, ffn
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b", help="a model with random weights")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--model", help="a real model instead: folder or name")
+    parser.add_argument("--adapter", help="its routers; without it they are random")
+    parser.add_argument("--text", type=Path, help="prompt of a real model; without it tokens are random")
+    parser.add_argument("--out", type=Path, required=True, help="folder for endtoend.json")
+    parser.add_argument("--prompt", type=_numbers, default=[4096, 16384], help="prompt lengths of prefills")
+    parser.add_argument("--decode", type=_numbers, default=[2048, 16384], help="tokens cached before a decode step")
+    parser.add_argument("--batch", type=_numbers, default=[1], help="sequences")
+    parser.add_argument("--ffn-group-size", type=int, default=128)
+    parser.add_argument("--attention-group-size", type=int)
+    parser.add_argument("--rates", type=_rates, nargs="+", default=[(0.5, 0.5)], help="skipped attention,FFN")
+    parser.add_argument("--compiled-peer", choices=("default", "max-autotune-no-cudagraphs"), help="race it too")
+    parser.add_argument("--quick", action="store_true", help="fewer samples; tables are not tuned")
+    parser.add_argument("--despite-red", action="store_true", help="time even what failed the gate")
+    return parser
+
+
+def _model(options: argparse.Namespace, device: torch.device) -> Any:
+    """Return the attached model."""
+    from wide.models.attach import attach, is_attached
+    from wide.models.attach import attachment as attachment_of
+
+    if options.model is None:
+        model = random_model(options.shape, num_layers=options.layers, device=device, dtype=torch.bfloat16)
+    else:
+        from wide.models.adapter import load
+        from wide.models.pretrained import load_pretrained
+
+        model = load_pretrained(options.model, dtype="bfloat16", device=str(device))
+        if options.adapter is not None:
+            model = load(model, options.adapter)
+            if attachment_of(model).lora is not None:
+                from wide.models.lora import merge_lora
+
+                merge_lora(model)
+            model.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if not is_attached(model):
+        config = WideConfig(ffn_group_size=options.ffn_group_size, attention_group_size=options.attention_group_size)
+        attach(model, config)
+    return model
+
+
+def _tokens(options: argparse.Namespace, model: Any, count: int, device: torch.device) -> torch.Tensor:
+    """Return [1, count] prompt tokens: of the text, repeated as needed, or random ones."""
+    if options.text is not None and options.model is not None:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(options.model)(options.text.read_text())["input_ids"]
+        ids = torch.tensor(found, device=device)
+        return ids.repeat(-(-count // ids.numel()))[None, :count]
+    return torch.randint(0, model.config.vocab_size, (1, count), device=device)
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    lines = ["what      B  tokens  candidate                 median us  [p10-p90]            speed-up  ceiling"]
+    for r in records:
+        if "failure" in r:
+            lines.append(
+                f"{r['what']:8s} {r['batch']:2d} {r['tokens']:7d}  {r['candidate']:24s} FAIL {r['failure'][:90]}"
+            )
+            continue
+        lines.append(
+            f"{r['what']:8s} {r['batch']:2d} {r['tokens']:7d}  {r['candidate']:24s} {r['median_us']:10.1f}  "
+            f"[{r['low_us']:.1f}-{r['high_us']:.1f}]  x{r['speedup']:.3f}  {r.get('ceiling', 1.0):.2f}"
+        )
+    return "\n".join(lines)
+
+
+def _details(record: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {value:.0f}" for name, value in record.get("breakdown_us", {}).items())
+    return f"  {record['what']} {record['tokens']} {record['candidate']}: {parts}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; return 1 if the runtime disagrees with the model."""
+    options = _parser().parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    device = torch.device("cuda")
+    torch.manual_seed(17)
+    model = _model(options, device)
+    max_length = max([_GATE_TOKENS, *options.prompt, *(n + _SPARE_PLACES for n in options.decode)])
+    from wide.runtime.decoder import Decoder
+
+    decoder = Decoder(model, max_length=max_length)
+    ids = _tokens(options, model, max_length, device)
+    _say(f"model ready after {time.perf_counter() - began:.0f} s")
+    gate = check(model, decoder, all_sparse("triton"), ids[:, :_GATE_TOKENS])
+    _say(f"gate: {json.dumps(gate)}")
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": options.model or options.shape,
+        "layers": len(decoder.layers),
+        "ffn_group_size": options.ffn_group_size,
+        "gate": gate,
+        "records": [],
+    }
+    file = options.out / "endtoend.json"
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    if not gate["green"] and not options.despite_red:
+        _say("RED: the runtime does not compute what the model computes; nothing is timed")
+        return 1
+    bench = Bench(
+        decoder=decoder, ids=ids, rates=tuple(options.rates), quick=options.quick, trained=bool(options.adapter)
+    )
+    shapes = [("prefill", n, b) for n in options.prompt for b in options.batch]
+    shapes += [("decode", n, b) for n in options.decode for b in options.batch]
+    records: list[dict[str, Any]] = report["records"]
+    for what, length, batch in shapes:
+        found = (prefill_race if what == "prefill" else decode_race)(bench, length, batch)
+        if options.compiled_peer:
+            found += compiled_race(bench, model, what, length, batch, options.compiled_peer, found)
+        records += found
+        file.write_text(json.dumps(report, indent=1) + "\n")
+        _say(_table(found))
+        _say("\n".join(_details(record) for record in found if "breakdown_us" in record))
+        _say(f"({time.perf_counter() - began:.0f} s)")
+        torch.cuda.empty_cache()
+    _say(_table(records))
+    return 0 if gate["green"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Bench of the glue operators (norm, rope, router) on a GPU: agreement first, then times beside the memory's own.
+
+Usage: python -m wide.profiling.glue --out DIR [--width 4096] [--groups 112] [--rank 32]
+
+Decode shapes rotate through as many copies of the weights as a model has layers, so that none is found in the cache.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.kernels.rms_norm import RMS_NORM, rms_norm
+from wide.kernels.rope import ROPE, rope_to_cache
+from wide.kernels.route import NORM_ROUTE, ROUTE, RouteWeights, norm_route, route, split_weights
+from wide.profiling.agreement import verdicts
+from wide.profiling.timing import time_interleaved
+
+_COPIES = 32
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+Calls = dict[str, Any]
+
+
+def _weights(options: argparse.Namespace) -> RouteWeights:
+    down = torch.randn(options.rank, options.width, device="cuda") * options.width**-0.5
+    return split_weights(down, torch.randn(2 * options.groups, options.rank, device="cuda"), None, dtype=torch.bfloat16)
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _read_once(x: torch.Tensor) -> torch.Tensor:
+    """Read a tensor and write almost nothing: the floor of whatever reads it."""
+    return x.view(torch.int32).amax()
+
+
+def _many(options: argparse.Namespace, rows: int) -> Calls:
+    x, y, norm = _normal(rows, options.width), _normal(rows, options.width), _normal(options.width)
+    weights = _weights(options)
+    qkv = _normal(1, rows, _HEADS + 2 * _KV_HEADS, _HEAD_DIM)
+    q, k, v = qkv.split((_HEADS, _KV_HEADS, _KV_HEADS), 2)
+    caches = [_normal(1, _KV_HEADS, rows, _HEAD_DIM).transpose(1, 2) for _ in range(2)]
+    angles, start = _normal(rows, _HEAD_DIM), torch.zeros(1, dtype=torch.int32, device="cuda")
+    return {
+        "read x once (amax)": lambda: _read_once(x),
+        "copy x": lambda: x.clone(),
+        "route": lambda: route(x, weights, backend="triton"),
+        "route, plain torch": lambda: route(x, weights, backend="torch"),
+        "rms_norm with addend": lambda: rms_norm(x, norm, addend=y, backend="triton"),
+        "rms_norm": lambda: rms_norm(x, norm, backend="triton"),
+        "rope_to_cache": lambda: rope_to_cache(q, k, v, angles, angles, start, *caches, backend="triton"),
+    }
+
+
+def _few(options: argparse.Namespace, rows: int) -> Calls:
+    x, y, norm = _normal(rows, options.width), _normal(rows, options.width), _normal(options.width)
+    copies = [_weights(options) for _ in range(_COPIES)]
+    qkv = _normal(rows, 1, _HEADS + 2 * _KV_HEADS, _HEAD_DIM)
+    q, k, v = qkv.split((_HEADS, _KV_HEADS, _KV_HEADS), 2)
+    caches = [_normal(rows, _KV_HEADS, 64, _HEAD_DIM).transpose(1, 2) for _ in range(2)]
+    angles, start = _normal(64, _HEAD_DIM), torch.zeros(rows, dtype=torch.int32, device="cuda")
+    return {
+        "route": [lambda w=w: route(x, w, backend="triton") for w in copies],
+        "norm_route with addend": [lambda w=w: norm_route(x, norm, w, addend=y, backend="triton") for w in copies],
+        "rms_norm with addend": lambda: rms_norm(x, norm, addend=y, backend="triton"),
+        "rope_to_cache": lambda: rope_to_cache(q, k, v, angles, angles, start, *caches, backend="triton"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; return 1 if any operator disagrees with its reference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for glue.json")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--groups", type=int, default=112)
+    parser.add_argument("--rank", type=int, default=32)
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(17)
+    red = [
+        verdict
+        for verdict in verdicts(
+            (RMS_NORM, ROPE, ROUTE, NORM_ROUTE),
+            torch.device("cuda"),
+            backends=("triton",),
+            dtypes=(torch.bfloat16, torch.float16),
+        )
+        if not verdict.agrees
+    ]
+    print(f"agreement: {len(red)} red cases")
+    for verdict in red[:20]:
+        print(f"  RED {verdict}")
+    records: list[dict[str, Any]] = []
+    for rows in (16384, 4096, 64, 4, 1):
+        calls = _few(options, rows) if rows <= 4 else _many(options, rows)
+        for name, timing in time_interleaved(calls).items():
+            records.append({"rows": rows, "call": name, **dataclasses.asdict(timing)})
+            print(f"{rows:6d} {name:24s} {timing.median_us:8.2f} us [{timing.low_us:.2f}-{timing.high_us:.2f}]")
+    report = {"device": torch.cuda.get_device_name(), "red": [str(v) for v in red], "records": records}
+    (options.out / "glue.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""CUDA graphs replay what the decoder computes; without CUDA they are refused by name."""
+
+import pytest
+import torch
+from families import make, tokens
+
+from wide.config import WideConfig
+from wide.errors import UnsupportedBackendError
+from wide.models.attach import attach
+from wide.runtime.decoder import Decoder
+from wide.runtime.generate import Sampling, generate_tokens
+from wide.runtime.graphs import CapturedPrefill, CapturedStep, capture
+from wide.runtime.run import Run
+from wide.runtime.table import OperatorTable
+
+SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_without_cuda_a_capture_is_refused():
+    with pytest.raises(UnsupportedBackendError, match="CUDA graphs need a CUDA device"):
+        capture(lambda: torch.zeros(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_replays_equal_direct_calls(routed, batch):
+    model = make("llama", **SIZES).bfloat16().cuda()
+    decoder = Decoder(attach(model, WideConfig(ffn_group_size=64, router_rank=16)), max_length=64)
+    run = Run(routed=routed, table=OperatorTable(query=5, attention=5, output=5, gate_up=5, down=5))
+    ids = tokens(batch, 24).cuda()
+    lengths = torch.full((batch,), 20, dtype=torch.int32, device="cuda")
+    caches = [decoder.new_cache(batch) for _ in range(2)]
+    prefill = CapturedPrefill(decoder, caches[1], 20, run)
+    step = CapturedStep(decoder, caches[1], run)
+    for _ in range(2):
+        wanted = decoder.prefill(ids[:, :20], lengths, caches[0], run)
+        torch.testing.assert_close(prefill(ids[:, :20], lengths), wanted)
+        for place in range(20, 24):
+            torch.testing.assert_close(step(ids[:, place]), decoder.step(ids[:, place], caches[0], run))
+        assert torch.equal(caches[0].lengths, caches[1].lengths)
+
+
+@pytest.mark.gpu
+def test_generation_by_graph_equals_greedy_steps():
+    model = make("llama", **SIZES).bfloat16().cuda()
+    decoder = Decoder(attach(model, WideConfig(ffn_group_size=64, router_rank=16)), max_length=64)
+    ids, run = tokens(1, 12), Run()
+    cache = decoder.new_cache(1)
+    logits = decoder.prefill(ids.cuda(), torch.full((1,), 12, dtype=torch.int32, device="cuda"), cache, run)
+    wanted = []
+    for _ in range(10):
+        wanted.append(int(logits.argmax()))
+        logits = decoder.step(logits.argmax(-1), cache, run)
+    assert generate_tokens(decoder, [ids[0].tolist()], run, Sampling(max_new_tokens=10)) == [wanted]

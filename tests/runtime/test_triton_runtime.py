@@ -1,0 +1,37 @@
+"""The runtime through the Triton kernels: the same logits as through plain PyTorch, prefill and steps."""
+
+import torch
+from families import make, tokens
+
+from wide.config import WideConfig
+from wide.models.attach import attach
+from wide.runtime.decoder import Decoder
+from wide.runtime.run import Run, force
+from wide.runtime.table import OPERATORS, OperatorTable
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+
+def _table(backend):
+    return OperatorTable(backend=backend, query=5, attention=5, output=5, gate_up=5, down=5, few=OPERATORS)
+
+
+def test_triton_and_torch_give_the_same_logits():
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 1}
+    model = attach(make("qwen3", **sizes).to(DTYPE).to(DEVICE), WideConfig(ffn_group_size=16, router_rank=4))
+    decoder = Decoder(model, max_length=16)
+    ids = tokens(1, 9).to(DEVICE)
+    masks = [(torch.rand(9, 2, device=DEVICE) < 0.5, torch.rand(9, 4, device=DEVICE) < 0.5)]
+    found = {}
+    for backend in ("torch", "triton"):
+        cache = decoder.new_cache(1)
+        logits = [
+            decoder.prefill_logits(ids, cache, Run(table=_table(backend), forced=force(decoder.layers, masks)))[0]
+        ]
+        for place in range(2):
+            one = force(decoder.layers, [(attention[place, None], ffn[place, None]) for attention, ffn in masks])
+            logits.append(decoder.step(ids[:, place], cache, Run(table=_table(backend), forced=one)))
+        found[backend] = torch.cat(logits).float()
+    error = (found["triton"] - found["torch"]).norm() / found["torch"].norm()
+    assert error < (2e-2 if DEVICE.type == "cuda" else 1e-4)
