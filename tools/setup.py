@@ -27,7 +27,8 @@ def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036
         print(f"wide needs Python 3.11 or newer, this is {platform.python_version()}; run: make PYTHON=python3.12 ...")
         return 1
-    reuse_torch = has_torch(Path(sys.executable))
+    # A virtual environment does not hand its packages on to another one, so that only a base Python's torch counts.
+    reuse_torch = sys.prefix == sys.base_prefix and has_torch(Path(sys.executable))
     venv.EnvBuilder(with_pip=True, clear=True, system_site_packages=reuse_torch).create(folder)
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     if not reuse_torch:

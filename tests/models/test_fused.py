@@ -96,8 +96,8 @@ def test_what_cannot_run_fused_is_refused_and_left_as_it_was():
         optimize(model, execution=SMALL)
 
     model = attach(make("llama"), CONFIG)
-    model.model.layers[1].mlp.forward = lambda x: 2 * type(model.model.layers[1].mlp).forward(
-        model.model.layers[1].mlp, x
+    model.model.layers[1].mlp.forward = lambda x: (
+        2 * type(model.model.layers[1].mlp).forward(model.model.layers[1].mlp, x)
     )
     with pytest.raises(UnsupportedModelError, match="does not compute down"):
         optimize(model, execution=SMALL)

@@ -10,7 +10,7 @@ from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Run, force
-from wide.runtime.table import OPERATORS, OperatorTable
+from wide.kernels.operator_table import OPERATORS, OperatorTable
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 DENSE_TABLE = OperatorTable(backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())

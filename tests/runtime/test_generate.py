@@ -10,7 +10,7 @@ from wide.models.attach import attach
 from wide.runtime.decoder import Decoder
 from wide.runtime.generate import Sampling, choose, generate_text, generate_tokens
 from wide.runtime.run import Run
-from wide.runtime.table import OperatorTable
+from wide.kernels.operator_table import OperatorTable
 
 RUN = Run(table=OperatorTable(backend="torch", few=()))
 

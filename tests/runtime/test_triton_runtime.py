@@ -7,7 +7,7 @@ from wide.config import WideConfig
 from wide.models.attach import attach
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Run, force
-from wide.runtime.table import OPERATORS, OperatorTable
+from wide.kernels.operator_table import OPERATORS, OperatorTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

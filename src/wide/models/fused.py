@@ -81,7 +81,14 @@ class FusedFeedForward:
         backend = self.execution.backend
         if x.shape[0] <= MAX_ROWS:
             product = gemv_mn(
-                x, gate, mask, up_weight=up, bias=gate_bias, up_bias=up_bias, activation=self.activation, backend=backend
+                x,
+                gate,
+                mask,
+                up_weight=up,
+                bias=gate_bias,
+                up_bias=up_bias,
+                activation=self.activation,
+                backend=backend,
             )
             return gemv_k(product, down.weight, mask, bias=down.bias, backend=backend)
         if x.shape[0] < self.execution.min_rows:
@@ -157,7 +164,14 @@ class FusedAttention:
         return query.view(*hidden.shape[:-1], -1)
 
     def attend(
-        self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Any,
+        **options: Any,
     ) -> tuple[Tensor, Any]:
         """Return attention output `[B, T, H, d]`; skipped groups hold zeros or unspecified memory.
 

@@ -9,7 +9,7 @@ from wide.models.observe import bypass, capture_routing, force_routing
 from wide.routing import LayerRouting
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Run, force
-from wide.runtime.table import OperatorTable
+from wide.kernels.operator_table import OperatorTable
 from wide.runtime.weights import LayerWeights
 
 _STEPS = 4

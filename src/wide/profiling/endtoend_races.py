@@ -18,7 +18,7 @@ from wide.profiling.timing import Timing, time_interleaved
 from wide.runtime.cache import KvCache
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Masks, Run
-from wide.runtime.table import OperatorTable
+from wide.kernels.operator_table import OperatorTable
 
 Rates = tuple[float, float]
 Make = Callable[[Decoder, Run], Callable[[], Tensor]]

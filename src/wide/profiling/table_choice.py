@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wide.profiling.timing import time_interleaved
-from wide.runtime.table import OPERATORS, OperatorTable
+from wide.kernels.operator_table import OPERATORS, OperatorTable
 
 # A dense product must win by this factor before it replaces the sparse one.
 _MARGIN = 0.998

@@ -2,7 +2,7 @@
 
 Usage: python -m wide.profiling.training --model M [--batch_size 16] [--sequence_length 1024] [--out FILE]
 
-The plain pass differentiates the LM loss with respect to the embeddings' output, so that its backward runs through every
+The plain pass differentiates the LM loss with respect to the embeddings, so that its backward runs through every
 layer as the routers' does; no weight of the base gets a gradient in either.
 """
 

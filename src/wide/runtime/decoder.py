@@ -23,7 +23,7 @@ from wide.runtime.cache import KvCache
 from wide.runtime.products import feed_forward_product, project_dense, project_routed, sum_groups
 from wide.runtime.run import Run
 from wide.runtime.structure import read_ends, require_same_outputs
-from wide.runtime.table import OperatorTable
+from wide.kernels.operator_table import OperatorTable
 from wide.runtime.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -11,7 +11,7 @@ from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import Reordering
-from wide.runtime.table import OperatorName, OperatorTable
+from wide.kernels.operator_table import OperatorName, OperatorTable
 from wide.runtime.weights import AttentionWeights, FeedForwardWeights
 
 _PATTERN_GROUPS = 8

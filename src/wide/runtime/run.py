@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wide.runtime.table import OperatorTable
+from wide.kernels.operator_table import OperatorTable
 from wide.runtime.weights import LayerWeights, RuntimeRouter
 
 Masks = Sequence[tuple[Tensor | None, Tensor | None]]

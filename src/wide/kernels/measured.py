@@ -1,0 +1,176 @@
+"""Operator tables made from measurements: for each operator the fastest way at every number of tokens."""
+
+from dataclasses import dataclass
+
+import torch
+
+from wide.errors import ConfigError
+from wide.kernels.contract import Case
+from wide.kernels.device import triton_obstacle
+from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
+from wide.kernels.tuning import Choice, TuningTable
+
+_FEW_ROWS = (1, 2, 4)
+_MANY_ROWS = tuple(1 << power for power in range(3, 19))
+_HALVES = (torch.bfloat16, torch.float16)
+# Above, skipping pairs in attention over a cache saves less than noise.
+_NEARLY_ALL = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """What measurements of a layer's operators depend on.
+
+    Args:
+        hidden_size: D.
+        query_width: H_q d.
+        head_dim: d.
+        num_kv_heads: H_k.
+        attention_groups: N_G of the attention half.
+        ffn_width: F.
+        ffn_groups: N_G of the FFN half.
+        is_gated: Whether the FFN has a gate.
+        is_stacked: Whether the up weight lies right behind the gate weight in memory.
+    """
+
+    hidden_size: int
+    query_width: int
+    head_dim: int
+    num_kv_heads: int
+    attention_groups: int
+    ffn_width: int
+    ffn_groups: int
+    is_gated: bool
+    is_stacked: bool
+
+
+def measured_table(
+    sizes: LayerSizes,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    executed: tuple[float, float] = (0.5, 0.5),
+    tuning: TuningTable | None = None,
+) -> OperatorTable:
+    """Return the table of measured choices; what has not been measured, or not been faster, is dense.
+
+    Args:
+        sizes: Of the layer.
+        device: Where it runs.
+        dtype: Of its weights.
+        executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
+        tuning: The measurements; None takes the user's own, then those that ship with the package.
+
+    Raises:
+        ConfigError: If a share lies outside [0, 1].
+    """
+    if any(not 0.0 <= share <= 1.0 for share in executed):
+        raise ConfigError(f"executed shares must lie in [0, 1], got {executed}; (0.5, 0.5) skips half of the work")
+    if triton_obstacle(device) is not None or dtype not in _HALVES:
+        return dense_table()
+    known = tuning or TuningTable()
+    rules: list[tuple[str, Rules]] = []
+    for name in OPERATORS:
+        active = executed[0] if name in ("query", "attention", "output") else executed[1]
+        found = [(1, DENSE)] if name == "attention" else _few(name, sizes, known, device, active)
+        found += _many(name, sizes, known, device, active)
+        rules.append((name, _merged(found)))
+    return OperatorTable(backend="triton", cache=executed[0] < _NEARLY_ALL, rules=tuple(rules))
+
+
+def dense_table(backend: str = "torch") -> OperatorTable:
+    """Return the table by which nothing skips: dense products, and zeros in skipped places."""
+    every: tuple[tuple[str, Rules], ...] = tuple((name, ((1, DENSE),)) for name in OPERATORS)
+    return OperatorTable(backend=backend, cache=False, rules=every)
+
+
+def _few(
+    name: OperatorName, sizes: LayerSizes, known: TuningTable, device: torch.device, active: float
+) -> list[tuple[int, Choice]]:
+    operator = "gemv_mn" if name in ("query", "gate_up") else "gemv_k"
+    found = []
+    for rows in _FEW_ROWS:
+        # More rows need more groups, so a measurement of more rows is a safe guess for fewer, not the reverse.
+        choice = known.nearest(operator, device, gemv_case(name, sizes, rows, active), fewer_rows=False)
+        found.append((rows // 2 + 1, choice or DENSE))
+    return found
+
+
+def _many(
+    name: OperatorName, sizes: LayerSizes, known: TuningTable, device: torch.device, active: float
+) -> list[tuple[int, Choice]]:
+    found = []
+    for rows in _MANY_ROWS:
+        if name == "attention":
+            operator, case = "attention_prefill", attention_case(sizes, rows, active)
+        else:
+            operator = "gemm_mn" if name in ("query", "gate_up") else "gemm_k"
+            case = gemm_case(name, sizes, rows, active)
+        start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
+        found.append((start, known.nearest(operator, device, case, fewer_rows=True) or DENSE))
+    return found
+
+
+def gemm_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> Case:
+    """Return the case of a linear operator over many rows, as the operator bench names it."""
+    width, groups = _grouped(name, sizes)
+    extents = {"num_rows": rows, "num_groups": groups, "group_size": width // groups}
+    if name in ("output", "down"):
+        return Case(sizes={**extents, "width": sizes.hidden_size}, dtype=torch.bfloat16, active=active)
+    gated = name == "gate_up" and sizes.is_gated
+    options = {"gated": True} if gated else {}
+    if gated and sizes.is_stacked:
+        options["stacked"] = True
+    return Case(
+        sizes={**extents, "depth": sizes.hidden_size}, dtype=torch.bfloat16, active=active, options=options
+    )
+
+
+def gemv_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> Case:
+    """Return the case of a linear operator over one to four rows."""
+    assert rows <= MAX_ROWS
+    width, groups = _grouped(name, sizes)
+    extents = {"num_rows": rows, "num_groups": groups, "group_size": width // groups}
+    if name in ("output", "down"):
+        return Case(sizes={**extents, "width_out": sizes.hidden_size}, dtype=torch.bfloat16, active=active)
+    options = {"is_gated": True} if name == "gate_up" and sizes.is_gated else {}
+    return Case(
+        sizes={**extents, "width_in": sizes.hidden_size}, dtype=torch.bfloat16, active=active, options=options
+    )
+
+
+def attention_case(sizes: LayerSizes, length: int, active: float) -> Case:
+    """Return the case of causal prefill attention over one sequence."""
+    extents = {
+        "num_rows": length,
+        "num_query_heads": sizes.query_width // sizes.head_dim,
+        "num_kv_heads": sizes.num_kv_heads,
+        "num_groups": sizes.attention_groups,
+        "head_dim": sizes.head_dim,
+    }
+    return Case(sizes=extents, dtype=torch.bfloat16, active=active)
+
+
+def _grouped(name: OperatorName, sizes: LayerSizes) -> tuple[int, int]:
+    if name in ("gate_up", "down"):
+        return sizes.ffn_width, sizes.ffn_groups
+    return sizes.query_width, sizes.attention_groups
+
+
+def _merged(found: list[tuple[int, Choice]]) -> Rules:
+    """Drop rules that repeat the one before."""
+    kept: list[tuple[int, Choice]] = []
+    for start, choice in found:
+        if not kept or not _same(kept[-1][1], choice):
+            kept.append((start, choice))
+    return tuple(kept)
+
+
+def _same(first: Choice, second: Choice) -> bool:
+    return (first.backend, first.tile, first.block_m, first.groups_per_block) == (
+        second.backend,
+        second.tile,
+        second.block_m,
+        second.groups_per_block,
+    )
