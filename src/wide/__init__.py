@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wide.models.dial import set_sparsity
     from wide.models.lora import merge_lora
     from wide.models.observe import capture_routing, force_routing
+    from wide.models.optimize import deoptimize, optimize
     from wide.plan import Plan
     from wide.training.stages import prune, recover
 
@@ -33,12 +34,14 @@ _HOMES = {
     "WideConfig": "wide.config",
     "attach": "wide.models.attach",
     "capture_routing": "wide.models.observe",
+    "deoptimize": "wide.models.optimize",
     "detach": "wide.models.attach",
     "evaluate": "wide.evaluation.evaluate",
     "force_routing": "wide.models.observe",
     "load": "wide.models.adapter",
     "load_checkpoint": "wide.models.auto",
     "merge_lora": "wide.models.lora",
+    "optimize": "wide.models.optimize",
     "prune": "wide.training.stages",
     "recover": "wide.training.stages",
     "register_auto_classes": "wide.models.auto",
@@ -57,12 +60,14 @@ __all__ = [
     "__version__",
     "attach",
     "capture_routing",
+    "deoptimize",
     "detach",
     "evaluate",
     "force_routing",
     "load",
     "load_checkpoint",
     "merge_lora",
+    "optimize",
     "prune",
     "recover",
     "register_auto_classes",

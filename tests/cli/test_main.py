@@ -57,6 +57,7 @@ def test_version(capsys):
         (["recipes", "show", "paper-5"], 2, "did you mean paper-50?"),
         (["recipes", "burn"], 2, "usage"),
         (["eval", "--model", "M"], 2, "nothing to evaluate"),
+        (["eval", "--model", "M", "--data", "D", "--fused"], 2, "give --adapter"),
         (["inspect"], 2, "either --model or --adapter"),
         (["prune", "--model", "M", "--data", "D", "--output", "O", "--sparsity", "1.5"], 1, "0.5 skips half"),
         (["inspect", "--adapter", "nowhere"], 1, "not an adapter"),

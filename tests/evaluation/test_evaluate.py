@@ -65,3 +65,16 @@ def test_the_report_is_json_and_a_table_with_both_columns(attached_model, tmp_pa
 def test_a_wrong_task_fails_before_any_work(plain_model):
     with pytest.raises(EvaluationError, match="no task 'squad'"):
         evaluate(plain_model, "no-such-file.txt", tasks=["squad"])
+
+
+def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_differ(attached_model):
+    masked = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
+    report = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False, fused=True)
+    assert report.masked == masked.model
+    assert report.model.perplexity.perplexity == pytest.approx(masked.model.perplexity.perplexity, rel=1e-4)
+    assert 0.0 <= report.flip_rate < 0.01
+    assert report.sparsity.tokens == masked.sparsity.tokens
+    assert "decisions that differ" in report.table()
+    assert report.to_json()["flip_rate"] == report.flip_rate
+    again = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
+    assert again.model == masked.model

@@ -89,9 +89,10 @@ def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
     constants = rows_of | wide | {"ZERO_SKIPPED": False}
     yield compile_kernels.build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
-    tile = gemv_tiles.default_tile(facts, is_gated=False)
-    constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "BLOCK_S": tile.block_k // 128}
-    yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
+    for is_long in (False, True):
+        tile = gemv_tiles.default_tile(facts, is_gated=False, is_long=is_long)
+        constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "BLOCK_S": tile.block_k // 128}
+        yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
 
 
 def main() -> None:

@@ -5,16 +5,17 @@ import torch
 from families import FAMILIES, make, tokens
 
 from wide.config import WideConfig
-from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from wide.kernels.measured import dense_table
+from wide.kernels.operator_table import OperatorTable
 from wide.models.attach import attach, attachment, detach
-from wide.models.fused import Execution
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.models.optimize import deoptimize, optimize
 
 CONFIG = WideConfig(ffn_group_size=16)
 # Small enough that twelve tokens take the gathered operators and six the dense product.
-SMALL = Execution(backend="torch", min_rows=16, min_queries=4)
+SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
 WITHOUT_KERNEL = {"apertus"}
 
 
@@ -27,7 +28,7 @@ def test_fused_layers_give_the_masked_outputs(family):
         dense = model(ids).logits
     with capture_routing(model, history=True) as steps:
         generated = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    optimize(model, execution=SMALL)
+    optimize(model, table=SMALL)
     with torch.no_grad(), force_routing(model, routing):
         torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
     with torch.no_grad(), bypass(model):
@@ -56,7 +57,7 @@ def test_left_padding_and_chunked_prefill():
     }
     with torch.no_grad(), capture_routing(model) as routing:
         masked = model(**inputs).logits
-    optimize(model, execution=SMALL)
+    optimize(model, table=SMALL)
     with torch.no_grad(), force_routing(model, routing):
         fused = model(**inputs).logits
     torch.testing.assert_close(fused[0], masked[0], atol=1e-5, rtol=1e-4)
@@ -72,7 +73,7 @@ def test_the_fused_forward_compiles_as_one_graph():
     model, ids = attach(make("llama"), CONFIG), tokens(2, 12)
     with torch.no_grad(), capture_routing(model) as routing:
         masked = model(ids).logits
-    optimize(model, execution=SMALL)
+    optimize(model, table=SMALL)
     torch._dynamo.reset()
     with torch.no_grad(), force_routing(model, routing):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -82,7 +83,7 @@ def test_the_fused_forward_compiles_as_one_graph():
 def test_what_cannot_run_fused_is_refused_and_left_as_it_was():
     model = attach(make("apertus"), CONFIG)
     with pytest.raises(UnsupportedModelError, match="has no fused kernel"):
-        optimize(model, execution=SMALL)
+        optimize(model, table=SMALL)
     assert not attachment(model).fused
 
     model = attach(make("llama"), CONFIG)
@@ -90,22 +91,62 @@ def test_what_cannot_run_fused_is_refused_and_left_as_it_was():
         deoptimize(model)
     model.train()
     with pytest.raises(NotAttachedError, match=r"model\.eval"):
-        optimize(model, execution=SMALL)
+        optimize(model, table=SMALL)
     add_lora(model.eval(), rank=2)
     with pytest.raises(NotAttachedError, match="merge LoRA"):
-        optimize(model, execution=SMALL)
+        optimize(model, table=SMALL)
 
     model = attach(make("llama"), CONFIG)
     model.model.layers[1].mlp.forward = lambda x: (
         2 * type(model.model.layers[1].mlp).forward(model.model.layers[1].mlp, x)
     )
     with pytest.raises(UnsupportedModelError, match="does not compute down"):
-        optimize(model, execution=SMALL)
+        optimize(model, table=SMALL)
 
 
 def test_an_optimised_model_must_be_restored_before_detaching():
-    model = optimize(attach(make("llama"), CONFIG), execution=SMALL)
+    model = optimize(attach(make("llama"), CONFIG), table=SMALL)
     with pytest.raises(NotAttachedError, match="deoptimize"):
         detach(model)
     with pytest.raises(NotAttachedError, match="optimised already"):
-        optimize(model, execution=SMALL)
+        optimize(model, table=SMALL)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_auto_where_nothing_is_measured_runs_dense_and_gives_the_masked_outputs(family):
+    model, ids = attach(make(family), CONFIG), tokens(2, 12)
+    with torch.no_grad(), capture_routing(model) as routing:
+        masked = model(ids).logits
+    optimize(model)
+    assert model_table(model) == dense_table()
+    with torch.no_grad(), force_routing(model, routing):
+        torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ConfigError, match="unknown backend 'cuda'"):
+        optimize(deoptimize(model), backend="cuda")
+
+
+def model_table(model):
+    return attachment(model).routers()[0].fused.table
+
+
+def test_gate_and_up_lie_together_while_optimised_and_apart_afterwards():
+    model = attach(make("llama"), CONFIG)
+    mlp = model.model.layers[0].mlp
+    before = mlp.gate_proj.weight.clone(), mlp.up_proj.weight.clone()
+    optimize(model, table=SMALL)
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    assert up.data_ptr() == gate.data_ptr() + gate.nbytes
+    deoptimize(model)
+    storages = {w.untyped_storage().data_ptr() for w in (mlp.gate_proj.weight, mlp.up_proj.weight)}
+    assert len(storages) == 2
+    assert torch.equal(mlp.gate_proj.weight, before[0])
+    assert torch.equal(mlp.up_proj.weight, before[1])
+
+
+def test_a_forward_of_the_callers_own_comes_back():
+    model = attach(make("llama"), CONFIG)
+    mlp = model.model.layers[0].mlp
+    mine = mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    deoptimize(optimize(model, table=SMALL))
+    assert mlp.forward is mine
+    assert "forward" not in vars(model.model.layers[1].mlp)

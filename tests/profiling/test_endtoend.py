@@ -12,7 +12,7 @@ from wide.profiling.breakdown import sum_parts
 from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
 from wide.profiling.endtoend_races import Bench, decode_race, prefill_race
 from wide.profiling.synthetic import SHAPES, random_masks, random_model
-from wide.profiling.table_choice import all_sparse, choose_table, without
+from wide.profiling.table_choice import all_sparse, choose_table
 from wide.profiling.timing import Timing
 from wide.runtime.decoder import Decoder
 
@@ -131,7 +131,7 @@ def test_tables_are_chosen_by_the_clock(monkeypatch):
 
     monkeypatch.setattr(table_choice, "time_interleaved", clock)
     table = choose_table(lambda table: lambda: table, backend="torch", is_step=False, rounds=1)
-    assert table == without(all_sparse("torch"), "down", is_step=False)
+    assert table == all_sparse("torch").without("down", few=False)
 
 
 def test_unknown_shapes_are_named():

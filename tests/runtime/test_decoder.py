@@ -6,11 +6,11 @@ from families import make, tokens
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
+from wide.kernels.operator_table import OPERATORS, OperatorTable
 from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Run, force
-from wide.kernels.operator_table import OPERATORS, OperatorTable
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 DENSE_TABLE = OperatorTable(backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())

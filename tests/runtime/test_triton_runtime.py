@@ -4,10 +4,10 @@ import torch
 from families import make, tokens
 
 from wide.config import WideConfig
+from wide.kernels.operator_table import OPERATORS, OperatorTable
 from wide.models.attach import attach
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Run, force
-from wide.kernels.operator_table import OPERATORS, OperatorTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

@@ -41,6 +41,9 @@ def arguments() -> Arguments:
     flags.add_fields(AdapterOptions)
     flags.add_fields(EvalOptions, skip=("untrained",), tokens=None)
     flags.add_fields(TaskOptions)
+    flags.add_switch(
+        "fused", "Score the adapter through the fused operators, with the share of decisions that differ from masks."
+    )
     flags.add_switch("json", "Print the result as JSON instead of a table.")
     flags.add_switch("overwrite", "Replace the evaluation that lies in --output.")
     return flags
@@ -50,31 +53,35 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If neither data nor tasks are named.
+        UsageError: If neither data nor tasks are named, or fused operators are asked of a model without routers.
     """
     values = arguments().parse(given)
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
     if scoring.data is None and not tasks.tasks:
         raise UsageError("nothing to evaluate: name text with --data, tasks with --tasks, or both")
+    if values["fused"] and options.adapter is None:
+        raise UsageError("--fused runs an adapter's routers: give --adapter, too")
     from wide.cli.run_folder import RunFolder
 
     config = resolved(values)
     folder = None
     if tasks.output is not None:
         folder = RunFolder(tasks.output, config, resume=False, overwrite=bool(values["overwrite"]))
-    report = _evaluate(options, scoring, tasks)
+    report = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None:
         folder.claim()
         _write(folder.path, folder.records, report, config, options)
 
 
-def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions) -> "EvaluationReport":
+def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool) -> "EvaluationReport":
     from wide.cli.loading import find_adapter, held_out_documents, load_base
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
     from wide.models.adapter import load, read_config
+    from wide.models.attach import attachment
     from wide.models.dial import set_sparsity
+    from wide.models.lora import merge_lora
 
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
@@ -101,7 +108,9 @@ def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions)
     load(model, find_adapter(options.adapter))
     if options.sparsity is not None:
         set_sparsity(model, options.sparsity)
-    return replace(evaluate(model, documents, **settings), data=name, dense=dense.model)
+    if fused and attachment(model).lora is not None:
+        merge_lora(model)
+    return replace(evaluate(model, documents, fused=fused, **settings), data=name, dense=dense.model)
 
 
 def _write(
@@ -118,6 +127,8 @@ def _write(
     else:
         file.append(evaluation_records("dense", report.dense, None, data))
         file.append(evaluation_records("pruned", report.model, report.sparsity, data))
+    if report.flip_rate is not None:
+        file.append([Record(subject="pruned", metric="routing.flip_rate", value=report.flip_rate, unit="share")])
     if report.retention is not None:
         file.append([Record(subject="pruned", metric="accuracy.retention", value=report.retention, unit="share")])
     say(f"written to {folder}")

@@ -18,6 +18,8 @@ COMMANDS = {
     "recover": "train LoRA and routers of an adapter (stage 2); evaluate, save, report",
     "eval": "perplexity and tasks of a model, dense beside pruned",
     "generate": "continue a prompt",
+    "bench": "time the operators against dense peers on a GPU, agreement first",
+    "profile": "time a whole model on a GPU, dense beside routed: TTFT, TPOT, TTLT, energy, memory",
     "inspect": "what a model can be pruned to, or what an adapter holds",
     "recipes": "list, show or copy the configurations that ship with wide",
 }

@@ -1,7 +1,7 @@
 """Evaluate a model in one call: perplexity and tasks, pruned beside dense, with the work that was skipped."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,14 @@ from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import EvaluationError
+from wide.evaluation.flips import RoutingTape
 from wide.evaluation.harness import run_harness
 from wide.evaluation.inference import SkipMeter, dense, longest_input
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import find_task
 from wide.models.attach import is_attached
+from wide.models.optimize import deoptimize, optimize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +86,7 @@ def evaluate(
     max_windows: int | None = None,
     limit: int | None = None,
     compare_dense: bool = True,
+    fused: bool = False,
 ) -> EvaluationReport:
     """Score a model on text and tasks, and measure what it skips there.
 
@@ -103,10 +106,13 @@ def evaluate(
         max_windows: Score only so many windows of the text.
         limit: Evaluate only so many items of each task.
         compare_dense: Score the same model with routing switched off, too; LoRA that is not merged stays active.
+        fused: Score the model through its fused operators (`wide.optimize`), and on the text also masked, with the
+            share of decisions that differ between the two paths.
 
     Raises:
         DataError: If the text cannot be read or does not fit the model.
         EvaluationError: If a task is unknown, its data cannot be had, or the figures are not numbers.
+        NotAttachedError: If `fused` is asked of a model that cannot run fused now; see `wide.optimize`.
     """
     # Wrong names must fail before the first long forward.
     for name in tasks:
@@ -126,8 +132,12 @@ def evaluate(
         max_windows=max_windows,
         limit=limit,
     )
-    meter = SkipMeter(model)
-    scores = request.score(model, meter, count_skips=True)
+    masked = flips = None
+    if fused:
+        masked, scores, meter, flips = _score_fused(model, request)
+    else:
+        meter = SkipMeter(model)
+        scores = request.score(model, meter, count_skips=True)
     dense_scores = None
     if compare_dense and is_attached(model):
         with dense(model):
@@ -137,7 +147,24 @@ def evaluate(
         model=scores,
         dense=dense_scores,
         sparsity=None if data is None else meter.result(),
+        masked=masked,
+        flip_rate=flips,
     )
+
+
+def _score_fused(model: nn.Module, request: _Request) -> tuple[Scores | None, Scores, SkipMeter, float | None]:
+    """Return the masked figures on the text, the fused ones, what the fused path skipped, and the rate of flips."""
+    before, after = RoutingTape(model), RoutingTape(model)
+    masked = None
+    if request.text is not None:
+        masked = replace(request, tasks=()).score(model, before, count_skips=False)
+    training = model.training
+    optimize(model.eval())
+    try:
+        scores = request.score(model, after, count_skips=True)
+    finally:
+        deoptimize(model).train(training)
+    return masked, scores, after, None if masked is None else after.flip_rate(before)
 
 
 def _text(

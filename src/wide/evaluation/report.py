@@ -42,12 +42,16 @@ class EvaluationReport:
             for.
         sparsity: What was skipped on the text, on exactly the tokens that were scored; None for a model without
             routers. That of tasks is with each task.
+        masked: Figures of the masked path on the text, where `model` ran through fused operators; None otherwise.
+        flip_rate: Share of routing decisions that differ between those two paths, in [0, 1]; None otherwise.
     """
 
     data: str | None
     model: Scores
     dense: Scores | None
     sparsity: Sparsity | None
+    masked: Scores | None = None
+    flip_rate: float | None = None
 
     @property
     def retention(self) -> float | None:
@@ -65,6 +69,8 @@ class EvaluationReport:
             "dense": None if self.dense is None else self.dense.to_json(),
             "sparsity": None if self.sparsity is None else self.sparsity.to_json(),
             "retention": self.retention,
+            "masked": None if self.masked is None else self.masked.to_json(),
+            "flip_rate": self.flip_rate,
         }
 
     def save(self, path: Path) -> None:
@@ -96,6 +102,10 @@ class EvaluationReport:
             name = f"token perplexity, {self.data} (window {found.window}, stride {found.stride})"
             other = "" if dense.perplexity is None else f"{dense.perplexity.perplexity:.3f}"
             yield name, f"{found.perplexity:.3f}", other
+        if self.masked is not None and self.masked.perplexity is not None:
+            yield "the same, dense layers and masks", f"{self.masked.perplexity.perplexity:.3f}", ""
+        if self.flip_rate is not None:
+            yield "decisions that differ between the two", f"{self.flip_rate:.3%}", ""
         if self.model.tasks is None:
             return
         others = (None,) * len(self.model.tasks.tasks) if dense.tasks is None else dense.tasks.tasks

@@ -1,5 +1,6 @@
 """Operator tables made from measurements: for each operator the fastest way at every number of tokens."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +109,11 @@ def _many(
             operator = "gemm_mn" if name in ("query", "gate_up") else "gemm_k"
             case = gemm_case(name, sizes, rows, active)
         start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
-        found.append((start, known.nearest(operator, device, case, fewer_rows=True) or DENSE))
+        choice = known.nearest(operator, device, case, fewer_rows=True) or DENSE
+        if operator == "gemm_k" and choice.tile and sizes.hidden_size % choice.tile[0]:
+            # Measured for another width: the operator's own default fits.
+            choice = dataclasses.replace(choice, tile=())
+        found.append((start, choice))
     return found
 
 
@@ -122,9 +127,7 @@ def gemm_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -
     options = {"gated": True} if gated else {}
     if gated and sizes.is_stacked:
         options["stacked"] = True
-    return Case(
-        sizes={**extents, "depth": sizes.hidden_size}, dtype=torch.bfloat16, active=active, options=options
-    )
+    return Case(sizes={**extents, "depth": sizes.hidden_size}, dtype=torch.bfloat16, active=active, options=options)
 
 
 def gemv_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> Case:
@@ -135,9 +138,7 @@ def gemv_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -
     if name in ("output", "down"):
         return Case(sizes={**extents, "width_out": sizes.hidden_size}, dtype=torch.bfloat16, active=active)
     options = {"is_gated": True} if name == "gate_up" and sizes.is_gated else {}
-    return Case(
-        sizes={**extents, "width_in": sizes.hidden_size}, dtype=torch.bfloat16, active=active, options=options
-    )
+    return Case(sizes={**extents, "width_in": sizes.hidden_size}, dtype=torch.bfloat16, active=active, options=options)
 
 
 def attention_case(sizes: LayerSizes, length: int, active: float) -> Case:

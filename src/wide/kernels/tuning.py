@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from wide.kernels.contract import Case
 from wide.kernels.device import device_facts
 
 _CHOSEN = ("block_m", "groups_per_block")
+# Sizes that a tile is cut for.
+_SAME = ("group_size", "head_dim")
+_NOISE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,7 @@ class Choice:
         block_m: Rows in a tile, for the reordering; 0 means its default.
         groups_per_block: Groups in a super-block, for the pattern sort; 0 means not applicable.
         median_us: Measured time in microseconds; 0 if nothing was measured.
+        dense_us: Time of the dense product in the same run, microseconds; 0 if unknown.
     """
 
     backend: str
@@ -37,6 +42,7 @@ class Choice:
     block_m: int = 0
     groups_per_block: int = 0
     median_us: float = 0.0
+    dense_us: float = 0.0
 
 
 def bucket(num_rows: int) -> int:
@@ -62,12 +68,20 @@ def shape_key(operator: str, case: Case) -> str:
 
 def tuning_key(operator: str, device: torch.device, case: Case) -> str:
     """Return the key of a case in the user's table: device, versions of torch and triton, then its `shape_key`."""
+    return f"{machine_key(device)} | {shape_key(operator, case)}"
+
+
+def machine_key(device: torch.device) -> str:
+    """Return the part of a key that names device and versions."""
+    return " | ".join([device_facts(device).name, f"torch {torch.__version__}", f"triton {_triton_version()}"])
+
+
+@functools.cache
+def _triton_version() -> str:
     try:
-        triton = importlib.metadata.version("triton")
+        return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        triton = "none"
-    parts = [device_facts(device).name, f"torch {torch.__version__}", f"triton {triton}", shape_key(operator, case)]
-    return " | ".join(parts)
+        return "none"
 
 
 def shipped_path(device_name: str) -> Path:
@@ -107,6 +121,28 @@ class TuningTable:
         here = self.lookup(tuning_key(operator, device, case))
         return here or _shipped(device_facts(device).name).get(shape_key(operator, case))
 
+    def nearest(self, operator: str, device: torch.device, case: Case, *, fewer_rows: bool) -> Choice | None:
+        """Return the choice for a case, or that of the most similar case whose choice carries over, or None.
+
+        Dtype, options and group size must be the same and no other size may differ more than twofold. If more pairs
+        execute in the case than in what was measured, the measured time, in proportion, must still beat dense.
+
+        Args:
+            operator: Its name.
+            device: Where it runs.
+            case: The shape.
+            fewer_rows: Whether measurements of fewer rows count; otherwise those of more rows do.
+        """
+        start = machine_key(device) + " | "
+        here = {key.removeprefix(start): choice for key, choice in self._choices.items() if key.startswith(start)}
+        wanted = shape_key(operator, case)
+        best: tuple[float, Choice] | None = None
+        for key, choice in {**_shipped(device_facts(device).name), **here}.items():
+            far = _distance(wanted, key, choice, fewer_rows=fewer_rows)
+            if far is not None and (best is None or far < best[0]):
+                best = far, choice
+        return None if best is None else best[1]
+
     def store(self, key: str, choice: Choice) -> None:
         """Keep a choice, in memory and on disk; readers see the old file or the new one, never a part."""
         self.store_all({key: choice})
@@ -134,6 +170,50 @@ def _read_choices(path: Path) -> dict[str, Choice]:
         return {key: _choice(entry) for key, entry in entries.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no tuning table ({error}); delete it and tune again") from error
+
+
+@functools.cache
+def _parts(key: str) -> tuple[str, str, float, dict[str, float], tuple[str, ...]]:
+    """Return operator, dtype, active share, sizes and options of a `shape_key`."""
+    operator, dtype, active, *rest = key.split(" | ")
+    sizes, options = {}, []
+    for part in rest:
+        name, _, value = part.rpartition(" ")
+        if value.isdigit():
+            sizes[name] = float(value)
+        else:
+            options.append(part)
+    return operator, dtype, float(active.removeprefix("active ")), sizes, tuple(options)
+
+
+def _distance(wanted: str, key: str, choice: Choice, *, fewer_rows: bool) -> float | None:
+    """Return how unlike two shapes are, 0 = the same; None if a choice for `key` says nothing about `wanted`."""
+    first, second = _parts(wanted), _parts(key)
+    if (first[0], first[1], first[4]) != (second[0], second[1], second[4]) or first[3].keys() != second[3].keys():
+        return None
+    # Skipping that pays at some rate pays all the more when less executes; the reverse has to be worked out.
+    more_active = second[2] - first[2]
+    if more_active < 0 and (_is_nearly_all(first[2]) or not _still_pays(choice, first[2] / max(second[2], 0.1))):
+        return None
+    rows = math.log2(first[3]["num_rows"] / second[3]["num_rows"])
+    rows = rows if fewer_rows else -rows
+    if rows < 0:
+        return None
+    far = {name: abs(math.log2(size / second[3][name])) for name, size in first[3].items() if name != "num_rows"}
+    if max(far.values()) > 1.0 or any(far.get(name, 0.0) for name in _SAME):
+        return None
+    # Sizes outweigh rates, rates outweigh rows.
+    return 1e4 * sum(far.values()) + 1e2 * abs(more_active) + rows
+
+
+def _still_pays(choice: Choice, growth: float) -> bool:
+    """Return whether a sparse choice beats dense by more than noise if its time grows in proportion to the work."""
+    return choice.backend == "dense" or choice.median_us * growth * _NOISE < choice.dense_us
+
+
+def _is_nearly_all(active: float) -> bool:
+    """Return whether so much executes that only a measurement at that rate may speak against dense."""
+    return active > 0.95
 
 
 @functools.cache

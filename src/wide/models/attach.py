@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +29,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_wide_attachment"
 
 
+class Removable(Protocol):
+    """What can be taken off again."""
+
+    def remove(self) -> None:
+        """Take it off."""
+
+
 @dataclass(slots=True)
 class Attachment:
     """What wide knows about one attached model.
@@ -43,7 +50,7 @@ class Attachment:
         dial: Sparsity -> threshold points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
         fused: Whether the layers run fused operators (`wide.models.optimize`).
-        handles_fused: Hooks of the fused execution, removed by `deoptimize`.
+        handles_fused: Hooks and stand-ins of the fused execution, removed by `deoptimize`.
     """
 
     plan: Plan
@@ -55,7 +62,7 @@ class Attachment:
     dial: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
     fused: bool = False
-    handles_fused: list[RemovableHandle] = field(default_factory=list)
+    handles_fused: list[Removable] = field(default_factory=list)
 
     def routers(self) -> list[Router]:
         """Return all routers, by layer, attention before FFN."""

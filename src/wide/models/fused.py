@@ -6,7 +6,6 @@ unspecified memory between them, so values are selected by the mask, never multi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,40 +14,12 @@ from torch.nn import functional
 
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
-from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.operator_table import OperatorTable
+from wide.kernels.products import GatedWeights, gated_product, project_queries, sum_groups
+from wide.kernels.reorder import reorder_sequences
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
 from wide.models.router import Router
-
-_PATTERN_GROUPS = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Execution:
-    """How fused layers choose between the operators and the dense product followed by a selection.
-
-    Args:
-        backend: Backend of the operators, 'triton' or 'torch'.
-        min_rows: Tokens in a forward from which the gather products pay. From `MAX_ROWS` + 1 of the decode products
-            up to this, the dense product runs.
-        min_queries: Queries per sequence from which the gathered prefill attention pays.
-        sparse_down: Whether the K-axis product serves the FFN's down projection; otherwise it is dense.
-        sparse_output: The same for the attention's output projection.
-    """
-
-    backend: str = "triton"
-    min_rows: int = 512
-    min_queries: int = 256
-    sparse_down: bool = True
-    sparse_output: bool = True
-
-
-def select_groups(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` `[M, C]` with the channels of skipped groups set to zero; `mask` is bool `[M, N_G]`."""
-    grouped = values.unflatten(-1, (mask.shape[-1], -1))
-    return torch.where(mask.unsqueeze(-1), grouped, 0).flatten(-2)
 
 
 class FusedFeedForward:
@@ -58,12 +29,12 @@ class FusedFeedForward:
         spec: Parts of the FFN.
         router: Its router, which holds the pending mask.
         activation: Name of the activation in the operators' words.
-        execution: Which operator runs when.
+        table: Which operator runs when.
     """
 
-    def __init__(self, spec: FeedForwardSpec, router: Router, activation: str, execution: Execution) -> None:
+    def __init__(self, spec: FeedForwardSpec, router: Router, activation: str, table: OperatorTable) -> None:
         """Keep the parts; weights are read at every call, so that loading new ones works."""
-        self.spec, self.router, self.activation, self.execution = spec, router, activation, execution
+        self.spec, self.router, self.activation, self.table = spec, router, activation, table
         self.original: Callable[[Tensor], Tensor] = spec.module.forward
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -76,54 +47,20 @@ class FusedFeedForward:
         return self._run(rows, groups).view(hidden.shape)
 
     def _run(self, x: Tensor, mask: Tensor) -> Tensor:
-        gate, up, gate_bias, up_bias = self._weights()
         down: Any = self.spec.down
-        backend = self.execution.backend
-        if x.shape[0] <= MAX_ROWS:
-            product = gemv_mn(
-                x,
-                gate,
-                mask,
-                up_weight=up,
-                bias=gate_bias,
-                up_bias=up_bias,
-                activation=self.activation,
-                backend=backend,
-            )
-            return gemv_k(product, down.weight, mask, bias=down.bias, backend=backend)
-        if x.shape[0] < self.execution.min_rows:
-            first = self.spec.activation(functional.linear(x, gate, gate_bias))
-            product = first if up is None else first * functional.linear(x, up, up_bias)
-            return functional.linear(select_groups(product, mask), down.weight, down.bias)
-        product = gemm_mn(
-            x,
-            gate,
-            reorder(mask, backend=backend),
-            up_weight=up,
-            bias=gate_bias,
-            up_bias=up_bias,
-            activation=self.activation,
-            backend=backend,
-        )
-        if not self.execution.sparse_down:
-            return functional.linear(select_groups(product, mask), down.weight, down.bias)
-        return sum_groups(product, down, mask, backend)
+        product = gated_product(x, self._weights(), mask, self.table)
+        return sum_groups("down", product, down.weight, down.bias, mask, self.table)
 
-    def _weights(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def _weights(self) -> GatedWeights:
         up: Any = self.spec.up
         if self.spec.fused_gate:
-            width = self.spec.width
-            bias = up.bias
-            return (
-                up.weight[:width],
-                up.weight[width:],
-                None if bias is None else bias[:width],
-                None if bias is None else bias[width:],
-            )
+            width, weight, bias = self.spec.width, up.weight, up.bias
+            gate_bias, up_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+            return GatedWeights(weight[:width], weight[width:], gate_bias, up_bias, self.activation)
         if self.spec.gate is None:
-            return up.weight, None, up.bias, None
+            return GatedWeights(up.weight, None, up.bias, None, self.activation)
         gate: Any = self.spec.gate
-        return gate.weight, up.weight, gate.bias, up.bias
+        return GatedWeights(gate.weight, up.weight, gate.bias, up.bias, self.activation)
 
 
 class FusedAttention:
@@ -132,12 +69,12 @@ class FusedAttention:
     Args:
         spec: Parts of the attention.
         router: Its router, which holds the pending mask.
-        execution: Which operator runs when.
+        table: Which operator runs when.
     """
 
-    def __init__(self, spec: AttentionSpec, router: Router, execution: Execution) -> None:
+    def __init__(self, spec: AttentionSpec, router: Router, table: OperatorTable) -> None:
         """Keep the parts; weights are read at every call."""
-        self.spec, self.router, self.execution = spec, router, execution
+        self.spec, self.router, self.table = spec, router, table
         self.original_query: Callable[[Tensor], Tensor] = spec.query.forward
         self.original_output: Callable[[Tensor], Tensor] = spec.output.forward
         self.mask: Tensor | None = None
@@ -146,18 +83,14 @@ class FusedAttention:
         """Return the query projection (with K and V where fused) `[..., N]`, skipped query groups unspecified."""
         mask = self.router.mask
         rows = hidden.reshape(-1, hidden.shape[-1])
-        if mask is None or self.spec.q_norm == "width" or MAX_ROWS < rows.shape[0] < self.execution.min_rows:
+        if mask is None or self.spec.q_norm == "width" or self.table.how("query", rows.shape[0]) == "dense":
             # A norm over the whole query width needs every query channel.
             return self.original_query(hidden)
         linear: Any = self.spec.query
         width = self.spec.query_width
         bias = None if linear.bias is None else linear.bias[:width]
         groups = mask.reshape(-1, mask.shape[-1])
-        backend = self.execution.backend
-        if rows.shape[0] <= MAX_ROWS:
-            query = gemv_mn(rows, linear.weight[:width], groups, bias=bias, backend=backend)
-        else:
-            query = gemm_mn(rows, linear.weight[:width], reorder(groups, backend=backend), bias=bias, backend=backend)
+        query = project_queries(rows, linear.weight[:width], bias, groups, self.table)[0]
         if linear.weight.shape[0] > width:
             rest = functional.linear(rows, linear.weight[width:], None if linear.bias is None else linear.bias[width:])
             query = torch.cat([query, rest], dim=-1)
@@ -187,39 +120,47 @@ class FusedAttention:
         mask = self.mask = self.router.take()
         if mask is None:
             return function(module, q, k, v, bias, **options)
-        shared = {
-            "scale": options.get("scaling"),
-            "window": options.get("sliding_window"),
-            "soft_cap": options.get("softcap"),
-            "backend": self.execution.backend,
-        }
-        if q.shape[2] == 1:
-            lengths, starts = _bounds(bias, k)
-            out = attention_decode(
-                q[:, :, 0],
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                lengths,
-                mask[:, 0],
-                starts=starts,
-                # The bounds of a sliding layer's mask hold its window already.
-                **(shared if bias is None else shared | {"window": None}),
-            )
-            return out.unsqueeze(1), None
         bounds = self.router.control.prefill
-        if bounds is None or q.shape[2] < self.execution.min_queries:
+        if q.shape[2] == 1 and self.table.cache:
+            return self._attend_step(q, k, v, bias, mask, options), None
+        length = q.shape[2]
+        if length == 1 or bounds is None or self.table.how("attention", length) == "dense":
             out, weights = function(module, q, k, v, bias, **options)
             return torch.where(self._per_head(mask, out), out, 0), weights
-        num_keys = bounds.past + q.shape[2]
+        num_keys, tile = bounds.past + length, self.table.choice("attention", length).tile
+        rows = mask.shape[0] * mask.shape[1]
         out = attention_prefill(
             q.transpose(1, 2),
             k[:, :, :num_keys].transpose(1, 2),
             v[:, :, :num_keys].transpose(1, 2),
-            reorder_sequences(mask, backend=self.execution.backend),
+            reorder_sequences(mask, backend=self.table.backend),
             starts=bounds.starts,
-            **shared,
+            window=options.get("sliding_window"),
+            soft_cap=options.get("softcap"),
+            scale=options.get("scaling"),
+            zero_skipped=self.table.how("output", rows) == "dense",
+            backend=self.table.backend,
+            tile=PrefillTile(*tile) if tile else None,
         )
         return out, None
+
+    def _attend_step(self, q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return the attention output `[B, 1, H, d]` of one new token a sequence, skipped groups zero."""
+        lengths, starts = _bounds(bias, k)
+        out = attention_decode(
+            q[:, :, 0],
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            lengths,
+            mask[:, 0],
+            starts=starts,
+            # The bounds of a sliding layer's mask hold its window already.
+            window=options.get("sliding_window") if bias is None else None,
+            soft_cap=options.get("softcap"),
+            scale=options.get("scaling"),
+            backend=self.table.backend,
+        )
+        return out.unsqueeze(1)
 
     def output(self, heads: Tensor) -> Tensor:
         """Return the output projection `[..., D]` of attention output `[..., H * d]`."""
@@ -228,31 +169,12 @@ class FusedAttention:
             return self.original_output(heads)
         rows, groups = heads.reshape(-1, heads.shape[-1]), mask.reshape(-1, mask.shape[-1])
         linear: Any = self.spec.output
-        if rows.shape[0] <= MAX_ROWS:
-            out = gemv_k(rows, linear.weight, groups, bias=linear.bias, backend=self.execution.backend)
-        elif rows.shape[0] < self.execution.min_rows or not self.execution.sparse_output:
-            out = functional.linear(select_groups(rows, groups), linear.weight, linear.bias)
-        else:
-            out = sum_groups(rows, linear, groups, self.execution.backend)
+        # `attend` has put zeros where this product is dense.
+        out = sum_groups("output", rows, linear.weight, linear.bias, groups, self.table)
         return out.view(*heads.shape[:-1], -1)
 
     def _per_head(self, mask: Tensor, heads: Tensor) -> Tensor:
         return mask.repeat_interleave(heads.shape[-2] // mask.shape[-1], dim=-1).unsqueeze(-1)
-
-
-def sum_groups(product: Tensor, linear: Any, mask: Tensor, backend: str) -> Tensor:
-    """Return the K-axis product of a linear module over the executing groups of each row."""
-    num_groups = mask.shape[-1]
-    per_block = min(_PATTERN_GROUPS, num_groups)
-    order = reorder_patterns(mask, groups_per_block=per_block, keeps_empty=per_block >= num_groups, backend=backend)
-    return gemm_k(
-        product,
-        linear.weight,
-        order,
-        group_size=product.shape[-1] // num_groups,
-        bias=linear.bias,
-        backend=backend,
-    )
 
 
 def _bounds(bias: Any, k: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -154,7 +154,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
     """Run the forwards inside the block without the LoRA updates, if there are any (they must not be merged)."""
-    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     # PEFT's own switch also turns requires_grad off and on again, which would undo frozen parts.
     for layer in layers:

@@ -1,17 +1,20 @@
 """Turn a routed model into one that runs wide's operators, and back."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from wide.kernels.measured import LayerSizes, dense_table, measured_table
+from wide.kernels.operator_table import OperatorTable
 from wide.models.attach import Attachment, attachment
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
-from wide.models.fused import Execution, FusedAttention, FusedFeedForward
+from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.models.fused import FusedAttention, FusedFeedForward
 from wide.models.gates import router_of
 from wide.models.router import Prefill
+from wide.models.stacking import stack_linears, unstack_linears
 from wide.plan import Routed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -22,41 +25,89 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 _PROBE_ROWS = 3
+_BACKENDS = ("auto", "triton", "torch")
 
 
-def optimize(model: ModelT, *, backend: str = "triton", execution: Execution | None = None) -> ModelT:
+class _Replaced:
+    """A module's forward while another one stands in for it."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        # The module may have had a forward of its own before; usually its class's shows through.
+        self._before = vars(module).get("forward")
+        module.forward = forward
+
+    def remove(self) -> None:
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before
+
+
+class _Stacked:
+    """Gate and up projections that view one buffer."""
+
+    def __init__(self, linears: tuple[nn.Linear, nn.Linear], where: str) -> None:
+        self._linears = linears
+        stack_linears(linears, where)
+
+    def remove(self) -> None:
+        unstack_linears(self._linears)
+
+
+def optimize(
+    model: ModelT,
+    *,
+    backend: str = "auto",
+    table: OperatorTable | None = None,
+    executed: tuple[float, float] = (0.5, 0.5),
+) -> ModelT:
     """Let every routed half of an attached model run its fused operators, in place, and return the same object.
 
     The outputs are those of the masked model; `generate`, caches and evaluation keep working. Training needs the
-    masked form: call `deoptimize` first.
+    masked form: call `deoptimize` first. Separate gate and up projections move into one buffer that both view;
+    `deoptimize` gives each its own memory again.
 
     Args:
         model: An attached model in evaluation mode, LoRA merged, with plain linear layers.
-        backend: 'triton', or 'torch' for the reference operators on any device.
-        execution: Which operator runs at which sizes; None takes the defaults with `backend`.
+        backend: 'auto' follows measurements of this kind of device, by shape and expected rates, with dense products
+            as candidates; 'triton' skips from fixed numbers of tokens on; 'torch' is the reference, for any device.
+        table: Which operator runs at which sizes, instead of what `backend` stands for.
+        executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
 
     Raises:
+        ConfigError: If the backend is unknown.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
         UnsupportedModelError: If a layer is quantised or sharded, or its FFN is not the standard one.
     """
     state = attachment(model)
+    if backend not in _BACKENDS:
+        raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
     if state.fused:
         raise NotAttachedError("this model is optimised already; call wide.deoptimize(model) first")
     if model.training:
         raise NotAttachedError("fused execution is for inference; call model.eval() first")
     if state.lora is not None and not state.lora.merged:
         raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
-    execution = execution or Execution(backend=backend)
-    fused = [_fuse(spec, state, index, execution) for index, spec in enumerate(state.specs)]
-    for attention, ffn in fused:
+    if table is None and backend != "auto":
+        table = OperatorTable(backend=backend)
+    fused = [
+        _fuse(spec, state, index, table or _measured(spec, state, index, executed))
+        for index, spec in enumerate(state.specs)
+    ]
+    for index, (attention, ffn) in enumerate(fused):
         if attention is not None:
             attention.router.fused = attention
-            attention.spec.query.forward = attention.query  # type: ignore[method-assign]
-            attention.spec.output.forward = attention.output  # type: ignore[method-assign]
+            state.handles_fused += [
+                _Replaced(attention.spec.query, attention.query),
+                _Replaced(attention.spec.output, attention.output),
+            ]
         if ffn is not None:
-            ffn.spec.module.forward = ffn.__call__  # type: ignore[method-assign]
+            state.handles_fused.append(_Replaced(ffn.spec.module, ffn.__call__))
+            if isinstance(ffn.spec.gate, nn.Linear) and isinstance(ffn.spec.up, nn.Linear):
+                state.handles_fused.append(_Stacked((ffn.spec.gate, ffn.spec.up), f"layer {index}: FFN"))
     state.fused = True
-    state.handles_fused = [model.register_forward_pre_hook(_note_prefill, with_kwargs=True)]
+    state.handles_fused.append(model.register_forward_pre_hook(_note_prefill, with_kwargs=True))
     return model
 
 
@@ -72,11 +123,6 @@ def deoptimize(model: ModelT) -> ModelT:
     for spec, layer in zip(state.specs, state.plan.layers, strict=True):
         if isinstance(layer.attention, Routed):
             router_of(spec.attention.module).fused = None
-            # The class's own forward shows again once the instance attribute is gone.
-            del spec.attention.query.forward
-            del spec.attention.output.forward
-        if isinstance(layer.ffn, Routed) and spec.ffn is not None:
-            del spec.ffn.module.forward
     for handle in state.handles_fused:
         handle.remove()
     state.handles_fused = []
@@ -85,20 +131,41 @@ def deoptimize(model: ModelT) -> ModelT:
     return model
 
 
+def _measured(spec: BlockSpec, state: Attachment, index: int, executed: tuple[float, float]) -> OperatorTable:
+    """Return what measurements say of a layer's shapes."""
+    attention, ffn, plan = spec.attention, spec.ffn, state.plan.layers[index]
+    weight: Any = attention.query.weight
+    groups = [half.grouping.num_groups if isinstance(half, Routed) else 1 for half in (plan.attention, plan.ffn)]
+    is_gated = ffn is not None and (ffn.gate is not None or ffn.fused_gate)
+    sizes = LayerSizes(
+        hidden_size=spec.hidden_size,
+        query_width=attention.query_width,
+        head_dim=attention.head_dim,
+        num_kv_heads=attention.num_kv_heads,
+        attention_groups=groups[0],
+        ffn_width=groups[1] if ffn is None else ffn.width,
+        ffn_groups=groups[1],
+        is_gated=is_gated,
+        # Either the model fuses them or `optimize` lays them together.
+        is_stacked=is_gated,
+    )
+    return measured_table(sizes, device=weight.device, dtype=weight.dtype, executed=executed)
+
+
 def _fuse(
-    spec: BlockSpec, state: Attachment, index: int, execution: Execution
+    spec: BlockSpec, state: Attachment, index: int, table: OperatorTable
 ) -> tuple[FusedAttention | None, FusedFeedForward | None]:
     layer = state.plan.layers[index]
     attention, ffn = None, None
     if isinstance(layer.attention, Routed):
         for linear in (spec.attention.query, spec.attention.output):
             _require_plain(index, linear)
-        attention = FusedAttention(spec.attention, router_of(spec.attention.module), execution)
+        attention = FusedAttention(spec.attention, router_of(spec.attention.module), table)
     if isinstance(layer.ffn, Routed) and spec.ffn is not None:
         for part in (spec.ffn.up, spec.ffn.gate, spec.ffn.down):
             if part is not None:
                 _require_plain(index, part)
-        ffn = FusedFeedForward(spec.ffn, router_of(spec.ffn.module), _activation(index, spec.ffn), execution)
+        ffn = FusedFeedForward(spec.ffn, router_of(spec.ffn.module), _activation(index, spec.ffn), table)
         _require_standard(index, ffn, spec.hidden_size)
     return attention, ffn
 
@@ -107,8 +174,8 @@ def _require_plain(index: int, linear: nn.Module) -> None:
     weight = getattr(linear, "weight", None)
     if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"layer {index}: {type(linear).__name__} with a {type(weight).__name__} weight is not a plain linear layer; "
-            "quantised, sharded and LoRA-wrapped layers cannot run fused (merge LoRA, or load the model unquantised)"
+            f"layer {index}: {type(linear).__name__} with a {type(weight).__name__} weight is not a plain linear "
+            "layer; quantised, sharded and LoRA-wrapped layers cannot run fused: merge LoRA, load the model unquantised"
         )
 
 
@@ -130,9 +197,7 @@ def _require_standard(index: int, ffn: FusedFeedForward, hidden_size: int) -> No
     with torch.no_grad():
         wanted = ffn.original(probe)
         router.mask = torch.ones(1, _PROBE_ROWS, router.num_groups, dtype=torch.bool, device=probe.device)
-        always_dense = FusedFeedForward(
-            ffn.spec, router, ffn.activation, replace(ffn.execution, min_rows=1 << 30, backend="torch")
-        )
+        always_dense = FusedFeedForward(ffn.spec, router, ffn.activation, dense_table())
         found = always_dense(probe)
     error = (found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12)
     if not error < 2e-2:

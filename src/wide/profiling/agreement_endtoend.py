@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wide.kernels.operator_table import OperatorTable
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.routing import LayerRouting
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Run, force
-from wide.kernels.operator_table import OperatorTable
 from wide.runtime.weights import LayerWeights
 
 _STEPS = 4

@@ -19,6 +19,7 @@ from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.contract import Operator
 from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.profiling.agreement import PoisonedMemory, verdicts
+from wide.profiling.described import add_shape_flags, describe_case, only_shape
 from wide.profiling.races import Race, decode_races, gemv_races, prefill_races
 from wide.profiling.timing import time_interleaved
 
@@ -103,6 +104,9 @@ def run(race: Race, rounds: int) -> list[dict[str, Any]]:
     records = []
     for name in race.candidates:
         record: dict[str, Any] = {"race": race.name, "candidate": name, "peer": peer, **race.facts}
+        if race.case is not None and name in race.choices:
+            record["choice"] = dataclasses.asdict(race.choices[name])
+            record["case"] = describe_case(race.operator, race.case)
         if name in failures:
             record["failure"] = failures[name]
         else:
@@ -140,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operators", default="prefill,decode,gemv", help="comma-separated names")
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.json")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, tiles and rounds")
+    add_shape_flags(parser)
     options = parser.parse_args(arguments)
     names = options.operators.split(",")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -147,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     red = check(names)
     records: list[dict[str, Any]] = []
     for name in names:
-        for race in _RACES[name](quick=options.quick):
+        for race in _RACES[name](quick=options.quick, only=only_shape(options)):
             found = run(race, 10 if options.quick else 20)
             records += found
             _say(_table(found))

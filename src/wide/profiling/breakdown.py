@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _PREFIX = "wide."
+_WARM_UP_CALLS, _CALLS = 5, 3
 _PARTS = {"norm": "elementwise", "rope": "elementwise", "route": "router"}
 _REORDER_KERNELS = ("_count_kernel", "_place_kernel", "_histogram_kernel", "_sort_kernel")
 _SPARSE_QUERY_KERNELS = ("_gemm_mn", "_gemv_mn")
@@ -20,16 +21,19 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def breakdown(call: Callable[[], object]) -> dict[str, float]:
     """Return microseconds on the device by part for one call, which names its parts (`Run.traced`)."""
-    call()
+    # Clocks fall under load: what is compared with replays must be as warm as they were.
+    for _ in range(_WARM_UP_CALLS):
+        call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call()
+        for _ in range(_CALLS):
+            call()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    return sum_parts(events)
+    return {name: round(value / _CALLS, 2) for name, value in sum_parts(events).items()}
 
 
 def sum_parts(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import torch
 from wide.config import WideConfig
 from wide.profiling.agreement_endtoend import check
 from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, prefill_race
+from wide.profiling.metrics import summarise, summary_table
 from wide.profiling.synthetic import random_model
 from wide.profiling.table_choice import all_sparse
 
@@ -52,11 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=_numbers, default=[4096, 16384], help="prompt lengths of prefills")
     parser.add_argument("--decode", type=_numbers, default=[2048, 16384], help="tokens cached before a decode step")
     parser.add_argument("--batch", type=_numbers, default=[1], help="sequences")
+    parser.add_argument("--generate", type=int, help="tokens to generate after each prompt; replaces --decode")
+    parser.add_argument("--energy", action="store_true", help="measure joules, too (needs pynvml)")
     parser.add_argument("--ffn-group-size", type=int, default=128)
     parser.add_argument("--attention-group-size", type=int)
     parser.add_argument("--rates", type=_rates, nargs="+", default=[(0.5, 0.5)], help="skipped attention,FFN")
     parser.add_argument("--compiled-peer", choices=("default", "max-autotune-no-cudagraphs"), help="race it too")
-    parser.add_argument("--quick", action="store_true", help="fewer samples; tables are not tuned")
+    parser.add_argument("--quick", action="store_true", help="fewer samples; operators as measured one by one")
     parser.add_argument("--despite-red", action="store_true", help="time even what failed the gate")
     return parser
 
@@ -119,9 +122,20 @@ def _details(record: dict[str, Any]) -> str:
     return f"  {record['what']} {record['tokens']} {record['candidate']}: {parts}"
 
 
+def _summary(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        entry
+        for length in options.prompt
+        for batch in options.batch
+        for entry in summarise(records, prompt=length, generate=options.generate, batch=batch)
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; return 1 if the runtime disagrees with the model."""
     options = _parser().parse_args(arguments)
+    if options.generate is not None:
+        options.decode = [length + options.generate // 2 for length in options.prompt]
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     device = torch.device("cuda")
@@ -150,7 +164,12 @@ def main(arguments: list[str] | None = None) -> int:
         _say("RED: the runtime does not compute what the model computes; nothing is timed")
         return 1
     bench = Bench(
-        decoder=decoder, ids=ids, rates=tuple(options.rates), quick=options.quick, trained=bool(options.adapter)
+        decoder=decoder,
+        ids=ids,
+        rates=tuple(options.rates),
+        quick=options.quick,
+        trained=bool(options.adapter),
+        energy=options.energy,
     )
     shapes = [("prefill", n, b) for n in options.prompt for b in options.batch]
     shapes += [("decode", n, b) for n in options.decode for b in options.batch]
@@ -166,6 +185,10 @@ def main(arguments: list[str] | None = None) -> int:
         _say(f"({time.perf_counter() - began:.0f} s)")
         torch.cuda.empty_cache()
     _say(_table(records))
+    if options.generate is not None:
+        report["summary"] = _summary(records, options)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+        _say(summary_table(report["summary"]))
     return 0 if gate["green"] else 1
 
 

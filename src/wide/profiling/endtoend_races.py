@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wide.kernels.measured import LayerSizes, measured_table
+from wide.kernels.operator_table import OperatorTable
 from wide.models.observe import bypass
 from wide.profiling.breakdown import breakdown
 from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
 from wide.profiling.compiled_peer import compiled_prefill, compiled_step
+from wide.profiling.energy import joules
 from wide.profiling.synthetic import random_masks
 from wide.profiling.table_choice import all_sparse, choose_table
 from wide.profiling.timing import Timing, time_interleaved
 from wide.runtime.cache import KvCache
 from wide.runtime.decoder import Decoder
 from wide.runtime.run import Masks, Run
-from wide.kernels.operator_table import OperatorTable
 
 Rates = tuple[float, float]
 Make = Callable[[Decoder, Run], Callable[[], Tensor]]
@@ -35,9 +37,10 @@ class Bench:
         decoder: Of the model.
         ids: Tokens of a prompt, [1, max_length].
         rates: Shares skipped in attention and FFN, of random masks.
-        quick: Fewer samples, and untuned tables.
+        quick: Fewer samples, and tables of operator measurements that no layer has been timed with.
         trained: Whether routers are trained, so that a race of their own decisions makes sense.
         backend: Of the operators.
+        energy: Whether joules are measured.
     """
 
     decoder: Decoder
@@ -46,6 +49,7 @@ class Bench:
     quick: bool
     trained: bool
     backend: str = "triton"
+    energy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,21 +134,23 @@ def _candidates(bench: Bench, make: Make, num_rows: int, *, is_step: bool) -> li
     found = [_Candidate(name="dense", run=Run(routed=False, table=sparse), skipped=None)]
     for skipped in dict.fromkeys([*bench.rates, (0.0, 0.0)]):
         masks = random_masks(layers, num_rows, skipped)
-        table = _tuned(bench, make, masks, is_step=is_step)
+        table = _tuned(bench, make, masks, skipped, is_step=is_step)
         name = "all execute" if skipped == (0.0, 0.0) else f"routed {skipped[0]:g}/{skipped[1]:g}"
         found.append(_Candidate(name=name, run=Run(table=table, forced=masks), skipped=skipped))
         if skipped == bench.rates[0] and table != sparse:
             found.append(_Candidate(name=f"{name}, all sparse", run=Run(table=sparse, forced=masks), skipped=skipped))
     if bench.trained:
-        table = _tuned(bench, make, None, is_step=is_step)
-        skipped = _measured(make(bench.decoder, run := Run(table=table, record=[])), run)
+        skipped = _measured(make(bench.decoder, run := Run(table=sparse, record=[])), run)
+        table = _tuned(bench, make, None, skipped, is_step=is_step)
         found.append(_Candidate(name="own routing", run=Run(table=table), skipped=skipped))
     return found
 
 
-def _tuned(bench: Bench, make: Make, masks: Masks | None, *, is_step: bool) -> OperatorTable:
+def _tuned(bench: Bench, make: Make, masks: Masks | None, skipped: Rates, *, is_step: bool) -> OperatorTable:
+    """Return the table of operator measurements at these rates, or, if it is faster, one chosen by timing layers."""
+    measured = operator_table(bench.decoder, skipped)
     if bench.quick:
-        return all_sparse(bench.backend)
+        return measured
     short = bench.decoder.truncated(_TUNED_LAYERS)
     forced = None if masks is None else masks[:_TUNED_LAYERS]
     return choose_table(
@@ -152,7 +158,27 @@ def _tuned(bench: Bench, make: Make, masks: Masks | None, *, is_step: bool) -> O
         backend=bench.backend,
         is_step=is_step,
         rounds=20 if is_step else 6,
+        measured=measured,
     )
+
+
+def operator_table(decoder: Decoder, skipped: Rates) -> OperatorTable:
+    """Return what measurements of the operators say of a decoder's shapes at given rates."""
+    layer = decoder.layers[0]
+    attention, ffn = layer.attention, layer.ffn
+    sizes = LayerSizes(
+        hidden_size=attention.qkv.shape[1],
+        query_width=attention.num_query_heads * attention.head_dim,
+        head_dim=attention.head_dim,
+        num_kv_heads=attention.num_kv_heads,
+        attention_groups=1 if attention.router is None else attention.router.num_groups,
+        ffn_width=ffn.gate.shape[0],
+        ffn_groups=1 if ffn.router is None else ffn.router.num_groups,
+        is_gated=ffn.up is not None,
+        is_stacked=ffn.up is not None,
+    )
+    executed = 1.0 - skipped[0], 1.0 - skipped[1]
+    return measured_table(sizes, device=decoder.device, dtype=ffn.gate.dtype, executed=executed)
 
 
 def _measured(call: Callable[[], Tensor], run: Run) -> Rates:
@@ -189,6 +215,8 @@ def _race(
             record["ceiling"] = ceiling(candidate.skipped)
             record["table"] = dataclasses.asdict(candidate.run.table)
         record |= _memory(calls[candidate.name])
+        if bench.energy:
+            record["energy_j"] = joules(calls[candidate.name])
         record["breakdown_us"] = _parts(make, bench.decoder, candidate.run, timing)
         records.append(record)
     return records

@@ -19,6 +19,7 @@ from wide.kernels.gemm_k import GEMM_K, gemm_k
 from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES, reorder, reorder_patterns
 from wide.profiling.agreement import verdicts
+from wide.profiling.described import add_shape_flags, describe_case, only_shape
 from wide.profiling.sweeps import FFN, GATE, HIDDEN, Sweep, gemm_k_sweeps, gemm_mn_sweeps, reorder_sweeps
 from wide.profiling.timing import time_interleaved
 
@@ -83,14 +84,16 @@ def accuracy() -> list[dict[str, Any]]:
     return results
 
 
-def sweeps(names: list[str], rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
-    """Yield the sweeps of the named operators."""
+def sweeps(
+    names: list[str], rows: tuple[int, ...], quick: bool, only: tuple[int, float] | None = None
+) -> Iterator[Sweep]:
+    """Yield the sweeps of the named operators; `only` as in `gemm_mn_sweeps`."""
     if "reorder" in names:
         yield from reorder_sweeps(tuple(n for n in rows if not quick or n >= _LEAST_ROWS_K))
     if "gemm_mn" in names:
-        yield from gemm_mn_sweeps(rows, quick)
+        yield from gemm_mn_sweeps(rows, quick, only)
     if "gemm_k" in names:
-        yield from gemm_k_sweeps(tuple(n for n in rows if not quick or n >= _LEAST_ROWS_K), quick)
+        yield from gemm_k_sweeps(tuple(n for n in rows if not quick or n >= _LEAST_ROWS_K), quick, only)
 
 
 def run(sweep: Sweep, rounds: int) -> list[dict[str, Any]]:
@@ -114,13 +117,7 @@ def run(sweep: Sweep, rounds: int) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"sweep": sweep.name, "candidate": name, **sweep.facts}
         if sweep.case is not None and name in sweep.choices:
             record["choice"] = dataclasses.asdict(sweep.choices[name])
-            record["case"] = {
-                "operator": sweep.operator,
-                "sizes": dict(sweep.case.sizes),
-                "dtype": str(sweep.case.dtype).removeprefix("torch."),
-                "active": sweep.case.active,
-                "options": dict(sweep.case.options),
-            }
+            record["case"] = describe_case(sweep.operator, sweep.case)
         if name in failures:
             record["failure"] = failures[name]
         else:
@@ -160,6 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for operators.json")
     parser.add_argument("--rows", default=None, help="comma-separated numbers of tokens; default 1024,4096,16384")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, variants and rounds")
+    add_shape_flags(parser)
     options = parser.parse_args(arguments)
     names = options.operators.split(",")
     rows = tuple(int(r) for r in options.rows.split(",")) if options.rows else (1024, 4096, 16384)
@@ -168,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     red = check(names)
     accurate = accuracy()
     records: list[dict[str, Any]] = []
-    for sweep in sweeps(names, rows, options.quick):
+    for sweep in sweeps(names, rows, options.quick, only_shape(options)):
         found = run(sweep, 10 if options.quick else 20)
         records += found
         _say(_table(found))

@@ -1,5 +1,6 @@
 """What the attention and decode bench runs: inputs of Llama-3.1-8B shape, dense peers, and tiles to compare."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,17 @@ from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_decode.tiles import DecodeTile
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.contract import Case
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
+from wide.kernels.measured import LayerSizes, attention_case, gemv_case
+from wide.kernels.operator_table import OperatorName
 from wide.kernels.reorder import reorder_sequences
+from wide.kernels.tuning import Choice
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 HIDDEN, FFN = 4096, 14336
+ATTENTION_GROUP = 512
 # Copies of caches and weights rotate through more bytes of executing data than any second-level cache holds.
 _COLD_BYTES = 192 * 1024**2
 
@@ -39,6 +45,9 @@ class Race:
         flop: Operations of executing pairs.
         bytes_moved: Bytes of executing data.
         facts: Shape and mask, for the records.
+        operator: Name under which the fastest choice is kept; empty keeps nothing.
+        case: The shape under which it is kept.
+        choices: What a candidate stands for, by its name.
     """
 
     name: str
@@ -48,6 +57,34 @@ class Race:
     flop: float
     bytes_moved: float
     facts: dict[str, float] = field(default_factory=dict)
+    operator: str = ""
+    case: Case | None = None
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+
+_HALF = [(4096, 0.5), (16384, 0.5)]
+_SIZES = LayerSizes(
+    hidden_size=HIDDEN,
+    query_width=QUERY_HEADS * HEAD_DIM,
+    head_dim=HEAD_DIM,
+    num_kv_heads=KV_HEADS,
+    attention_groups=KV_HEADS,
+    ffn_width=FFN,
+    ffn_groups=FFN // 128,
+    is_gated=True,
+    is_stacked=True,
+)
+
+
+def _sizes(group_size: int) -> LayerSizes:
+    """Return the shapes with other groups in the FFN (512 is the attention's own)."""
+    return _SIZES if group_size == ATTENTION_GROUP else dataclasses.replace(_SIZES, ffn_groups=FFN // group_size)
+
+
+def _choices(dense: str, tiles: Sequence[PrefillTile | GemvTile]) -> dict[str, Choice]:
+    """Return what candidates stand for in a tuning table."""
+    found = {_name(tile): Choice(backend="triton", tile=tuple(int(value) for value in tile)) for tile in tiles}
+    return {dense: Choice(backend="dense"), **found}
 
 
 def half_mask(*shape: int, active: float) -> torch.Tensor:
@@ -102,9 +139,10 @@ def _name(tile: tuple[int, ...]) -> str:
     return "tile " + "-".join(str(int(value)) for value in tile)
 
 
-def prefill_races(*, quick: bool) -> Iterator[Race]:
+def prefill_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iterator[Race]:
     """Time causal prefill attention of one sequence against SDPA; the reordering is charged in 'operator'."""
-    shapes = [(4096, 0.5), (16384, 0.5)] if quick else [(4096, 0.5), (16384, 0.5), (4096, 0.34), (16384, 0.34)]
+    shapes = _HALF if quick else [(1024, 0.5), *_HALF, (4096, 0.34), (16384, 0.34)]
+    shapes = shapes if only is None else [(length, only[1]) for length, _ in _HALF]
     for length, active in shapes:
         q = _normal(1, length, QUERY_HEADS, HEAD_DIM)
         k, v = _normal(1, length, KV_HEADS, HEAD_DIM), _normal(1, length, KV_HEADS, HEAD_DIM)
@@ -130,6 +168,9 @@ def prefill_races(*, quick: bool) -> Iterator[Race]:
             flop=active * 2.0 * length * (length + 1) * QUERY_HEADS * HEAD_DIM,
             bytes_moved=0.0,
             facts={"length": length, "active": active},
+            operator="attention_prefill",
+            case=attention_case(_SIZES, length, active),
+            choices=_choices("dense cudnn", tiles),
         )
 
 
@@ -151,12 +192,13 @@ _DECODE_TILES = tuple(
 )
 
 
-def decode_races(*, quick: bool) -> Iterator[Race]:
+def decode_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iterator[Race]:
     """Time decode attention over full caches, [B, H_k, T, d] in memory, against SDPA and our own dense run."""
     shapes = [(32, 4096), (8, 32768)] if quick else [(32, 4096), (8, 32768), (1, 4096), (1, 32768), (4, 4096)]
+    active = 0.5 if only is None else only[1]
     for batch, length in shapes:
         pair_bytes = 2 * length * HEAD_DIM * 2
-        mask = half_mask(batch, KV_HEADS, active=0.5)
+        mask = half_mask(batch, KV_HEADS, active=active)
         active_bytes = int(mask.sum()) * pair_bytes
         copies = max(1, math.ceil(_COLD_BYTES / active_bytes))
         q = _normal(batch, QUERY_HEADS, HEAD_DIM)
@@ -186,44 +228,47 @@ def decode_races(*, quick: bool) -> Iterator[Race]:
             candidates[_name(tile)] = ours(mask, tile)
             candidates["dense " + _name(tile)] = ours(None, tile)
         yield Race(
-            name=f"decode B={batch} T={length} p=0.5",
+            name=f"decode B={batch} T={length} p={active}",
             candidates=candidates,
             wanted=dense("flash")[0],
             executes=mask.repeat_interleave(QUERY_HEADS // KV_HEADS, 1),
             flop=0.0,
             bytes_moved=active_bytes,
-            facts={"batch": batch, "length": length, "active": 0.5},
+            facts={"batch": batch, "length": length, "active": active},
         )
 
 
 _GEMV_TILES = tuple(
     GemvTile(block_n=n, block_k=k, num_warps=w)
     for n, k, w in (
-        (2, 2048, 4),
         (4, 2048, 4),
-        (4, 1024, 4),
         (2, 4096, 4),
-        (8, 512, 1),
         (4, 1024, 2),
-        (4, 512, 1),
+        (2, 1024, 2),
+        (2, 2048, 4),
+        (4, 1024, 4),
         (2, 1024, 1),
+        (1, 2048, 2),
+        (2, 512, 1),
+        (4, 512, 1),
+        (4, 2048, 8),
+        (8, 512, 2),
         (8, 1024, 4),
         (4, 4096, 8),
-        (8, 2048, 8),
         (1, 4096, 4),
-        (16, 512, 4),
     )
 )
 
 
-def gemv_races(*, quick: bool) -> Iterator[Race]:
+def gemv_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iterator[Race]:
     """Time the decode GEMMs against cuBLAS, on rotating copies of the weights."""
-    tiles = _GEMV_TILES[:6] if quick else _GEMV_TILES
+    tiles = _GEMV_TILES[:11] if quick else _GEMV_TILES
     for num_rows in (1,) if quick else (1, 2, 4):
-        yield _mn_race("gate_up", num_rows, FFN, HIDDEN, 128, tiles, is_gated=True)
-        yield _mn_race("q", num_rows, HIDDEN, HIDDEN, 512, tiles, is_gated=False)
-        yield _k_race("down", num_rows, HIDDEN, FFN, 128, tiles)
-        yield _k_race("o", num_rows, HIDDEN, HIDDEN, 512, tiles)
+        size, active = only or (128, 0.5)
+        yield _mn_race("gate_up", num_rows, FFN, size, active, tiles)
+        yield _mn_race("query", num_rows, HIDDEN, 512, active, tiles)
+        yield _k_race("down", num_rows, FFN, size, active, tiles)
+        yield _k_race("output", num_rows, HIDDEN, 512, active, tiles)
 
 
 def _weights(parts: int, width: int, width_in: int, active: float) -> list[torch.Tensor]:
@@ -239,9 +284,10 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Sequence[
 
 
 def _mn_race(
-    name: str, num_rows: int, width: int, width_in: int, size: int, tiles: Sequence[GemvTile], *, is_gated: bool
+    name: OperatorName, num_rows: int, width: int, size: int, active: float, tiles: Sequence[GemvTile]
 ) -> Race:
-    mask = half_mask(num_rows, width // size, active=0.5)
+    width_in, is_gated = HIDDEN, name == "gate_up"
+    mask = half_mask(num_rows, width // size, active=active)
     union = mask.any(0).float().mean().item()
     weights = _weights(2 if is_gated else 1, width, width_in, union)
     x = _normal(num_rows, width_in)
@@ -261,18 +307,24 @@ def _mn_race(
     for tile in tiles:
         candidates[_name(tile)] = [partial(gemv_mn, **a, backend="triton", tile=tile) for a in copies]
     return Race(
-        name=f"gemv {name} M={num_rows} G={size} p=0.5",
+        name=f"gemv {name} M={num_rows} G={size} p={active}",
         candidates=candidates,
         wanted=wanted,
         executes=mask.repeat_interleave(size, 1),
         flop=0.0,
         bytes_moved=union * weights[0].numel() * 2,
-        facts={"num_rows": num_rows, "group_size": size, "active": 0.5, "union": union},
+        facts={"num_rows": num_rows, "group_size": size, "active": active, "union": union},
+        operator="gemv_mn",
+        case=gemv_case(name, _sizes(size), num_rows, active),
+        choices=_choices("dense cublas", tiles),
     )
 
 
-def _k_race(name: str, num_rows: int, width: int, width_in: int, size: int, tiles: Sequence[GemvTile]) -> Race:
-    mask = half_mask(num_rows, width_in // size, active=0.5)
+def _k_race(
+    name: OperatorName, num_rows: int, width_in: int, size: int, active: float, tiles: Sequence[GemvTile]
+) -> Race:
+    width = HIDDEN
+    mask = half_mask(num_rows, width_in // size, active=active)
     union = mask.any(0).float().mean().item()
     weights = _weights(1, width, width_in, union)
     grouped = [w.view(width, width_in // size, size).transpose(0, 1).contiguous() for w in weights]
@@ -286,11 +338,14 @@ def _k_race(name: str, num_rows: int, width: int, width_in: int, size: int, tile
                 partial(gemv_k, h, w, mask, backend="triton", tile=tile) for w in copies
             ]
     return Race(
-        name=f"gemv {name} M={num_rows} G={size} p=0.5",
+        name=f"gemv {name} M={num_rows} G={size} p={active}",
         candidates=candidates,
         wanted=lambda: linear(h.float(), weights[0].float()),
         executes=None,
         flop=0.0,
         bytes_moved=union * weights[0].numel() * 2,
-        facts={"num_rows": num_rows, "group_size": size, "active": 0.5, "union": union},
+        facts={"num_rows": num_rows, "group_size": size, "active": active, "union": union},
+        operator="gemv_k",
+        case=gemv_case(name, _sizes(size), num_rows, active),
+        choices=_choices("dense cublas", tiles),
     )

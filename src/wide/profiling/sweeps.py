@@ -115,15 +115,23 @@ _MN_PLAIN_TILES = (
 )
 
 
-def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
-    """Time gate+up+SwiGLU and Q against cuBLAS (followed by a fused SwiGLU kernel)."""
+def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | None = None) -> Iterator[Sweep]:
+    """Time gate+up+SwiGLU and Q against cuBLAS (followed by a fused SwiGLU kernel).
+
+    Args:
+        rows: Numbers of tokens.
+        quick: Fewer shapes.
+        only: Group size of the FFN and share that executes, instead of the usual ones.
+    """
+    shapes = ((128, 0.5),) if quick else ((128, 0.5), (128, 0.72), (256, 0.5))
+    shapes = shapes if only is None else (only,)
     gate_up = _normal(2, FFN, HIDDEN, scale=HIDDEN**-0.5)
     query = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
         x = _normal(num_rows, HIDDEN)
-        for group_size, active in ((128, 0.5),) if quick else ((128, 0.5), (128, 0.72), (256, 0.5)):
+        for group_size, active in shapes:
             yield _mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, _MN_GATED_TILES)
-        yield _mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5, _MN_PLAIN_TILES)
+        yield _mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], _MN_PLAIN_TILES)
 
 
 def _mn_sweep(
@@ -137,27 +145,7 @@ def _mn_sweep(
 ) -> Sweep:
     num_groups = weight.shape[0] // group_size
     mask = _mask(x.shape[0], num_groups, active)
-    activation = "none" if up_weight is None else "silu"
-    unused = reorder(mask, backend="triton")
-
-    def dense() -> torch.Tensor:
-        return gemm_mn(x, weight, unused, up_weight=up_weight, activation=activation, backend="dense")
-
-    def sparse(block_m: int, tile: MnTile, packed: bool, zeroed: bool) -> Run:
-        def run() -> torch.Tensor:
-            return gemm_mn(
-                x,
-                weight,
-                reorder(mask, block_m=block_m, backend="triton"),
-                up_weight=up_weight,
-                activation=activation,
-                packed=packed,
-                mask=mask if zeroed else None,
-                backend="triton",
-                tile=tile,
-            )
-
-        return run
+    candidates, choices = _mn_candidates(x, weight, up_weight, mask, tiles)
 
     def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
         chosen = wanted.view(*mask.shape, group_size)
@@ -166,15 +154,6 @@ def _mn_sweep(
         in_groups = chosen.transpose(0, 1)[mask.t()]
         return _relative(got[: in_groups.shape[0]], in_groups)
 
-    candidates = {"dense": dense}
-    choices = {"dense": Choice(backend="dense")}
-    for block_m, tile in tiles:
-        candidate = f"{block_m}x{_fields(tile)}"
-        candidates[candidate] = sparse(block_m, tile, False, False)
-        choices[candidate] = Choice(backend="triton", tile=tuple(tile), block_m=block_m)
-    block_m, tile = tiles[0]
-    candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
-    candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
     flop = 2.0 * mask.sum().item() * group_size * x.shape[1] * (1 if up_weight is None else 2)
     return Sweep(
         name=f"{name} G={group_size} p={active} M={x.shape[0]}",
@@ -197,6 +176,48 @@ def _mn_sweep(
         ),
         choices=choices,
     )
+
+
+def _mn_candidates(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
+    mask: torch.Tensor,
+    tiles: tuple[tuple[int, MnTile], ...],
+) -> tuple[dict[str, Run], dict[str, Choice]]:
+    """Return the calls by name, and what those stand for that a table may choose."""
+    activation = "none" if up_weight is None else "silu"
+    unused = reorder(mask, backend="triton")
+
+    def dense() -> torch.Tensor:
+        return gemm_mn(x, weight, unused, up_weight=up_weight, activation=activation, backend="dense")
+
+    def sparse(block_m: int, tile: MnTile, packed: bool, zeroed: bool) -> Run:
+        def run() -> torch.Tensor:
+            return gemm_mn(
+                x,
+                weight,
+                reorder(mask, block_m=block_m, backend="triton"),
+                up_weight=up_weight,
+                activation=activation,
+                packed=packed,
+                mask=mask if zeroed else None,
+                backend="triton",
+                tile=tile,
+            )
+
+        return run
+
+    candidates: dict[str, Run] = {"dense": dense}
+    choices = {"dense": Choice(backend="dense")}
+    for block_m, tile in tiles:
+        candidate = f"{block_m}x{_fields(tile)}"
+        candidates[candidate] = sparse(block_m, tile, False, False)
+        choices[candidate] = Choice(backend="triton", tile=tuple(tile), block_m=block_m)
+    block_m, tile = tiles[0]
+    candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
+    candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
+    return candidates, choices
 
 
 def _fields(tile: MnTile | KTile) -> str:
@@ -226,27 +247,69 @@ _DOWN_BLOCKS = {128: (4, 5, 6, 8), 256: (3, 4, 5)}
 _DOWN_BLOCKS_QUICK = {128: (4, 6), 256: (4,)}
 
 
-def gemm_k_sweeps(rows: tuple[int, ...], quick: bool) -> Iterator[Sweep]:
-    """Time down and O against cuBLAS."""
+def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | None = None) -> Iterator[Sweep]:
+    """Time down and O against cuBLAS; arguments as of `gemm_mn_sweeps`."""
+    blocks_by_size = _DOWN_BLOCKS_QUICK if quick else _DOWN_BLOCKS
+    active = 0.5
+    if only is not None:
+        size, active = only
+        blocks_by_size = {size: _DOWN_BLOCKS.get(size, (4, 6, 8))}
     down = _normal(HIDDEN, FFN, scale=FFN**-0.5)
     output = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
         # Slabs of 16 and 32 MB (or everything).
         slabs = sorted({min(HIDDEN, 2**22 // num_rows), min(HIDDEN, 2**23 // num_rows)})
-        for group_size, blocks in (_DOWN_BLOCKS_QUICK if quick else _DOWN_BLOCKS).items():
+        for group_size, blocks in blocks_by_size.items():
             variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _DOWN_TILES for slab in slabs]
-            yield _k_sweep("down", down, num_rows, group_size, variants)
+            yield _k_sweep("down", down, num_rows, group_size, active, variants)
         variants = [(8, m, t) for m, t in _OUTPUT_TILES]
         variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (_DOWN_TILES[0], _DOWN_TILES[3], _DOWN_TILES[5])]
-        yield _k_sweep("o", output, num_rows, ATTENTION_GROUP, variants)
+        yield _k_sweep("o", output, num_rows, ATTENTION_GROUP, active, variants)
 
 
 def _k_sweep(
-    name: str, weight: torch.Tensor, num_rows: int, group_size: int, variants: list[tuple[int, int, KTile]]
+    name: str,
+    weight: torch.Tensor,
+    num_rows: int,
+    group_size: int,
+    active: float,
+    variants: list[tuple[int, int, KTile]],
 ) -> Sweep:
     num_groups = weight.shape[1] // group_size
-    mask = _mask(num_rows, num_groups, 0.5)
+    mask = _mask(num_rows, num_groups, active)
     values = _normal(num_rows, num_groups, group_size)
+    candidates, choices = _k_candidates(values, weight, mask, variants)
+    return Sweep(
+        name=f"{name} G={group_size} p={active} M={num_rows}",
+        peer="dense",
+        candidates=candidates,
+        flop=2.0 * mask.sum().item() * group_size * weight.shape[0],
+        error=_relative,
+        facts={"num_rows": float(num_rows), "group_size": float(group_size), "active": active},
+        wanted="dense on zeros",
+        operator="gemm_k",
+        case=Case(
+            sizes={
+                "num_rows": num_rows,
+                "num_groups": num_groups,
+                "group_size": group_size,
+                "width": weight.shape[0],
+            },
+            dtype=weight.dtype,
+            active=active,
+        ),
+        choices=choices,
+    )
+
+
+def _k_candidates(
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    variants: list[tuple[int, int, KTile]],
+) -> tuple[dict[str, Run], dict[str, Choice]]:
+    """Return the calls by name, and what those stand for that a table may choose."""
+    num_rows, num_groups, group_size = values.shape
     zeros = torch.where(mask.unsqueeze(2), values, 0).view(num_rows, -1)
     # What gemm_mn leaves in skipped places is unspecified: NaN shows any reader.
     holes = torch.where(mask.unsqueeze(2), values, float("nan")).view(num_rows, -1)
@@ -292,23 +355,4 @@ def _k_sweep(
             backend="triton", tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
         )
     candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
-    return Sweep(
-        name=f"{name} G={group_size} p=0.5 M={num_rows}",
-        peer="dense",
-        candidates=candidates,
-        flop=2.0 * mask.sum().item() * group_size * weight.shape[0],
-        error=_relative,
-        facts={"num_rows": float(num_rows), "group_size": float(group_size), "active": 0.5},
-        wanted="dense on zeros",
-        operator="gemm_k",
-        case=Case(
-            sizes={
-                "num_rows": num_rows,
-                "num_groups": num_groups,
-                "group_size": group_size,
-                "width": weight.shape[0],
-            },
-            dtype=weight.dtype,
-        ),
-        choices=choices,
-    )
+    return candidates, choices

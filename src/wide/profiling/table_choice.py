@@ -1,11 +1,10 @@
 """Choose for one shape and one rate which operators skip, by timing a few layers with each turned dense."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
+from wide.kernels.operator_table import OPERATORS, OperatorName, OperatorTable
+from wide.kernels.tuning import Choice
 from wide.profiling.timing import time_interleaved
-from wide.kernels.operator_table import OPERATORS, OperatorTable
 
 # A dense product must win by this factor before it replaces the sparse one.
 _MARGIN = 0.998
@@ -18,36 +17,52 @@ def all_sparse(backend: str) -> OperatorTable:
 
 
 def all_dense(backend: str) -> OperatorTable:
-    """Return the table by which no operator skips, except attention over a cache."""
-    return OperatorTable(backend=backend, query=None, attention=None, output=None, gate_up=None, down=None, few=())
+    """Return the table by which no operator skips."""
+    return OperatorTable(
+        backend=backend, query=None, attention=None, output=None, gate_up=None, down=None, few=(), cache=False
+    )
 
 
-def choose_table(make: Callable[[OperatorTable], Call], *, backend: str, is_step: bool, rounds: int) -> OperatorTable:
-    """Return the fastest table among: everything sparse, everything dense, and what the operators prefer one by one.
+def choose_table(
+    make: Callable[[OperatorTable], Call],
+    *,
+    backend: str,
+    is_step: bool,
+    rounds: int,
+    measured: OperatorTable | None = None,
+) -> OperatorTable:
+    """Return the fastest table among: everything sparse or dense, what the operators prefer one by one, the measured.
 
     Args:
         make: Returns a call that runs some layers by a table.
         backend: Of the operators.
         is_step: Whether the call is a decode step, where tables differ in `few`.
         rounds: Samples of each candidate.
+        measured: The table that measurements of the operators alone give, whose tiles the others use, too.
     """
-    sparse = all_sparse(backend)
-    names: list[str] = [name for name in OPERATORS if not (is_step and name == "attention")]
-    single = {name: without(sparse, name, is_step=is_step) for name in names}
+    sparse = all_sparse(backend) if measured is None else with_tiles(all_sparse(backend), measured)
+    names: list[OperatorName] = [name for name in OPERATORS if not (is_step and name == "attention")]
+    single = {name: sparse.without(name, few=is_step) for name in names}
     tables = {"sparse": sparse} | single
     times = time_interleaved({name: make(table) for name, table in tables.items()}, rounds=rounds)
     chosen = sparse
     for name in names:
         if times[name].median_us < _MARGIN * times["sparse"].median_us:
-            chosen = without(chosen, name, is_step=is_step)
+            chosen = chosen.without(name, few=is_step)
     finals = {"sparse": sparse, "chosen": chosen, "dense": all_dense(backend)}
+    if measured is not None:
+        finals["measured"] = measured
     times = time_interleaved({name: make(table) for name, table in finals.items()}, rounds=rounds)
     return finals[min(times, key=lambda name: times[name].median_us)]
 
 
-def without(table: OperatorTable, name: str, *, is_step: bool) -> OperatorTable:
-    """Return a table in which one operator is dense."""
-    if is_step:
-        return dataclasses.replace(table, few=tuple(n for n in table.few if n != name))
-    changes: dict[str, Any] = {name: None}
-    return dataclasses.replace(table, **changes)
+def with_tiles(table: OperatorTable, measured: OperatorTable) -> OperatorTable:
+    """Return a table that skips wherever `table` does, with the tiles of `measured` where that skips, too."""
+    for name, rules in measured.rules:
+        own = []
+        for start, choice in rules:
+            is_sparse = choice.backend != "dense"
+            skips = table.how(name, start) != "dense"  # type: ignore[arg-type]
+            own.append((start, choice if is_sparse and skips else Choice(backend=table.backend if skips else "dense")))
+        table = table.with_rules(name, tuple(own))  # type: ignore[arg-type]
+    return table

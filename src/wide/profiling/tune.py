@@ -1,12 +1,13 @@
 """Fills a tuning table with the fastest measured candidate of each shape, dense included.
 
-Usage: python -m wide.profiling.tune --out FILE [--records operators.json] [--quick]
+Usage: python -m wide.profiling.tune --out FILE [--records operators.json attention.json] [--quick]
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ _NOISE = 1.02
 
 
 def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, Choice]]:
-    """Return operator, case and fastest choice by `shape_key` from records of the operator bench.
+    """Return operator, case and fastest choice by `shape_key` from records of the operator and attention benches.
 
     Gated products have two entries: with the option `stacked` the up weight lies right behind the gate weight in
     memory, which some tiles need.
 
     Args:
-        records: As `operators.run` returns them; those without a choice or a time are ignored.
+        records: As `operators.run` and `attention.run` return them; those without a choice or a time are ignored.
     """
     best: dict[str, tuple[str, Case, Choice]] = {}
+    dense: dict[str, float] = {}
     for record in records:
         if "choice" not in record or "median_us" not in record:
             continue
@@ -45,9 +47,14 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
                 options=options,
             )
             key = shape_key(described["operator"], case)
+            if choice.backend == "dense":
+                dense[key] = choice.median_us
             if key not in best or _cost(choice) < _cost(best[key][2]):
                 best[key] = (described["operator"], case, choice)
-    return best
+    return {
+        key: (operator, case, replace(choice, dense_us=dense.get(key, 0.0)))
+        for key, (operator, case, choice) in best.items()
+    }
 
 
 def _cost(choice: Choice) -> float:
@@ -66,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Tune on this machine's GPU, or turn records of an earlier run into the table the package ships."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the table to add to")
-    parser.add_argument("--records", type=Path, nargs="*", help="operators.json of earlier runs; none: measure now")
+    parser.add_argument("--records", type=Path, nargs="*", help="records of earlier runs; none: measure GEMMs now")
     parser.add_argument("--rows", default="1024,4096,16384", help="comma-separated numbers of tokens")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and variants")
     options = parser.parse_args(arguments)

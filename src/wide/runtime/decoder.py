@@ -14,16 +14,19 @@ from torch.profiler import record_function
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.operator_table import OperatorTable
+from wide.kernels.products import GatedWeights, gated_product, select_groups, sum_groups
 from wide.kernels.reorder import reorder_sequences
+from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import norm_route, route
 from wide.kernels.route.operator import MAX_FEW_ROWS
 from wide.runtime.cache import KvCache
-from wide.runtime.products import feed_forward_product, project_dense, project_routed, sum_groups
+from wide.runtime.products import project_dense, project_routed
 from wide.runtime.run import Run
 from wide.runtime.structure import read_ends, require_same_outputs
-from wide.kernels.operator_table import OperatorTable
 from wide.runtime.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -199,12 +202,13 @@ class Decoder:
     ) -> Tensor:
         """Return the output of the attention half, [M, D]; `mask` holds the router's extra groups."""
         table, heads, kv_heads = shared.run.table, weights.num_query_heads, weights.num_kv_heads
+        order: Reordering | None = None
         with shared.part("query"):
             if mask is None:
                 qkv = project_dense(x, weights)
                 q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
             else:
-                q, kv = project_routed(x, weights, mask, table)
+                q, kv, order = project_routed(x, weights, mask, table)
         shape = (shared.batch, shared.length)
         keys, values = kv.unflatten(1, (2, kv_heads, weights.head_dim)).unflatten(0, shape).unbind(2)
         k_cache, v_cache = shared.cache.layer(index)
@@ -225,38 +229,50 @@ class Decoder:
             )
         own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
         with shared.part("attention"):
-            mixed = self._mix(weights, q, k_cache, v_cache, own, shared).reshape(x.shape[0], -1)
+            mixed = self._mix(weights, q, k_cache, v_cache, own, order, shared).reshape(x.shape[0], -1)
         with shared.part("output"):
             if own is None:
                 return functional.linear(mixed, weights.output, weights.output_bias)
             return sum_groups("output", mixed, weights.output, weights.output_bias, own, table)
 
     def _mix(
-        self, weights: AttentionWeights, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared: _Pass
+        self,
+        weights: AttentionWeights,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        order: Reordering | None,
+        shared: _Pass,
     ) -> Tensor:
         """Return attention output [B, T, H_q, d]; skipped heads are zero where the output product is dense."""
         table = shared.run.table
-        if shared.ends is not None:
-            return attention_decode(
-                q[:, 0], k, v, shared.ends, mask, scale=weights.scale, backend=table.backend
-            ).unsqueeze(1)
-        k, v = k[:, : shared.length], v[:, : shared.length]
         needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
+        if shared.ends is not None:
+            # Without a mask every pair is read; skipped ones come back as zeros otherwise.
+            skips = mask if table.cache else None
+            out = attention_decode(q[:, 0], k, v, shared.ends, skips, scale=weights.scale, backend=table.backend)
+            return _zeroed(out.unsqueeze(1), mask if needs_zeros and not table.cache else None)
+        k, v = k[:, : shared.length], v[:, : shared.length]
         if mask is not None and table.how("attention", shared.length) == "many":
-            order = reorder_sequences(mask.view(shared.batch, shared.length, -1), backend=table.backend)
+            fields = table.choice("attention", shared.length).tile
             return attention_prefill(
-                q, k, v, order, scale=weights.scale, zero_skipped=needs_zeros, backend=table.backend
+                q,
+                k,
+                v,
+                _sequences(mask, order, shared.batch, table.backend),
+                scale=weights.scale,
+                zero_skipped=needs_zeros,
+                backend=table.backend,
+                tile=PrefillTile(*fields) if fields else None,
             )
-        out = _dense_attention(q, k, v, weights.scale)
-        if not needs_zeros or mask is None:
-            return out
-        per_head = mask.repeat_interleave(weights.num_query_heads // mask.shape[1], 1)
-        return torch.where(per_head.view(*out.shape[:3], 1), out, 0)
+        return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None)
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.run.table
+        gated = GatedWeights(weights.gate, weights.up, weights.gate_bias, weights.up_bias, weights.activation)
         with shared.part("gate_up"):
-            product = feed_forward_product(x, weights, mask, table)
+            product = gated_product(x, gated, mask, table)
         with shared.part("down"):
             if mask is None:
                 return functional.linear(product, weights.down, weights.down_bias)
@@ -273,6 +289,20 @@ class Decoder:
             backend=run.table.backend,
         )[1]
         return functional.linear(normed, self.head, self.head_bias)
+
+
+def _sequences(mask: Tensor, order: Reordering | None, batch: int, backend: str) -> SequenceReordering:
+    """Return the rows of each sequence's groups; one sequence's are those that the query operator gathered by."""
+    if order is not None and batch == 1:
+        return SequenceReordering(order.index[None], order.counts[None])
+    return reorder_sequences(mask.view(batch, mask.shape[0] // batch, -1), backend=backend)
+
+
+def _zeroed(heads: Tensor, mask: Tensor | None) -> Tensor:
+    """Return attention output [B, T, H_q, d] with skipped groups at zero; None leaves it."""
+    if mask is None:
+        return heads
+    return select_groups(heads.reshape(mask.shape[0], -1), mask).view(heads.shape)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -12,6 +12,7 @@ from wide.kernels.route import RouteWeights, split_weights
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.gates import ROUTER_NAME
 from wide.models.router import Router
+from wide.models.stacking import stack_linears
 
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -163,7 +164,7 @@ def _attention(spec: BlockSpec, part: AttentionSpec) -> AttentionWeights:
             raise UnsupportedModelError(f"{where} has {name}, which the runtime does not compute")
     query, output = _plain(part.query, where), _plain(part.output, where)
     if part.key is not None and part.value is not None:
-        qkv, qkv_bias = _stack([query, _plain(part.key, where), _plain(part.value, where)], where)
+        qkv, qkv_bias = stack_linears([query, _plain(part.key, where), _plain(part.value, where)], where)
     else:
         qkv, qkv_bias = query.weight.detach(), _detached(query.bias)
     head_norms = [_head_norm(module, name, part, where) for name in ("q_norm", "k_norm")]
@@ -201,7 +202,7 @@ def _feed_forward(spec: BlockSpec, part: FeedForwardSpec) -> FeedForwardWeights:
     up, down = _plain(part.up, where), _plain(part.down, where)
     both: Tensor
     if part.gate is not None:
-        both, bias = _stack([_plain(part.gate, where), up], where)
+        both, bias = stack_linears([_plain(part.gate, where), up], where)
     else:
         both, bias = up.weight.detach(), _detached(up.bias)
     is_gated = part.gate is not None or part.fused_gate
@@ -225,22 +226,6 @@ def _plain(linear: nn.Module, where: str) -> nn.Linear:
             f"{where}: {type(linear).__name__} is not a plain linear layer; merge LoRA, or load the model unquantised"
         )
     return linear
-
-
-def _stack(linears: list[nn.Linear], where: str) -> tuple[Tensor, Tensor | None]:
-    """Return weights and biases one below the other; the modules' own parameters become views of the result."""
-    if len({linear.bias is None for linear in linears}) > 1:
-        raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
-    sizes = [linear.weight.shape[0] for linear in linears]
-    weights = torch.cat([linear.weight.detach() for linear in linears])
-    for linear, piece in zip(linears, weights.split(sizes), strict=True):
-        linear.weight.data = piece
-    if linears[0].bias is None:
-        return weights, None
-    biases = torch.cat([linear.bias.detach() for linear in linears])
-    for linear, piece in zip(linears, biases.split(sizes), strict=True):
-        linear.bias.data = piece
-    return weights, biases
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

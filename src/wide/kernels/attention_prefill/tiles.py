@@ -52,5 +52,8 @@ def default_tile(facts: DeviceFacts, head_dim: int, *, uses_tma: bool) -> Prefil
             return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=2, uses_tma=True)
         return PrefillTile(block_m=128, block_n=32, num_warps=8, num_stages=2)
     if uses_tma:
-        return PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2, uses_tma=True)
+        # A third stage measured 12 % faster on sm_90; sm_100 keeps more of its shared memory to itself.
+        return PrefillTile(
+            block_m=128, block_n=128, num_warps=8, num_stages=3 if facts.capability == 90 else 2, uses_tma=True
+        )
     return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3)

@@ -31,7 +31,6 @@ def gemm_mn(
     size = width // num_groups
     block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by = tile
     out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, width))
-    gated = up_weight is not None
     w, w_up = _weight_arguments(weight, up_weight, block_n, block_k, weights_by)
     capacity = order.tiles.shape[0] * (size // block_n)
     grid = (min(capacity, ctas_per_sm * device_facts(x.device).num_sms),)
@@ -59,7 +58,7 @@ def gemm_mn(
         BLOCK_M=order.block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        GATED=gated,
+        GATED=up_weight is not None,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         HAS_UP_BIAS=up_bias is not None,

@@ -101,6 +101,50 @@ def _gemv_mn(
 
 
 @triton.jit
+def _active_weights(
+    WEIGHT,
+    MASK,
+    channels,
+    s,
+    stride_wn,
+    stride_wg,
+    stride_mm,
+    N,
+    num_segments,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    segments = s + tl.arange(0, BLOCK_S)
+    inner = tl.arange(0, SEGMENT)
+    is_segment = segments < num_segments
+    group = segments * SEGMENT // G
+    runs = tl.zeros([BLOCK_S], tl.int32)
+    for row in tl.static_range(ROWS):
+        runs |= tl.load(MASK + row * stride_mm + group, mask=is_segment, other=0).to(tl.int32)
+    place = group.to(tl.int64) * stride_wg + segments * SEGMENT - group * G
+    weight = WEIGHT + channels.to(tl.int64)[:, None, None] * stride_wn
+    return tl.load(
+        weight + place[None, :, None] + inner[None, None, :],
+        mask=(channels < N)[:, None, None] & (runs != 0)[None, :, None],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
+def _active_inputs(
+    H, MASK, row, s, stride_hm, stride_mm, num_segments, G: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    segments = s + tl.arange(0, BLOCK_S)
+    row_runs = tl.load(MASK + row * stride_mm + segments * SEGMENT // G, mask=segments < num_segments, other=0) != 0
+    places = H + row * stride_hm + segments[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
+    # Skipped channels may hold anything: they are not read.
+    return tl.load(places, mask=row_runs[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _gemv_k(
     H,
     WEIGHT,
@@ -123,32 +167,31 @@ def _gemv_k(
 ):
     rows = tl.arange(0, ROWS_PAD)
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, SEGMENT)
     is_channel = channels < N
-    weight = WEIGHT + channels.to(tl.int64)[:, None, None] * stride_wn
+    w = _active_weights(
+        WEIGHT, MASK, channels, 0, stride_wn, stride_wg, stride_mm, N, num_segments, G, SEGMENT, ROWS, BLOCK_S
+    )
     acc = tl.zeros([BLOCK_N, ROWS_PAD], tl.float32)
+    if ROWS == 1:
+        # Sums stay in their threads until the end, so that nothing waits inside the loop but for weights.
+        spread = tl.zeros([BLOCK_N, BLOCK_S, SEGMENT], tl.float32)
     for s in range(0, num_segments, BLOCK_S):
-        segments = s + tl.arange(0, BLOCK_S)
-        is_segment = segments < num_segments
-        group = segments * SEGMENT // G
-        runs = tl.zeros([BLOCK_S], tl.int32)
-        for row in tl.static_range(ROWS):
-            runs |= tl.load(MASK + row * stride_mm + group, mask=is_segment, other=0).to(tl.int32)
-        place = group.to(tl.int64) * stride_wg + segments * SEGMENT - group * G
-        w = tl.load(
-            weight + place[None, :, None] + inner[None, None, :],
-            mask=is_channel[:, None, None] & (runs != 0)[None, :, None],
-            other=0.0,
-            eviction_policy="evict_first",
-        ).to(tl.float32)
-        for row in tl.static_range(ROWS):
-            row_runs = tl.load(MASK + row * stride_mm + group, mask=is_segment, other=0) != 0
-            # Skipped channels may hold anything: they are not read.
-            h = tl.load(
-                H + row * stride_hm + segments[:, None] * SEGMENT + inner[None, :], mask=row_runs[:, None], other=0.0
-            ).to(tl.float32)
-            part = tl.sum(tl.sum(w * h[None, :, :], 2), 1)
-            acc += tl.where((rows == row)[None, :], part[:, None], 0.0)
+        # The next weights are on their way while these are used; beyond the end nothing is read.
+        ahead = _active_weights(
+            WEIGHT, MASK, channels, s + BLOCK_S, stride_wn, stride_wg, stride_mm, N, num_segments,
+            G, SEGMENT, ROWS, BLOCK_S,
+        )  # fmt: skip
+        if ROWS == 1:
+            h = _active_inputs(H, MASK, 0, s, stride_hm, stride_mm, num_segments, G, SEGMENT, BLOCK_S)
+            spread += w.to(tl.float32) * h[None, :, :]
+        else:
+            for row in tl.static_range(ROWS):
+                h = _active_inputs(H, MASK, row, s, stride_hm, stride_mm, num_segments, G, SEGMENT, BLOCK_S)
+                part = tl.sum(tl.sum(w.to(tl.float32) * h[None, :, :], 2), 1)
+                acc += tl.where((rows == row)[None, :], part[:, None], 0.0)
+        w = ahead
+    if ROWS == 1:
+        acc += tl.sum(tl.sum(spread, 2), 1)[:, None]
     if HAS_BIAS:
         acc += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)[:, None]
     out = OUT + rows[None, :] * N + channels[:, None]

@@ -14,6 +14,7 @@ from wide.kernels.gemv.reference import gemv_k_reference, gemv_mn_reference
 from wide.kernels.gemv.tiles import GemvTile, default_tile
 
 MAX_ROWS = 4
+_LONG_SUM = 8192
 
 _MN_OPTIONS: dict[str, Any] = {
     "up_weight": None,
@@ -118,7 +119,8 @@ def _k_triton(
 ) -> torch.Tensor:
     from wide.kernels.gemv import _triton
 
-    chosen = GemvTile(*tile) if tile else default_tile(device_facts(h.device), is_gated=False)
+    is_long = h.shape[1] > _LONG_SUM
+    chosen = GemvTile(*tile) if tile else default_tile(device_facts(h.device), is_gated=False, is_long=is_long)
     return _triton.gemv_k(h, weight, mask, tile=chosen, bias=bias)
 
 

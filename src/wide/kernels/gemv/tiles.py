@@ -19,8 +19,16 @@ class GemvTile(NamedTuple):
     num_warps: int
 
 
-def default_tile(facts: DeviceFacts, *, is_gated: bool) -> GemvTile:
-    """Return the tile for a device; small ones, so that many programs keep many loads in flight."""
+def default_tile(facts: DeviceFacts, *, is_gated: bool, is_long: bool = False) -> GemvTile:
+    """Return the tile for a device; small ones, so that many programs keep many loads in flight.
+
+    Args:
+        facts: Of the device.
+        is_gated: Whether two products run side by side.
+        is_long: Whether a program's sum takes many steps, as that of a down projection does.
+    """
     if facts.capability == 0:
         return GemvTile(block_n=8, block_k=64, num_warps=4)
+    if is_long:
+        return GemvTile(block_n=2, block_k=1024, num_warps=2)
     return GemvTile(block_n=2 if is_gated else 4, block_k=2048, num_warps=4)

@@ -1,0 +1,108 @@
+"""`wide bench`: time the operators against dense peers on a GPU; what disagrees with its reference is not timed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wide.cli.arguments import Arguments, build
+from wide.cli.gpu import require_gpu
+from wide.cli.usage import UsageError
+from wide.errors import ConfigError, EvaluationError
+
+# Which bench serves an operator.
+_BENCHES = {
+    "reorder": "operators",
+    "gemm_mn": "operators",
+    "gemm_k": "operators",
+    "prefill": "attention",
+    "decode": "attention",
+    "gemv": "attention",
+    "glue": "glue",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """What is timed.
+
+    Args:
+        out: Folder for operators.json, attention.json and glue.json.
+        operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, gemv, glue (norm, rope and
+            router); 'all' means all.
+        rows: Numbers of tokens for reorder, gemm_mn and gemm_k, separated by commas.
+        group_size: Channels in a group of the FFN; null means the usual ones.
+        sparsity: Share that random masks skip; null means the usual ones.
+        quick: Fewer shapes, tiles and rounds.
+    """
+
+    out: str
+    operators: str = "all"
+    rows: str = "1024,4096,16384"
+    group_size: int | None = None
+    sparsity: float | None = None
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be timed."""
+        if not all(word.strip().isdigit() and int(word) > 0 for word in self.rows.split(",")):
+            raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
+        if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
+            raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
+        # The FFN of the measured shapes has 14336 channels.
+        if self.group_size is not None and (self.group_size < 16 or 14336 % self.group_size):
+            raise ConfigError(f"group_size must divide 14336 and be at least 16, got {self.group_size}")
+
+    @property
+    def names(self) -> list[str]:
+        """The operators by name."""
+        return list(_BENCHES) if self.operators == "all" else [word.strip() for word in self.operators.split(",")]
+
+
+def arguments() -> Arguments:
+    """Return the flags of the command."""
+    flags = Arguments("bench", "Time the operators at Llama-3.1-8B's shapes against dense peers, agreement first.")
+    flags.add_fields(BenchOptions)
+    return flags
+
+
+def run(given: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If an operator is unknown.
+        UnsupportedBackendError: If there is no GPU.
+        EvaluationError: If an operator disagrees with its reference.
+    """
+    options = build(BenchOptions, arguments().parse(given))
+    unknown = sorted(set(options.names) - set(_BENCHES))
+    if unknown:
+        raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
+    require_gpu("bench")
+    if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue")):
+        raise EvaluationError(
+            f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
+            "nothing"
+        )
+
+
+def _carry_out(bench: str, options: BenchOptions) -> int:
+    names = [name for name in options.names if _BENCHES[name] == bench]
+    if not names:
+        return 0
+    given = ["--out", str(Path(options.out))]
+    if bench == "glue":
+        from wide.profiling.glue import main as glue
+
+        return glue(given)
+    given += ["--operators", ",".join(names), *(["--quick"] if options.quick else [])]
+    if options.group_size is not None:
+        given += ["--group-size", str(options.group_size)]
+    if options.sparsity is not None:
+        given += ["--sparsity", str(options.sparsity)]
+    if bench == "attention":
+        from wide.profiling.attention import main as attention
+
+        return attention(given)
+    from wide.profiling.operators import main as operators
+
+    return operators([*given, "--rows", options.rows])

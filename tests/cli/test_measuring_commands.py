@@ -1,0 +1,75 @@
+"""`wide bench` and `wide profile`: what they hand to the benches, and what they refuse."""
+
+import pytest
+import torch
+
+from wide.cli import bench, profile
+from wide.cli.main import main
+from wide.errors import EvaluationError
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+
+
+@NO_GPU
+@pytest.mark.parametrize("command", [["bench", "--out", "o"], ["profile", "--out", "o"]])
+def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 1
+    assert "CUDA GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["bench"], 2, "out"),
+        (["bench", "--out", "o", "--operators", "gemm_mn,gem"], 2, "unknown operators ['gem']"),
+        (["bench", "--out", "o", "--rows", "a"], 1, "positive numbers"),
+        (["bench", "--out", "o", "--group_size", "100"], 1, "divide 14336"),
+        (["bench", "--out", "o", "--sparsity", "50"], 1, "0.5 skips half"),
+        (["profile", "--out", "o", "--adapter", "a"], 2, "give --model"),
+        (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
+        (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
+        (["profile", "--out", "o", "--generate", "0"], 1, "at least 1"),
+    ],
+)
+def test_bad_values_are_refused_before_the_device_is_looked_at(command, code, words, capsys):
+    assert main(command) == code
+    assert words in capsys.readouterr().err
+
+
+def test_bench_splits_operators_over_the_benches(monkeypatch):
+    calls = {}
+    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
+    for name in ("operators", "attention", "glue"):
+        monkeypatch.setattr(
+            f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) is None
+        )
+    bench.run(
+        ["--out", "o", "--operators", "gemm_k,gemv", "--group_size", "256", "--sparsity", "0.3", "--quick", "true"]
+    )
+    shape = ["--quick", "--group-size", "256", "--sparsity", "0.3"]
+    assert calls == {
+        "operators": ["--out", "o", "--operators", "gemm_k", *shape, "--rows", "1024,4096,16384"],
+        "attention": ["--out", "o", "--operators", "gemv", *shape],
+    }
+
+
+def test_disagreement_is_an_error(monkeypatch):
+    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
+    monkeypatch.setattr("wide.profiling.glue.main", lambda given: 1)
+    with pytest.raises(EvaluationError, match="disagree"):
+        bench.run(["--out", "o", "--operators", "glue"])
+
+
+def test_profile_speaks_the_end_to_end_benchs_words(monkeypatch):
+    from wide.profiling.endtoend import _parser
+
+    seen = []
+    monkeypatch.setattr(profile, "require_gpu", lambda command: None)
+    monkeypatch.setattr("wide.profiling.endtoend.main", lambda given: seen.append(_parser().parse_args(given)) or 0)
+    profile.run(["--out", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
+    profile.run(["--out", "o", "--model", "M", "--adapter", "A", "--generate", "8"])
+    assert seen[0].rates == [(0.5, 0.5), (0.66, 0.285)]
+    assert (seen[0].prompt, seen[0].layers, seen[0].generate) == ([64, 128], 2, 128)
+    assert (seen[1].model, seen[1].adapter, seen[1].generate) == ("M", "A", 8)

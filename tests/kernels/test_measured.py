@@ -1,0 +1,126 @@
+"""Operator tables made from measurements: what carries over to which shape, and dense wherever nothing is known."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from wide.errors import ConfigError
+from wide.kernels import measured
+from wide.kernels.measured import LayerSizes, dense_table, gemm_case, gemv_case, measured_table
+from wide.kernels.operator_table import OPERATORS, OperatorTable
+from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
+
+CPU = torch.device("cpu")
+LLAMA = LayerSizes(
+    hidden_size=4096,
+    query_width=4096,
+    head_dim=128,
+    num_kv_heads=8,
+    attention_groups=8,
+    ffn_width=14336,
+    ffn_groups=112,
+    is_gated=True,
+    is_stacked=True,
+)
+SPARSE = Choice(backend="triton", tile=(128, 64, 4, 8, 1, 2), block_m=128)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "triton_obstacle", lambda device: None)
+
+
+def _table(tuning: TuningTable, executed: tuple[float, float] = (0.5, 0.5), **changes: object) -> OperatorTable:
+    sizes = dataclasses.replace(LLAMA, **changes)
+    return measured_table(sizes, device=CPU, dtype=torch.bfloat16, executed=executed, tuning=tuning)
+
+
+def _measured(tmp_path: Path) -> TuningTable:
+    tuning = TuningTable(tmp_path / "tuning.json")
+    gate_up, down = (gemm_case(name, LLAMA, 4096, 0.5) for name in ("gate_up", "down"))
+    one = gemv_case("down", LLAMA, 1, 0.5)
+    tuning.store(tuning_key("gemm_mn", CPU, gate_up), SPARSE)
+    tuning.store(tuning_key("gemm_k", CPU, down), Choice(backend="dense"))
+    tuning.store(tuning_key("gemv_k", CPU, one), Choice(backend="triton", tile=(4, 1024, 2)))
+    return tuning
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_what_paid_for_some_rows_is_used_for_more_and_never_for_fewer(tmp_path: Path) -> None:
+    table = _table(_measured(tmp_path))
+    assert [table.how("gate_up", rows) for rows in (1, 5, 2048, 2049, 4096, 100000)] == ["dense"] * 3 + ["many"] * 3
+    assert table.choice("gate_up", 8192) == SPARSE
+    assert [table.how("down", rows) for rows in (1, 2, 4096)] == ["few", "dense", "dense"]
+    assert table.how("query", 4096) == table.how("attention", 4096) == "dense"
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_rates_decide(tmp_path: Path) -> None:
+    tuning = _measured(tmp_path)
+    assert _table(tuning, (0.5, 0.3)).how("gate_up", 4096) == "many"
+    for share in (0.7, 1.0):
+        assert _table(tuning, (0.5, share)).how("gate_up", 4096) == "dense"
+    known = dataclasses.replace(SPARSE, median_us=3.0, dense_us=5.0)
+    tuning.store(tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5)), known)
+    assert [_table(tuning, (0.5, share)).how("gate_up", 4096) for share in (0.7, 0.8, 1.0)] == [
+        "many",
+        "many",
+        "dense",
+    ]
+    assert _table(tuning, (0.5, 0.5)).cache
+    assert not _table(tuning, (1.0, 0.5)).cache
+    with pytest.raises(ConfigError, match=r"\(0\.5, 0\.5\) skips half"):
+        _table(tuning, (50.0, 0.5))
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_similar_models_share_measurements_and_other_groups_do_not(tmp_path: Path) -> None:
+    tuning = _measured(tmp_path)
+    assert _table(tuning, ffn_width=12288, ffn_groups=96).how("gate_up", 4096) == "many"
+    assert _table(tuning, hidden_size=1024).how("gate_up", 4096) == "dense"
+    assert _table(tuning, ffn_groups=224).how("gate_up", 4096) == "dense"
+    assert _table(tuning, is_stacked=False).how("gate_up", 4096) == "dense"
+
+
+def test_devices_without_triton_run_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "triton_obstacle", lambda device: "no")
+    table = _table(_measured(tmp_path))
+    assert table == dense_table()
+    assert all(table.how(name, rows) == "dense" for name in OPERATORS for rows in (1, 4, 5, 16384))
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_the_shipped_measurements_serve_llama(tmp_path: Path) -> None:
+    tuning = TuningTable(shipped_path("NVIDIA H200"))
+    keyed = TuningTable(tmp_path / "tuning.json")
+    keyed.store_all(
+        {f"{tuning_key('x', CPU, _any_case()).split(' | x')[0]} | {k}": c for k, c in tuning._choices.items()}
+    )
+    table = _table(keyed)
+    assert [table.how(name, 16384) for name in ("query", "gate_up", "attention")] == ["many"] * 3
+    assert [table.how(name, 1) for name in ("query", "gate_up", "output", "down")] == ["few"] * 4
+    everything = _table(keyed, (1.0, 1.0))
+    assert all(everything.how(name, rows) == "dense" for name in OPERATORS for rows in (1, 4096, 16384))
+
+
+def _any_case() -> measured.Case:
+    return gemm_case("down", LLAMA, 1, 0.5)
+
+
+def test_one_operator_can_be_made_dense_for_few_rows_or_for_many() -> None:
+    ruled = OperatorTable(
+        rules=(
+            (
+                "down",
+                ((1, Choice(backend="triton")), (5, Choice(backend="triton"))),
+            ),
+        )
+    )
+    plain = OperatorTable(down=5)
+    for table in (ruled, plain):
+        assert [table.without("down", few=True).how("down", rows) for rows in (1, 4, 5)] == ["dense", "dense", "many"]
+        assert [table.without("down", few=False).how("down", rows) for rows in (1, 5, 999)] == ["few", "dense", "dense"]
+    with pytest.raises(ConfigError, match="names"):
+        OperatorTable(few=("gate",))

@@ -1,0 +1,59 @@
+"""The table of targets: every row is found where benches write it, and nothing is made up."""
+
+import json
+
+from wide.profiling.targets import fill, main, targets
+
+
+def _write(folder, name, records, **more):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps({"device": "GPU", "records": records, **more}))
+
+
+def _row(rows, words):
+    return next(row for row in rows if words in row["what"])
+
+
+def test_rows_are_filled_from_records_and_others_stay_empty(tmp_path):
+    down = {"sweep": "down G=128 p=0.5 M=16384"}
+    _write(
+        tmp_path / "a",
+        "operators.json",
+        [
+            {"sweep": "reorder M=16384", "candidate": "112 groups", "median_us": 12.0},
+            {**down, "candidate": "dense", "speedup": 1.0},
+            {**down, "candidate": "dense on zeros", "speedup": 1.18},
+            {**down, "candidate": "s=4 128x1", "speedup": 0.9},
+            {**down, "candidate": "s=4 broken", "failure": "no"},
+        ],
+    )
+    decode = {"what": "decode", "tokens": 2048, "batch": 1}
+    _write(
+        tmp_path / "b",
+        "endtoend.json",
+        [
+            {**decode, "candidate": "dense", "speedup": 1.0},
+            {**decode, "candidate": "routed", "skipped": {"attention": 0.5, "ffn": 0.5}, "speedup": 1.62},
+            {**decode, "candidate": "all execute", "skipped": {"attention": 0.0, "ffn": 0.0}, "speedup": 0.93},
+        ],
+        layers=32,
+    )
+    rows = fill([tmp_path / "a", tmp_path / "b"], commit="abc", date="2026-01-02")
+    assert len(rows) == len(targets())
+    assert (_row(rows, "reorder")["value"], _row(rows, "reorder")["reached"]) == (12.0, "floor")
+    assert (_row(rows, "down, G=128")["value"], _row(rows, "down, G=128")["reached"]) == (1.18, "floor")
+    decode_row = _row(rows, "end-to-end decode")
+    assert (decode_row["reached"], decode_row["layers"], decode_row["commit"]) == ("goal", 32, "abc")
+    assert _row(rows, "against dense, decode")["reached"] == "missed"
+    assert _row(rows, "least of")["value"] is None
+    untouched = _row(rows, "O-proj")
+    assert (untouched["value"], untouched["device"], untouched["reached"]) == (None, None, "not measured")
+
+
+def test_the_file_has_the_required_fields(tmp_path, capsys):
+    _write(tmp_path / "a", "operators.json", [])
+    out = tmp_path / "targets" / "operators.json"
+    assert main(["--records", str(tmp_path / "a"), "--out", str(out), "--commit", "x"]) == 0
+    wanted = {"what", "value", "floor", "goal", "unit", "device", "date", "commit", "command"}
+    assert all(wanted <= row.keys() for row in json.loads(out.read_text()))
+    assert "not measured" in capsys.readouterr().out
