@@ -30,7 +30,9 @@ from wide.version import __version__
 
 FORMAT_VERSION = 1
 CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
-_KEYS = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance"}
+_KEYS = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
+# Adapters of the first days do not say it.
+_OPTIONAL_KEYS = {"has_lora"}
 
 
 def router_state(model: nn.Module) -> dict[str, Tensor]:
@@ -103,6 +105,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     config = read_config(folder)
     plan = Plan.from_json(config["plan"])
     routers = _read_tensors(folder / ROUTER_FILE)
+    has_lora = _has_lora(config, folder)
     if isinstance(model_or_name, str):
         from wide.models.pretrained import load_pretrained
 
@@ -114,7 +117,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     try:
         load_router_state(model, routers)
         apply_config(model, config)
-        if (folder / LORA_FOLDER).exists():
+        if has_lora:
             load_lora(model, folder / LORA_FOLDER)
     except Exception:
         detach(model)
@@ -152,7 +155,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
             f"{where}: format version {config.get('format_version')!r} is not {FORMAT_VERSION}; use the wide version "
             f"that wrote it ({config.get('wide_version')!r})"
         )
-    missing, unknown = sorted(_KEYS - set(config)), sorted(set(config) - _KEYS)
+    missing, unknown = sorted(_KEYS - _OPTIONAL_KEYS - set(config)), sorted(set(config) - _KEYS)
     if missing or unknown:
         raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}")
 
@@ -168,6 +171,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         "thresholds": [_number_to_json(router.threshold) for router in state.routers()],
         "dial": [[sparsity, _number_to_json(threshold)] for sparsity, threshold in state.dial],
         "provenance": state.provenance,
+        "has_lora": state.lora is not None and not state.lora.merged,
     }
 
 
@@ -219,6 +223,18 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         return load_file(str(file))
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read ({error}); the file is damaged") from error
+
+
+def _has_lora(config: dict[str, Any], folder: Path) -> bool:
+    """Return whether the adapter has LoRA, and refuse one whose files say otherwise than its configuration."""
+    found = (folder / LORA_FOLDER).exists()
+    # Without LoRA the routers of stage 2 would load well and compute something nobody trained.
+    wanted = config.get("has_lora", found or "recover" in config["provenance"])
+    if wanted and not found:
+        raise AdapterError(f"{folder / LORA_FOLDER} is missing: the adapter is incomplete")
+    if found and not wanted:
+        raise AdapterError(f"{folder / LORA_FOLDER} does not belong to this adapter, which has no LoRA; take it away")
+    return found
 
 
 def _check_base(expected: dict[str, Any], model: nn.Module, check_weights: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -133,9 +134,15 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
     for name in (_WEIGHTS, _CONFIG):
         if not (folder / name).is_file():
             raise AdapterError(f"{folder / name} is missing: the LoRA part of this adapter is incomplete")
-    handle = _inject(model, peft.LoraConfig.from_pretrained(str(folder)))
     try:
-        handle.load_state_dict(load_file(str(folder / _WEIGHTS)))
+        weights = load_file(str(folder / _WEIGHTS))
+        config = peft.LoraConfig.from_pretrained(str(folder))
+    # Whatever a damaged configuration makes of PEFT's reader means the same.
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise AdapterError(f"{folder} cannot be read ({error}); the LoRA part of this adapter is damaged") from error
+    handle = _inject(model, config)
+    try:
+        handle.load_state_dict(weights)
     except AdapterError:
         handle.unload()
         attachment(model).lora = None
