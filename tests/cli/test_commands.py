@@ -5,8 +5,11 @@ import subprocess
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
+import wide
 from wide.cli.main import main
+from wide.data.tokenizer import load_tokenizer
 from wide.records import read_records
 from wide.report.selection import Selection
 
@@ -204,6 +207,7 @@ def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_
         (["--model=./nowhere"], "./nowhere"),
         (["--device=quantum"], "quantum"),
         (["--eval.data=nowhere.txt"], "nowhere.txt"),
+        (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide the 4 sequences"),
     ],
 )
 def test_bad_input_writes_nothing(changes, words, tmp_path, tiny_model_folder, prose_folder, capsys):
@@ -213,6 +217,78 @@ def test_bad_input_writes_nothing(changes, words, tmp_path, tiny_model_folder, p
     error = capsys.readouterr().err
     assert words in error
     assert not output.exists()
+
+
+def test_sequences_beyond_the_model_are_warned_of(tmp_path, tiny_model_folder, prose_folder, capsys):
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    changes = ["--train.steps=1", "--train.sequence_length=160", "--eval.tokens=0", "--report=false"]
+    assert main(["prune", *given, *SHORT, *changes]) == 0
+    assert "exceed the 128 positions" in capsys.readouterr().out
+
+
+def test_recover_never_overwrites_the_adapter_it_reads(finished, tiny_model_folder, prose_folder, capsys):
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(finished)]
+    before = sorted(finished.rglob("*"))
+    assert main(["recover", *given, "--output", str(finished), "--overwrite"]) == 1
+    assert "choose another folder" in capsys.readouterr().err
+    assert sorted(finished.rglob("*")) == before
+
+
+def test_recover_refuses_lora_of_another_size(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+    code = main(
+        [
+            *("recover", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(finished)),
+            *("--output", str(tmp_path / "run"), "--recover.lora_rank=4", "--recover.steps=1", "--report=false"),
+            *("--recover.batch_size=2", "--recover.sequence_length=32", "--eval.tokens=0", "--device=cpu"),
+        ]
+    )
+    assert code == 1
+    assert "rank 16 and alpha 32 already" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_without_a_traceback(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):
+    def full(path, config):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("wide.cli.run_folder.save_config", full)
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    assert main(["prune", *given, *SHORT]) == 1
+    assert "config.yaml: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_full_checkpoints_are_taken_as_they_are(command, finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+    model = wide.load(str(tiny_model_folder), finished / "adapter")
+    wide.save_checkpoint(wide.merge_lora(model), tmp_path / "full")
+    load_tokenizer(tiny_model_folder).save_pretrained(tmp_path / "full")
+    given = ["--model", str(tmp_path / "full"), "--device=cpu"]
+    what = ["--data", str(prose_folder), "--tokens=128", "--window=32"]
+    if command == "generate":
+        what = ["--prompt=The", "--max_new_tokens=4"]
+    assert main([command, *given, *what]) == 0
+    assert "skipped" in capsys.readouterr().out
+    prune = ["--data", str(prose_folder), "--output", str(tmp_path / "run"), *SHORT]
+    assert main(["prune", *given, *prune]) == 1
+    assert "pruned checkpoint already" in capsys.readouterr().err
+
+
+def test_a_prompt_of_another_vocabulary_is_refused(tiny_model_folder, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    model.resize_token_embeddings(8)
+    model.save_pretrained(tmp_path)
+    load_tokenizer(tiny_model_folder).save_pretrained(tmp_path)
+    assert main(["generate", "--model", str(tmp_path), "--device=cpu", "--prompt=zzz", "--max_new_tokens=4"]) == 1
+    captured = capsys.readouterr()
+    assert "vocabulary has 8" in captured.err
+    assert "zzz" not in captured.out
+
+
+def test_eval_does_not_offer_to_resume(finished, tiny_model_folder, prose_folder, capsys):
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(finished)]
+    assert main(["eval", *given]) == 1
+    error = capsys.readouterr().err
+    assert "--overwrite" in error
+    assert "--resume" not in error
 
 
 def test_folders_of_others_are_never_touched(tmp_path, tiny_model_folder, prose_folder, capsys):

@@ -6,7 +6,7 @@ import torch
 
 from wide.data.batches import TokenBatch, TokenBlocks
 from wide.data.token_stream import TokenStream
-from wide.errors import EvaluationError, NotAttachedError
+from wide.errors import DataError, EvaluationError, NotAttachedError
 from wide.evaluation.routing_stats import flip_rate, routing_stats
 from wide.models.observe import capture_routing, force_routing
 from wide.routing import LayerRouting
@@ -79,3 +79,12 @@ def test_the_flip_rate_counts_real_tokens_only():
     assert flip_rate(before, after, torch.tensor([[True, True, False, False]])) == 1 / 4
     with pytest.raises(EvaluationError, match="differ in shape"):
         flip_rate(before, [LayerRouting(attention=torch.zeros(1, 4, 3))])
+
+
+def test_texts_are_taken_as_they_are_and_other_things_refused(attached_model, tiny_tokenizer):
+    found = routing_stats(
+        attached_model, ["one text of some length"] * 4, tokenizer=tiny_tokenizer, sequence_length=16, batch_size=2
+    )
+    assert found.tokens == 96
+    with pytest.raises(DataError, match="Tensor"):
+        routing_stats(attached_model, [torch.zeros(1, 4, dtype=torch.int64)])

@@ -1,6 +1,7 @@
 """Adapters and full checkpoints: round trips, and an error for everything that does not fit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -46,6 +47,11 @@ def test_save_and_load_give_the_same_logits(tmp_path, lora):
     assert attachment(again).provenance == {"stage1": {"target": 0.5}}
     assert (folder / "lora").exists() == lora
     assert "base_model" in (folder / "README.md").read_text()
+
+
+def test_everyone_may_read_what_was_saved(tmp_path):
+    folder = save(pruned(lora=True), tmp_path / "adapter")
+    assert all(path.stat().st_mode & 0o044 for path in folder.rglob("*"))
 
 
 def test_saving_again_replaces_the_adapter_and_leaves_nothing_else(tmp_path):
@@ -143,6 +149,35 @@ def test_an_incomplete_lora_folder_is_refused(tmp_path):
     model = make("llama")
     with pytest.raises(AdapterError, match="incomplete"):
         load(model, folder)
+    assert not is_attached(model)
+
+
+def test_a_missing_lora_folder_is_not_taken_for_stage_1(tmp_path):
+    folder = save(pruned(lora=True), tmp_path / "adapter")
+    shutil.rmtree(folder / "lora")
+    with pytest.raises(AdapterError, match="lora is missing"):
+        load(make("llama"), folder)
+    # Nor where the configuration does not say it yet, but tells of stage 2.
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    del config["has_lora"]
+    (folder / CONFIG_FILE).write_text(json.dumps(config | {"provenance": {"recover": {}}}))
+    with pytest.raises(AdapterError, match="lora is missing"):
+        load(make("llama"), folder)
+
+
+def test_lora_of_another_adapter_is_refused(tmp_path, adapter):
+    shutil.copytree(save(pruned(lora=True), tmp_path / "other") / "lora", adapter / "lora")
+    with pytest.raises(AdapterError, match="does not belong"):
+        load(make("llama"), adapter)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_damaged_lora_files_are_clear_errors(tmp_path, name):
+    file = save(pruned(lora=True), tmp_path / "adapter") / "lora" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    model = make("llama")
+    with pytest.raises(AdapterError, match="damaged"):
+        load(model, tmp_path / "adapter")
     assert not is_attached(model)
 
 

@@ -8,6 +8,11 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def num_processes() -> int:
+    """Return the number of processes of the run (1 without torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def say(text: str = "") -> None:
     """Print a line from the main process, at once."""
     if is_main_process():

@@ -66,7 +66,7 @@ def run(given: Sequence[str]) -> None:
     config = resolved(values)
     folder = None
     if tasks.output is not None:
-        folder = RunFolder(tasks.output, config, resume=False, overwrite=bool(values["overwrite"]))
+        folder = RunFolder(tasks.output, config, resume=False, overwrite=bool(values["overwrite"]), resumable=False)
     report = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None:
@@ -100,7 +100,7 @@ def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions,
     documents, name = None, None
     if scoring.data is not None:
         documents, name = held_out_documents(scoring.data, scoring, text_field=tasks.text_field)
-    model = load_base(options)
+    model = load_base(options, pruned_too=options.adapter is None)
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:
@@ -123,7 +123,8 @@ def _write(
     file = RecordFile(records, config_fingerprint=fingerprint(config), device=options.device)
     data = report.data or ""
     if report.dense is None:
-        file.append(evaluation_records("dense", report.model, None, data))
+        subject = "dense" if report.sparsity is None else "pruned"
+        file.append(evaluation_records(subject, report.model, report.sparsity, data))
     else:
         file.append(evaluation_records("dense", report.dense, None, data))
         file.append(evaluation_records("pruned", report.model, report.sparsity, data))

@@ -28,7 +28,6 @@ def run(given: Sequence[str]) -> None:
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)
     prompt = build(PromptOptions, values).prompt
-    print(prompt, end="", flush=True)
     _, skipped, count = continue_prompt(model, tokenizer, prompt, how, streams=True)
     print(f"[{count} tokens; {_skipped(skipped)}]")
 

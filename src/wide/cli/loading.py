@@ -16,15 +16,21 @@ from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
 from wide.errors import AdapterError, DataError, MissingExtraError
 from wide.models.adapter import load, read_config
+from wide.models.auto import load_checkpoint
 from wide.models.dial import set_sparsity
-from wide.models.pretrained import load_pretrained
+from wide.models.pretrained import choose_device, is_pruned_checkpoint, load_pretrained
 
 # Characters of text that hold a token at the very most, in prose of any language and any tokenizer in use.
 _CHARACTERS_PER_TOKEN = 16
 
 
-def load_base(options: ModelOptions) -> Any:
-    """Return the base model in evaluation mode; under torchrun each process takes its own GPU."""
+def load_base(options: ModelOptions, *, pruned_too: bool = False) -> Any:
+    """Return the base model in evaluation mode; under torchrun each process takes its own GPU.
+
+    Args:
+        options: Of the model.
+        pruned_too: Whether a full pruned checkpoint may stand for it, which is then routed.
+    """
     import torch
     from transformers.utils import logging
 
@@ -33,12 +39,15 @@ def load_base(options: ModelOptions) -> Any:
     device = options.device
     if device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if pruned_too and is_pruned_checkpoint(options.model):
+        where = choose_device(device)
+        return load_checkpoint(options.model, dtype=options.dtype).to(where)
     return load_pretrained(options.model, dtype=options.dtype, device=device)
 
 
 def load_routed(options: AdapterOptions) -> Any:
     """Return the base model with its adapter, if one is named, and the dial set, if asked for."""
-    model = load_base(options)
+    model = load_base(options, pruned_too=options.adapter is None)
     if options.adapter is not None:
         load(model, find_adapter(options.adapter))
         if options.sparsity is not None:

@@ -24,6 +24,10 @@ COMMANDS = {
     "recipes": "list, show or copy the configurations that ship with wide",
 }
 _MODULES = {"eval": "evaluate"}
+_OUT_OF_MEMORY = (
+    "the memory is full; use smaller batches (--train.micro_batch_size, --eval.batch_size, --batch_size), shorter "
+    "sequences, --train.gradient_checkpointing true or --dtype bfloat16; checkpoints that were written are kept"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,13 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given[0] not in COMMANDS:
         close = get_close_matches(given[0], COMMANDS, n=1)
-        hint = f"; did you mean wide {close[0]}?" if close else ""
+        hint = f"; did you mean wide {close[0]}?" if close else "."
         return _fail(f"there is no command {given[0]!r}{hint} Commands: {', '.join(COMMANDS)}", code=2)
     return _guarded(given[0], given[1:])
 
 
 def _guarded(command: str, arguments: list[str]) -> int:
     debug = "--debug" in arguments
+    # Remarks of the library on configurations are noise beside what a command says.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import_module(f"wide.cli.{_MODULES.get(command, command)}").run(arguments)
     except WideError as error:
@@ -59,10 +65,19 @@ def _guarded(command: str, arguments: list[str]) -> int:
             raise
         kept = str(interrupt) or "checkpoints that were written before are kept; the same command with --resume goes on"
         return _fail(f"interrupted: {kept}", code=130)
+    except (RuntimeError, MemoryError) as error:
+        # Known by its name, because importing torch here would slow every command down.
+        if debug or type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):
+            raise
+        return _fail(_OUT_OF_MEMORY, code=1)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if debug:
+            raise
+        return _fail(_describe(error), code=1)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
     return 0
@@ -72,6 +87,12 @@ def _fail(message: str, *, code: int) -> int:
     prefix = "wide" if code == 130 else "wide: error"
     print(f"{prefix}: {message}", file=sys.stderr)
     return code
+
+
+def _describe(error: OSError) -> str:
+    """Say what the system refused; full disks and missing permissions are no defects of wide."""
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror or error}; what was written before is kept (--debug shows where this happened)"
 
 
 def _help() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wide.cli.console import is_main_process, say
+from wide.cli.console import is_main_process, num_processes, say
 from wide.cli.loading import find_adapter, held_out_documents, load_base, require_lora, training_blocks
 from wide.cli.measuring import HeldOut
 from wide.cli.options import EvalOptions, RunOptions, SampleOptions
@@ -18,7 +18,7 @@ from wide.cli.text_options import GenerationOptions
 from wide.cli.training_records import training_records
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
-from wide.data.tokenizer import check_vocabulary, load_tokenizer
+from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, plan_for
 from wide.models.dial import calibrate_dial, set_sparsity
@@ -29,6 +29,7 @@ from wide.report.page import write_report
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
 from wide.training.stages import prune, recover
+from wide.training.trainer import micro_batch_size
 
 _DIAL_BLOCKS = 16
 _TARGETS = {
@@ -75,6 +76,7 @@ class Pipeline:
         """Train stage 1 and, if given, stage 2, each compared with the dense model."""
         if second is not None:
             require_lora()
+        self._check_batches(*(each for each in (stage, second) if each is not None))
         model = self._load_model()
         plan_for(config, discover(model))
         blocks = self._load_texts(model, stage)
@@ -105,6 +107,7 @@ class Pipeline:
     def recover(self, adapter: str, objective: ObjectiveConfig, stage: RecoverConfig) -> None:
         """Train stage 2 on top of a saved adapter."""
         require_lora()
+        self._check_batches(stage)
         model = self._load_model()
         blocks = self._load_texts(model, stage)
         self._measure_before_recover(model, adapter, objective)
@@ -136,6 +139,12 @@ class Pipeline:
             ),
         )
 
+    @staticmethod
+    def _check_batches(*stages: StageConfig) -> None:
+        # Seen here rather than by the trainer, which comes after the dense model has been measured.
+        for stage in stages:
+            micro_batch_size(stage, num_processes())
+
     def _load_model(self) -> Any:
         if self._options.report:
             require_matplotlib()
@@ -146,6 +155,9 @@ class Pipeline:
     def _load_texts(self, model: Any, stage: StageConfig) -> TokenBlocks:
         blocks = self._blocks(stage)
         check_vocabulary(blocks.largest_id, model)
+        warning = length_warning(stage.sequence_length, model)
+        if warning is not None:
+            say(f"warning  {warning}")
         say(f"data     {self._options.data}: {len(blocks)} blocks of {stage.sequence_length} tokens")
         if self._scoring.tokens != 0:
             documents, name = held_out_documents(self._options.data, self._scoring, text_field=self._options.text_field)

@@ -21,7 +21,7 @@ def recipe_path(name: str) -> Path:
     names = recipe_names()
     if name not in names:
         close = get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise UsageError(f"there is no recipe {name!r}{hint} Recipes: {', '.join(names)}")
     return _folder() / f"{name}.yaml"
 

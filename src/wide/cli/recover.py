@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from wide.cli.arguments import Arguments, add_run_switches, build, resolved
 from wide.cli.options import EvalOptions, RunOptions, SampleOptions
 from wide.config import ObjectiveConfig, RecoverConfig
+from wide.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +36,18 @@ def arguments() -> Arguments:
     return flags
 
 
+def _refuse_own_adapter(adapter: str, output: str) -> None:
+    # --overwrite would delete the adapter that is still to be read.
+    if Path(adapter).resolve().is_relative_to(Path(output).resolve()):
+        raise ConfigError(f"--output {output} holds the adapter that is to be recovered; choose another folder")
+
+
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
+    """Carry out the command.
+
+    Raises:
+        ConfigError: If the output folder holds the adapter itself.
+    """
     values = arguments().parse(given)
     options, start = build(RunOptions, values), build(RecoverOptions, values)
     stage, scoring = build(RecoverConfig, values["recover"]), build(EvalOptions, values["eval"])
@@ -44,6 +56,7 @@ def run(given: Sequence[str]) -> None:
     from wide.cli.pipeline import Pipeline
     from wide.cli.run_folder import RunFolder
 
+    _refuse_own_adapter(start.adapter, options.output)
     objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     told = asdict(objective)
     config = resolved(values) | {"sparsity": told.pop("sparsity"), "objective": told}

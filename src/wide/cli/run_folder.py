@@ -1,5 +1,6 @@
 """The folder of a run: whose it is, what lies in it, and when it may be written to."""
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,18 +25,22 @@ class RunFolder:
         config: The resolved configuration of the run, JSON-ready.
         resume: Continue a run that lies there.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.
+        resumable: Whether the command has --resume, for messages.
 
     Raises:
         UsageError: If both are asked for.
-        ConfigError: If the folder is not empty and neither was asked for, holds something else than a run, or the
-            run to be continued had other settings. Nothing has been written or removed then.
+        ConfigError: If the folder cannot be written to, is not empty and neither was asked for, holds something else
+            than a run, or the run to be continued had other settings. Nothing has been written or removed then.
     """
 
-    def __init__(self, path: str | Path, config: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+    def __init__(
+        self, path: str | Path, config: Mapping[str, Any], *, resume: bool, overwrite: bool, resumable: bool = True
+    ) -> None:
         """Check the folder without touching it."""
         self.path = Path(path)
         self.resume = resume
         self._config = dict(config)
+        self._resumable = resumable
         if resume and overwrite:
             raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
         if is_main_process():
@@ -69,22 +74,30 @@ class RunFolder:
         return self.path / RECORDS
 
     def _check(self, overwrite: bool) -> None:
+        self._check_writable()
         if not self.path.exists():
             return
-        if not self.path.is_dir():
-            raise ConfigError(f"--output {self.path} is a file; name a folder")
         if not any(self.path.iterdir()):
             return
         saved = self.path / CONFIG
         if not saved.is_file():
             raise ConfigError(f"--output {self.path} is not empty and holds no run of wide; choose another folder")
         if not self.resume and not overwrite:
+            ways = "continue it with --resume, replace it" if self._resumable else "replace it"
             raise ConfigError(
-                f"--output {self.path} holds a run already: continue it with --resume, replace it with --overwrite, or "
-                "choose another folder"
+                f"--output {self.path} holds a run already: {ways} with --overwrite, or choose another folder"
             )
         if self.resume:
             self._check_same(saved)
+
+    def _check_writable(self) -> None:
+        existing = self.path.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            raise ConfigError(f"--output {self.path} cannot be made: {existing} is a file; name a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"--output {self.path} cannot be written: no permission in {existing}; choose another")
 
     def _check_same(self, saved: Path) -> None:
         try:
@@ -113,7 +126,13 @@ def save_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a resolved configuration as YAML that `--config` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    path.write_text(f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}")
+    text = f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}"
+    unfinished = path.with_name(f".{path.name}.writing")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from wide.cli.text_options import GenerationOptions
+from wide.data.tokenizer import check_vocabulary
 from wide.errors import ConfigError
 
 
@@ -16,10 +17,11 @@ def continue_prompt(
         tokenizer: Of the model.
         prompt: What to continue.
         options: How.
-        streams: Print the text while it is generated.
+        streams: Print prompt and text while it is generated.
 
     Raises:
         ConfigError: If prompt and text do not fit into the model.
+        DataError: If the tokenizer is not the model's.
     """
     import torch
     from transformers import TextStreamer
@@ -27,10 +29,13 @@ def continue_prompt(
     encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
     prompt_tokens = int(encoded["input_ids"].shape[1])
     _check_length(model, prompt_tokens, options)
+    check_vocabulary(int(encoded["input_ids"].max()), model)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
     if options.temperature > 0:
         settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     if streams:
+        # Only now: nothing can be refused any more.
+        print(prompt, end="", flush=True)
         settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     torch.manual_seed(options.seed)

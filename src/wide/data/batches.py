@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wide.data.corpus import load_documents, source_fingerprint
+from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.data.tokenizer import tokenizer_fingerprint
 from wide.errors import ConfigError, DataError
@@ -177,6 +178,26 @@ class TokenBlocks:
         count = len(self) if max_blocks is None else min(max_blocks, len(self))
         for begin in range(0, count, batch_size):
             yield self.batch(range(begin, min(begin + batch_size, count)))
+
+
+def blocks_of_texts(
+    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, sequence_length: int, seed: int = 17
+) -> TokenBlocks:
+    """Return the packed blocks of texts that are in memory already.
+
+    Args:
+        texts: One text a document; blank ones are left out.
+        tokenizer: Of the model that will read the blocks.
+        sequence_length: Tokens in a block.
+        seed: Of the order in which `batch_at` visits the blocks.
+
+    Raises:
+        DataError: If there is no text, or too little for one block.
+    """
+    documents = [Document(name=f"text:{i}", text=text) for i, text in enumerate(texts) if text.strip()]
+    if not documents:
+        raise DataError("data holds no text; give texts, a path, or the name of a source such as 'python-docs'")
+    return TokenBlocks(stream_in_memory(documents, tokenizer), sequence_length, seed=seed)
 
 
 def load_blocks(

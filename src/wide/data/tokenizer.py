@@ -30,9 +30,15 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     # Besides OSError, the readers of the many tokenizer formats raise whatever their parsers do.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if name.startswith((".", "/", "~")) and not Path(name).exists():
+            raise DataError(
+                f"there is no folder {name!r} to load a model and its tokenizer from; check the path"
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        nowhere = "" if Path(name).exists() else f" (and there is no local folder {name})"
         raise DataError(
-            f"no tokenizer can be loaded from {name!r}: {reason}; pass tokenizer= or a folder that holds tokenizer.json"
+            f"no tokenizer can be loaded from {name!r}: {reason}{nowhere}; check the name, or add its files "
+            "to the model's folder (in Python, pass tokenizer=)"
         ) from error
     return tokenizer
 
@@ -83,6 +89,23 @@ def check_vocabulary(largest_id: int, model: nn.Module) -> None:
             f"the text holds token id {largest_id}, so its tokenizer has at least {largest_id + 1} tokens, but the "
             f"model's vocabulary has {vocab_size}; use the tokenizer that belongs to the model"
         )
+
+
+def length_warning(sequence_length: int, model: nn.Module) -> str | None:
+    """Return a warning if sequences are longer than what a model was made for, else None.
+
+    Args:
+        sequence_length: Tokens in a sequence.
+        model: A Hugging Face model.
+    """
+    config = getattr(model, "config", None)
+    longest = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+    if longest is None or sequence_length <= longest:
+        return None
+    return (
+        f"sequences of {sequence_length} tokens exceed the {longest} positions that the model was made for, which "
+        f"harms what is learnt; set sequence_length to {longest} or less"
+    )
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -31,7 +31,7 @@ _LONGEST_WINDOW = 4096
 class _Request:
     """What is scored, and how; the same for the pruned and the dense model."""
 
-    text: TokenBlocks | Sequence[Document] | None
+    text: TokenBlocks | Sequence[Document | str] | None
     tokenizer: "PreTrainedTokenizerBase | None"
     tasks: Sequence[str]
     local_data: Path | None
@@ -72,7 +72,7 @@ class _Request:
 
 def evaluate(
     model: nn.Module,
-    data: TokenBlocks | Sequence[Document] | str | Path | None = None,
+    data: TokenBlocks | Sequence[Document | str] | str | Path | None = None,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     tasks: Sequence[str] = (),
@@ -92,8 +92,8 @@ def evaluate(
 
     Args:
         model: A Hugging Face causal LM, attached or not, on any device.
-        data: Text for token perplexity: a source as in `load_documents`, documents, or packed blocks. None scores
-            the held-out part of 'python-docs' if no tasks are given, and no text otherwise.
+        data: Text for token perplexity: a source as in `load_documents`, texts, documents, or packed blocks. None
+            scores the held-out part of 'python-docs' if no tasks are given, and no text otherwise.
         tokenizer: None loads the one of the folder or name that the model came from.
         tasks: Names of tasks, see `wide.evaluation.tasks.TASKS`.
         local_data: Folder with copies of the tasks' data; None loads them from the Hugging Face hub.
@@ -168,11 +168,11 @@ def _score_fused(model: nn.Module, request: _Request) -> tuple[Scores | None, Sc
 
 
 def _text(
-    data: TokenBlocks | Sequence[Document] | str | Path | None,
+    data: TokenBlocks | Sequence[Document | str] | str | Path | None,
     split: str | None,
     text_field: str,
     max_documents: int | None,
-) -> TokenBlocks | Sequence[Document] | None:
+) -> TokenBlocks | Sequence[Document | str] | None:
     if isinstance(data, str | Path):
         chosen = _split(data, split)
         return list(load_documents(data, split=chosen, text_field=text_field, max_documents=max_documents))
@@ -185,7 +185,7 @@ def _split(source: str | Path, split: str | None) -> str | None:
     return "heldout" if source == PYTHON_DOCS and split is None else split
 
 
-def _name(data: TokenBlocks | Sequence[Document] | str | Path | None, split: str | None) -> str | None:
+def _name(data: TokenBlocks | Sequence[Document | str] | str | Path | None, split: str | None) -> str | None:
     if data is None:
         return None
     if isinstance(data, TokenBlocks):

@@ -1,6 +1,6 @@
 """Who executes what on real text: rates per layer, group and position, and how stable the routing is."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wide.data.batches import TokenBatch, TokenBlocks, load_blocks
+from wide.data.batches import TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
 from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary, load_tokenizer
-from wide.errors import EvaluationError
+from wide.errors import DataError, EvaluationError
 from wide.evaluation.inference import judging, longest_input, model_device
 from wide.models.accounting import SkipCounter, Sparsity
 from wide.models.observe import observe
@@ -109,7 +109,7 @@ class _HalfCounter:
 
 def routing_stats(
     model: nn.Module,
-    data: TokenBlocks | Iterable[TokenBatch] | str | Path,
+    data: TokenBlocks | Iterable[TokenBatch] | Sequence[str] | str | Path,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     sequence_length: int = 1024,
@@ -121,7 +121,7 @@ def routing_stats(
 
     Args:
         model: An attached model; runs in evaluation mode (argmax routing).
-        data: A source as in `load_documents`, packed blocks, or batches of one sequence length.
+        data: A source as in `load_documents`, texts, packed blocks, or batches of one sequence length.
         tokenizer: For a source; None loads the one of the folder or name that the model came from.
         sequence_length: Tokens in a block, for a source; no more than the model can take are used.
         split: Of the source, see `load_documents`.
@@ -137,6 +137,9 @@ def routing_stats(
     if isinstance(data, str | Path):
         length = min(sequence_length, longest_input(model) or sequence_length)
         data = load_blocks(data, tokenizer or load_tokenizer(model), sequence_length=length, split=split)
+    elif isinstance(data, list | tuple) and any(isinstance(item, str) for item in data):
+        length = min(sequence_length, longest_input(model) or sequence_length)
+        data = blocks_of_texts(data, tokenizer or load_tokenizer(model), sequence_length=length)
     if isinstance(data, TokenBlocks):
         check_vocabulary(data.largest_id, model)
         data = data.in_order(batch_size, max_blocks=max_blocks)
@@ -144,6 +147,8 @@ def routing_stats(
     seen: Tensor | None = None
     with judging(model), observe(model) as routing:
         for batch in progress(data, title="routing", unit="batch"):
+            if not isinstance(batch, TokenBatch):
+                raise DataError(f"data holds {type(batch).__name__}; wanted texts, token batches or a source")
             moved = batch.to(model_device(model))
             model(input_ids=moved.input_ids, use_cache=False)
             skips.add(routing, moved.valid)

@@ -31,8 +31,6 @@ from wide.version import __version__
 FORMAT_VERSION = 1
 CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
 _KEYS = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
-# Adapters of the first days do not say it.
-_OPTIONAL_KEYS = {"has_lora"}
 
 
 def router_state(model: nn.Module) -> dict[str, Tensor]:
@@ -155,7 +153,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
             f"{where}: format version {config.get('format_version')!r} is not {FORMAT_VERSION}; use the wide version "
             f"that wrote it ({config.get('wide_version')!r})"
         )
-    missing, unknown = sorted(_KEYS - _OPTIONAL_KEYS - set(config)), sorted(set(config) - _KEYS)
+    missing, unknown = sorted(_KEYS - set(config)), sorted(set(config) - _KEYS)
     if missing or unknown:
         raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}")
 
@@ -204,8 +202,10 @@ def _write(model: nn.Module, folder: Path) -> None:
     if state.lora is not None:
         state.lora.save(folder / LORA_FOLDER)
     (folder / CARD_FILE).write_text(model_card(config, has_lora=state.lora is not None), encoding="utf-8")
-    # mkdtemp makes the folder private; an adapter is as readable as any other output.
+    # mkdtemp makes the folder private, safetensors its files; an adapter is as readable as any other output.
     folder.chmod(0o755)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o644)
 
 
 def _router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -229,7 +229,7 @@ def _has_lora(config: dict[str, Any], folder: Path) -> bool:
     """Return whether the adapter has LoRA, and refuse one whose files say otherwise than its configuration."""
     found = (folder / LORA_FOLDER).exists()
     # Without LoRA the routers of stage 2 would load well and compute something nobody trained.
-    wanted = config.get("has_lora", found or "recover" in config["provenance"])
+    wanted = bool(config["has_lora"])
     if wanted and not found:
         raise AdapterError(f"{folder / LORA_FOLDER} is missing: the adapter is incomplete")
     if found and not wanted:

@@ -25,7 +25,7 @@ def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str
     """
     from transformers import AutoModelForCausalLM
 
-    where = _device(device)
+    where = choose_device(device)
     if isinstance(dtype, str) and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {sorted(_DTYPES)}")
     config = _configuration(name)
@@ -36,11 +36,22 @@ def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str
             use_safetensors=True,
         )
     except ValueError as error:
-        raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model: {error}") from error
+        raise UnsupportedModelError(_not_causal(name, config)) from error
     except OSError as error:
         raise ConfigError(_not_loadable(name, error)) from error
     assert isinstance(model, nn.Module)
     return model.to(where).eval()
+
+
+def is_pruned_checkpoint(name: str) -> bool:
+    """Return whether a name or folder is a full pruned checkpoint; False too where nothing can be read."""
+    from transformers import PreTrainedConfig
+
+    try:
+        facts, _ = PreTrainedConfig.get_config_dict(name)
+    except (OSError, ValueError):
+        return False
+    return str(facts.get("model_type", "")).startswith("wide_")
 
 
 def load_skeleton(name: str) -> Any:
@@ -60,22 +71,30 @@ def load_skeleton(name: str) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model: {error}") from error
+        raise UnsupportedModelError(_not_causal(name, config)) from error
 
 
 def _configuration(name: str) -> Any:
     from transformers import AutoConfig
 
+    # Asked first: transformers itself does not know the type of a pruned checkpoint.
+    if is_pruned_checkpoint(name):
+        raise UnsupportedModelError(
+            f"{name} is a pruned checkpoint already, and its base is wanted here; wide eval, wide generate and "
+            "wide.load_checkpoint take it as it is"
+        )
     try:
-        config = AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(_not_loadable(name, error)) from error
-    if str(getattr(config, "model_type", "")).startswith("wide_"):
-        raise UnsupportedModelError(f"{name} is a pruned checkpoint already; load it with wide.load_checkpoint")
-    return config
 
 
-def _device(device: str | None) -> torch.device:
+def choose_device(device: str | None) -> torch.device:
+    """Return a device by name; None and 'auto' mean CUDA where there is a GPU, else the CPU.
+
+    Raises:
+        ConfigError: If it is unknown or absent.
+    """
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -85,6 +104,11 @@ def _device(device: str | None) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r} was asked for, but PyTorch sees no GPU here; use 'cpu'")
     return where
+
+
+def _not_causal(name: str, config: Any) -> str:
+    # The error of transformers lists hundreds of classes.
+    return f"{name} ({config.model_type}) is not a causal language model that transformers can build; choose one"
 
 
 def _not_loadable(name: str, error: Exception) -> str:

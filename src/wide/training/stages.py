@@ -123,7 +123,8 @@ def recover(
     Raises:
         NotAttachedError: If the model has no routers.
         MissingExtraError: If PEFT is not installed.
-        ConfigError: If settings contradict, or no target is recorded and none given.
+        ConfigError: If settings contradict each other or LoRA that is there already, or no target is recorded and
+            none given.
         DataError: As for `prune`.
         TrainingError: As for `prune`.
 
@@ -139,7 +140,9 @@ def recover(
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
-    if state.lora is None:
+    if state.lora is not None:
+        _check_lora(state.lora.config, stage)
+    else:
         with own_randomness(_device(model)):
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
@@ -251,6 +254,16 @@ def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
         raise ConfigError(
             "this model does not record to which sparsity it was pruned; pass objective=wide.ObjectiveConfig(...)"
         ) from error
+
+
+def _check_lora(found: dict[str, Any], stage: RecoverConfig) -> None:
+    """Refuse to go on with LoRA of another size than asked for."""
+    if (found["r"], found["lora_alpha"]) != (stage.lora_rank, stage.lora_alpha):
+        raise ConfigError(
+            f"this model has LoRA of rank {found['r']} and alpha {found['lora_alpha']:g} already, and lora_rank "
+            f"{stage.lora_rank}, lora_alpha {stage.lora_alpha:g} were asked for; ask for those it has, or "
+            "begin with the adapter of stage 1"
+        )
 
 
 def _free_folder(output: str | Path | None, resume: bool) -> Path | None:

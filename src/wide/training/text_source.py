@@ -1,16 +1,15 @@
 """What `data=` may be, turned into batches by step."""
 
 import hashlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from wide.data.batches import BatchSource, TokenBatch, TokenBlocks, load_blocks
-from wide.data.documents import Document
-from wide.data.token_stream import stream_in_memory
-from wide.data.tokenizer import check_vocabulary, load_tokenizer
+from wide.data.batches import BatchSource, TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
+from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.errors import DataError
 from wide.records import fingerprint
 
@@ -58,22 +57,38 @@ def batch_source(
 
     Raises:
         DataError: If there is too little text, no tokenizer, or its ids do not fit the model.
+
+    Warns:
+        UserWarning: If text is cut into sequences that are longer than what the model was made for.
     """
+    is_packed = hasattr(data, "batch_at")
+    warning = None if is_packed else length_warning(sequence_length, model)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=3)
     if isinstance(data, str | Path):
         source: BatchSource = load_blocks(
             data, tokenizer or load_tokenizer(model), sequence_length=sequence_length, seed=seed
         )
-    elif hasattr(data, "batch_at"):
-        source = data
+    elif is_packed:
+        source = cast(BatchSource, data)
     else:
-        documents = [Document(name=f"text:{i}", text=text) for i, text in enumerate(data) if text.strip()]
-        if not documents:
-            raise DataError("data holds no text; give texts, a path, or the name of a source such as 'python-docs'")
-        stream = stream_in_memory(documents, tokenizer or load_tokenizer(model))
-        source = TokenBlocks(stream, sequence_length, seed=seed)
+        source = blocks_of_texts(
+            _texts(data), tokenizer or load_tokenizer(model), sequence_length=sequence_length, seed=seed
+        )
     if isinstance(source, TokenBlocks):
         check_vocabulary(source.largest_id, model)
     return source
+
+
+def _texts(data: Any) -> Sequence[str]:
+    texts = list(data) if isinstance(data, Iterable) else [data]
+    for item in texts:
+        if not isinstance(item, str):
+            raise DataError(
+                f"data holds {type(item).__name__}, text was wanted; give texts, packed blocks, a path, or the name "
+                "of a source such as 'python-docs'"
+            )
+    return texts
 
 
 def describe_source(source: BatchSource) -> dict[str, Any]:
