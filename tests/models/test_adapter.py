@@ -157,12 +157,6 @@ def test_a_missing_lora_folder_is_not_taken_for_stage_1(tmp_path):
     shutil.rmtree(folder / "lora")
     with pytest.raises(AdapterError, match="lora is missing"):
         load(make("llama"), folder)
-    # Nor where the configuration does not say it yet, but tells of stage 2.
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    del config["has_lora"]
-    (folder / CONFIG_FILE).write_text(json.dumps(config | {"provenance": {"recover": {}}}))
-    with pytest.raises(AdapterError, match="lora is missing"):
-        load(make("llama"), folder)
 
 
 def test_lora_of_another_adapter_is_refused(tmp_path, adapter):
