@@ -17,6 +17,51 @@ class Dense:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """The half-layer is left out for every token: its output is zero."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """The same units of the half-layer are kept for every token, each scaled by a constant; the others are pruned.
+
+    The scales are float32 `[units]` in the tensor `layers.<i>.<half>.scale`; 0 prunes the unit, 1 leaves it as it is.
+
+    Args:
+        grouping: Query channels (attention, a unit is one query head) or intermediate channels (FFN, a unit is one
+            channel or a group of them) cut into units.
+        kept: Units whose scale is not 0.
+    """
+
+    grouping: Grouping
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Following:
+    """The half-layer executes for the tokens that the attention half of its layer executes for.
+
+    Only for an FFN beside a routed attention of one group: one router decides for the whole layer.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """The residual stream is projected onto a subspace at the embedding and after every half-layer but the last.
+
+    The bases have orthonormal columns, `[width, kept]` float32, in the tensors `stream.embedding` and
+    `layers.<i>.<half>.basis`.
+
+    Args:
+        width: Hidden size, D.
+        kept: Dimensions of the subspaces.
+    """
+
+    width: int
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
     """A router decides per token which channel groups of the half-layer execute.
 
@@ -34,8 +79,14 @@ class Routed:
     bias: bool = False
 
 
-Half = Dense | Routed
-_KINDS: dict[str, type[Half]] = {"dense": Dense, "routed": Routed}
+Half = Dense | Skipped | Kept | Routed | Following
+_KINDS: dict[str, type[Half]] = {
+    "dense": Dense,
+    "skipped": Skipped,
+    "kept": Kept,
+    "routed": Routed,
+    "following": Following,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,21 +99,30 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every decoder layer of a model runs, first layer first."""
+    """What every decoder layer of a model runs, first layer first, and what becomes of the residual stream."""
 
     layers: tuple[LayerPlan, ...]
+    stream: Stream | None = None
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return a JSON-ready list with one entry a layer."""
-        return [{"attention": _half_to_json(p.attention), "ffn": _half_to_json(p.ffn)} for p in self.layers]
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready object with one entry a layer."""
+        return {
+            "layers": [{"attention": _half_to_json(p.attention), "ffn": _half_to_json(p.ffn)} for p in self.layers],
+            "stream": None if self.stream is None else dataclasses.asdict(self.stream),
+        }
 
     @classmethod
-    def from_json(cls, layers: object) -> "Plan":
-        """Read what `to_json` wrote.
+    def from_json(cls, data: object) -> "Plan":
+        """Read what `to_json` wrote; a bare list of layers, as format version 1 had it, is read too.
 
         Raises:
             AdapterError: If a key is missing, unknown or of a wrong type.
         """
+        if isinstance(data, list):
+            data = {"layers": data, "stream": None}
+        if not isinstance(data, Mapping) or set(data) != {"layers", "stream"}:
+            raise AdapterError(f"a plan has exactly the keys 'layers' and 'stream', got {data!r}")
+        layers = data["layers"]
         if not isinstance(layers, list) or not layers:
             raise AdapterError(f"a plan is a non-empty list of layers, not {type(layers).__name__}")
         plans = []
@@ -75,7 +135,7 @@ class Plan:
                     ffn=_half_from_json(layer["ffn"], f"layer {index}, ffn"),
                 )
             )
-        return cls(tuple(plans))
+        return cls(tuple(plans), _stream_from_json(data["stream"]))
 
 
 def _half_to_json(half: Half) -> dict[str, Any]:
@@ -88,8 +148,19 @@ def _half_from_json(data: object, where: str) -> Half:
         raise AdapterError(f"{where}: expected an object with 'kind' in {sorted(_KINDS)}, got {data!r}")
     fields = {key: value for key, value in data.items() if key != "kind"}
     try:
-        if data["kind"] == "routed":
+        if data["kind"] in ("routed", "kept"):
             fields["grouping"] = Grouping(**fields["grouping"])
         return _KINDS[data["kind"]](**fields)
     except (TypeError, KeyError, ConfigError) as error:
         raise AdapterError(f"{where}: malformed plan entry {dict(data)!r} ({error})") from error
+
+
+def _stream_from_json(data: object) -> Stream | None:
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise AdapterError(f"the stream of a plan is an object or null, got {data!r}")
+    try:
+        return Stream(**data)
+    except TypeError as error:
+        raise AdapterError(f"malformed stream {dict(data)!r} ({error})") from error
