@@ -84,14 +84,14 @@ def merge_at(facts: DeviceFacts) -> dict[str, Any]:
 
 def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
     """Compile both decode GEMMs for a number of rows."""
-    rows_of = {"ROWS": rows, "ROWS_PAD": triton.next_power_of_2(rows), "G": 128, "HAS_BIAS": False}
-    tile = gemv_tiles.default_tile(facts, is_gated=True)
+    rows_of = {"ROWS": rows, "G": 128, "HAS_BIAS": False}
+    tile = gemv_tiles.default_mn_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
-    constants = rows_of | wide | {"ZERO_SKIPPED": False}
+    constants = rows_of | wide | {"ZERO_SKIPPED": False, "ROWS_PAD": triton.next_power_of_2(rows)}
     yield compile_kernels.build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
     for is_long in (False, True):
-        tile = gemv_tiles.default_tile(facts, is_gated=False, is_long=is_long)
-        constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "BLOCK_S": tile.block_k // 128}
+        tile = gemv_tiles.default_k_tile(facts, is_long=is_long)
+        constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "UNROLL": tile.block_k // 128}
         yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
 
 

@@ -1,8 +1,8 @@
 """Decode GEMMs in Triton: one launch, weights streamed once, groups that no row executes never read.
 
 There is no list of active groups to build first: a program whose group is skipped ends at once and the hardware gives
-its place to the next (N-axis); along the K-axis the loads of skipped groups are predicated off. Both cost less than the
-launch of a kernel that compacts groups.
+its place to the next (N-axis); along the K-axis a program walks the set bits of the mask. Both cost less than the launch
+of a kernel that compacts groups.
 """
 
 import math
@@ -101,47 +101,19 @@ def _gemv_mn(
 
 
 @triton.jit
-def _active_weights(
-    WEIGHT,
-    MASK,
-    channels,
-    s,
-    stride_wn,
-    stride_wg,
-    stride_mm,
-    N,
-    num_segments,
-    G: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    segments = s + tl.arange(0, BLOCK_S)
-    inner = tl.arange(0, SEGMENT)
-    is_segment = segments < num_segments
-    group = segments * SEGMENT // G
-    runs = tl.zeros([BLOCK_S], tl.int32)
-    for row in tl.static_range(ROWS):
-        runs |= tl.load(MASK + row * stride_mm + group, mask=is_segment, other=0).to(tl.int32)
-    place = group.to(tl.int64) * stride_wg + segments * SEGMENT - group * G
-    weight = WEIGHT + channels.to(tl.int64)[:, None, None] * stride_wn
-    return tl.load(
-        weight + place[None, :, None] + inner[None, None, :],
-        mask=(channels < N)[:, None, None] & (runs != 0)[None, :, None],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+def _lowest(bits):
+    """Return the place of the lowest set bit of a positive int64 scalar; 0 where none is set."""
+    # A power of two is exact in float32, and its exponent is its place.
+    lowest = (bits & -bits).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.maximum((lowest >> 23) - 127, 0)
 
 
 @triton.jit
-def _active_inputs(
-    H, MASK, row, s, stride_hm, stride_mm, num_segments, G: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    segments = s + tl.arange(0, BLOCK_S)
-    row_runs = tl.load(MASK + row * stride_mm + segments * SEGMENT // G, mask=segments < num_segments, other=0) != 0
-    places = H + row * stride_hm + segments[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
-    # Skipped channels may hold anything: they are not read.
-    return tl.load(places, mask=row_runs[:, None], other=0.0).to(tl.float32)
+def _input(H, MASK, row: tl.constexpr, group, inside, at, stride_hm, stride_mm, ROWS: tl.constexpr):
+    """Return a segment of a row; zeros where the row skips its group, whose channels may hold anything."""
+    if ROWS > 1:
+        inside = tl.load(MASK + row * stride_mm + group, mask=inside, other=0) != 0
+    return tl.load(H + row * stride_hm + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -160,42 +132,59 @@ def _gemv_k(
     G: tl.constexpr,
     SEGMENT: tl.constexpr,
     ROWS: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    rows = tl.arange(0, ROWS_PAD)
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_channel = channels < N
-    w = _active_weights(
-        WEIGHT, MASK, channels, 0, stride_wn, stride_wg, stride_mm, N, num_segments, G, SEGMENT, ROWS, BLOCK_S
-    )
-    acc = tl.zeros([BLOCK_N, ROWS_PAD], tl.float32)
-    if ROWS == 1:
-        # Sums stay in their threads until the end, so that nothing waits inside the loop but for weights.
-        spread = tl.zeros([BLOCK_N, BLOCK_S, SEGMENT], tl.float32)
-    for s in range(0, num_segments, BLOCK_S):
-        # The next weights are on their way while these are used; beyond the end nothing is read.
-        ahead = _active_weights(
-            WEIGHT, MASK, channels, s + BLOCK_S, stride_wn, stride_wg, stride_mm, N, num_segments,
-            G, SEGMENT, ROWS, BLOCK_S,
-        )  # fmt: skip
-        if ROWS == 1:
-            h = _active_inputs(H, MASK, 0, s, stride_hm, stride_mm, num_segments, G, SEGMENT, BLOCK_S)
-            spread += w.to(tl.float32) * h[None, :, :]
-        else:
-            for row in tl.static_range(ROWS):
-                h = _active_inputs(H, MASK, row, s, stride_hm, stride_mm, num_segments, G, SEGMENT, BLOCK_S)
-                part = tl.sum(tl.sum(w.to(tl.float32) * h[None, :, :], 2), 1)
-                acc += tl.where((rows == row)[None, :], part[:, None], 0.0)
-        w = ahead
-    if ROWS == 1:
-        acc += tl.sum(tl.sum(spread, 2), 1)[:, None]
+    inner = tl.arange(0, SEGMENT)
+    weight = WEIGHT + channels.to(tl.int64)[:, None] * stride_wn + inner[None, :]
+    # Inputs are read in the shape of the weights, again for every channel: cheaper than a barrier that spreads them.
+    spread = tl.zeros([BLOCK_N, 1], tl.int32) + inner[None, :]
+    # One sum a thread and row until the end, so that nothing waits inside the loop but for weights.
+    sums0 = tl.zeros([BLOCK_N, SEGMENT], tl.float32)
+    sums1 = tl.zeros([BLOCK_N, SEGMENT], tl.float32)
+    sums2 = tl.zeros([BLOCK_N, SEGMENT], tl.float32)
+    sums3 = tl.zeros([BLOCK_N, SEGMENT], tl.float32)
+    lanes = tl.arange(0, 64)
+    for first in range(0, num_segments, 62):
+        # The segments that some row executes, as bits of a scalar: walking them needs neither a list nor a barrier.
+        segments = first + lanes
+        known = (lanes < 62) & (segments < num_segments)
+        runs = tl.zeros([64], tl.int64)
+        for row in tl.static_range(ROWS):
+            runs |= (tl.load(MASK + row * stride_mm + segments * SEGMENT // G, mask=known, other=0) != 0).to(tl.int64)
+        bits = tl.sum(runs << lanes.to(tl.int64), 0)
+        while bits != 0:
+            for _ in tl.static_range(UNROLL):
+                inside = bits != 0
+                segment = first + _lowest(bits)
+                bits = bits & (bits - 1)
+                group = segment * SEGMENT // G
+                at = segment * SEGMENT
+                place = group.to(tl.int64) * stride_wg + at - group * G
+                w = tl.load(
+                    weight + place, mask=is_channel[:, None] & inside, other=0.0, eviction_policy="evict_first"
+                ).to(tl.float32)
+                sums0 += w * _input(H, MASK, 0, group, inside, spread + at, stride_hm, stride_mm, ROWS)
+                if ROWS > 1:
+                    sums1 += w * _input(H, MASK, 1, group, inside, spread + at, stride_hm, stride_mm, ROWS)
+                if ROWS > 2:
+                    sums2 += w * _input(H, MASK, 2, group, inside, spread + at, stride_hm, stride_mm, ROWS)
+                if ROWS > 3:
+                    sums3 += w * _input(H, MASK, 3, group, inside, spread + at, stride_hm, stride_mm, ROWS)
+    bias = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
-        acc += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)[:, None]
-    out = OUT + rows[None, :] * N + channels[:, None]
-    tl.store(out, acc.to(OUT.dtype.element_ty), mask=(rows < ROWS)[None, :] & is_channel[:, None])
+        bias += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)
+    out = OUT + channels
+    tl.store(out, (tl.sum(sums0, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+    if ROWS > 1:
+        tl.store(out + N, (tl.sum(sums1, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+    if ROWS > 2:
+        tl.store(out + 2 * N, (tl.sum(sums2, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+    if ROWS > 3:
+        tl.store(out + 3 * N, (tl.sum(sums3, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
 
 
 def gemv_mn(
@@ -274,9 +263,8 @@ def gemv_k(
         G=group_size,
         SEGMENT=segment,
         ROWS=num_rows,
-        ROWS_PAD=triton.next_power_of_2(num_rows),
         BLOCK_N=tile.block_n,
-        BLOCK_S=min(tile.block_k // segment, triton.next_power_of_2(num_segments)),
+        UNROLL=max(1, min(tile.block_k // segment, num_segments)),
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
     )

@@ -11,7 +11,7 @@ from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, rando
 from wide.kernels.device import device_facts, interprets_triton, triton_obstacle
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate
 from wide.kernels.gemv.reference import gemv_k_reference, gemv_mn_reference
-from wide.kernels.gemv.tiles import GemvTile, default_tile
+from wide.kernels.gemv.tiles import GemvTile, default_k_tile, default_mn_tile
 
 MAX_ROWS = 4
 _LONG_SUM = 8192
@@ -105,7 +105,7 @@ def _mn_triton(
     from wide.kernels.gemv import _triton
 
     is_gated = options.get("up_weight") is not None
-    chosen = GemvTile(*tile) if tile else default_tile(device_facts(x.device), is_gated=is_gated)
+    chosen = GemvTile(*tile) if tile else default_mn_tile(device_facts(x.device), is_gated=is_gated)
     return _triton.gemv_mn(x, weight, mask, tile=chosen, **{**_MN_OPTIONS, **options})
 
 
@@ -120,7 +120,7 @@ def _k_triton(
     from wide.kernels.gemv import _triton
 
     is_long = h.shape[1] > _LONG_SUM
-    chosen = GemvTile(*tile) if tile else default_tile(device_facts(h.device), is_gated=False, is_long=is_long)
+    chosen = GemvTile(*tile) if tile else default_k_tile(device_facts(h.device), is_long=is_long)
     return _triton.gemv_k(h, weight, mask, tile=chosen, bias=bias)
 
 

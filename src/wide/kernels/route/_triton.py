@@ -357,7 +357,8 @@ def norm_route_few(
         BLOCK_R=block_r,
         PARTS=down.shape[0] // rank,
         NUM_GROUPS=num_groups,
-        BLOCK_G=min(_FEW_GROUP_BLOCK, triton.next_power_of_2(num_groups)),
+        # No smaller than that each thread holds a product of its own.
+        BLOCK_G=max(min(_FEW_GROUP_BLOCK, triton.next_power_of_2(num_groups)), triton.cdiv(128, block_r)),
         ROWS=num_rows,
         SHARE=_FEW_BLOCK,
         NUM_SHARES=num_shares,
