@@ -1,8 +1,8 @@
 """Decode GEMMs in Triton: one launch, weights streamed once, groups that no row executes never read.
 
 There is no list of active groups to build first: a program whose group is skipped ends at once and the hardware gives
-its place to the next (N-axis); along the K-axis a program walks the set bits of the mask. Both cost less than the launch
-of a kernel that compacts groups.
+its place to the next (N-axis); along the K-axis a program walks the set bits of the mask. Both cost less than the
+launch of a kernel that compacts groups.
 """
 
 import math

@@ -10,7 +10,8 @@ class GemvTile(NamedTuple):
 
     Args:
         block_n: Output channels that a program owns; cut down to a divisor of the group where groups lie along them.
-        block_k: Input channels in one step; a power of two. Along the K-axis, those whose weights are asked for at once.
+        block_k: Input channels in one step; a power of two. Along the K-axis, as many have their weights under way
+            at once.
         num_warps: Warps of a program.
     """
 
