@@ -3,13 +3,15 @@
 import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.device import interprets_triton, triton_obstacle
+from wide.kernels.device import hopper_obstacle, interprets_triton, triton_obstacle
 
 _LOG2_E = 1.4426950408889634
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def check_backend(operator: str, backend: str, tensor: torch.Tensor, *, others: tuple[str, ...]) -> None:
+def check_backend(
+    operator: str, backend: str, tensor: torch.Tensor, *, others: tuple[str, ...], hopper: tuple[str, ...] = ()
+) -> None:
     """Refuse a backend that cannot run on the device or in the dtype of `tensor`.
 
     Args:
@@ -17,15 +19,16 @@ def check_backend(operator: str, backend: str, tensor: torch.Tensor, *, others: 
         backend: What the caller asked for.
         tensor: The queries.
         others: Backends beside 'triton'; they run everywhere.
+        hopper: Backends that run on sm_90 only.
 
     Raises:
         UnsupportedBackendError: The message names operator, backend and reason.
     """
     if backend in others:
         return
-    if backend != "triton":
-        raise UnsupportedBackendError(f"{operator} has the backends 'triton' and {others}, got {backend!r}")
-    reason = triton_obstacle(tensor.device)
+    if backend != "triton" and backend not in hopper:
+        raise UnsupportedBackendError(f"{operator} has the backends {('triton', *hopper, *others)}, got {backend!r}")
+    reason = hopper_obstacle(tensor.device) if backend in hopper else triton_obstacle(tensor.device)
     if reason is None and tensor.dtype not in _HALF and not (interprets_triton() and tensor.dtype == torch.float32):
         reason = f"the kernels take float16 and bfloat16, got {tensor.dtype}"
     if reason is not None:

@@ -59,3 +59,11 @@ def triton_obstacle(device: torch.device) -> str | None:
         return f"Triton kernels need a CUDA device (or TRITON_INTERPRET=1), not {device.type}"
     capability = device_facts(device).capability
     return None if capability >= 80 else f"Triton kernels need sm_80 or newer, this is sm_{capability}"
+
+
+def hopper_obstacle(device: torch.device) -> str | None:
+    """Return why kernels written for Hopper cannot run on `device`, or None if they can."""
+    if device.type != "cuda":
+        return f"this kernel needs a Hopper GPU (sm_90), not {device.type}"
+    capability = device_facts(device).capability
+    return None if capability == 90 else f"this kernel is for Hopper (sm_90), this is sm_{capability}"

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.kernels.attention_decode import attention_decode
-from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.operator_table import OperatorTable
 from wide.kernels.products import GatedWeights, gated_product, project_queries, sum_groups
+from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
 from wide.models.router import Router
@@ -127,20 +126,20 @@ class FusedAttention:
         if length == 1 or bounds is None or self.table.how("attention", length) == "dense":
             out, weights = function(module, q, k, v, bias, **options)
             return torch.where(self._per_head(mask, out), out, 0), weights
-        num_keys, tile = bounds.past + length, self.table.choice("attention", length).tile
+        num_keys = bounds.past + length
         rows = mask.shape[0] * mask.shape[1]
-        out = attention_prefill(
+        out = attend_prompt(
             q.transpose(1, 2),
             k[:, :, :num_keys].transpose(1, 2),
             v[:, :, :num_keys].transpose(1, 2),
             reorder_sequences(mask, backend=self.table.backend),
+            self.table,
+            length=length,
             starts=bounds.starts,
             window=options.get("sliding_window"),
             soft_cap=options.get("softcap"),
             scale=options.get("scaling"),
             zero_skipped=self.table.how("output", rows) == "dense",
-            backend=self.table.backend,
-            tile=PrefillTile(*tile) if tile else None,
         )
         return out, None
 

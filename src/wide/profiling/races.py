@@ -14,8 +14,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_decode.tiles import DecodeTile
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
 from wide.kernels.contract import Case
+from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.measured import LayerSizes, attention_case, gemv_case
@@ -81,9 +82,14 @@ def _sizes(group_size: int) -> LayerSizes:
     return _SIZES if group_size == ATTENTION_GROUP else dataclasses.replace(_SIZES, ffn_groups=FFN // group_size)
 
 
-def _choices(dense: str, tiles: Sequence[PrefillTile | GemvTile]) -> dict[str, Choice]:
+def _choices(dense: str, tiles: Sequence[PrefillTile | HopperTile | GemvTile]) -> dict[str, Choice]:
     """Return what candidates stand for in a tuning table."""
-    found = {_name(tile): Choice(backend="triton", tile=tuple(int(value) for value in tile)) for tile in tiles}
+    found = {
+        _name(tile): Choice(
+            backend="gluon" if isinstance(tile, HopperTile) else "triton", tile=tuple(int(value) for value in tile)
+        )
+        for tile in tiles
+    }
     return {dense: Choice(backend="dense"), **found}
 
 
@@ -135,8 +141,15 @@ _PREFILL_TILES = (
 )
 
 
+_HOPPER_TILES = (
+    HopperTile(block_n=128, num_stages=2, takes_turns=1),
+    HopperTile(block_n=128, num_stages=2, takes_turns=0),
+    HopperTile(block_n=64, num_stages=3, takes_turns=1),
+)
+
+
 def _name(tile: tuple[int, ...]) -> str:
-    return "tile " + "-".join(str(int(value)) for value in tile)
+    return ("tile hopper " if isinstance(tile, HopperTile) else "tile ") + "-".join(str(int(value)) for value in tile)
 
 
 def prefill_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iterator[Race]:
@@ -158,8 +171,12 @@ def prefill_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iter
             "operator, reorder charged": [partial(_reorder_and_attend, q, k, v, mask)],
             "operator, nothing skipped": [partial(attention_prefill, q, k, v, dense, backend="triton")],
         }
-        tiles = _PREFILL_TILES[:4] if quick else _PREFILL_TILES
-        candidates |= {_name(t): [partial(attention_prefill, q, k, v, order, backend="triton", tile=t)] for t in tiles}
+        tiles: tuple[PrefillTile | HopperTile, ...] = _PREFILL_TILES[:4] if quick else _PREFILL_TILES
+        if hopper_obstacle(q.device) is None:
+            tiles += _HOPPER_TILES
+        for tile in tiles:
+            backend = "gluon" if isinstance(tile, HopperTile) else "triton"
+            candidates[_name(tile)] = [partial(attention_prefill, q, k, v, order, backend=backend, tile=tile)]
         yield Race(
             name=f"prefill T={length} p={active}",
             candidates=candidates,

@@ -13,10 +13,9 @@ from torch.profiler import record_function
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.kernels.attention_decode import attention_decode
-from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.operator_table import OperatorTable
 from wide.kernels.products import GatedWeights, gated_product, select_groups, sum_groups
+from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.rms_norm import rms_norm
@@ -255,16 +254,9 @@ class Decoder:
             return _zeroed(out.unsqueeze(1), mask if needs_zeros and not table.cache else None)
         k, v = k[:, : shared.length], v[:, : shared.length]
         if mask is not None and table.how("attention", shared.length) == "many":
-            fields = table.choice("attention", shared.length).tile
-            return attention_prefill(
-                q,
-                k,
-                v,
-                _sequences(mask, order, shared.batch, table.backend),
-                scale=weights.scale,
-                zero_skipped=needs_zeros,
-                backend=table.backend,
-                tile=PrefillTile(*fields) if fields else None,
+            sequences = _sequences(mask, order, shared.batch, table.backend)
+            return attend_prompt(
+                q, k, v, sequences, table, length=shared.length, scale=weights.scale, zero_skipped=needs_zeros
             )
         return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None)
 

@@ -14,14 +14,17 @@ from wide.kernels.attention_inputs import (
     check_score_options,
 )
 from wide.kernels.attention_prefill.reference import attention_prefill_reference, executed
-from wide.kernels.attention_prefill.tiles import PrefillTile, can_use_tma, default_tile
+from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile, can_use_tma, default_tile
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
-from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.device import device_facts, hopper_obstacle, triton_obstacle
 from wide.kernels.head_units import HeadUnits
 from wide.kernels.reordering import SequenceReordering
 
 _NAME = "attention_prefill"
 _DENSE_LIMITS = "scaled_dot_product_attention takes no left padding, window, soft cap or query offset here"
+_GLUON_HEAD_DIMS = (64, 128)
+_GLUON_ROWS = 128
+_GLUON_LIMITS = "the Hopper kernel takes half precision, head sizes 64 and 128 and 16-byte strides, no left padding, window or soft cap"
 _OPTIONS = {
     "starts": None,
     "is_causal": True,
@@ -50,7 +53,7 @@ def attention_prefill(
     scale: float | None = None,
     zero_skipped: bool = False,
     backend: str,
-    tile: PrefillTile | None = None,
+    tile: PrefillTile | HopperTile | None = None,
 ) -> torch.Tensor:
     """Attend with the executing (token, group) pairs only; K and V are dense.
 
@@ -67,8 +70,9 @@ def attention_prefill(
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        backend: 'torch', 'triton' or 'dense' (scaled_dot_product_attention, computes everything).
-        tile: Tile of the Triton kernel; None takes a default for the device.
+        backend: 'torch', 'triton', 'gluon' (sm_90; head sizes 64 and 128, without padding, window and soft cap) or
+            'dense' (scaled_dot_product_attention, computes everything).
+        tile: Tile of the Triton or Gluon kernel; None takes a default for the device.
 
     Returns:
         [B, T_q, H_q, d] in the dtype of `q`, accumulated in float32.
@@ -115,6 +119,34 @@ def _run_triton(
         uses_tma = can_use_tma(facts, k) and can_use_tma(facts, v)
         chosen = default_tile(facts, q.shape[-1], uses_tma=uses_tma)
     return _triton.attention_prefill(q, k, v, index, counts, tile=chosen, **{**_OPTIONS, **options})
+
+
+def _run_gluon(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    zero_skipped: bool = False,
+    tile: Sequence[int] | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    unused = sorted(name for name, value in options.items() if value is not None)
+    fits = can_use_tma(device_facts(q.device), k) and can_use_tma(device_facts(q.device), v)
+    if unused or not fits or q.shape[-1] not in _GLUON_HEAD_DIMS or q.shape[2] > _GLUON_ROWS * k.shape[2]:
+        raise UnsupportedBackendError(
+            f"{_NAME}: {_GLUON_LIMITS}, got {unused or 'no such option'}, head size {q.shape[-1]}, strides "
+            f"{k.stride()} and {v.stride()}; choose backend='triton'"
+        )
+    from wide.kernels.attention_prefill import _gluon
+
+    chosen = HopperTile(*tile) if tile else HopperTile()
+    return _gluon.attention_prefill(
+        q, k, v, index, counts, tile=chosen, is_causal=is_causal, scale=scale, zero_skipped=zero_skipped
+    )
 
 
 def _run_dense(
@@ -187,7 +219,7 @@ def _impl(
         raise ShapeError(f"{_NAME}: a sliding window needs is_causal=True")
     if is_causal and k.shape[1] < q.shape[1]:
         raise ShapeError(f"{_NAME}: {q.shape[1]} causal queries need at least as many keys, got {k.shape[1]}")
-    check_backend(_NAME, backend, q, others=("torch", "dense"))
+    check_backend(_NAME, backend, q, others=("torch", "dense"), hopper=("gluon",))
     options: dict[str, Any] = {
         "starts": starts,
         "is_causal": is_causal,
@@ -196,7 +228,7 @@ def _impl(
         "scale": scale,
         "zero_skipped": zero_skipped,
     }
-    if backend == "triton":
+    if backend in ("triton", "gluon"):
         options["tile"] = tuple(tile) or None
     return ATTENTION_PREFILL.backends[backend].run(q, k, v, index, counts, **options)  # type: ignore[no-any-return]
 
@@ -210,6 +242,12 @@ def _fake(q: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _triton_supports(device: torch.device, case: Case) -> str | None:
     del case
     return triton_obstacle(device)
+
+
+def _gluon_supports(device: torch.device, case: Case) -> str | None:
+    limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding", 0)
+    limited = limited or case.dtype == torch.float32 or case.sizes["head_dim"] not in _GLUON_HEAD_DIMS
+    return hopper_obstacle(device) or (_GLUON_LIMITS if limited else None)
 
 
 def _dense_supports(device: torch.device, case: Case) -> str | None:
@@ -289,6 +327,7 @@ ATTENTION_PREFILL = Operator(
     backends={
         "torch": Backend(run=attention_prefill_reference, supports=anywhere),
         "triton": Backend(run=_run_triton, supports=_triton_supports),
+        "gluon": Backend(run=_run_gluon, supports=_gluon_supports),
         "dense": Backend(run=_run_dense, supports=_dense_supports),
     },
     cases=(
