@@ -142,9 +142,9 @@ _PREFILL_TILES = (
 
 
 _HOPPER_TILES = (
-    HopperTile(block_n=128, num_stages=2, takes_turns=1),
     HopperTile(block_n=128, num_stages=2, takes_turns=0),
-    HopperTile(block_n=64, num_stages=3, takes_turns=1),
+    HopperTile(block_n=128, num_stages=2, takes_turns=1),
+    HopperTile(block_n=64, num_stages=4, takes_turns=0),
 )
 
 

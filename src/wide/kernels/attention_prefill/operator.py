@@ -24,7 +24,10 @@ _NAME = "attention_prefill"
 _DENSE_LIMITS = "scaled_dot_product_attention takes no left padding, window, soft cap or query offset here"
 _GLUON_HEAD_DIMS = (64, 128)
 _GLUON_ROWS = 128
-_GLUON_LIMITS = "the Hopper kernel takes half precision, head sizes 64 and 128 and 16-byte strides, no left padding, window or soft cap"
+_GLUON_LIMITS = (
+    "the Hopper kernel takes half precision, head sizes 64 and 128 and 16-byte strides, and no left padding, window or "
+    "soft cap"
+)
 _OPTIONS = {
     "starts": None,
     "is_causal": True,

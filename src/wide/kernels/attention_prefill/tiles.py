@@ -40,7 +40,7 @@ class HopperTile(NamedTuple):
 
     block_n: int = 128
     num_stages: int = 2
-    takes_turns: int = 1
+    takes_turns: int = 0
 
 
 def can_use_tma(facts: DeviceFacts, tensor: torch.Tensor) -> bool:
