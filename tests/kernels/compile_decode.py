@@ -58,7 +58,7 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, A
 
 def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
     """Compile the split of decode attention with its default tile."""
-    tile = decode_tiles.default_tile(facts, head_dim)
+    tile = decode_tiles.default_tile(facts, head_dim, 256)
     constants = HEADS | {
         "PAIRS": 256,
         "ROWS": 16,

@@ -82,7 +82,7 @@ def _run_triton(
 ) -> torch.Tensor:
     from wide.kernels.attention_decode import _triton
 
-    chosen = DecodeTile(*tile) if tile else default_tile(device_facts(q.device), q.shape[-1])
+    chosen = DecodeTile(*tile) if tile else default_tile(device_facts(q.device), q.shape[-1], q.shape[0] * k.shape[2])
     return _triton.attention_decode(q, k, v, lengths, mask, tile=chosen, **{**_OPTIONS, **options})
 
 
