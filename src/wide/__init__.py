@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
     from wide.models.dial import set_sparsity
     from wide.models.lora import merge_lora
+    from wide.models.materialise.physical import materialise
     from wide.models.observe import capture_routing, force_routing
     from wide.models.optimize import deoptimize, optimize
     from wide.plan import Plan
@@ -40,6 +41,7 @@ _HOMES = {
     "force_routing": "wide.models.observe",
     "load": "wide.models.adapter",
     "load_checkpoint": "wide.models.auto",
+    "materialise": "wide.models.materialise.physical",
     "merge_lora": "wide.models.lora",
     "optimize": "wide.models.optimize",
     "prune": "wide.training.stages",
@@ -66,6 +68,7 @@ __all__ = [
     "force_routing",
     "load",
     "load_checkpoint",
+    "materialise",
     "merge_lora",
     "optimize",
     "prune",

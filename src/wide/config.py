@@ -4,7 +4,7 @@ This file imports no torch, so that `wide --help` is quick. Each field says its 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from wide.errors import ConfigError
 from wide.plan import RouterInput
@@ -27,7 +27,7 @@ class WideConfig:
             head, i.e. (query heads / KV heads) * head size.
         router_rank: Width of the router's bottleneck; 16 or 32 in the paper.
         router_input: 'normed' is X of the paper's equations (what the sub-layer itself receives); 'residual' is the
-            stream before the norm.
+            stream before the norm; 'layer_input' is the stream before the layer, for both halves.
         router_bias: Whether the router's second matrix has a bias (the paper's equations have none).
         execute_bias: Initial margin toward execution, in logits; needs `router_bias`.
     """
@@ -48,8 +48,8 @@ class WideConfig:
         )
         _require(self.router_rank >= 1, f"router_rank must be at least 1, got {self.router_rank}")
         _require(
-            self.router_input in ("normed", "residual"),
-            f"router_input must be 'normed' or 'residual', got {self.router_input!r}",
+            self.router_input in get_args(RouterInput),
+            f"router_input must be one of {list(get_args(RouterInput))}, got {self.router_input!r}",
         )
         _require(
             self.execute_bias == 0.0 or self.router_bias,

@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from wide.errors import AdapterError, ConfigError
+from wide.errors import AdapterError, ConfigError, ShapeError
 from wide.grouping import Grouping
 
-RouterInput = Literal["normed", "residual"]
+RouterInput = Literal["normed", "residual", "layer_input"]
+RouterForm = Literal["bottleneck", "linear", "mlp", "dllm"]
+
+EMBEDDING_BASIS = "stream.embedding"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,8 @@ class Kept:
     Args:
         grouping: Query channels (attention, a unit is one query head) or intermediate channels (FFN, a unit is one
             channel or a group of them) cut into units.
-        kept: Units whose scale is not 0.
+        kept: Units whose scale is not 0. None at all is allowed; unlike `Skipped`, a bias of the output projection
+            then remains.
     """
 
     grouping: Grouping
@@ -68,15 +72,27 @@ class Routed:
     Args:
         grouping: Query channels (attention) or intermediate channels (FFN) cut into groups.
         rank: Width of the router's bottleneck, r in the paper.
-        router_input: What the router reads: the normed input of the sub-layer, or the raw residual stream before
-            that norm.
-        bias: Whether the router's second matrix has a bias.
+        router_input: What the router reads: 'normed' is the normed input of the sub-layer, 'residual' the raw
+            residual stream before that norm, 'layer_input' the stream before the layer, for both halves.
+        bias: Whether the router's second matrix has a bias; the other forms have theirs always.
+        form: 'bottleneck' is two matrices without anything in between (the paper's); 'linear' one matrix, rank
+            unused; 'mlp' two with a ReLU in between (SkipGPT); 'dllm' two with RMSNorm and SiLU in between (D-LLM).
+
+    Raises:
+        ConfigError: If the input or the form is none of these.
     """
 
     grouping: Grouping
     rank: int
     router_input: RouterInput = "normed"
     bias: bool = False
+    form: RouterForm = "bottleneck"
+
+    def __post_init__(self) -> None:
+        """Refuse words that no router knows."""
+        for name, allowed in (("router_input", get_args(RouterInput)), ("form", get_args(RouterForm))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}")
 
 
 Half = Dense | Skipped | Kept | Routed | Following
@@ -96,6 +112,10 @@ class LayerPlan:
     attention: Half
     ffn: Half
 
+    def halves(self) -> tuple[tuple[str, Half], tuple[str, Half]]:
+        """Return the halves by name, in the order in which they run."""
+        return ("attention", self.attention), ("ffn", self.ffn)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -103,6 +123,32 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     stream: Stream | None = None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether any half-layer has a router."""
+        return any(isinstance(half, Routed) for layer in self.layers for _, half in layer.halves())
+
+    @property
+    def is_static(self) -> bool:
+        """Whether anything is pruned for every token alike."""
+        halves = (half for layer in self.layers for _, half in layer.halves())
+        return self.stream is not None or any(isinstance(half, Skipped | Kept) for half in halves)
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the tensors that hold the plan's values, all float32."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            for name, half in layer.halves():
+                if isinstance(half, Kept):
+                    shapes[scale_name(index, name)] = (half.grouping.num_groups,)
+                # The stream that the output head reads stays as wide as it is.
+                if self.stream is not None and (index, name) != (last, "ffn"):
+                    shapes[basis_name(index, name)] = (self.stream.width, self.stream.kept)
+        if self.stream is not None:
+            shapes[EMBEDDING_BASIS] = (self.stream.width, self.stream.kept)
+        return shapes
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready object with one entry a layer."""
@@ -138,6 +184,16 @@ class Plan:
         return cls(tuple(plans), _stream_from_json(data["stream"]))
 
 
+def scale_name(layer: int, half: str) -> str:
+    """Return the name of the tensor with the scales of a `Kept` half, 'attention' or 'ffn', of a layer."""
+    return f"layers.{layer}.{half}.scale"
+
+
+def basis_name(layer: int, half: str) -> str:
+    """Return the name of the tensor with the basis onto which the stream is projected after a half of a layer."""
+    return f"layers.{layer}.{half}.basis"
+
+
 def _half_to_json(half: Half) -> dict[str, Any]:
     kind = next(name for name, cls in _KINDS.items() if type(half) is cls)
     return {"kind": kind, **dataclasses.asdict(half)}
@@ -151,7 +207,7 @@ def _half_from_json(data: object, where: str) -> Half:
         if data["kind"] in ("routed", "kept"):
             fields["grouping"] = Grouping(**fields["grouping"])
         return _KINDS[data["kind"]](**fields)
-    except (TypeError, KeyError, ConfigError) as error:
+    except (TypeError, KeyError, ConfigError, ShapeError) as error:
         raise AdapterError(f"{where}: malformed plan entry {dict(data)!r} ({error})") from error
 
 

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from wide.cli import prune
-from wide.cli.arguments import field_texts, resolved
-from wide.cli.recipe_files import recipe_names, recipe_path
+from wide.cli import bench, compare, profile, prune
+from wide.cli.arguments import build, field_texts, resolved
+from wide.cli.recipe_files import recipe_command, recipe_names, recipe_path
 from wide.cli.run_folder import save_config
 from wide.cli.usage import UsageError
 from wide.config import RecoverConfig
@@ -24,8 +24,8 @@ def test_everyday_flags_reach_the_configurations():
     )
     assert asked.objective.sparsity == 0.25
     assert asked.objective.target == "uniform"
-    assert asked.config.ffn_group_size == 64
-    assert asked.config.attention_group_size is None
+    assert asked.settings.ffn_group_size == 64
+    assert asked.settings.attention_group_size is None
     assert asked.stage.steps == 7
     assert asked.recover is None
 
@@ -129,7 +129,19 @@ def test_every_recipe_fits_the_schema_and_says_what_it_is_for(name):
     settings = yaml.safe_load(recipe_path(name).read_text())
     assert settings["description"]
     places = [argument for key in ("model", "data") if key not in settings for argument in (f"--{key}", "X")]
-    asked = prune.request(prune.arguments().parse(["--config", name, "--output", "O", *places]))
+    given = ["--config", name, "--output", "O", *places]
+    if recipe_command(settings) in ("bench", "profile"):
+        command, options = {
+            "bench": (bench, bench.BenchOptions),
+            "profile": (profile, profile.ProfileOptions),
+        }[recipe_command(settings)]
+        asked = build(options, command.arguments().parse(["--config", name, "--out", "O"]))
+        assert asked.description == settings["description"]
+        return
+    if recipe_command(settings) == "compare":
+        asked = compare.request(compare.arguments(settings["methods"].split(",")).parse(given))
+    else:
+        asked = prune.request(prune.arguments().parse(given))
     assert asked.run.description == settings["description"]
 
 

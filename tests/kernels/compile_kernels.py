@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from wide.kernels.gemm_k import _drain as drain
 from wide.kernels.gemm_k import _triton as gemm_k
 from wide.kernels.gemm_mn import _triton as gemm_mn
 from wide.kernels.reorder import _triton as reorder
@@ -140,7 +141,7 @@ def reorder_at(target: int) -> Iterator[dict[str, Any]]:
 def drain_at(target: int) -> dict[str, Any]:
     """Compile the drain of GEMM-K that clears what it read; `ordered`: a barrier stands between its load and clear."""
     types = {"TOTAL": "*fp32"}
-    return build(gemm_k._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
+    return build(drain._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
 
 
 def _all_at(target: int) -> Iterator[dict[str, Any]]:

@@ -137,8 +137,8 @@ def test_unknown_and_missing_configuration_keys_are_refused(adapter):
     (adapter / CONFIG_FILE).write_text(json.dumps(config | {"format_version": 99}))
     with pytest.raises(AdapterError, match="format version 99"):
         load(make("llama"), adapter)
-    plan = [{**layer, "ffn": {**layer["ffn"], "rank": "x", "sise": 1}} for layer in config["plan"]]
-    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"plan": plan}))
+    layers = [{**layer, "ffn": {**layer["ffn"], "rank": "x", "sise": 1}} for layer in config["plan"]["layers"]]
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"plan": {"layers": layers, "stream": None}}))
     with pytest.raises(AdapterError, match="malformed plan"):
         load(make("llama"), adapter)
 

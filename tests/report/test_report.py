@@ -1,6 +1,8 @@
 """The report: drawn from records alone, self-contained, and honest about what is missing."""
 
 import base64
+import csv
+import json
 import re
 import subprocess
 import sys
@@ -9,11 +11,12 @@ from html.parser import HTMLParser
 import pytest
 
 from wide.records import Record, RecordFile
-from wide.report.drawing import draw_svg
-from wide.report.figures import FIGURES, layer_sparsity, perplexity
+from wide.report.drawing import FOLDER, draw_svg
+from wide.report.figures import FIGURES, LAYERS, PERPLEXITY
 from wide.report.page import write_report
-from wide.report.selection import MissingRecordsError, Selection
-from wide.report.table import layer_lines, summary_table
+from wide.report.routing_figures import ROUTING_FIGURES
+from wide.report.selection import SUBJECTS, MissingRecordsError, Selection
+from wide.report.table import NAMES, layer_lines, summary_table
 
 
 def record(subject, metric, value, unit="", **place):
@@ -37,6 +40,24 @@ def complete_records():
         for step in range(0, 40, 10):
             for metric in ("lm_loss", "sparsity.attention", "sparsity.ffn", "sparsity.target", "temperature"):
                 yield record(stage, f"training.{metric}", 1.0 / (1 + step), step=step)
+    yield from routing_records()
+
+
+def routing_records():
+    for half in ("attention", "ffn"):
+        for layer in range(3):
+            shares = {"groups": 4, "shares": [0.1, 0.99, 0.5, 0.0]}
+            yield record("stage 1+2", f"routing.{half}.by_group", json.dumps(shares), "json", layer=layer)
+            yield record("stage 1+2", f"routing.{half}.same_as_previous", 0.8, "share", layer=layer)
+            yield record("stage 1+2", f"routing.{half}.same_by_chance", 0.6, "share", layer=layer)
+        yield record("stage 1+2", f"routing.{half}.flips_bfloat16", 0.001, "share")
+        yield record("stage 1+2", f"routing.{half}.token_correlation", "[0.4, 0.2, null]", "json")
+        yield record("stage 1+2", f"routing.{half}.group_correlation", "[0.1, null, -0.1]", "json")
+        matrix = {"groups": [0, 1, 3], "phi": [[1, 0.2, None], [0.2, 1, None], [None, None, None]]}
+        yield record("stage 1+2", f"routing.{half}.group_matrix", json.dumps(matrix), "json", layer=2)
+    sample = {"tokens": ["Once", " up", "on\n", "", " <b>"], "attention": [[10, 20, 30]] * 4 + [[90, 90, 90]]}
+    sample["ffn"] = [[50, None, 30]] * 5
+    yield record("stage 1+2", "routing.sample", json.dumps(sample), "json")
 
 
 def write(tmp_path, records):
@@ -55,8 +76,14 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_page_is_self_contained_and_every_picture_has_words(tmp_path):
-    page, picture = write(tmp_path, complete_records())
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return write(folder, complete_records())
+
+
+def test_page_is_self_contained_and_every_picture_has_words(drawn):
+    page, picture = drawn
     html = Page(page.read_text())
     assert {tag for tag, _ in html.tags} & {"script", "link", "iframe"} == set()
     images = [attrs for tag, attrs in html.tags if tag == "img"]
@@ -65,15 +92,57 @@ def test_page_is_self_contained_and_every_picture_has_words(tmp_path):
         assert image["src"].startswith("data:image/svg+xml;base64,")
         assert len(image["alt"]) > 20
         svg = base64.b64decode(image["src"].partition(",")[2]).decode()
-        assert not re.findall(r'href="(?!#)', svg)
+        assert not re.findall(r'href="(?!#|data:)', svg)
     assert "http" not in re.sub(r'src="[^"]*"', "", page.read_text())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_text_from_outside_is_escaped(tmp_path):
-    page, _ = write(tmp_path, complete_records())
+def test_every_figure_lies_beside_the_page_with_its_values(drawn):
+    page, _ = drawn
+    links = {attrs["href"] for tag, attrs in Page(page.read_text()).tags if tag == "a"}
+    for figure in FIGURES:
+        for kind in ("csv", "svg", "png"):
+            path = page.parent / FOLDER / f"{figure.name}.{kind}"
+            assert path.stat().st_size > 40, path
+            assert f"{FOLDER}/{path.name}" in links
+    with (page.parent / FOLDER / "group-patterns.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 24
+    assert rows[1] == {
+        "half": "attention",
+        "layer": "0",
+        "groups": "4",
+        "group_or_bin": "1",
+        "share_of_tokens": "0.99",
+    }
+
+
+@pytest.mark.parametrize("name", ["training", "tokens", "stability"])
+def test_same_records_give_the_same_bytes(drawn, name):
+    page, _ = drawn
+    figure = next(figure for figure in FIGURES if figure.name == name)
+    run = Selection(list(complete_records()))
+    assert (page.parent / FOLDER / f"{name}.svg").read_text() == draw_svg(figure, run)[0]
+    assert (page.parent / FOLDER / f"{name}.csv").read_text() == figure.sheet(run).to_csv()
+
+
+def test_text_from_outside_is_escaped(drawn):
+    page, _ = drawn
     assert "&lt;script&gt;alert(1)" in page.read_text()
     assert "models/&lt;nano&gt;" in page.read_text()
+    assert "<b>" not in page.read_text()
+
+
+def test_tokens_are_coloured_by_what_they_execute(drawn):
+    text = drawn[0].read_text()
+    spans = re.findall(r'<span class="s(\d)" title="([^"]*)">([^<]*)</span>', text)
+    assert [span[2] for span in spans[:5]] == ["Once", " up", "on↵\n", "·", " &lt;b&gt;"]
+    assert [span[0] for span in spans[:5]] == ["0", "0", "0", "0", "8"]
+    assert spans[0][1] == "Once: 20 %&#10;layer 0: 10 %&#10;layer 1: 20 %&#10;layer 2: 30 %"
+    # A layer whose half is not routed counts neither in the mean nor in the list.
+    assert spans[5][1] == "Once: 40 %&#10;layer 0: 50 %&#10;layer 2: 30 %"
+    labels = [attrs["aria-label"] for tag, attrs in Page(text).tags if tag == "figure" and "aria-label" in attrs]
+    assert "20 to 90 percent; most: &lt;b&gt;" in labels[0] or "20 to 90 percent; most: <b>" in labels[0]
 
 
 def test_missing_records_are_named_instead_of_drawn(tmp_path):
@@ -81,12 +150,30 @@ def test_missing_records_are_named_instead_of_drawn(tmp_path):
     text = page.read_text()
     assert text.count('class="missing"') == len(FIGURES) + 1
     assert "token_perplexity" in text
+    assert "routing.sample" in text
     assert picture.exists()
+    assert not list((tmp_path / FOLDER).glob("*"))
+
+
+def test_half_a_routing_is_drawn_as_far_as_it_goes():
+    records = [r for r in complete_records() if ".ffn." not in r.metric and r.metric != "routing.sample"]
+    records += [record("stage 1+2", "routing.sample", json.dumps({"tokens": ["a", "b"], "ffn": [[1], [2]]}), "json")]
+    run = Selection(records)
+    for figure in ROUTING_FIGURES:
+        _, words = draw_svg(figure, run)
+        assert figure.name == "tokens" or "FFN" not in words
+        assert figure.name == "tokens" or "ffn" not in figure.sheet(run).to_csv()
+
+
+def test_a_damaged_record_is_said_to_be_damaged(tmp_path):
+    page, _ = write(tmp_path, [record("stage 1+2", "routing.sample", '{"tokens": [', "json")])
+    assert page.read_text().count("&#x27;routing.sample&#x27; of &#x27;stage 1+2&#x27; is damaged") == 2
+    assert not (tmp_path / FOLDER / "tokens.svg").exists()
 
 
 def test_a_cut_record_is_mentioned(tmp_path):
     file = RecordFile(tmp_path / "records.jsonl")
-    file.append(complete_records())
+    file.append(r for r in complete_records() if not r.metric.startswith(("routing", "training")))
     with file.path.open("a") as stream:
         stream.write('{"subject": "sta')
     page, _ = write_report(file.path, tmp_path)
@@ -108,25 +195,35 @@ def test_the_latest_of_repeated_measurements_counts():
     assert run.number("dense", "token_perplexity") == 2.0
 
 
+def test_every_subject_has_a_name_and_can_be_drawn():
+    assert set(SUBJECTS) == set(NAMES)
+    run = Selection([record(subject, "token_perplexity", 3.0) for subject in SUBJECTS])
+    _, words = draw_svg(PERPLEXITY, run)
+    assert all(name in words for name in NAMES.values())
+
+
 def test_layers_are_listed_for_the_last_subject():
     lines = layer_lines(Selection(list(complete_records())))
     assert "stage 1+2" in lines[0]
     assert lines[1].split() == ["attention", "0%", "20%", "40%"]
 
 
-@pytest.mark.parametrize("draw", [perplexity, layer_sparsity])
-def test_figures_describe_what_they_show(draw):
-    svg, words = draw_svg(draw, (6.0, 3.0), Selection(list(complete_records())))
+@pytest.mark.parametrize("figure", [PERPLEXITY, LAYERS])
+def test_figures_describe_what_they_show(figure):
+    svg, words = draw_svg(figure, Selection(list(complete_records())))
     assert svg.lstrip().startswith("<?xml")
     assert "60" in words
 
 
-def test_figures_refuse_to_draw_nothing():
-    for _, draw, size in FIGURES:
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_figures_refuse_to_draw_nothing(figure):
+    for make in (lambda run: draw_svg(figure, run), figure.sheet):
         with pytest.raises(MissingRecordsError, match="no record"):
-            draw_svg(draw, size, Selection([]))
+            make(Selection([]))
 
 
 def test_report_needs_no_torch():
-    code = "import sys, wide.report.page, wide.report.figures; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    code = (
+        "import sys, wide.report.page, wide.report.evidence_page; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,9 +2,10 @@
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from wide.cli.usage import UsageError
 
 T = TypeVar("T")
 # How a run is carried out, not what it is: left out of the saved configuration.
-_NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "json"}
+_NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "json", "shard", "table", "help"}
 
 
 class Arguments:
@@ -37,7 +38,21 @@ class Arguments:
             action=ActionConfigFile,
             help="YAML file, or the name of a recipe (wide recipes list); flags win over it.",
         )
+        self._refused: dict[str, str] = {}
+        self._only_in_files: set[str] = set()
         self.add_switch("debug", "Show the traceback of an error.")
+
+    def refuse(self, names: Iterable[str], reason: str, *, even_known: bool = False) -> None:
+        """Say why flags or groups of flags do not belong here, instead of that they are unknown.
+
+        Args:
+            names: Flags without dashes; the name of a group stands for all its flags.
+            reason: What comes after the flag in the message.
+            even_known: Refuse groups that are known, too, on the command line; files may have them.
+        """
+        self._refused |= dict.fromkeys(names, reason)
+        if even_known:
+            self._only_in_files |= set(names)
 
     def add_switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""
@@ -107,21 +122,57 @@ class Arguments:
             name = flag.partition("=")[0]
             if name == "--":
                 return
-            if name.startswith("--") and name not in known:
+            if not name.startswith("--"):
+                continue
+            if name[2:].partition(".")[0] in self._only_in_files:
+                self._refuse_misplaced(name, name[2:])
+            if name not in known:
+                self._refuse_misplaced(name, name[2:])
                 raise UsageError(f"{self._parser.prog} has no flag {name}{_nearest(name, known)}")
 
+    def _refuse_misplaced(self, shown: str, name: str) -> None:
+        for each in (name, name.partition(".")[0]):
+            if each in self._refused:
+                raise UsageError(f"{shown} {self._refused[each]}")
+
     def _refuse_unknown_keys(self, path: Path) -> None:
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UsageError(f"{path} cannot be read as YAML: {_in_one_line(error)}") from error
-        if not isinstance(found, Mapping):
-            raise UsageError(f"{path} must hold keys and values, not {type(found).__name__}")
         known = self.known_keys()
         groups = sorted({name.rpartition(".")[0] for name in known if "." in name})
-        for key in _dotted(found, groups):
-            if key not in known:
+        for key in _dotted(_read_yaml(path), groups):
+            # A key may be written as its flag is, and groups that are methods have dashes.
+            if key.replace("-", "_") not in known:
+                self._refuse_misplaced(f"{path}: {key}", key)
                 raise UsageError(f"{path}: {self._parser.prog} has no key {key!r}{_nearest(key, [*known, *groups])}")
+
+
+def keys_of_files(arguments: Sequence[str]) -> set[str]:
+    """Return the keys and groups of the configuration files that a command line names.
+
+    Raises:
+        UsageError: If a file cannot be read.
+    """
+    configs, _ = _split_configs(arguments)
+    return {str(key) for path in configs for key in _read_yaml(path)}
+
+
+def peek(arguments: Sequence[str], name: str, otherwise: str) -> str:
+    """Return what a flag says before all flags are known, because other flags depend on it.
+
+    Args:
+        arguments: The command line.
+        name: The flag, without dashes; not of a group.
+        otherwise: What it is where neither flags nor files name it.
+
+    Raises:
+        UsageError: If a configuration file cannot be read.
+    """
+    configs, flags = _split_configs(arguments)
+    for flag, following in reversed(list(zip_longest(flags, flags[1:], fillvalue=""))):
+        key, equals, value = flag.partition("=")
+        if key == f"--{name}":
+            return value if equals else following
+    found = [_read_yaml(path).get(name) for path in configs]
+    return next((value for value in reversed(found) if isinstance(value, str)), otherwise)
 
 
 def add_run_switches(flags: Arguments) -> None:
@@ -183,11 +234,22 @@ def _split_configs(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     return configs, others
 
 
+def _read_yaml(path: Path) -> Mapping[Any, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read as YAML: {_in_one_line(error)}") from error
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{path} must hold keys and values, not {type(found).__name__}")
+    return found
+
+
 def _dotted(found: Mapping[Any, Any], groups: Sequence[str], prefix: str = "") -> list[str]:
     keys = []
     for name, value in found.items():
         key = f"{prefix}{name}"
-        keys += _dotted(value, groups, f"{key}.") if isinstance(value, Mapping) and key in groups else [key]
+        is_group = isinstance(value, Mapping) and key.replace("-", "_") in groups
+        keys += _dotted(value, groups, f"{key}.") if is_group else [key]
     return keys
 
 

@@ -18,6 +18,7 @@ _BENCHES = {
     "decode": "attention",
     "gemv": "attention",
     "glue": "glue",
+    "naive": "naive",
 }
 
 
@@ -26,13 +27,14 @@ class BenchOptions:
     """What is timed.
 
     Args:
-        out: Folder for operators.json, attention.json and glue.json.
+        out: Folder for operators.json, attention.json, glue.json and naive.json; wide report draws them.
         operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, gemv, glue (norm, rope and
-            router); 'all' means all.
+            router), naive (products by gathering and scattering beside fused ones); 'all' means all.
         rows: Numbers of tokens for reorder, gemm_mn and gemm_k, separated by commas.
         group_size: Channels in a group of the FFN; null means the usual ones.
         sparsity: Share that random masks skip; null means the usual ones.
         quick: Fewer shapes, tiles and rounds.
+        description: What this bench is for, in a sentence.
     """
 
     out: str
@@ -41,6 +43,7 @@ class BenchOptions:
     group_size: int | None = None
     sparsity: float | None = None
     quick: bool = False
+    description: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""
@@ -78,7 +81,7 @@ def run(given: Sequence[str]) -> None:
     if unknown:
         raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
     require_gpu("bench")
-    if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue")):
+    if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive")):
         raise EvaluationError(
             f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
             "nothing"
@@ -94,11 +97,16 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
         from wide.profiling.glue import main as glue
 
         return glue(given)
-    given += ["--operators", ",".join(names), *(["--quick"] if options.quick else [])]
+    given += [] if bench == "naive" else ["--operators", ",".join(names)]
+    given += ["--quick"] if options.quick else []
     if options.group_size is not None:
         given += ["--group-size", str(options.group_size)]
     if options.sparsity is not None:
         given += ["--sparsity", str(options.sparsity)]
+    if bench == "naive":
+        from wide.profiling.naive import main as naive
+
+        return naive(given)
     if bench == "attention":
         from wide.profiling.attention import main as attention
 

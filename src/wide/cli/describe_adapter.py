@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.models.adapter import read_config
+from wide.plan import Half, Kept, Plan, Routed
 
 
 def describe_adapter(folder: Path) -> str:
@@ -20,7 +21,8 @@ def describe_adapter(folder: Path) -> str:
     lines = [
         f"{folder}: adapter for {base.get('name_or_path') or base['model_type']} ({base['model_type']}, "
         f"{base['num_layers']} layers), written by wide {config['wide_version']}",
-        *_plan(config["plan"]),
+        *_plan(Plan.from_json(config["plan"])),
+        *(["  base weights replaced"] if config["has_weights"] else []),
         *_facts(config["provenance"]),
         *_dial(config),
         *_files(folder),
@@ -28,18 +30,24 @@ def describe_adapter(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _plan(plan: list[dict[str, Any]]) -> list[str]:
+def _plan(plan: Plan) -> list[str]:
     kinds: dict[str, list[int]] = {}
-    for index, layer in enumerate(plan):
-        kinds.setdefault("; ".join(f"{half} {_half(layer[half])}" for half in ("attention", "ffn")), []).append(index)
-    return [f"  layers {_ranges(layers)}: {kind}" for kind, layers in kinds.items()]
+    for index, layer in enumerate(plan.layers):
+        kinds.setdefault(f"attention {_half(layer.attention)}; ffn {_half(layer.ffn)}", []).append(index)
+    lines = [f"  layers {_ranges(layers)}: {kind}" for kind, layers in kinds.items()]
+    if plan.stream is not None:
+        lines.append(f"  residual stream: {plan.stream.kept} of {plan.stream.width} dimensions kept")
+    return lines
 
 
-def _half(half: dict[str, Any]) -> str:
-    if half["kind"] != "routed":
-        return str(half["kind"])
-    width, size = half["grouping"]["width"], half["grouping"]["group_size"]
-    return f"{width // size} groups of {size} channels, rank {half['rank']}, {half['router_input']} input"
+def _half(half: Half) -> str:
+    if isinstance(half, Kept):
+        return f"keeps {half.kept} of {half.grouping.num_groups} units of {half.grouping.group_size} channels"
+    if isinstance(half, Routed):
+        groups, size = half.grouping.num_groups, half.grouping.group_size
+        router = "" if half.form == "bottleneck" else f"{half.form} router, "
+        return f"{groups} groups of {size} channels, {router}rank {half.rank}, {half.router_input} input"
+    return type(half).__name__.lower()
 
 
 def _ranges(layers: list[int]) -> str:
@@ -50,7 +58,10 @@ def _ranges(layers: list[int]) -> str:
 def _facts(facts: dict[str, Any], indent: str = "  ") -> list[str]:
     lines = []
     for name, value in facts.items():
-        if isinstance(value, dict):
+        if name == "notes":
+            # A method's notes are for programs: they may hold a number for every channel.
+            lines.append(f"{indent}notes: {', '.join(value) or 'none'}")
+        elif isinstance(value, dict):
             lines += [f"{indent}{name}", *_facts(value, indent + "  ")]
         elif name == "layers" and isinstance(value, list):
             lines += [f"{indent}skipped per layer (attention, FFN)", *_layers(value, indent)]
@@ -72,6 +83,8 @@ def _number(value: Any) -> str:
 
 def _dial(config: dict[str, Any]) -> list[str]:
     dial = config["dial"]
+    if not config["thresholds"]:
+        return ["  no routers: what it prunes is the same for every token"]
     if not dial:
         return ["  no dial: --sparsity cannot be set"]
     step = max(1, len(dial) // 10)

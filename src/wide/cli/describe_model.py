@@ -6,9 +6,10 @@ from typing import Any
 from wide.config import WideConfig
 from wide.grouping import divisors
 from wide.models.accounting import costs
-from wide.models.attach import attention_group_sizes, plan_for
+from wide.models.attach import plan_for
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
+from wide.models.plan_check import attention_group_sizes
 from wide.models.pretrained import load_skeleton
 
 

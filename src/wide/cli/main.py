@@ -14,12 +14,16 @@ from wide.errors import WideError
 from wide.version import __version__
 
 COMMANDS = {
-    "prune": "train routers to a sparsity (stage 1) and, if asked, LoRA (stage 2); evaluate, save, report",
+    "prune": "train routers to a sparsity (stage 1) and, if asked, LoRA (stage 2), or run another method of the "
+    "benchmark (--method); evaluate, save, report",
     "recover": "train LoRA and routers of an adapter (stage 2); evaluate, save, report",
     "eval": "perplexity and tasks of a model, dense beside pruned",
+    "compare": "a grid of methods, sparsities and seeds on one model and one text, as one table",
+    "methods": "list the methods of the benchmark, what they remove, and where they come from",
     "generate": "continue a prompt",
     "bench": "time the operators against dense peers on a GPU, agreement first",
     "profile": "time a whole model on a GPU, dense beside routed: TTFT, TPOT, TTLT, energy, memory",
+    "report": "draw reports again from the records of runs, comparisons and benches; several on one page",
     "inspect": "what a model can be pruned to, or what an adapter holds",
     "recipes": "list, show or copy the configurations that ship with wide",
 }

@@ -1,9 +1,9 @@
 """What a command can be told besides the settings of `wide.config`; one dataclass per group of flags."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError
 
 
@@ -34,7 +34,9 @@ class RunOptions(ModelOptions):
         text_field: Field that holds the text, where rows have fields.
         max_documents: Train on only so many documents, the first ones; null means all.
         cache: Folder where packed tokens are built once, kept and memory-mapped; null packs them into memory.
-        report: Draw report.html and report.png (needs matplotlib).
+        report: Draw report.html, report.png and figures (needs matplotlib).
+        tensorboard: Write the curves of training for TensorBoard, too, into OUTPUT/tensorboard; null writes them where
+            tensorboard is installed.
     """
 
     data: str
@@ -44,6 +46,7 @@ class RunOptions(ModelOptions):
     max_documents: int | None = None
     cache: str | None = None
     report: bool = True
+    tensorboard: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,16 +134,20 @@ class PruneRequest:
 
     Args:
         run: Model, data, output.
-        config: Groups and routers.
+        method: Name of the method that decides.
+        match: What the sparsity counts, for methods other than 'wide' at 'nominal', which counts by the objective.
+        settings: Of the method; for 'wide' at 'nominal' its groups and routers.
         objective: Sparsity and loss.
-        stage: Stage 1.
+        stage: Stage 1; of methods that train nothing, the length of calibration text and the seed.
         recover: Stage 2; None leaves it out.
         scoring: Evaluation on held-out text.
         sample: Generated text for the report.
     """
 
     run: RunOptions
-    config: WideConfig
+    method: str
+    match: Literal["nominal", "linear_flops"]
+    settings: Any
     objective: ObjectiveConfig
     stage: StageConfig
     recover: RecoverConfig | None

@@ -1,5 +1,6 @@
 """A run from base model to report: load, check, train, compare on held-out text, save, draw."""
 
+import importlib.util
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,11 @@ from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.models.adapter import load, save
-from wide.models.attach import attach, attachment, detach, plan_for
+from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.discovery import discover
 from wide.records import Record, RecordFile, fingerprint, read_records
-from wide.report.drawing import require_matplotlib
+from wide.report.drawing import FOLDER, require_matplotlib
 from wide.report.page import write_report
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
@@ -32,11 +33,19 @@ from wide.training.stages import prune, recover
 from wide.training.trainer import micro_batch_size
 
 _DIAL_BLOCKS = 16
+_BOARD = "tensorboard"
 _TARGETS = {
     "mean": "of groups, mean of attention and FFN",
     "uniform": "of groups, attention and FFN each",
     "linear_flops": "of the linear FLOPs",
 }
+_STAGES = {
+    "stage 1": ("prune", "stage1"),
+    "stage 1+2": ("recover", "stage2"),
+    "pruned": ("method", "stage1"),
+    "pruned + LoRA": ("recover", "stage2"),
+}
+"""Subject -> (where the attachment's provenance tells about its stage, folder of the stage)."""
 
 
 class Pipeline:
@@ -81,7 +90,7 @@ class Pipeline:
         plan_for(config, discover(model))
         blocks = self._load_texts(model, stage)
         later = None if second is None else self._blocks(second)
-        self._begin(model, objective)
+        self._begin(model, _in_words(objective), objective.sparsity)
         self._measure(model, "dense")
         if self._scoring.untrained and self._held_out is not None and self._is_missing("untrained"):
             self._measure_untrained(model, config, objective, blocks)
@@ -97,6 +106,7 @@ class Pipeline:
                 stage=stage,
                 output=self._folder.path / "stage1",
                 resume=self._folder.resume,
+                tensorboard=self._board("stage1"),
             ),
         )
         if second is not None:
@@ -119,7 +129,7 @@ class Pipeline:
         # the dense model is measured untouched.
         load(model, find_adapter(adapter))
         detach(model)
-        self._begin(model, objective)
+        self._begin(model, _in_words(objective), objective.sparsity)
         self._measure(model, "dense")
         load(model, find_adapter(adapter))
         self._measure(model, "stage 1")
@@ -136,6 +146,7 @@ class Pipeline:
                 stage=stage,
                 output=self._folder.path / "stage2",
                 resume=self._folder.resume,
+                tensorboard=self._board("stage2"),
             ),
         )
 
@@ -170,24 +181,32 @@ class Pipeline:
             self._options, self._scoring, self._tokenizer, sequence_length=stage.sequence_length, seed=stage.seed
         )
 
-    def _begin(self, model: Any, objective: ObjectiveConfig) -> None:
-        self._records.device = _device_name(model)
+    def _board(self, stage: str) -> Path | None:
+        """Return where the curves of a stage go for TensorBoard, None where they are not wanted."""
+        wanted = self._options.tensorboard
+        if wanted is None:
+            wanted = importlib.util.find_spec("tensorboard") is not None
+        # A folder for each stage: what a resumed stage does again replaces what it wrote, and nothing else.
+        return self._folder.path / _BOARD / stage if wanted else None
+
+    def _begin(self, model: Any, target: str, sparsity: float) -> None:
+        self._records.device = device_name(model)
         self._folder.claim()
         if is_main_process():
-            self._records.append(self._run_records(objective))
+            self._records.append(self._run_records(target, sparsity))
 
-    def _run_records(self, objective: ObjectiveConfig) -> Iterator[Record]:
+    def _run_records(self, target: str, sparsity: float) -> Iterator[Record]:
         facts = {
             "description": self._options.description,
             "model": self._options.model,
             "data": self._options.data,
-            "target": f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}",
+            "target": target,
             "held-out text": "" if self._held_out is None else self._held_out.name,
             "command": self._command,
         }
         for name, value in facts.items():
             yield Record(subject="run", metric=name, value=value, unit="text")
-        yield Record(subject="run", metric="target.sparsity", value=objective.sparsity, unit="share")
+        yield Record(subject="run", metric="target.sparsity", value=sparsity, unit="share")
 
     def _measure_untrained(
         self, model: Any, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks
@@ -212,7 +231,8 @@ class Pipeline:
 
     def _train(self, model: Any, subject: str, stage: Callable[[], Any]) -> None:
         say(f"\n{subject}: training")
-        stage_folder = self._folder.path / ("stage1" if subject == "stage 1" else "stage2")
+        key, name = _STAGES[subject]
+        stage_folder = self._folder.path / name
         try:
             stage()
         except KeyboardInterrupt as interrupt:
@@ -222,14 +242,16 @@ class Pipeline:
             ) from interrupt
         if not is_main_process():
             return
-        facts = attachment(model).provenance["prune" if subject == "stage 1" else "recover"]
-        self._records.append(training_records(subject, facts, stage_folder))
+        self._records.append(training_records(subject, attachment(model).provenance[key], stage_folder))
         self._measure(model, subject)
         save(model, self._folder.adapter)
 
     def _measure(self, model: Any, subject: str) -> None:
         if self._held_out is None or not is_main_process() or not self._is_missing(subject):
             return
+        if subject != "untrained" and is_attached(model) and attachment(model).routers():
+            # Before the perplexity, whose record says that a subject is done.
+            self._held_out.measure_routing(model, subject)
         report = self._held_out.measure(model, subject)
         assert report.model.perplexity is not None
         if report.sparsity is not None and subject != "untrained":
@@ -262,7 +284,9 @@ class Pipeline:
             return
         paths: list[Path] = [self._folder.adapter, self._folder.records, self._folder.path / "config.yaml"]
         if self._options.report:
-            paths += write_report(self._folder.records, self._folder.path)
+            paths += [*write_report(self._folder.records, self._folder.path), self._folder.path / FOLDER]
+        if (self._folder.path / _BOARD).is_dir():
+            paths.append(self._folder.path / _BOARD)
         run = Selection(*read_records(self._folder.records))
         say()
         if self._held_out is not None:
@@ -277,7 +301,12 @@ class Pipeline:
         return ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())] if text else []
 
 
-def _device_name(model: Any) -> str:
+def _in_words(objective: ObjectiveConfig) -> str:
+    return f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}"
+
+
+def device_name(model: Any) -> str:
+    """Return what a model runs on, for records."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))

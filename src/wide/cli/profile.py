@@ -15,7 +15,7 @@ class ProfileOptions:
     """What is timed.
 
     Args:
-        out: Folder for endtoend.json.
+        out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile.
         model: Hub name or local folder of a real model; null takes --shape with random weights.
         adapter: Folder of its routers; null takes random ones.
         shape: Model with random weights: llama-3.1-8b or tiny.
@@ -28,6 +28,7 @@ class ProfileOptions:
         ffn_group_size: Channels in a group of the FFN, where routers are random.
         compiled_peer: Race the compiled Hugging Face model, too.
         quick: Fewer samples.
+        description: What this profile is for, in a sentence.
     """
 
     out: str
@@ -42,6 +43,7 @@ class ProfileOptions:
     ffn_group_size: int = 128
     compiled_peer: bool = False
     quick: bool = False
+    description: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""

@@ -1,13 +1,37 @@
-"""`wide prune`: stage 1, and stage 2 if asked; evaluation, adapter, records, report."""
+"""`wide prune`: any method of the benchmark, and LoRA if asked; evaluation, adapter, records, report.
+
+Without `--method` it is the paper's: routers are trained (stage 1), and LoRA with them (stage 2).
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from wide.cli.arguments import Arguments, add_run_switches, build, resolved
+from wide.cli.arguments import Arguments, add_run_switches, build, peek, resolved
+from wide.cli.method_flags import TRAINED, add_method_flags, check_method, settings_of
 from wide.cli.options import EvalOptions, PruneRequest, RunOptions, SampleOptions
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.errors import ConfigError
+from wide.method_config import WideMethodConfig
+
+_DEFAULT = "wide"
+# What a method that trains nothing takes of stage 1: how its calibration text is packed, and the seed.
+_TEXT = ("sequence_length", "seed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MethodOptions:
+    """What decides.
+
+    Args:
+        method: A method of the benchmark (wide methods lists them).
+        match: What the sparsity counts: 'nominal' as the method's paper does, 'linear_flops' the matrix-product work
+            of all decoder layers, keys and values included, the output head not.
+    """
+
+    method: str = _DEFAULT
+    match: Literal["nominal", "linear_flops"] = "nominal"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,20 +45,47 @@ class RecoverSwitch:
     steps: int = 0
 
 
-def arguments() -> Arguments:
-    """Return the flags of the command."""
-    flags = Arguments("prune", "Train routers to a sparsity (stage 1) and, with --recover.steps, LoRA (stage 2).")
+def arguments(method: str = _DEFAULT) -> Arguments:
+    """Return the flags of the command.
+
+    Args:
+        method: Whose settings are among them; the flags of other methods are refused.
+    """
+    flags = Arguments("prune", "Prune by a method and, with --recover.steps, train LoRA (stage 2).")
     flags.add_fields(RunOptions)
     flags.add_fields(ObjectiveConfig, only=("sparsity",))
-    flags.add_fields(WideConfig)
+    flags.add_fields(MethodOptions)
     add_run_switches(flags)
-    flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
-    flags.add_fields(StageConfig, prefix="train")
+    _add_settings(flags, method)
     flags.add_fields(RecoverSwitch, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps",))
-    flags.add_fields(EvalOptions, prefix="eval")
+    flags.add_fields(EvalOptions, prefix="eval", skip=() if method == _DEFAULT else ("untrained",))
     flags.add_fields(SampleOptions, prefix="sample")
     return flags
+
+
+def _add_settings(flags: Arguments, method: str) -> None:
+    asked_by = f"--method {method}"
+    if method == _DEFAULT:
+        flags.add_fields(WideConfig)
+        flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
+        # The settings of this method are the everyday flags.
+        add_method_flags(flags, (), asked_by=asked_by)
+        flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
+    else:
+        names = [field.name for field in fields(WideConfig)]
+        flags.refuse([*names, "eval.untrained"], f"is a flag of method wide, and the command runs {asked_by}")
+        add_method_flags(flags, (method,), asked_by=asked_by)
+    if method in TRAINED:
+        flags.add_fields(StageConfig, prefix="train")
+    else:
+        trained = ", ".join(TRAINED)
+        flags.refuse(["train", "objective"], f"is for methods that train routers ({trained}), not for {method}")
+        flags.add_fields(StageConfig, prefix="train", only=_TEXT)
+    if method in TRAINED and method != _DEFAULT:
+        flags.add_fields(ObjectiveConfig, prefix="objective", only=("weight", "distillation", "ramp"))
+        for name in ("target", "include_fixed"):
+            flags.refuse([f"objective.{name}"], f"is a flag of method wide; {method} takes --match")
 
 
 def request(values: Mapping[str, Any]) -> PruneRequest:
@@ -42,14 +93,17 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
 
     Raises:
         UsageError: If the number of steps of stage 2 is negative.
-        ConfigError: If a value is out of its range.
+        ConfigError: If a value is out of its range, or two of them contradict.
     """
     if values["recover"]["steps"] < 0:
         raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves stage 2 out")
+    objective = build(ObjectiveConfig, values.get("objective", {}), sparsity=values["sparsity"])
     return PruneRequest(
         run=build(RunOptions, values),
-        config=build(WideConfig, values),
-        objective=build(ObjectiveConfig, values["objective"], sparsity=values["sparsity"]),
+        method=values["method"],
+        match=values["match"],
+        settings=_settings(values, objective),
+        objective=objective,
         stage=build(StageConfig, values["train"]),
         recover=build(RecoverConfig, values["recover"]) if values["recover"]["steps"] else None,
         scoring=build(EvalOptions, values["eval"]),
@@ -57,16 +111,40 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
     )
 
 
+def _settings(values: Mapping[str, Any], objective: ObjectiveConfig) -> Any:
+    if values["method"] != _DEFAULT:
+        return settings_of(values["method"], values)
+    if values["match"] == "nominal":
+        return build(WideConfig, values)
+    if objective.target == "linear_flops" or objective.include_fixed or values["eval"]["untrained"]:
+        raise ConfigError(
+            "match=linear_flops says itself what is counted: leave objective.target at 'mean' or 'uniform', and "
+            "objective.include_fixed and eval.untrained off"
+        )
+    return build(WideMethodConfig, values, uniform=objective.target == "uniform")
+
+
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
-    values = arguments().parse(given)
+    """Carry out the command.
+
+    Raises:
+        UsageError: If there is no such method, or a flag is not for it.
+    """
+    method = check_method(peek(given, "method", _DEFAULT))
+    values = arguments(method).parse(given)
     asked = request(values)
     # Nothing heavier than the schema is imported until the command line is known to be right.
-    from wide.cli.pipeline import Pipeline
     from wide.cli.run_folder import RunFolder
 
     config = resolved(values)
     folder = RunFolder(asked.run.output, config, resume=values["resume"], overwrite=values["overwrite"])
-    Pipeline(asked.run, asked.scoring, asked.sample, folder, command=["wide", "prune", *given]).prune(
-        asked.config, asked.objective, asked.stage, asked.recover
-    )
+    command = ["wide", "prune", *given]
+    if isinstance(asked.settings, WideConfig) and not isinstance(asked.settings, WideMethodConfig):
+        from wide.cli.pipeline import Pipeline
+
+        pipeline = Pipeline(asked.run, asked.scoring, asked.sample, folder, command=command)
+        pipeline.prune(asked.settings, asked.objective, asked.stage, asked.recover)
+        return
+    from wide.cli.method_pipeline import MethodPipeline
+
+    MethodPipeline(asked.run, asked.scoring, asked.sample, folder, command=command).prune_by(asked)

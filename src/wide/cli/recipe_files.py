@@ -1,8 +1,10 @@
 """The recipes that ship inside the package: YAML files, found by name."""
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from wide.cli.usage import UsageError
 
@@ -38,6 +40,12 @@ def find_recipe(name: str) -> Path:
     if path.suffix in (".yaml", ".yml") or path.name != name:
         raise UsageError(f"there is no configuration file {name}; name a YAML file, or one of the recipes")
     return recipe_path(name)
+
+
+def recipe_command(settings: Mapping[str, Any]) -> str:
+    """Return the command that the settings of a recipe are for."""
+    marks = {"methods": "compare", "rates": "profile", "operators": "bench"}
+    return next((command for key, command in marks.items() if key in settings), "prune")
 
 
 def _folder() -> Path:

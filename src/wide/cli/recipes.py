@@ -3,10 +3,11 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from wide.cli.recipe_files import recipe_names, recipe_path
+from wide.cli.recipe_files import recipe_command, recipe_names, recipe_path
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError
 
@@ -14,7 +15,7 @@ _USAGE = """usage: wide recipes list                  names and what they are fo
        wide recipes show NAME             print one
        wide recipes copy NAME [DEST]      copy one, to change it (default: NAME.yaml here)
 
-Run one with: wide prune --config NAME [FLAGS]"""
+Run one with: wide COMMAND --config NAME [FLAGS], where the list says which command it is for."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -44,8 +45,8 @@ def _list() -> None:
     names = recipe_names()
     width = max(map(len, names))
     for name in names:
-        settings = yaml.safe_load(recipe_path(name).read_text(encoding="utf-8"))
-        print(f"{name:<{width}}  {settings['description']}")
+        settings = _settings(recipe_path(name))
+        print(f"{name:<{width}}  {recipe_command(settings):<7}  {settings['description']}")
 
 
 def _copy(name: str, destination: Path) -> None:
@@ -55,4 +56,9 @@ def _copy(name: str, destination: Path) -> None:
         raise ConfigError(f"{target} exists already; choose another destination")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    print(f"copied to {target}; run it with: wide prune --config {target}")
+    print(f"copied to {target}; run it with: wide {recipe_command(_settings(target))} --config {target}")
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings

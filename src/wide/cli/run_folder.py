@@ -11,10 +11,14 @@ import yaml
 from wide.cli.console import is_main_process
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError
+from wide.report.writing import write_whole
 from wide.version import __version__
 
 CONFIG, ADAPTER, RECORDS = "config.yaml", "adapter", "records.jsonl"
-_PRODUCTS = (ADAPTER, "stage1", "stage2", RECORDS, "evaluation.json", "report.html", "report.png", CONFIG)
+CELLS, GRID, COMPARISON = "cells", "grid.jsonl", "compare.jsonl"
+_DRAWN = ("report.html", "report.png", "figures")
+_OF_A_RUN = (ADAPTER, "stage1", "stage2", "tensorboard", RECORDS, "evaluation.json", *_DRAWN, CONFIG)
+_PRODUCTS = (*_OF_A_RUN, CELLS, GRID, COMPARISON, "table.md", "table.csv")
 
 
 class RunFolder:
@@ -124,15 +128,8 @@ class RunFolder:
 
 def save_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a resolved configuration as YAML that `--config` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    text = f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}"
-    unfinished = path.with_name(f".{path.name}.writing")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

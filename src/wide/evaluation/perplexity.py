@@ -38,6 +38,7 @@ class PerplexityResult:
         tokens: Scored tokens.
         window: Tokens that the model sees at once.
         stride: Tokens by which the window moves; equal to `window` for disjoint windows.
+        windows: Summed loss in nats and scored tokens of each window, for comparisons window by window.
     """
 
     perplexity: float
@@ -46,10 +47,11 @@ class PerplexityResult:
     tokens: int
     window: int
     stride: int
+    windows: tuple[tuple[float, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return asdict(self)
+        """Return a JSON-ready dictionary, without the single windows."""
+        return {key: value for key, value in asdict(self).items() if key != "windows"}
 
 
 def token_perplexity(
@@ -198,4 +200,5 @@ def _result(losses: list[tuple[Tensor, Tensor]], window: int, stride: int) -> Pe
         tokens=tokens,
         window=window,
         stride=stride,
+        windows=tuple(zip(sums.tolist(), counts.long().tolist(), strict=True)),
     )

@@ -38,10 +38,10 @@ class EvaluationReport:
     Args:
         data: Name of the text that was scored, None if none was.
         model: Figures of the model as it is (pruned, if it carries routers).
-        dense: Figures of the same model with routing switched off; None if it carries no routers or none were asked
-            for.
-        sparsity: What was skipped on the text, on exactly the tokens that were scored; None for a model without
-            routers. That of tasks is with each task.
+        dense: Figures of the same model with routing and pruning switched off; None if it carries no plan or none were
+            asked for.
+        sparsity: What was skipped on the text, on exactly the tokens that were scored, or what a static plan prunes;
+            None for a model without a plan. That of tasks is with each task.
         masked: Figures of the masked path on the text, where `model` ran through fused operators; None otherwise.
         flip_rate: Share of routing decisions that differ between those two paths, in [0, 1]; None otherwise.
     """
@@ -128,11 +128,14 @@ def _score(metric: str, value: float, stderr: float | None) -> str:
 
 
 def _sparsity_lines(name: str, sparsity: Sparsity) -> list[str]:
+    # Without routers nothing depends on the text.
+    where = f"skipped on {name} ({sparsity.tokens} tokens)" if sparsity.tokens else "pruned for every token"
     lines = [
-        f"skipped on {name} ({sparsity.tokens} tokens): attention {sparsity.attention:.2%}, FFN {sparsity.ffn:.2%}, "
-        f"mean {sparsity.mean:.2%}",
-        f"  linear work {sparsity.linear_flops:.2%} of what can be skipped, "
-        f"{sparsity.linear_flops_with_fixed:.2%} with K, V and output head",
+        f"{where}: attention {sparsity.attention:.2%}, FFN {sparsity.ffn:.2%}, mean {sparsity.mean:.2%}",
+        f"  linear work {sparsity.linear_flops:.2%} of what can be skipped, {sparsity.linear_flops_layers:.2%} with K "
+        f"and V, {sparsity.linear_flops_with_fixed:.2%} with K, V and output head",
+        f"  parameters of the layers {sparsity.parameters_removed:.2%} removed, KV cache {sparsity.kv_cache_kept:.2%} "
+        "kept",
     ]
     by_layer = "  ".join(f"{i}: {_rate(a)}/{_rate(f)}" for i, (a, f) in enumerate(sparsity.layers))
     return [*lines, f"  by layer (attention/FFN): {by_layer}"]

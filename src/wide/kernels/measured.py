@@ -17,6 +17,8 @@ _MANY_ROWS = tuple(1 << power for power in range(3, 19))
 _HALVES = (torch.bfloat16, torch.float16)
 # Above, skipping pairs in attention over a cache saves less than noise.
 _NEARLY_ALL = 0.95
+# Hidden sizes that the Hopper kernels take are multiples of it.
+_HOPPER_STEP = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +112,19 @@ def _many(
             case = gemm_case(name, sizes, rows, active)
         start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
         choice = known.nearest(operator, device, case, fewer_rows=True) or DENSE
-        if operator == "gemm_k" and choice.tile and sizes.hidden_size % choice.tile[0]:
+        if choice.backend == "gluon" and sizes.hidden_size % _HOPPER_STEP:
+            # The specialised kernels take no such width; the general one was measured slower, yet faster than dense.
+            choice = dataclasses.replace(choice, backend="triton", tile=())
+        if operator == "gemm_k" and choice.tile and sizes.hidden_size % _columns(choice):
             # Measured for another width: the operator's own default fits.
             choice = dataclasses.replace(choice, tile=())
         found.append((start, choice))
     return found
+
+
+def _columns(choice: Choice) -> int:
+    """Return the output columns of a GEMM-K tile."""
+    return choice.tile[1 if choice.backend == "gluon" else 0]
 
 
 def gemm_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> Case:

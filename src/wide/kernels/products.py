@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_k.tiles import KTile
+from wide.kernels.gemm_k.tiles import HopperKTile, KTile
 from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.gemm_mn.tiles import MnTile
+from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.operator_table import OperatorName, OperatorTable
@@ -50,7 +50,7 @@ def project_queries(
         tile = GemvTile(*choice.tile) if choice.tile else None
         return gemv_mn(x, weight, mask, bias=bias, backend=table.backend, tile=tile), None
     order = reorder(mask, block_m=choice.block_m or _BLOCK_M, backend=table.backend)
-    return gemm_mn(x, weight, order, bias=bias, backend=table.backend, tile=_mn_tile(choice)), order
+    return gemm_mn(x, weight, order, bias=bias, backend=_backend(choice, table), tile=_mn_tile(choice)), order
 
 
 def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: OperatorTable) -> Tensor:
@@ -80,7 +80,8 @@ def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: 
     if how == "dense":
         return gemm_mn(x, weights.gate, _no_order(x, mask.shape[1]), mask=zeroing, backend="dense", **options)
     order = reorder(mask, block_m=choice.block_m or _BLOCK_M, backend=table.backend)
-    return gemm_mn(x, weights.gate, order, mask=zeroing, backend=table.backend, tile=_mn_tile(choice), **options)
+    options |= {"mask": zeroing, "backend": _backend(choice, table), "tile": _mn_tile(choice)}
+    return gemm_mn(x, weights.gate, order, **options)
 
 
 def sum_groups(
@@ -117,8 +118,8 @@ def sum_groups(
         order,
         group_size=h.shape[1] // num_groups,
         bias=bias,
-        backend=table.backend,
-        tile=KTile(*choice.tile) if choice.tile else None,
+        backend=_backend(choice, table),
+        tile=_k_tile(choice),
     )
 
 
@@ -128,8 +129,21 @@ def select_groups(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.unsqueeze(-1), grouped, 0).flatten(-2)
 
 
-def _mn_tile(choice: Choice) -> MnTile | None:
-    return MnTile(*choice.tile) if choice.tile else None
+def _backend(choice: Choice, table: OperatorTable) -> str:
+    """Return the backend of a sparse product: that of the table, unless a more special one was measured."""
+    return choice.backend if choice.backend == "gluon" else table.backend
+
+
+def _mn_tile(choice: Choice) -> MnTile | HopperMnTile | None:
+    if not choice.tile:
+        return None
+    return HopperMnTile(*choice.tile) if choice.backend == "gluon" else MnTile(*choice.tile)
+
+
+def _k_tile(choice: Choice) -> KTile | HopperKTile | None:
+    if not choice.tile:
+        return None
+    return HopperKTile(*choice.tile) if choice.backend == "gluon" else KTile(*choice.tile)
 
 
 def _no_order(x: Tensor, num_groups: int) -> Reordering:

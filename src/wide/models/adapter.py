@@ -1,7 +1,9 @@
 """The adapter on disk: a small, self-describing folder that loads strictly.
 
     wide_config.json            version, base model, plan, threshold, dial, provenance
-    wide_router.safetensors     router matrices, float32
+    wide_router.safetensors     router matrices, float32; only where the plan has routers
+    wide_static.safetensors     scales and bases of static plans, float32; only where it has any
+    wide_weights.safetensors    base weights that the method replaced; only if there are any
     lora/                       PEFT's files, only after stage 2
     README.md                   model card
 
@@ -19,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from wide.errors import AdapterError, NotAttachedError
-from wide.models.attach import attach, attachment, detach
+from wide.errors import AdapterError, NotAttachedError, ShapeError
+from wide.models.attach import Attachment, attach, attachment, detach
 from wide.models.card import model_card
 from wide.models.discovery import discover
 from wide.models.fingerprint import differences, fingerprint
@@ -28,9 +30,11 @@ from wide.models.lora import copy_strictly, load_lora
 from wide.plan import Plan
 from wide.version import __version__
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
-_KEYS = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
+STATIC_FILE, WEIGHTS_FILE = "wide_static.safetensors", "wide_weights.safetensors"
+_KEYS_1 = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
+_KEYS = _KEYS_1 | {"has_weights"}
 
 
 def router_state(model: nn.Module) -> dict[str, Tensor]:
@@ -50,15 +54,24 @@ def load_router_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 def save(model: nn.Module, path: str | Path) -> Path:
     """Write the adapter of an attached model to a folder, whole or not at all, and return the folder.
 
+    A static plan is kept with its scales, bases and replaced weights.
+
     Args:
         model: An attached model; LoRA must not be merged.
         path: The folder; an adapter that is there already is replaced.
 
     Raises:
-        NotAttachedError: If the model has no routers, or LoRA was merged into its weights (save a full checkpoint).
+        NotAttachedError: If the model has no plan, LoRA was merged into its weights (save a full checkpoint), or a
+            static gate is still being trained through a transform.
         AdapterError: If the folder exists and holds something else.
     """
     state = attachment(model)
+    require_final_scales(state)
+    if state.originals_lost:
+        raise NotAttachedError(
+            "this model came from a full checkpoint whose base weights were replaced, so an adapter cannot describe "
+            "it; save a full checkpoint with wide.save_checkpoint(model, path)"
+        )
     if state.lora is not None and state.lora.merged:
         raise NotAttachedError(
             "LoRA was merged into the base weights, so an adapter cannot describe this model; save a full checkpoint "
@@ -102,7 +115,9 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     folder = Path(path)
     config = read_config(folder)
     plan = Plan.from_json(config["plan"])
-    routers = _read_tensors(folder / ROUTER_FILE)
+    routers = _read_tensors(folder, ROUTER_FILE, wanted=plan.is_routed)
+    static = _read_tensors(folder, STATIC_FILE, wanted=bool(plan.tensor_shapes()))
+    weights = _read_tensors(folder, WEIGHTS_FILE, wanted=bool(config["has_weights"]))
     has_lora = _has_lora(config, folder)
     if isinstance(model_or_name, str):
         from wide.models.pretrained import load_pretrained
@@ -111,7 +126,10 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     else:
         model = model_or_name
     _check_base(config["base"], model, check_weights)
-    attach(model, plan)
+    try:
+        attach(model, plan, tensors=static, weights=weights)
+    except ShapeError as error:
+        raise AdapterError(f"{folder} is damaged: {error}") from error
     try:
         load_router_state(model, routers)
         apply_config(model, config)
@@ -124,7 +142,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check an adapter's configuration without loading a model.
+    """Read and check an adapter's configuration without loading a model; older formats are brought up to date.
 
     Raises:
         AdapterError: If it is missing, not JSON, of another format version, or has missing or unknown keys.
@@ -138,24 +156,43 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise AdapterError(f"{file} is not valid JSON ({error}); the adapter is damaged") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{file} must hold an object, not {type(config).__name__}")
-    check_config(config, str(file))
-    return config
+    return current_config(config, str(file))
 
 
-def check_config(config: dict[str, Any], where: str) -> None:
-    """Refuse a configuration of another version or with missing or unknown keys.
+def current_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a configuration in this version's format; format 1, which knew routers only, is brought up to date.
 
     Raises:
-        AdapterError: With the keys or the version in question.
+        AdapterError: If it is of an unknown version, or has missing or unknown keys; the message names them.
     """
-    if config.get("format_version") != FORMAT_VERSION:
+    version = config.get("format_version")
+    if version not in (1, FORMAT_VERSION):
         raise AdapterError(
-            f"{where}: format version {config.get('format_version')!r} is not {FORMAT_VERSION}; use the wide version "
+            f"{where}: format version {version!r} is not {FORMAT_VERSION}; use the wide version "
             f"that wrote it ({config.get('wide_version')!r})"
         )
-    missing, unknown = sorted(_KEYS - set(config)), sorted(set(config) - _KEYS)
+    keys = _KEYS_1 if version == 1 else _KEYS
+    missing, unknown = sorted(keys - set(config)), sorted(set(config) - keys)
     if missing or unknown:
         raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}")
+    if version == FORMAT_VERSION:
+        return config
+    plan = Plan.from_json(config["plan"]).to_json()
+    return {**config, "format_version": FORMAT_VERSION, "plan": plan, "has_weights": False}
+
+
+def require_final_scales(state: Attachment) -> None:
+    """Refuse to keep scales that are not what is applied.
+
+    Raises:
+        NotAttachedError: If a static gate has a transform.
+    """
+    for gate in state.static_gates():
+        if gate.transform is not None:
+            raise NotAttachedError(
+                f"layer {gate.layer_index}: the {gate.half_layer} scales are still trained through a transform, which "
+                "no file keeps; put what it gives into `scale` and set `transform` to None"
+            )
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
@@ -170,6 +207,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         "dial": [[sparsity, _number_to_json(threshold)] for sparsity, threshold in state.dial],
         "provenance": state.provenance,
         "has_lora": state.lora is not None and not state.lora.merged,
+        "has_weights": state.replaced is not None or state.originals_lost,
     }
 
 
@@ -198,7 +236,11 @@ def _write(model: nn.Module, folder: Path) -> None:
     state = attachment(model)
     config = config_of(model)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(router_state(model), str(folder / ROUTER_FILE))
+    static = {name: p.detach().cpu().clone() for name, p in state.static_parameters().items()}
+    weights = {} if state.replaced is None else state.replaced.values()
+    for name, tensors in ((ROUTER_FILE, router_state(model)), (STATIC_FILE, static), (WEIGHTS_FILE, weights)):
+        if tensors:
+            save_file(tensors, str(folder / name))
     if state.lora is not None:
         state.lora.save(folder / LORA_FOLDER)
     (folder / CARD_FILE).write_text(model_card(config, has_lora=state.lora is not None), encoding="utf-8")
@@ -216,7 +258,12 @@ def _router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, name: str, *, wanted: bool) -> dict[str, Tensor]:
+    file = folder / name
+    if not wanted:
+        if file.exists():
+            raise AdapterError(f"{file} does not belong to this adapter, whose plan has no such values; take it away")
+        return {}
     if not file.is_file():
         raise AdapterError(f"{file} is missing: the adapter is incomplete")
     try:

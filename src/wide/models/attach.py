@@ -1,29 +1,36 @@
-"""Attach routers to a live model in place, and take them off again without a trace."""
+"""Attach a plan to a live model in place, and take it off again without a trace."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wide.config import WideConfig
-from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
+from wide.errors import NotAttachedError, ShapeError
 from wide.grouping import Grouping, divisors
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.discovery import discover
 from wide.models.fingerprint import fingerprint
 from wide.models.gates import (
+    GATE_NAME,
     ROUTER_NAME,
     ActivationGate,
+    FollowingGate,
+    Gate,
     RememberResidual,
     check_after,
     install_attention_gates,
-    route_before,
+    prepare_before,
     router_of,
 )
+from wide.models.plan_check import attention_group_sizes, check_plan
+from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl
-from wide.plan import Dense, Half, LayerPlan, Plan, Routed
+from wide.models.static import SkipOutput, StaticGate
+from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream, basis_of
+from wide.plan import EMBEDDING_BASIS, Dense, Following, Kept, LayerPlan, Plan, Routed, Skipped, basis_name, scale_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_wide_attachment"
@@ -43,9 +50,13 @@ class Attachment:
     Args:
         plan: What each half-layer runs.
         specs: The parts of each decoder layer.
-        control: Shared by all routers.
+        control: Shared by all routers and gates.
         base: Fingerprint of the base model, taken before anything was changed.
+        replaced: Base weights that the plan's method replaced, and their originals; None without.
+        originals_lost: Whether the base weights were replaced before they were loaded, as in a full checkpoint, so
+            that the dense model is not known.
         handles: Hooks, removed by `detach`.
+        parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Sparsity -> threshold points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
@@ -57,7 +68,10 @@ class Attachment:
     specs: tuple[BlockSpec, ...]
     control: RoutingControl
     base: dict[str, Any]
+    replaced: ReplacedWeights | None = None
+    originals_lost: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
+    parts: list[tuple[nn.Module, str]] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     dial: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
@@ -78,9 +92,26 @@ class Attachment:
                 halves.append((spec.index, spec.ffn.module, layer.ffn))
         return halves
 
+    def static_gates(self) -> list[StaticGate]:
+        """Return the gates of all kept halves, by layer, attention before FFN."""
+        gates = (getattr(module, name) for module, name in self.parts if name == GATE_NAME)
+        return [gate for gate in gates if isinstance(gate, StaticGate)]
+
+    def static_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the scales and bases of the plan under the names of `Plan.tensor_shapes`."""
+        found = {scale_name(gate.layer_index, gate.half_layer): gate.scale for gate in self.static_gates()}
+        if self.plan.stream is not None:
+            found[EMBEDDING_BASIS] = basis_of(self.specs[0].layer).basis
+        for spec in self.specs if self.plan.stream is not None else ():
+            for half, part in (("attention", spec.attention), ("ffn", spec.ffn)):
+                basis = None if part is None else getattr(part.module, STREAM_NAME, None)
+                if isinstance(basis, StreamBasis):
+                    found[basis_name(spec.index, half)] = basis.basis
+        return found
+
 
 def is_attached(model: nn.Module) -> bool:
-    """Return whether the model carries routers."""
+    """Return whether the model carries a plan: routers, or what a static method decided."""
     return getattr(model, _ATTRIBUTE, None) is not None
 
 
@@ -88,7 +119,7 @@ def attachment(model: nn.Module) -> Attachment:
     """Return what wide knows about an attached model.
 
     Raises:
-        NotAttachedError: If the model carries no routers.
+        NotAttachedError: If the model carries no plan.
     """
     found = getattr(model, _ATTRIBUTE, None)
     if not isinstance(found, Attachment):
@@ -120,23 +151,27 @@ def attach(
     config_or_plan: WideConfig | Plan | None = None,
     *,
     specs: Sequence[BlockSpec] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> ModelT:
-    """Give every layer its routers, in place, and return the same object.
+    """Let every half-layer run what a plan says, in place, and return the same object.
 
     The model keeps its class; `generate`, evaluation and training tools keep working. In evaluation mode each router
-    decides by its own parameters; in training mode it samples. The base weights are not touched, and `requires_grad`
-    of the base is left as it is (training freezes it).
+    decides by its own parameters; in training mode it samples. What a plan prunes for every token is masked, not taken
+    out. `requires_grad` of the base is left as it is (training freezes it).
 
     Args:
         model: A Hugging Face causal LM.
         config_or_plan: Group sizes and router options for all layers, or a plan that says it per half-layer. None
             means the default configuration.
         specs: Parts of the decoder layers, for structures that discovery does not know.
+        tensors: Values of the plan, by the names and in the shapes of `Plan.tensor_shapes`; copied.
+        weights: Base parameters to replace, by their name in the model's state dict; `detach` puts the originals back.
 
     Raises:
-        UnsupportedModelError: If the structure cannot be routed.
-        ShapeError: If a group size does not divide; the message names those that do.
-        NotAttachedError: If the model has routers already.
+        UnsupportedModelError: If the structure cannot be routed or pruned as the plan says.
+        ShapeError: If a size, a tensor or a weight does not fit; the message names those that do.
+        NotAttachedError: If the model has routers or another plan already.
 
     Source: paper, section 3.1.
     """
@@ -148,12 +183,18 @@ def attach(
         config = WideConfig()
     plan = plan_for(config, specs) if config is not None else config_or_plan
     assert isinstance(plan, Plan)
-    _check_plan(plan, specs)
-    control = RoutingControl(len(specs))
-    state = Attachment(plan=plan, specs=specs, control=control, base=fingerprint(model, specs))
+    tensors = tensors or {}
+    check_plan(plan, specs, tensors)
+    base = fingerprint(model, specs)
+    replaced = ReplacedWeights(model, weights) if weights else None
+    state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=base, replaced=replaced)
     install_attention_gates()
     for spec, layer in zip(specs, plan.layers, strict=True):
-        _attach_layer(spec, layer, state)
+        _attach_layer(spec, layer, tensors, state)
+    if plan.stream is not None:
+        handles, parts = attach_stream(specs, tensors, state.control)
+        state.handles += handles
+        state.parts += parts
     if config is not None and config.execute_bias:
         for router in state.routers():
             router.reset_parameters(config.execute_bias)
@@ -162,12 +203,12 @@ def attach(
 
 
 def detach(model: ModelT) -> ModelT:
-    """Take the routers off again and return the same object, bit for bit as it was before `attach`.
+    """Take the plan off again and return the same object, bit for bit as it was before `attach`.
 
     LoRA, where stage 2 added it, is removed too (unmerged).
 
     Raises:
-        NotAttachedError: If the model carries no routers, is optimised, or LoRA was merged into its weights.
+        NotAttachedError: If the model carries no plan, is optimised, or LoRA was merged into its weights.
     """
     state = attachment(model)
     if state.fused:
@@ -176,8 +217,10 @@ def detach(model: ModelT) -> ModelT:
         state.lora.unload()
     for handle in state.handles:
         handle.remove()
-    for _, module, _ in state.routed_halves():
-        delattr(module, ROUTER_NAME)
+    for module, name in state.parts:
+        delattr(module, name)
+    if state.replaced is not None:
+        state.replaced.restore()
     delattr(model, _ATTRIBUTE)
     return model
 
@@ -197,13 +240,6 @@ def _attention_grouping(config: WideConfig, spec: AttentionSpec) -> Grouping:
     return Grouping(spec.query_width, size)
 
 
-def attention_group_sizes(spec: AttentionSpec) -> list[int]:
-    """Return sizes in whole query heads that are divisors or multiples of the heads per KV head."""
-    per_kv = spec.num_query_heads // spec.num_kv_heads
-    heads = [n for n in divisors(spec.num_query_heads) if per_kv % n == 0 or n % per_kv == 0]
-    return [n * spec.head_dim for n in heads]
-
-
 def _ffn_grouping(config: WideConfig, spec: FeedForwardSpec) -> Grouping:
     if spec.width % config.ffn_group_size:
         raise ShapeError(
@@ -213,54 +249,51 @@ def _ffn_grouping(config: WideConfig, spec: FeedForwardSpec) -> Grouping:
     return Grouping(spec.width, config.ffn_group_size)
 
 
-def _check_plan(plan: Plan, specs: Sequence[BlockSpec]) -> None:
-    if len(plan.layers) != len(specs):
-        raise ShapeError(f"the plan has {len(plan.layers)} layers, the model {len(specs)}")
-    for spec, layer in zip(specs, plan.layers, strict=True):
-        _check_half(layer.attention, spec.attention.query_width, f"layer {spec.index}: attention")
-        if isinstance(layer.ffn, Routed) and spec.ffn is None:
-            raise UnsupportedModelError(f"the plan routes an FFN that cannot be routed: {spec.ffn_reason}")
-        if spec.ffn is not None:
-            _check_half(layer.ffn, spec.ffn.width, f"layer {spec.index}: FFN")
-        if isinstance(layer.attention, Routed):
-            legal = attention_group_sizes(spec.attention)
-            if layer.attention.grouping.group_size not in legal:
-                raise ShapeError(
-                    f"layer {spec.index}: attention group size {layer.attention.grouping.group_size} is not one of "
-                    f"{legal} channels"
-                )
-
-
-def _check_half(half: Half, width: int, where: str) -> None:
-    if isinstance(half, Routed) and half.grouping.width != width:
-        raise ShapeError(f"{where} is {width} channels wide, the plan says {half.grouping.width}")
-
-
-def _attach_layer(spec: BlockSpec, layer: LayerPlan, state: Attachment) -> None:
+def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor], state: Attachment) -> None:
     remember: dict[nn.Module, list[Router]] = {}
-    if isinstance(layer.attention, Routed):
-        router = _add_router(spec.attention.module, spec, layer.attention, "attention", state)
-        _note_residual(remember, router, spec.attention.pre_norm)
-    if isinstance(layer.ffn, Routed) and spec.ffn is not None:
-        router = _add_router(spec.ffn.module, spec, layer.ffn, "ffn", state)
-        _note_residual(remember, router, spec.ffn.pre_norm)
-        state.handles.append(spec.ffn.activation.register_forward_hook(ActivationGate(router)))
-    for norm, routers in remember.items():
-        state.handles.append(norm.register_forward_pre_hook(RememberResidual(routers)))
+    for (name, half), part in zip(layer.halves(), (spec.attention, spec.ffn), strict=True):
+        if part is None or isinstance(half, Dense):
+            continue
+        if isinstance(half, Skipped):
+            state.handles.append(part.module.register_forward_hook(SkipOutput(state.control)))
+            continue
+        gate: Gate
+        if isinstance(half, Routed):
+            gate = _router(spec, part.module, half, name, state)
+            # Without a norm before the sub-layer, its own input is the residual stream already.
+            source = spec.layer if gate.reads_layer_input else part.pre_norm
+            if gate.reads_residual and source is not None:
+                remember.setdefault(source, []).append(gate)
+        elif isinstance(half, Kept):
+            gate = _static_gate(spec, part.module, tensors[scale_name(spec.index, name)], name, state)
+        else:
+            assert isinstance(half, Following)
+            gate = FollowingGate(router_of(spec.attention.module))
+            setattr(part.module, GATE_NAME, gate)
+            state.parts.append((part.module, GATE_NAME))
+        state.handles.append(part.module.register_forward_pre_hook(prepare_before, with_kwargs=True))
+        state.handles.append(part.module.register_forward_hook(check_after))
+        if isinstance(part, FeedForwardSpec):
+            state.handles.append(part.activation.register_forward_hook(ActivationGate(gate)))
+    for module, routers in remember.items():
+        hook = RememberResidual(routers)
+        state.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def _add_router(module: nn.Module, spec: BlockSpec, half: Routed, name: str, state: Attachment) -> Router:
+def _router(spec: BlockSpec, module: nn.Module, half: Routed, name: str, state: Attachment) -> Router:
     device = next(spec.layer.parameters()).device
     router = Router(spec.hidden_size, half, control=state.control, layer_index=spec.index, half=name, device=device)
     # New modules start in training mode, which would leave the Gumbel noise on after model.eval().
     router.train(module.training)
     module.add_module(ROUTER_NAME, router)
-    state.handles.append(module.register_forward_pre_hook(route_before, with_kwargs=True))
-    state.handles.append(module.register_forward_hook(check_after))
+    state.parts.append((module, ROUTER_NAME))
     return router
 
 
-def _note_residual(remember: dict[nn.Module, list[Router]], router: Router, norm: nn.Module | None) -> None:
-    # Without a norm before the sub-layer, its own input is the residual stream already.
-    if router.reads_residual and norm is not None:
-        remember.setdefault(norm, []).append(router)
+def _static_gate(spec: BlockSpec, module: nn.Module, scale: Tensor, name: str, state: Attachment) -> StaticGate:
+    device = next(spec.layer.parameters()).device
+    gate = StaticGate(scale, control=state.control, layer_index=spec.index, half=name, device=device)
+    gate.train(module.training)
+    module.add_module(GATE_NAME, gate)
+    state.parts.append((module, GATE_NAME))
+    return gate

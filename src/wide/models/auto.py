@@ -1,6 +1,6 @@
 """Full pruned checkpoints: a generated `Wide<Base>` class per family, registered with the Auto classes.
 
-    wide.save_checkpoint(model, path)                  base weights (LoRA merged) and routers, one folder
+    wide.save_checkpoint(model, path)                  base weights (LoRA merged) and routers or scales, one folder
     wide.register_auto_classes()                       once per process
     AutoModelForCausalLM.from_pretrained(path)         the routed model; or wide.load_checkpoint(path)
 
@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from wide.errors import AdapterError, NotAttachedError, UnsupportedModelError
-from wide.models.adapter import apply_config, check_config, config_of
+from wide.errors import AdapterError, NotAttachedError, ShapeError, UnsupportedModelError
+from wide.models.adapter import apply_config, config_of, current_config, require_final_scales
 from wide.models.attach import attach, attachment
+from wide.models.gates import GATE_NAME, ROUTER_NAME
+from wide.models.materialise.checkpoint import SLICED_PREFIX, sliced_classes
+from wide.models.plan_check import check_tensors, placeholder_tensors
 from wide.models.router import Router
+from wide.models.static import StaticGate
+from wide.models.stream import STREAM_NAME, StreamBasis
 from wide.plan import Plan
 
 PREFIX = "wide_"
@@ -49,24 +54,27 @@ _registered: dict[str, tuple[type[Any], type[Any]]] = {}
 class WideMixin:
     """What a generated class adds to its base: routers from `config.wide`, and strict loading of them."""
 
-    _keep_in_fp32_modules_strict = {"wide_router"}  # noqa: RUF012  transformers reads a plain class attribute
+    _keep_in_fp32_modules_strict = {ROUTER_NAME, GATE_NAME, STREAM_NAME}  # noqa: RUF012  transformers reads a plain class attribute
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Build the base model, then attach the routers that the configuration describes."""
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if not isinstance(config.wide, dict):
             raise AdapterError(f"config.wide must hold the adapter's configuration, got {config.wide!r}")
-        check_config(config.wide, "config.wide")
+        facts = current_config(config.wide, "config.wide")
         assert isinstance(self, nn.Module)
-        attach(self, Plan.from_json(config.wide["plan"]))
-        apply_config(self, config.wide)
-        attachment(self).base = dict(config.wide["base"])
+        plan = Plan.from_json(facts["plan"])
+        attach(self, plan, tensors=placeholder_tensors(plan))
+        apply_config(self, facts)
+        attachment(self).base = dict(facts["base"])
+        attachment(self).originals_lost = bool(facts["has_weights"])
         self.post_init()  # type: ignore[operator]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Router):
             module.reset_parameters()
-        else:
+        elif not isinstance(module, StaticGate | StreamBasis):
+            # Scales and bases have no initial values but those of the checkpoint.
             super()._init_weights(module)  # type: ignore[misc]
 
     @classmethod
@@ -74,7 +82,8 @@ class WideMixin:
         """Load as transformers does, but refuse missing or surplus tensors.
 
         Raises:
-            AdapterError: If a tensor is missing, surplus or misshapen; transformers would only warn.
+            AdapterError: If a tensor is missing, surplus or misshapen, where transformers would only warn, or does not
+                hold what the plan says.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -82,16 +91,25 @@ class WideMixin:
             raise AdapterError(
                 f"the checkpoint does not fit {cls.__name__}: { ({k: v[:3] for k, v in wrong.items() if v}) }"
             )
+        state = attachment(model)
+        try:
+            check_tensors(state.plan, state.static_parameters())
+        except ShapeError as error:
+            raise AdapterError(f"the checkpoint does not fit {cls.__name__}: {error}") from error
         return (model, info) if output_loading_info else model
 
 
 def register_auto_classes() -> None:
-    """Register `wide_<family>` with AutoConfig and AutoModelForCausalLM for every supported family; idempotent."""
+    """Register every supported family's pruned and sliced models with the Auto classes; idempotent.
+
+    Their model types are `wide_<family>` and `wide_sliced_<family>`, for AutoConfig and AutoModelForCausalLM.
+    """
     from transformers import CONFIG_MAPPING
 
     for family in FAMILIES:
         if family in CONFIG_MAPPING:
             auto_classes(family)
+            sliced_classes(family)
 
 
 def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
@@ -142,11 +160,14 @@ def auto_classes(model_type: str) -> tuple[type[Any], type[Any]]:
 def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     """Write base weights and routers as one Hugging Face checkpoint and return its folder.
 
+    A static plan is kept as masks beside the whole weights; `wide.materialise` makes a model that is really smaller.
+
     Raises:
-        NotAttachedError: If the model has no routers, or LoRA is not merged yet.
+        NotAttachedError: If the model has no plan, LoRA is not merged yet, or scales are still being trained.
         UnsupportedModelError: If its family has no generated class.
     """
     state = attachment(model)
+    require_final_scales(state)
     if state.lora is not None and not state.lora.merged:
         raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
     config: Any = model.config
@@ -164,7 +185,7 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
 
 
 def load_checkpoint(path: str | Path, **options: Any) -> Any:
-    """Return the routed model of a checkpoint written by `save_checkpoint`, in evaluation mode.
+    """Return the model of a checkpoint written by `save_checkpoint`, or by a sliced model, in evaluation mode.
 
     Args:
         path: The folder or hub name.
@@ -179,7 +200,10 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
     model_type = str(facts.get("model_type", ""))
     if not model_type.startswith(PREFIX):
         raise AdapterError(f"{path} is a {model_type!r} checkpoint, not a pruned one; use wide.load(model, adapter)")
-    auto_classes(model_type.removeprefix(PREFIX))
+    if model_type.startswith(SLICED_PREFIX):
+        sliced_classes(model_type.removeprefix(SLICED_PREFIX))
+    else:
+        auto_classes(model_type.removeprefix(PREFIX))
     options.setdefault("dtype", "auto")
     model = AutoModelForCausalLM.from_pretrained(str(path), **options)
     assert isinstance(model, torch.nn.Module)

@@ -161,11 +161,12 @@ def set_sparsity(
         measure: Of the new dial.
 
     Raises:
-        NotAttachedError: If the model carries no routers.
+        NotAttachedError: If the model carries no plan, or one without routers.
         ConfigError: If both or neither value are given, no dial is stored and no data given, or the sparsity lies
             outside the dial.
     """
     state = attachment(model)
+    _require_routers(model)
     if (sparsity is None) == (threshold is None):
         raise ConfigError("give either a sparsity or a threshold")
     if threshold is None:
@@ -200,6 +201,14 @@ def _forward_without_head(model: nn.Module, input_ids: Tensor) -> None:
     decoder(input_ids=input_ids, use_cache=False)
 
 
+def _require_routers(model: nn.Module) -> None:
+    if not attachment(model).plan.is_routed:
+        raise NotAttachedError(
+            "the plan of this model has no routers, so its sparsity cannot be set or measured on text; "
+            "wide.models.accounting.static_sparsity tells what it prunes"
+        )
+
+
 @contextmanager
 def _judging(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
@@ -214,9 +223,8 @@ def _judging(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _threshold(model: nn.Module, threshold: float) -> Iterator[None]:
+    _require_routers(model)
     routers = attachment(model).routers()
-    if not routers:
-        raise NotAttachedError("the plan of this model routes nothing, so there is no sparsity to measure")
     before = [router.threshold for router in routers]
     for router in routers:
         router.threshold = threshold

@@ -1,5 +1,6 @@
 """What identifies a base model: its architecture and a sample of its weights."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from wide.models.block_spec import BlockSpec
 _NUM_TENSORS = 32
 _VALUES_PER_TENSOR = 8
 _NEEDED_AGREEMENT = 0.95
+# What wide itself puts into a model.
+_ADDED = re.compile(r"wide_(router|gate|stream)\b")
 
 
 def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def _same_sample(expected: Any, found: Any) -> bool:
 
 
 def _weight_sample(model: nn.Module) -> list[float]:
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "wide_router" not in name]
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not _ADDED.search(name)]
     if not matrices or any(p.is_meta or not p.is_floating_point() for p in matrices):
         return []
     step = max(1, len(matrices) // _NUM_TENSORS)

@@ -1,6 +1,7 @@
 """LoRA for stage 2, through PEFT: the only door to it."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError
 from wide.models.attach import attachment
+from wide.plan import Skipped
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
@@ -70,8 +72,15 @@ class LoraHandle:
         (folder / _CONFIG).write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
 
     def merge(self) -> None:
-        """Add the LoRA updates to the base weights and remove the wrappers, in place and for good."""
+        """Add the LoRA updates to the base weights and remove the wrappers, in place and for good.
+
+        Zeros of replaced weights, which an update would fill, are put back.
+        """
+        replaced = attachment(self._model).replaced
+        zeros = {} if replaced is None else replaced.zeros()
         self._tuner.merge_and_unload()
+        for parameter, places in zeros.items():
+            parameter.data.masked_fill_(places, 0)
         self._forget()
         self.merged = True
 
@@ -96,7 +105,9 @@ class LoraHandle:
 
 
 def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.1) -> LoraHandle:
-    """Put LoRA on all linear layers of an attached model's decoder, in place; routers are left alone.
+    """Put LoRA on all linear layers of an attached model's decoder, in place.
+
+    Routers are left alone, and so are halves that the plan skips.
 
     Args:
         model: An attached model.
@@ -116,7 +127,7 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules="all-linear",
-        exclude_modules=r".*wide_router.*",
+        exclude_modules=_untouched(model),
         task_type="CAUSAL_LM",
     )
     return _inject(model, config)
@@ -216,6 +227,21 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     tuner.train(model.training)
     state.lora = handle
     return handle
+
+
+def _untouched(model: nn.Module) -> str | None:
+    """Return what the names of modules without LoRA look like, as a regular expression; None if all get LoRA."""
+    state = attachment(model)
+    skipped = {
+        part.module
+        for spec, layer in zip(state.specs, state.plan.layers, strict=True)
+        for (_, half), part in zip(layer.halves(), (spec.attention, spec.ffn), strict=True)
+        if part is not None and isinstance(half, Skipped)
+    }
+    names = [re.escape(name) + r"\..*" for name, module in model.named_modules() if module in skipped]
+    if state.plan.is_routed:
+        names.append(r".*wide_router.*")
+    return "|".join(names) or None
 
 
 def _import_peft() -> Any:

@@ -23,15 +23,29 @@ def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: 
     """
     routers = attachment(model).routers()
     if measure == "mean":
-        count = {kind: sum(router.half_layer == kind for router in routers) for kind in ("attention", "ffn")}
-        kinds = sum(1 for number in count.values() if number)
-        return [1.0 / (kinds * count[router.half_layer]) for router in routers]
+        kinds = [weights for weights in (kind_weights(model, kind) for kind in ("attention", "ffn")) if any(weights)]
+        return [sum(weights) / len(kinds) for weights in zip(*kinds, strict=True)]
     work = model_costs(model)
-    total = sum(layer.prunable + (layer.fixed if include_fixed else 0.0) for layer in work.layers)
+    total = sum(layer.total if include_fixed else layer.prunable for layer in work.layers)
     total += work.head if include_fixed else 0.0
     shares = []
     for router in routers:
         layer = work.layers[router.layer_index]
-        group = layer.attention_group if router.half_layer == "attention" else layer.ffn_group
-        shares.append(group * router.num_groups / total)
+        attention, ffn = layer.attention_group * layer.attention_groups, layer.ffn_group * layer.ffn_groups
+        own = attention if router.half_layer == "attention" else ffn
+        shares.append((own + (ffn if router.is_followed else 0.0)) / total)
     return shares
+
+
+def kind_weights(model: nn.Module, kind: str) -> list[float]:
+    """Return what the skip rate of each router weighs in the mean over all routed halves of one kind.
+
+    An FFN that follows the attention has the rate of the attention's router.
+
+    Args:
+        model: An attached model.
+        kind: 'attention' or 'ffn'.
+    """
+    routers = attachment(model).routers()
+    counts = [router.half_layer == kind or (kind == "ffn" and router.is_followed) for router in routers]
+    return [count / max(sum(counts), 1) for count in counts]

@@ -1,11 +1,11 @@
 """Watch, replay or switch off routing for the forwards inside a `with` block."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from wide.errors import ShapeError
+from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
 from wide.routing import LayerRouting, Routing
 
@@ -63,6 +63,7 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
     Args:
         model: An attached model.
         masks: One entry per layer, as `capture_routing` gives; None inside an entry leaves that half to its router.
+            An FFN that follows the attention goes by the attention's mask.
             Masks `[B, T, N_G]` longer than a forward are used up in order by successive forwards, as in cached
             decoding.
 
@@ -82,20 +83,31 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
 
 @contextmanager
 def bypass(*models: nn.Module) -> Iterator[None]:
-    """Run the dense model: no router, no mask, exactly the untouched computation (LoRA stays active).
+    """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation.
+
+    LoRA stays active.
 
     Raises:
-        NotAttachedError: If a model carries no routers.
+        NotAttachedError: If a model carries no plan, or the originals of replaced weights are not at hand.
     """
-    controls = [attachment(model).control for model in models]
-    before = [control.enabled for control in controls]
-    for control in controls:
-        control.enabled = False
-    try:
-        yield
-    finally:
-        for control, enabled in zip(controls, before, strict=True):
-            control.enabled = enabled
+    states = [attachment(model) for model in models]
+    for state in states:
+        if state.originals_lost:
+            raise NotAttachedError(
+                "the weights of this checkpoint are the pruned ones, so its dense form is not known; load the base "
+                "model by itself, or leave the comparison out (compare_dense=False)"
+            )
+    before = [state.control.enabled for state in states]
+    with ExitStack() as originals:
+        for state in states:
+            state.control.enabled = False
+            if state.replaced is not None:
+                originals.enter_context(state.replaced.dense())
+        try:
+            yield
+        finally:
+            for state, enabled in zip(states, before, strict=True):
+                state.control.enabled = enabled
 
 
 def _copy_detached(source: Sequence[LayerRouting], target: list[LayerRouting]) -> None:

@@ -15,7 +15,7 @@ from wide.models.fused import FusedAttention, FusedFeedForward
 from wide.models.gates import router_of
 from wide.models.router import Prefill
 from wide.models.stacking import stack_linears, unstack_linears
-from wide.plan import Routed
+from wide.plan import Following, Routed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ACTIVATIONS = {
@@ -78,9 +78,11 @@ def optimize(
     Raises:
         ConfigError: If the backend is unknown.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
-        UnsupportedModelError: If a layer is quantised or sharded, or its FFN is not the standard one.
+        UnsupportedModelError: If a layer is quantised or sharded, its FFN is not the standard one, or the plan has
+            something else than dense halves and bottleneck routers.
     """
     state = attachment(model)
+    require_routing_alone(state)
     if backend not in _BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
     if state.fused:
@@ -109,6 +111,28 @@ def optimize(
     state.fused = True
     state.handles_fused.append(model.register_forward_pre_hook(_note_prefill, with_kwargs=True))
     return model
+
+
+def require_routing_alone(state: Attachment) -> None:
+    """Refuse plans of which wide's operators know a part only.
+
+    Raises:
+        UnsupportedModelError: If a half is pruned for every token or follows another, the stream is projected, base
+            weights are replaced, or a router is not a bottleneck.
+    """
+    if state.plan.is_static or state.replaced is not None:
+        raise UnsupportedModelError(
+            "this plan prunes the same for every token; wide.materialise(model) takes it out of the model, which then "
+            "runs as any other. wide's operators are for routers"
+        )
+    halves = [half for layer in state.plan.layers for _, half in layer.halves()]
+    forms = {half.form for half in halves if isinstance(half, Routed)} - {"bottleneck"}
+    if forms or any(isinstance(half, Following) for half in halves):
+        what = f"routers of the form {sorted(forms)[0]!r}" if forms else "an FFN that follows the attention's router"
+        raise UnsupportedModelError(
+            f"this plan has {what}; wide's operators know a bottleneck router for each half (and wide.materialise "
+            "takes out what is static), so run it as it is, masked"
+        )
 
 
 def deoptimize(model: ModelT) -> ModelT:

@@ -1,4 +1,4 @@
-"""The bottleneck router: hidden states to per-group decisions (paper, section 3.1)."""
+"""The router: hidden states to per-group decisions (paper, section 3.1), and its forms in other methods."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,10 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import ShapeError
-from wide.plan import Routed
+from wide.plan import Routed, RouterForm
 from wide.routing import LayerRouting
 
 EXECUTE, SKIP = 0, 1
+# D-LLM's routers begin by executing about 87 % of the tokens.
+_DLLM_EXECUTE, _DLLM_SKIP = 2.0, 0.1
+_NORM_EPS = 1e-6
 
 
 class Prefill(NamedTuple):
@@ -53,6 +56,7 @@ class Router(nn.Module):
 
         R = reshape(X W1 W2), class 0 executes, class 1 skips
 
+    That is the form 'bottleneck'; `wide.plan.Routed` says what the others put in place of the two matrices.
     Parameters are float32 whatever the base model's dtype. In training mode the mask is a hard Gumbel-softmax sample
     with straight-through gradient; in evaluation mode it is `margin >= threshold`, and a threshold of 0 is the
     paper's argmax with ties executing.
@@ -66,9 +70,10 @@ class Router(nn.Module):
         device: Where the parameters live.
 
     While a model is optimised, `fused` of an attention router is the layer's fused execution, which takes the mask in
-    place of the gate.
+    place of the gate. With `is_followed`, the FFN of the layer takes the same mask after the attention.
 
-    Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on both matrices.
+    Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on both matrices. The
+    forms 'linear', 'mlp' and 'dllm' begin as torch's linear layers do, 'dllm' with D-LLM's output bias.
     """
 
     def __init__(
@@ -83,38 +88,61 @@ class Router(nn.Module):
     ) -> None:
         """Allocate and initialise the two matrices."""
         super().__init__()
-        num_groups = routed.grouping.num_groups
+        num_groups, rank = routed.grouping.num_groups, routed.rank
         self.num_groups = num_groups
         self.layer_index = layer_index
         self.half_layer = half
-        self.reads_residual = routed.router_input == "residual"
-        self.down = nn.Parameter(torch.empty(routed.rank, hidden_size, dtype=torch.float32, device=device))
-        self.up = nn.Parameter(torch.empty(2 * num_groups, routed.rank, dtype=torch.float32, device=device))
-        self.bias = (
-            nn.Parameter(torch.empty(2 * num_groups, dtype=torch.float32, device=device)) if routed.bias else None
-        )
+        self.form: RouterForm = routed.form
+        self.reads_layer_input = routed.router_input == "layer_input"
+        self.reads_residual = routed.router_input != "normed"
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
+
+        is_single, is_paper = self.form == "linear", self.form == "bottleneck"
+        self.down = None if is_single else empty(rank, hidden_size)
+        self.down_bias = None if is_single or is_paper else empty(rank)
+        self.norm = empty(rank) if self.form == "dllm" else None
+        self.up = empty(2 * num_groups, hidden_size if is_single else rank)
+        self.bias = empty(2 * num_groups) if routed.bias or not is_paper else None
         self.threshold = 0.0
         self.control = control
         self.residual: Tensor | None = None
         self.mask: Tensor | None = None
+        self.is_followed = False
+        self.followed_mask: Tensor | None = None
         self.fused: Any = None
         self.reset_parameters()
 
     def reset_parameters(self, execute_bias: float = 0.0) -> None:
-        """Draw new weights; `execute_bias` is the initial margin in logits (needs a bias)."""
+        """Draw new weights; `execute_bias` is the initial margin in logits (for a bottleneck with a bias)."""
         with torch.no_grad():
-            for weight in (self.down, self.up):
-                bound = math.sqrt(3.0 / weight.shape[1])
+            # Kaiming-uniform with gain 1, or torch's own for linear layers.
+            spread = 3.0 if self.form == "bottleneck" else 1.0
+            for weight, bias in ((self.down, self.down_bias), (self.up, self.bias)):
+                if weight is None:
+                    continue
+                bound = math.sqrt(spread / weight.shape[1])
                 weight.uniform_(-bound, bound)
-            if self.bias is not None:
-                self.bias.zero_()
-                self.bias.view(self.num_groups, 2)[:, EXECUTE] = execute_bias
+                if bias is not None and self.form != "bottleneck":
+                    bias.uniform_(-bound, bound)
+            if self.norm is not None:
+                self.norm.fill_(1.0)
+            if self.bias is not None and self.form in ("bottleneck", "dllm"):
+                start = (_DLLM_EXECUTE, _DLLM_SKIP) if self.form == "dllm" else (execute_bias, 0.0)
+                self.bias.copy_(self.bias.new_tensor(start).repeat(self.num_groups))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return router logits `[..., N_G, 2]`, float32, from hidden states `[..., D]` of any dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
-            bottleneck = functional.linear(hidden.float(), self.down.float())
-            logits = functional.linear(bottleneck, self.up.float(), None if self.bias is None else self.bias.float())
+            inner = hidden.float()
+            if self.down is not None:
+                inner = functional.linear(inner, self.down.float(), _float(self.down_bias))
+            if self.form == "mlp":
+                inner = functional.relu(inner)
+            elif self.norm is not None:
+                inner = functional.silu(functional.rms_norm(inner, inner.shape[-1:], self.norm.float(), _NORM_EPS))
+            logits = functional.linear(inner, self.up.float(), _float(self.bias))
         return logits.unflatten(-1, (self.num_groups, 2))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -131,18 +159,24 @@ class Router(nn.Module):
             self._observe(self.control.observed[self.layer_index], mask, margin)
         return mask
 
-    def route(self, hidden: Tensor) -> None:
-        """Decide for the coming sub-layer and keep the mask until a gate takes it."""
+    def prepare(self, hidden: Tensor) -> None:
+        """Decide for the coming sub-layer and keep the mask until it is taken."""
         if not self.control.enabled:
-            self.mask = None
+            self.mask = self.followed_mask = None
             return
         if self.reads_residual and self.residual is not None:
             hidden, self.residual = self.residual, None
         self.mask = self(hidden)
+        self.followed_mask = self.mask if self.is_followed else None
 
     def take(self) -> Tensor | None:
-        """Hand the pending mask to the gate, once."""
+        """Hand the pending mask over, once."""
         mask, self.mask = self.mask, None
+        return mask
+
+    def take_followed(self) -> Tensor | None:
+        """Hand the attention's mask to the FFN that follows it, once."""
+        mask, self.followed_mask = self.followed_mask, None
         return mask
 
     def _forced_mask(self, margin: Tensor) -> Tensor:
@@ -163,7 +197,11 @@ class Router(nn.Module):
         return piece.to(device=margin.device, dtype=margin.dtype if self.training else torch.bool)
 
     def _observe(self, layer: LayerRouting, mask: Tensor, margin: Tensor) -> None:
-        half = self.half_layer
-        for name, value in ((half, mask), (f"{half}_margin", margin)):
-            earlier = getattr(layer, name) if self.control.keep_history else None
-            setattr(layer, name, value if earlier is None else torch.cat([earlier, value], dim=-2))
+        for half in ("attention", "ffn") if self.is_followed else (self.half_layer,):
+            for name, value in ((half, mask), (f"{half}_margin", margin)):
+                earlier = getattr(layer, name) if self.control.keep_history else None
+                setattr(layer, name, value if earlier is None else torch.cat([earlier, value], dim=-2))
+
+
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()

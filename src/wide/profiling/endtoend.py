@@ -153,6 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "model": options.model or options.shape,
+        "adapter": options.adapter,
         "layers": len(decoder.layers),
         "ffn_group_size": options.ffn_group_size,
         "gate": gate,

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 from wide.kernels.contract import Case
+from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k import KTile, gemm_k
+from wide.kernels.gemm_k.tiles import HopperKTile
 from wide.kernels.gemm_mn import MnTile, gemm_mn
+from wide.kernels.gemm_mn.tiles import HopperMnTile
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import Choice
@@ -92,7 +95,9 @@ def reorder_sweeps(rows: tuple[int, ...]) -> Iterator[Sweep]:
         )
 
 
-_MN_GATED_TILES = (
+MnTiles = tuple[tuple[int, MnTile | HopperMnTile], ...]
+_MN_HOPPER_TILES: MnTiles = ((128, HopperMnTile(2, 256, 4, 1)), (128, HopperMnTile(3, 256, 4, 0)))
+_MN_GATED_TILES: MnTiles = (
     (128, MnTile(128, 64, 4, 8, 1, 2)),
     (128, MnTile(128, 64, 3, 8, 1, 2)),
     (128, MnTile(128, 64, 4, 8, 1, 1)),
@@ -102,7 +107,7 @@ _MN_GATED_TILES = (
     (64, MnTile(128, 64, 4, 4, 1, 1)),
     (64, MnTile(64, 64, 4, 4, 2, 2)),
 )
-_MN_PLAIN_TILES = (
+_MN_PLAIN_TILES: MnTiles = (
     (128, MnTile(256, 64, 4, 8, 1, 1)),
     (128, MnTile(256, 64, 3, 8, 1, 1)),
     (128, MnTile(128, 64, 3, 4, 2, 1)),
@@ -129,9 +134,12 @@ def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] |
     query = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
         x = _normal(num_rows, HIDDEN)
+        gated, plain = _MN_GATED_TILES, _MN_PLAIN_TILES
+        if hopper_obstacle(x.device) is None:
+            gated, plain = (*gated, *_MN_HOPPER_TILES), (*plain, *_MN_HOPPER_TILES)
         for group_size, active in shapes:
-            yield _mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, _MN_GATED_TILES)
-        yield _mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], _MN_PLAIN_TILES)
+            yield _mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, gated)
+        yield _mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], plain)
 
 
 def _mn_sweep(
@@ -141,7 +149,7 @@ def _mn_sweep(
     up_weight: torch.Tensor | None,
     group_size: int,
     active: float,
-    tiles: tuple[tuple[int, MnTile], ...],
+    tiles: MnTiles,
 ) -> Sweep:
     num_groups = weight.shape[0] // group_size
     mask = _mask(x.shape[0], num_groups, active)
@@ -183,7 +191,7 @@ def _mn_candidates(
     weight: torch.Tensor,
     up_weight: torch.Tensor | None,
     mask: torch.Tensor,
-    tiles: tuple[tuple[int, MnTile], ...],
+    tiles: MnTiles,
 ) -> tuple[dict[str, Run], dict[str, Choice]]:
     """Return the calls by name, and what those stand for that a table may choose."""
     activation = "none" if up_weight is None else "silu"
@@ -192,7 +200,7 @@ def _mn_candidates(
     def dense() -> torch.Tensor:
         return gemm_mn(x, weight, unused, up_weight=up_weight, activation=activation, backend="dense")
 
-    def sparse(block_m: int, tile: MnTile, packed: bool, zeroed: bool) -> Run:
+    def sparse(block_m: int, tile: MnTile | HopperMnTile, packed: bool, zeroed: bool) -> Run:
         def run() -> torch.Tensor:
             return gemm_mn(
                 x,
@@ -202,7 +210,7 @@ def _mn_candidates(
                 activation=activation,
                 packed=packed,
                 mask=mask if zeroed else None,
-                backend="triton",
+                backend=_backend(tile),
                 tile=tile,
             )
 
@@ -213,15 +221,19 @@ def _mn_candidates(
     for block_m, tile in tiles:
         candidate = f"{block_m}x{_fields(tile)}"
         candidates[candidate] = sparse(block_m, tile, False, False)
-        choices[candidate] = Choice(backend="triton", tile=tuple(tile), block_m=block_m)
+        choices[candidate] = Choice(backend=_backend(tile), tile=tuple(tile), block_m=block_m)
     block_m, tile = tiles[0]
     candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
     candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
     return candidates, choices
 
 
-def _fields(tile: MnTile | KTile) -> str:
-    return "x".join(str(value) for value in tile)
+def _backend(tile: tuple[int, ...]) -> str:
+    return "gluon" if isinstance(tile, HopperMnTile | HopperKTile) else "triton"
+
+
+def _fields(tile: tuple[int, ...]) -> str:
+    return ("gluon " if _backend(tile) == "gluon" else "") + "x".join(str(value) for value in tile)
 
 
 _DOWN_TILES = (
@@ -242,6 +254,8 @@ _OUTPUT_TILES = (
     (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
     (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
 )
+_K_HOPPER_TILES = (HopperKTile(2, 256, 4, 0, 1), HopperKTile(2, 256, 4, HIDDEN, 1), HopperKTile(2, 256, 4, 0, 2))
+_HOPPER_BLOCKS = {128: (6, 7, 8), 256: (4, 5)}
 # Groups in a super-block that are worth trying, by group size.
 _DOWN_BLOCKS = {128: (4, 5, 6, 8), 256: (3, 4, 5)}
 _DOWN_BLOCKS_QUICK = {128: (4, 6), 256: (4,)}
@@ -260,10 +274,15 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | 
         # Slabs of 16 and 32 MB (or everything).
         slabs = sorted({min(HIDDEN, 2**22 // num_rows), min(HIDDEN, 2**23 // num_rows)})
         for group_size, blocks in blocks_by_size.items():
+            variants: list[tuple[int, int, KTile | HopperKTile]]
             variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _DOWN_TILES for slab in slabs]
+            if hopper_obstacle(down.device) is None:
+                variants += [(s, 128, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for t in _K_HOPPER_TILES]
             yield _k_sweep("down", down, num_rows, group_size, active, variants)
         variants = [(8, m, t) for m, t in _OUTPUT_TILES]
         variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (_DOWN_TILES[0], _DOWN_TILES[3], _DOWN_TILES[5])]
+        if hopper_obstacle(output.device) is None:
+            variants += [(s, 128, t) for s in (8, 4) for t in _K_HOPPER_TILES]
         yield _k_sweep("o", output, num_rows, ATTENTION_GROUP, active, variants)
 
 
@@ -273,7 +292,7 @@ def _k_sweep(
     num_rows: int,
     group_size: int,
     active: float,
-    variants: list[tuple[int, int, KTile]],
+    variants: list[tuple[int, int, KTile | HopperKTile]],
 ) -> Sweep:
     num_groups = weight.shape[1] // group_size
     mask = _mask(num_rows, num_groups, active)
@@ -306,7 +325,7 @@ def _k_candidates(
     values: torch.Tensor,
     weight: torch.Tensor,
     mask: torch.Tensor,
-    variants: list[tuple[int, int, KTile]],
+    variants: list[tuple[int, int, KTile | HopperKTile]],
 ) -> tuple[dict[str, Run], dict[str, Choice]]:
     """Return the calls by name, and what those stand for that a table may choose."""
     num_rows, num_groups, group_size = values.shape
@@ -325,7 +344,7 @@ def _k_candidates(
 
     unused = sort(8, 128)
 
-    def sparse(groups_per_block: int, block_m: int, tile: KTile, deterministic: bool) -> Run:
+    def sparse(groups_per_block: int, block_m: int, tile: KTile | HopperKTile, deterministic: bool) -> Run:
         def run() -> torch.Tensor:
             order = sort(groups_per_block, block_m)
             return gemm_k(
@@ -334,7 +353,7 @@ def _k_candidates(
                 order,
                 group_size=group_size,
                 deterministic=deterministic,
-                backend="triton",
+                backend=_backend(tile),
                 tile=tile,
             )
 
@@ -352,7 +371,7 @@ def _k_candidates(
         candidate = f"s={groups_per_block} {block_m}x{_fields(tile)}"
         candidates[candidate] = sparse(groups_per_block, block_m, tile, False)
         choices[candidate] = Choice(
-            backend="triton", tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
+            backend=_backend(tile), tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
         )
     candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
     return candidates, choices

@@ -1,29 +1,49 @@
-"""Figures of a run, one function each; `FIGURES` lists them in the order of the page.
+"""Figures of a run, in the order of the page.
 
-A function draws into an empty figure and returns the sentence that says what there is to see, for those who cannot
-see it. Lines and bars differ in marker, dash or hatch as well as in colour, so that they can be told apart in grey.
+Lines and bars differ in marker, dash or hatch as well as in colour, so that they can be told apart in grey.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
+from wide.report.figure import Figure, Sheet, Value
+from wide.report.routing_figures import ROUTING_FIGURES
 from wide.report.selection import MissingRecordsError, Selection
+from wide.report.style import (
+    BLUE,
+    GREY,
+    HALF_COLOURS,
+    HALF_HATCHES,
+    HALF_NAMES,
+    ORANGE,
+    legend_above,
+    whole_numbers,
+)
 from wide.report.table import NAMES
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart; the order also falls in lightness.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#707070"
-HATCHES = {"dense": "", "untrained": "xx", "stage 1": "//", "stage 1+2": "..", "pruned": "//"}
-FILLS = {"dense": GREY, "untrained": "#D9D9D9", "stage 1": ORANGE, "stage 1+2": BLUE, "pruned": ORANGE}
+HATCHES = {"dense": "", "untrained": "xx", "stage 1": "//", "stage 1+2": "..", "pruned": "//", "pruned + LoRA": ".."}
+FILLS = {
+    "dense": GREY,
+    "untrained": "#D9D9D9",
+    "stage 1": ORANGE,
+    "stage 1+2": BLUE,
+    "pruned": ORANGE,
+    "pruned + LoRA": BLUE,
+}
+_STAGES = ("stage 1", "stage 1+2", "pruned", "pruned + LoRA")
+_COURSE = ("lm_loss", "sparsity.attention", "sparsity.ffn", "sparsity.target", "temperature")
 
-Draw = Callable[[Any, Selection], str]
 
-
-def perplexity(figure: Any, run: Selection) -> str:
-    """Draw the token perplexity of each measured model as bars."""
+def _perplexities(run: Selection) -> list[tuple[str, float]]:
     found = [(subject, run.number(subject, "token_perplexity")) for subject in run.subjects()]
     values = [(subject, value) for subject, value in found if value is not None]
     if not values:
         raise MissingRecordsError("no record 'token_perplexity'; run the evaluation")
+    return values
+
+
+def _draw_perplexity(figure: Any, run: Selection) -> str:
+    values = _perplexities(run)
     axes = figure.subplots()
     numbers = [value for _, value in values]
     for place, (subject, value) in enumerate(values):
@@ -41,58 +61,74 @@ def perplexity(figure: Any, run: Selection) -> str:
     return "Token perplexity: " + ", ".join(f"{NAMES[s]} {v:.2f}" for s, v in values) + "."
 
 
-def layer_sparsity(figure: Any, run: Selection) -> str:
-    """Draw the share of skipped attention and FFN groups of each layer."""
+def _layers(run: Selection) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     subject = run.last_subject_with_layers()
     if subject is None:
         raise MissingRecordsError("no record 'sparsity.attention' or 'sparsity.ffn' of a layer; run the evaluation")
+    rates = {half: run.by_layer(subject, f"sparsity.{half}") for half in HALF_NAMES}
+    return subject, {half: points for half, points in rates.items() if points}
+
+
+def _draw_layers(figure: Any, run: Selection) -> str:
+    subject, rates = _layers(run)
     axes = figure.subplots()
+    width = 0.8 / len(rates)
     sentences = []
-    for half, name, colour, style in (
-        ("attention", "attention", BLUE, "o-"),
-        ("ffn", "FFN", ORANGE, "s--"),
-    ):
-        points = run.by_layer(subject, f"sparsity.{half}")
-        if points:
-            axes.plot([x for x, _ in points], [100 * y for _, y in points], style, color=colour, label=name)
-            sentences.append(f"{name} " + ", ".join(f"{100 * y:.0f}" for _, y in points))
+    for place, (half, points) in enumerate(rates.items()):
+        offset = (place - (len(rates) - 1) / 2) * width
+        axes.bar(
+            [layer + offset for layer, _ in points],
+            [100 * rate for _, rate in points],
+            width,
+            color=HALF_COLOURS[half],
+            hatch=HALF_HATCHES[half],
+            edgecolor="black",
+            linewidth=0.5,
+            label=HALF_NAMES[half],
+        )
+        sentences.append(f"{HALF_NAMES[half]} " + ", ".join(f"{100 * rate:.0f}" for _, rate in points))
     target = run.number("run", "target.sparsity")
     if target is not None:
         axes.axhline(100 * target, color="black", linestyle=":", label="target")
-    axes.set_ylim(-3, 103)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(0, 103)
+    whole_numbers(axes.xaxis)
+    axes.grid(visible=False, axis="x")
     axes.set_xlabel("decoder layer")
     axes.set_ylabel("skipped groups, %")
-    _legend_above(axes)
+    legend_above(axes)
     return f"Skipped groups per layer in percent after {subject}: " + "; ".join(sentences) + "."
 
 
-def training_curves(figure: Any, run: Selection) -> str:
-    """Draw loss, sparsity and temperature over the steps of the stages, one after the other."""
-    stages = [stage for stage in ("stage 1", "stage 1+2") if run.by_step(stage, "training.lm_loss")]
+def _stages(run: Selection) -> Iterator[tuple[str, int]]:
+    """Yield the stages that were recorded, each with the number of steps before it."""
+    stages = [stage for stage in _STAGES if run.by_step(stage, "training.lm_loss")]
     if not stages:
         raise MissingRecordsError("no record 'training.lm_loss' with steps; train with metrics on")
-    panels = figure.subplots(1, 3)
-    offset, begins = 0, []
+    offset = 0
     for stage in stages:
-        steps = run.by_step(stage, "training.lm_loss")
-        begins.append((stage, offset))
-        _curve(panels[0], run, stage, "training.lm_loss", offset, BLUE, "-", "LM loss")
-        _curve(panels[1], run, stage, "training.sparsity.attention", offset, BLUE, "-", "attention", scale=100)
-        _curve(panels[1], run, stage, "training.sparsity.ffn", offset, ORANGE, "--", "FFN", scale=100)
-        _curve(panels[1], run, stage, "training.sparsity.target", offset, "black", ":", "target", scale=100)
-        _curve(panels[2], run, stage, "training.temperature", offset, BLUE, "-", "temperature")
-        offset += steps[-1][0] + 1
+        yield stage, offset
+        offset += run.by_step(stage, "training.lm_loss")[-1][0] + 1
+
+
+def _draw_training(figure: Any, run: Selection) -> str:
+    stages = list(_stages(run))
+    panels = figure.subplots(1, 3)
+    for stage, offset in stages:
+        _curve(panels[0], run, stage, "lm_loss", offset, BLUE, "-", "LM loss")
+        _curve(panels[1], run, stage, "sparsity.attention", offset, BLUE, "-", "attention", scale=100)
+        _curve(panels[1], run, stage, "sparsity.ffn", offset, ORANGE, "--", "FFN", scale=100)
+        _curve(panels[1], run, stage, "sparsity.target", offset, "black", ":", "target", scale=100)
+        _curve(panels[2], run, stage, "temperature", offset, BLUE, "-", "temperature")
     for axes, name in zip(panels, ("LM loss, nats per token", "skipped groups, %", "temperature"), strict=True):
         axes.set_title(name, fontsize="medium", pad=24)
         axes.set_xlabel("optimiser step")
-        for _, begin in begins[1:]:
+        for _, begin in stages[1:]:
             axes.axvline(begin, color=GREY, linewidth=1)
-    _legend_above(panels[1])
-    first = run.by_step(stages[0], "training.lm_loss")[0][1]
-    ends = ", ".join(f"{run.by_step(stage, 'training.lm_loss')[-1][1]:.2f} after {stage}" for stage in stages)
+    legend_above(panels[1])
+    first = run.by_step(stages[0][0], "training.lm_loss")[0][1]
+    ends = ", ".join(f"{run.by_step(stage, 'training.lm_loss')[-1][1]:.2f} after {stage}" for stage, _ in stages)
     line = " A vertical line separates the stages." if len(stages) > 1 else ""
-    return f"Training loss falls from {first:.2f} to {ends}.{line}"
+    return f"Training loss goes from {first:.2f} to {ends}.{line}"
 
 
 def _curve(
@@ -106,28 +142,36 @@ def _curve(
     name: str,
     scale: float = 1,
 ) -> None:
-    points = run.by_step(stage, metric)
+    points = run.by_step(stage, f"training.{metric}")
     if points:
         label = name if offset == 0 else None
         axes.plot([offset + x for x, _ in points], [scale * y for _, y in points], style, color=colour, label=label)
 
 
-def _legend_above(axes: Any) -> None:
-    # Above the axes a legend can hide no data.
-    axes.legend(
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=3,
-        frameon=False,
-        fontsize="small",
-        columnspacing=1.0,
-        handlelength=1.6,
-    )
+def _perplexity_sheet(run: Selection) -> Sheet:
+    return Sheet(("model", "token_perplexity"), tuple(_perplexities(run)))
 
 
-FIGURES: list[tuple[str, Draw, tuple[float, float]]] = [
-    ("Perplexity", perplexity, (9.0, 2.4)),
-    ("Sparsity per layer", layer_sparsity, (9.0, 3.2)),
-    ("Training", training_curves, (9.0, 3.2)),
-]
-"""Title, function, and size in inches of each figure."""
+def _layer_sheet(run: Selection) -> Sheet:
+    subject, rates = _layers(run)
+    rows = ((subject, half, layer, rate) for half, points in rates.items() for layer, rate in points)
+    return Sheet(("model", "half", "layer", "skipped_share"), tuple(rows))
+
+
+def _training_sheet(run: Selection) -> Sheet:
+    rows: list[tuple[Value, ...]] = []
+    for stage, _ in _stages(run):
+        courses = [dict(run.by_step(stage, f"training.{metric}")) for metric in _COURSE]
+        for step in sorted({step for course in courses for step in course}):
+            values = [course.get(step) for course in courses]
+            rows += [(stage, step, *values)]
+    return Sheet(("stage", "step", *_COURSE), tuple(rows))
+
+
+PERPLEXITY = Figure(
+    name="perplexity", title="Perplexity", size=(9.0, 2.4), draw=_draw_perplexity, sheet=_perplexity_sheet
+)
+LAYERS = Figure(name="layers", title="Sparsity per layer", size=(9.0, 3.2), draw=_draw_layers, sheet=_layer_sheet)
+TRAINING = Figure(name="training", title="Training", size=(9.0, 3.2), draw=_draw_training, sheet=_training_sheet)
+FIGURES: tuple[Figure[Selection], ...] = (PERPLEXITY, LAYERS, *ROUTING_FIGURES, TRAINING)
+"""All figures of a run."""

@@ -1,15 +1,20 @@
 """The report of a run: one HTML page that needs nothing else, and one picture."""
 
 import base64
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from wide.records import read_records
-from wide.report.drawing import draw_svg, save_png
+from wide.report.coloured_text import sample_section, text_css
+from wide.report.drawing import FOLDER, save_figure, save_png
+from wide.report.figure import Figure, Source
 from wide.report.figures import FIGURES
 from wide.report.selection import MissingRecordsError, Selection
 from wide.report.table import NAMES, Table, summary_table
+from wide.report.writing import write_whole
 
+PAGE, PICTURE = "report.html", "report.png"
 _CSS = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -22,51 +27,96 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } d
 th:first-child, td:first-child { text-align: left; white-space: nowrap; } img { width: 100%; height: auto; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: .7rem 1rem; }
 .missing { border: 1px dashed #555; padding: .7rem 1rem; } figure { margin: 0; } figcaption { color: #444; }
+details { font-size: .9rem; } @media print { figure { break-inside: avoid; } }
 """
-_FACTS = ("description", "model", "data", "target", "held-out text", "device", "versions", "date", "command")
+_FACTS = ("description", "model", "data", "target", "LoRA", "held-out text", "device", "versions", "date", "command")
 
 
-def write_report(records: Path, folder: Path) -> tuple[Path, Path]:
-    """Draw `report.html` and `report.png` from a run's records and return both paths.
+def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, Path]:
+    """Draw `report.html`, `report.png` and the folder `figures` from a run's records; return page and picture.
 
     Args:
         records: A file written by `wide.records.RecordFile`.
-        folder: Where the two files go.
+        folder: Where the files go.
+        more: Further sections of the page, as HTML.
 
     Raises:
         DataError: If there are no readable records.
         MissingExtraError: If matplotlib is not installed.
     """
     run = Selection(*read_records(records))
-    page, picture = folder / "report.html", folder / "report.png"
-    page.write_text(_html(run), encoding="utf-8")
-    save_png(picture, run)
+    page, picture = folder / PAGE, folder / PICTURE
+    write_whole(page, document(run_title(run), run_body(run, folder) + more))
+    save_png(picture, FIGURES, run)
     return page, picture
 
 
-def _html(run: Selection) -> str:
-    title = f"Token-wise width pruning of {run.text('run', 'model') or 'a model'}"
-    sections = [_header(run), _table(run)]
-    sections += [_figure(run, *entry) for entry in FIGURES]
-    sections += [_samples(run), _notes(run)]
-    body = "\n".join(section for section in sections if section)
+def run_title(run: Selection) -> str:
+    """Return the title of a run's page."""
+    return f"Token-wise width pruning of {run.text('run', 'model') or 'a model'}"
+
+
+def run_body(run: Selection, folder: Path) -> str:
+    """Return the sections of a run as HTML and write the files of its figures.
+
+    Args:
+        run: Its records.
+        folder: Of the report.
+    """
+    subject = run.last_subject_with("routing.sample")
+    try:
+        sample = None if subject is None else run.json(subject, "routing.sample")
+        text = sample_section(sample)
+    except MissingRecordsError as missing:
+        text = _missing("Execution by token", missing)
+    figures = figure_sections(FIGURES, run, folder)
+    return "\n".join(part for part in (facts(run), _table(run), text, *figures, _samples(run), _notes(run)) if part)
+
+
+def figure_sections(figures: Sequence[Figure[Source]], source: Source, folder: Path) -> list[str]:
+    """Return a section of HTML for each figure, drawn or with what is missing, and write the files of those drawn.
+
+    Args:
+        figures: In their order.
+        source: What they show.
+        folder: Of the report.
+    """
+    sections = []
+    for figure in figures:
+        try:
+            svg, description = save_figure(figure, source, folder)
+        except MissingRecordsError as missing:
+            sections.append(_missing(figure.title, missing))
+        else:
+            sections.append(_drawn(figure.name, figure.title, svg, description))
+    return sections
+
+
+def document(title: str, body: str) -> str:
+    """Return a whole page that needs nothing else.
+
+    Args:
+        title: Of the page, as plain text.
+        body: What follows the title, as HTML.
+    """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        f"<title>{escape(title)}</title>\n<style>{_CSS}{text_css()}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
         f"{body}\n</body>\n</html>\n"
     )
 
 
-def _header(run: Selection) -> str:
-    facts = {name: run.text("run", name) for name in _FACTS}
+def facts(run: Selection) -> str:
+    """Return what was run, on what and when, as HTML."""
+    found = {name: run.text("run", name) for name in _FACTS}
     if run.records:
         last = run.records[-1]
-        facts["device"] = facts["device"] or last.device
+        found["device"] = found["device"] or last.device
         versions = next((record.versions for record in reversed(run.records) if record.versions), {})
-        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-        facts["date"] = last.time
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value)
+        found["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        found["date"] = last.time
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in found.items() if value)
     return f"<dl>{rows}</dl>"
 
 
@@ -74,10 +124,8 @@ def _table(run: Selection) -> str:
     table: Table = summary_table(run)
     if not table.rows:
         return '<h2>Results</h2><p class="missing">Nothing was evaluated: no record of perplexity or sparsity.</p>'
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
     return (
-        f'<h2>Results</h2><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f"<h2>Results</h2>{table.to_html()}"
         "<p>Perplexity is per token. Sparsity is the share of skipped groups, measured on the evaluated tokens; "
         "<em>mean</em> weighs attention and FFN alike, <em>linear FLOPs</em> weighs each group by the matrix-product "
         "work that skipping it saves. Stage 2 adapts the weights to the training text, the dense model was not "
@@ -85,17 +133,19 @@ def _table(run: Selection) -> str:
     )
 
 
-def _figure(run: Selection, title: str, draw: object, size: tuple[float, float]) -> str:
-    try:
-        svg, description = draw_svg(draw, size, run)  # type: ignore[arg-type]
-    except MissingRecordsError as missing:
-        return f'<h2>{escape(title)}</h2><p class="missing">Not drawn: {escape(str(missing))}.</p>'
+def _drawn(name: str, title: str, svg: str, description: str) -> str:
     # As an image the picture keeps its identifiers to itself, so that two pictures on a page cannot collide.
     source = base64.b64encode(svg.encode()).decode()
+    files = ", ".join(f'<a href="{FOLDER}/{name}.{kind}">{kind.upper()}</a>' for kind in ("csv", "svg", "png"))
     return (
         f'<h2>{escape(title)}</h2><figure><img src="data:image/svg+xml;base64,{source}" '
-        f'alt="{escape(description)}"></figure>'
+        f'alt="{escape(description)}"><figcaption><details><summary>In words, and as files: {files}</summary>'
+        f"{escape(description)}</details></figcaption></figure>"
     )
+
+
+def _missing(title: str, missing: MissingRecordsError) -> str:
+    return f'<h2>{escape(title)}</h2><p class="missing">Not drawn: {escape(str(missing))}.</p>'
 
 
 def _samples(run: Selection) -> str:

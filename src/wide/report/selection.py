@@ -1,11 +1,13 @@
 """Find values among the records of a run."""
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from wide.errors import WideError
 from wide.records import Record
 
-SUBJECTS = ("dense", "untrained", "stage 1", "stage 1+2", "pruned")
+SUBJECTS = ("dense", "untrained", "stage 1", "stage 1+2", "pruned", "pruned + LoRA")
 """What a run may have measured, in the order in which it is shown."""
 
 
@@ -46,6 +48,24 @@ class Selection:
         found = self.record(subject, metric)
         return "" if found is None else str(found.value)
 
+    def json(self, subject: str, metric: str) -> Any:
+        """Return the content of a whole-model record that holds JSON, None where it was not measured.
+
+        Raises:
+            MissingRecordsError: If the record is not JSON.
+        """
+        found = self.record(subject, metric)
+        return None if found is None else _content(found)
+
+    def json_by_layer(self, subject: str, metric: str) -> list[tuple[int, Any]]:
+        """Return (layer, content) pairs of records that hold JSON, first layer first.
+
+        Raises:
+            MissingRecordsError: If a record is not JSON.
+        """
+        found = [record for record in self._of(subject, metric) if record.layer is not None]
+        return sorted(((record.layer or 0, _content(record)) for record in found), key=lambda pair: pair[0])
+
     def by_layer(self, subject: str, metric: str) -> list[tuple[int, float]]:
         """Return (layer, value) pairs, first layer first."""
         return sorted((r.layer, float(r.value)) for r in self._of(subject, metric) if r.layer is not None)
@@ -53,6 +73,12 @@ class Selection:
     def by_step(self, subject: str, metric: str) -> list[tuple[int, float]]:
         """Return (step, value) pairs, first step first."""
         return sorted((r.step, float(r.value)) for r in self._of(subject, metric) if r.step is not None)
+
+    def last_subject_with(self, *metrics: str) -> str | None:
+        """Return the last subject, in the order of `SUBJECTS`, of which any of the metrics was measured."""
+        measured = {record.subject for record in self._values.values() if record.metric in metrics}
+        found = [subject for subject in SUBJECTS if subject in measured]
+        return found[-1] if found else None
 
     def last_subject_with_layers(self) -> str | None:
         """Return the last trained subject whose layers were measured."""
@@ -63,3 +89,13 @@ class Selection:
 
     def _of(self, subject: str, metric: str) -> list[Record]:
         return [r for r in self._values.values() if r.subject == subject and r.metric == metric]
+
+
+def _content(record: Record) -> Any:
+    try:
+        return json.loads(str(record.value))
+    except json.JSONDecodeError as error:
+        place = "" if record.layer is None else f" of layer {record.layer}"
+        raise MissingRecordsError(
+            f"record '{record.metric}'{place} of {record.subject!r} is damaged, not JSON; measure it again"
+        ) from error

@@ -1,6 +1,7 @@
 """The table of a run: one line per measured model."""
 
 from dataclasses import dataclass
+from html import escape
 
 from wide.report.selection import Selection
 
@@ -10,6 +11,7 @@ NAMES = {
     "stage 1": "stage 1 (routers)",
     "stage 1+2": "stage 1+2 (routers, LoRA)",
     "pruned": "pruned",
+    "pruned + LoRA": "pruned, with LoRA",
 }
 
 
@@ -37,6 +39,17 @@ class Table:
             for line in lines
         ]
         return "\n".join([texts[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *texts[1:]])
+
+    def to_markdown(self) -> str:
+        """Return the table as Markdown."""
+        rule = ("---", *("---:" for _ in self.header[1:]))
+        return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows))
+
+    def to_html(self) -> str:
+        """Return the table as HTML that scrolls sideways where it is too wide."""
+        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.header)
+        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def summary_table(run: Selection) -> Table:

@@ -13,6 +13,7 @@ from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.observe import bypass
+from wide.models.optimize import require_routing_alone
 from wide.runtime.weights import Norm, read_norm
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
@@ -53,6 +54,12 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
     whole: Any = model
     if is_attached(model):
         state = attachment(model)
+        require_routing_alone(state)
+        if any(router.reads_layer_input for router in state.routers()):
+            raise UnsupportedModelError(
+                "the runtime's routers read the stream of their own half; for router_input='layer_input' use "
+                "wide.optimize(model) instead"
+            )
         if state.lora is not None and not state.lora.merged:
             raise UnsupportedModelError("the runtime reads plain weights; merge LoRA first: wide.merge_lora(model)")
         specs = state.specs

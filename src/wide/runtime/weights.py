@@ -239,6 +239,8 @@ def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> 
     group_size = width // router.num_groups
     extra = further // group_size if further % group_size == 0 else 0
     bias = None if router.bias is None else router.bias.detach()
+    # Other forms than the bottleneck have been refused with the model.
+    assert router.down is not None
     weights = split_weights(router.down, router.up, bias, dtype=dtype)
     if extra:
         difference = weights.difference

@@ -12,6 +12,7 @@ from torch import nn
 
 from wide.config import ObjectiveConfig
 from wide.data.batches import BatchSource, TokenBatch
+from wide.models.accounting import static_sparsity
 from wide.models.attach import attachment
 from wide.models.dial import DEFAULT_POINTS, calibrate_dial, measure_sparsity, set_sparsity
 from wide.models.measures import Measure
@@ -34,6 +35,8 @@ def meet_target(
 ) -> dict[str, Any]:
     """Make the dial, set the threshold, and return JSON-ready facts about both.
 
+    A plan without routers has neither; the facts are then what it prunes.
+
     Args:
         model: An attached model.
         batches: Calibration text, the same on all processes.
@@ -42,6 +45,8 @@ def meet_target(
         parallel: The processes of the run; all end with the thresholds of the first.
     """
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
+    if not attachment(model).plan.is_routed:
+        return {"measure": "mean", "include_fixed": False, "sparsity": static_sparsity(model).mean}
     target = objective.sparsity
     points = sorted({*DEFAULT_POINTS, target} - {0.0})
     dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)

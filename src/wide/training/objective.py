@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from wide.config import ObjectiveConfig
 from wide.data.batches import IGNORED, TokenBatch
 from wide.errors import ConfigError
+from wide.models.accounting import static_sparsity
 from wide.models.attach import attachment
 from wide.models.lora import without_lora
-from wide.models.measures import half_weights
+from wide.models.measures import half_weights, kind_weights
 from wide.models.observe import bypass, observe
 from wide.routing import Routing
 from wide.training.modes import forward_precision
@@ -57,13 +58,15 @@ class Objective:
     """The training loss of an attached model.
 
     Args:
-        model: An attached model; its routers in training mode sample masks with straight-through gradient.
+        model: An attached model; its routers in training mode sample masks with straight-through gradient. Without
+            routers the rates that are reported are those of the static plan.
         config: Target, measure and weights.
         parallel: The processes that share a batch; None for a single one.
 
     Raises:
         NotAttachedError: If the model carries no routers.
-        ConfigError: If the target cannot be reached even by skipping everything that is routed.
+        ConfigError: If the target cannot be reached even by skipping everything that is routed, or there are no
+            routers and the sparsity term is on.
 
     Source: paper, section 3.2 ('mean') and the appendix on uniform sparsity ('uniform').
     """
@@ -79,6 +82,7 @@ class Objective:
         self._num_terms, rows = self._weights()
         self._rows = rows.to(device)
         self._groups = _group_shares([router.num_groups for router in self._routers]).to(device)
+        self._static = None if self._routers else self._static_rates().to(device)
 
     def __call__(
         self,
@@ -136,6 +140,8 @@ class Objective:
 
     def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
         """Return how many groups' worth of tokens each routed half executes, `[halves]` float32, with gradient."""
+        if not self._routers:
+            return torch.zeros(0, device=valid.device)
         masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
         # One product over all groups of all layers, instead of a handful of kernels for each half.
         per_group = valid.flatten().float() @ torch.cat(masks, dim=-1).flatten(0, 1).float()
@@ -143,17 +149,28 @@ class Objective:
 
     def _rates(self, skipped: Tensor, skipped_everywhere: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows' skip rates over all processes, with this process's part of the gradient."""
+        if self._static is not None:
+            return self._static
         tokens = tokens.clamp(min=1)
         local = skipped / tokens
         # The value is global; the gradient is this process's share times the number of processes, for averaging.
         rates = skipped_everywhere / tokens + self._parallel.world * (local - local.detach())
         return self._rows @ rates
 
+    def _static_rates(self) -> Tensor:
+        """Return what a plan without routers prunes, as the rows of `_rates`: mean, attention, FFN."""
+        found = static_sparsity(self._model)
+        return torch.tensor([found.mean, found.attention, found.ffn])
+
     def _weights(self) -> tuple[int, Tensor]:
-        kinds = [router.half_layer for router in self._routers]
-        by_kind = [
-            [1.0 / kinds.count(kind) if found == kind else 0.0 for found in kinds] for kind in ("attention", "ffn")
-        ]
+        if not self._routers:
+            if self.config.weight:
+                raise ConfigError(
+                    "this plan has no routers that a sparsity term could steer; set objective.weight=0 (recover does "
+                    "so by itself)"
+                )
+            return 1, torch.zeros(3, 0)
+        by_kind = [kind_weights(self._model, kind) for kind in ("attention", "ffn")]
         config = self.config
         if config.target == "uniform":
             terms = [row for row in by_kind if any(row)]

@@ -67,7 +67,7 @@ class ProgressLog:
             _forget_from(path, title, first_step)
             self._records = RecordFile(path, config_fingerprint=fingerprint, device=device)
         if tensorboard is not None and not silent:
-            self._board = _tensorboard(tensorboard)
+            self._board = _tensorboard(tensorboard, first_step)
 
     def add(self, points: list[tuple[int, dict[str, float]]]) -> None:
         """Show the last point and record all of them; a point is (step, name -> value)."""
@@ -128,9 +128,10 @@ def _rewrite(path: Path, records: list[Record]) -> None:
     temporary.replace(path)
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]'") from error
-    return SummaryWriter(str(folder))
+    # Steps that are done again replace those of the interrupted run.
+    return SummaryWriter(str(folder), purge_step=first_step or None)

@@ -16,7 +16,9 @@ from wide.models.attach import attach, attachment, is_attached, plan_for
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
+from wide.models.plan_check import check_plan
 from wide.models.pretrained import load_pretrained
+from wide.plan import Plan
 from wide.records import fingerprint, versions
 from wide.training.checkpoint import CheckpointFolder
 from wide.training.inference_target import calibration_batches, meet_target
@@ -36,7 +38,7 @@ def prune(
     *,
     sparsity: float | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    config: WideConfig | None = None,
+    config: WideConfig | Plan | None = None,
     objective: ObjectiveConfig | None = None,
     stage: StageConfig | None = None,
     output: str | Path | None = None,
@@ -54,7 +56,8 @@ def prune(
         data: Name or path of a text source, texts, or packed blocks (which keep their own sequence length).
         sparsity: Wanted share of skipped work in [0, 1); None means that of `objective`, else 0.5.
         tokenizer: None loads the model's own, where text must be tokenised.
-        config: Groups and routers; None means the defaults. Not for a model that has routers.
+        config: Groups and routers, or a plan of routed and dense halves; None means the defaults. Not for a model
+            that has routers.
         objective: Measure of sparsity, weights, distillation.
         stage: Steps, sizes and rates; None means the paper's.
         output: Folder for `adapter/`, `checkpoints/` and `metrics.jsonl`; None writes nothing.
@@ -63,7 +66,8 @@ def prune(
         tensorboard: Folder for TensorBoard's files; None writes none.
 
     Raises:
-        ConfigError: If settings contradict, or `output` holds checkpoints and `resume` is not given.
+        ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not given, or the plan has no
+            router.
         DataError: If the text is too short or does not fit the model's vocabulary.
         UnsupportedModelError: If the model cannot be routed.
         ShapeError: If a group size does not divide.
@@ -78,8 +82,11 @@ def prune(
     if is_attached(model):
         if config is not None:
             raise ConfigError("this model has routers already, so config= cannot change them; detach it first")
+        plan = attachment(model).plan
     else:
-        plan_for(config or WideConfig(), discover(model))
+        plan = _checked_plan(config, model)
+    if not plan.is_routed:
+        raise ConfigError("this plan has no router to train; attach it (wide.attach), and train LoRA with wide.recover")
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
@@ -107,13 +114,15 @@ def recover(
 ) -> Any:
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
-    On the same blocks as stage 1, training goes on with those that stage 1 did not read.
+    Under a plan without routers only LoRA is trained, without a sparsity term; what is pruned stays pruned. On the
+    same blocks as stage 1, training goes on with those that stage 1 did not read.
 
     Args:
-        model: A model after `prune` or `wide.load`, trained in place.
+        model: A model after `prune`, `wide.load` or `wide.attach`, trained in place.
         data: As for `prune`.
         tokenizer: As for `prune`.
-        objective: None means that of stage 1, as the adapter records it.
+        objective: None means that of stage 1, as the adapter records it; without routers, only its distillation
+            counts.
         stage: Steps, sizes, rates and LoRA; None means the paper's.
         output: As for `prune`; a folder of its own.
         resume: As for `prune`.
@@ -121,7 +130,7 @@ def recover(
         tensorboard: As for `prune`.
 
     Raises:
-        NotAttachedError: If the model has no routers.
+        NotAttachedError: If the model has no plan.
         MissingExtraError: If PEFT is not installed.
         ConfigError: If settings contradict each other or LoRA that is there already, or no target is recorded and
             none given.
@@ -132,8 +141,11 @@ def recover(
     """
     state = attachment(model)
     stage = stage or RecoverConfig()
+    train_routers = stage.train_routers and state.plan.is_routed
+    if not state.plan.is_routed:
+        objective = dataclasses.replace(objective or ObjectiveConfig(), sparsity=0.0, weight=0.0)
     objective = objective or _objective_of_stage_1(state.provenance)
-    if not stage.train_routers:
+    if not train_routers:
         # Frozen routers have no gradient to steer them; the rates are still measured.
         objective = dataclasses.replace(objective, weight=0.0)
     folder = _free_folder(output, resume)
@@ -148,8 +160,8 @@ def recover(
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     run = _Run(model, "recover", "stage 1+2", source, objective, stage, parallel, folder)
     run.continue_after(state.provenance.get("prune", {}))
-    run.train(resume=resume, tensorboard=tensorboard, routers=stage.train_routers, anneal=stage.restart_temperature)
-    run.finish(calibrate_threshold=calibrate_threshold and stage.train_routers)
+    run.train(resume=resume, tensorboard=tensorboard, routers=train_routers, anneal=stage.restart_temperature)
+    run.finish(calibrate_threshold=calibrate_threshold and train_routers)
     return model
 
 
@@ -235,7 +247,19 @@ class _Run:
         # How often checkpoints are written changes nothing.
         stage.pop("checkpoint_every")
         objective = dataclasses.asdict(self._config)
-        return fingerprint([self._name, base, state.plan.to_json(), objective, stage, self._data, self._parallel.world])
+        facts = [self._name, base, state.plan.to_json(), objective, stage, self._data, self._parallel.world]
+        static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
+        zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
+        return fingerprint([*facts, static, zeros] if static or zeros else facts)
+
+
+def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:
+    """Return the plan that is to be attached, before anything expensive is done."""
+    specs = discover(model)
+    if not isinstance(config, Plan):
+        return plan_for(config or WideConfig(), specs)
+    check_plan(config, specs, {})
+    return config
 
 
 def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> ObjectiveConfig:

@@ -121,7 +121,7 @@ class Trainer:
         # Per step not looked at yet: (step, schedule values, measured values on the device).
         self._unread: list[tuple[int, dict[str, float], Tensor]] = []
         self._last: dict[str, float] = {}
-        self._tokens_per_step = stage.batch_size
+        self._tokens_per_step = 0
         self._timer = _Timer()
 
     def train(self) -> Outcome:
@@ -180,8 +180,7 @@ class Trainer:
         torch.manual_seed(_seed(stage.seed, step, parallel.rank))
         schedule = self._schedule(step)
         control.temperature = schedule["temperature"]
-        batch = self._source.batch_at(step, batch_size=stage.batch_size, rank=parallel.rank, world=parallel.world)
-        self._tokens_per_step = batch.input_ids.numel() * parallel.world
+        batch = self._read(step)
         parts = split_batch(batch, self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
         targets = parallel.sum(torch.full((), float(num_targets(target_labels(batch))), device=self._device))
@@ -204,6 +203,12 @@ class Trainer:
             group["lr"] = schedule["learning_rate"]
         self._optimizer.step()
         self._unread.append((step, schedule, measured))
+
+    def _read(self, step: int) -> TokenBatch:
+        stage, parallel = self._stage, self._parallel
+        batch = self._source.batch_at(step, batch_size=stage.batch_size, rank=parallel.rank, world=parallel.world)
+        self._tokens_per_step = batch.input_ids.numel() * parallel.world
+        return batch
 
     def _schedule(self, step: int) -> dict[str, float]:
         stage, objective = self._stage, self._objective.config
@@ -277,6 +282,9 @@ class Trainer:
 
     def _outcome(self, first: int) -> Outcome:
         steps = self._stage.steps
+        if steps == first:
+            # Nothing was left to do, and the outcome counts tokens all the same.
+            self._read(first - 1)
         memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
         return Outcome(
             steps=steps,

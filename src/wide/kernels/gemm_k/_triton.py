@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wide.kernels.device import device_facts
+from wide.kernels.gemm_k._drain import drain
 from wide.kernels.reordering import PatternReordering, Reordering
 
 # Shared memory through which a finished tile is rearranged for wide writes; larger tiles leave in pieces.
@@ -58,7 +59,7 @@ def gemm_k(
         total = torch.zeros(num_rows, width, dtype=torch.float32, device=h.device)
         for block in range(num_blocks):
             run(_Launch(total, 0, 0, width, _ADD, block=block))
-        _drain(total, out, 0, bias, clears=False)
+        drain(total, out, 0, bias, clears=False)
         return out
     slab = min(tile[6] or width, width)
     if out_dtype == torch.float32:
@@ -71,7 +72,7 @@ def gemm_k(
     for column in range(0, width, slab):
         columns = min(slab, width - column)
         run(_Launch(total, column, 0, columns, _REDUCE))
-        _drain(total[:, :columns], out, column, bias, clears=column + slab < width)
+        drain(total[:, :columns], out, column, bias, clears=column + slab < width)
     return out
 
 
@@ -297,53 +298,3 @@ def _gemm_k_kernel(
             _write_tile(
                 OUT, BIAS, total, targets, inside, first_column + part, WRITES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
             )  # fmt: skip
-
-
-def _drain(total: torch.Tensor, out: torch.Tensor, column: int, bias: torch.Tensor | None, *, clears: bool) -> None:
-    """Write float32 columns (plus bias) to columns of `out` from `column` on; optionally leave zeros behind."""
-    num_rows, num_columns = total.shape
-    block = min(1024, triton.next_power_of_2(num_columns))
-    grid = (triton.cdiv(num_rows, 4), triton.cdiv(num_columns, block))
-    _drain_kernel[grid](
-        total,
-        out,
-        out if bias is None else bias,
-        num_rows,
-        num_columns,
-        column,
-        total.stride(0),
-        out.stride(0),
-        HAS_BIAS=bias is not None,
-        CLEARS=clears,
-        BLOCK=block,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _drain_kernel(
-    TOTAL,
-    OUT,
-    BIAS,
-    M,
-    N,
-    first_column,
-    stride_total,
-    stride_out,
-    HAS_BIAS: tl.constexpr,
-    CLEARS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = tl.program_id(0) * 4 + tl.arange(0, 4)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    places = TOTAL + rows.to(tl.int64)[:, None] * stride_total + columns[None, :]
-    values = tl.load(places, mask=inside, other=0.0)
-    if CLEARS:
-        # The compiler may give load and store different threads: without this, one clears what another has yet to read.
-        tl.debug_barrier()
-        tl.store(places, tl.zeros_like(values), mask=inside)
-    if HAS_BIAS:
-        values += tl.load(BIAS + first_column + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    out = OUT + rows.to(tl.int64)[:, None] * stride_out + (first_column + columns)[None, :]
-    tl.store(out, values.to(OUT.dtype.element_ty), mask=inside)

@@ -17,8 +17,9 @@ from wide.kernels.contract import (
     relative_error,
 )
 from wide.kernels.device import triton_obstacle
+from wide.kernels.gemm_k import hopper
 from wide.kernels.gemm_k.reference import gemm_k_reference
-from wide.kernels.gemm_k.tiles import KTile, default_tile
+from wide.kernels.gemm_k.tiles import HopperKTile, KTile, default_tile
 from wide.kernels.reordering import PatternReordering, Reordering
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
@@ -65,7 +66,7 @@ def _impl(
     }
     if backend not in GEMM_K.backends:
         raise UnsupportedBackendError(f"gemm_k has the backends {sorted(GEMM_K.backends)}, got {backend!r}")
-    if backend == "triton":
+    if backend in ("triton", "gluon"):
         options["tile"] = tuple(tile) or None
     return GEMM_K.backends[backend].run(h, weight, order, **options)  # type: ignore[no-any-return]
 
@@ -109,7 +110,7 @@ def gemm_k(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     backend: str,
-    tile: KTile | None = None,
+    tile: KTile | HopperKTile | None = None,
 ) -> torch.Tensor:
     """Return per row the sum over its executing groups of h[m, channels] W[:, channels]^T, plus bias.
 
@@ -126,8 +127,9 @@ def gemm_k(
         mask: bool [M, N_G]; needed by backend 'dense' unless the skipped channels of `h` are zero.
         out_dtype: Of the result; None means that of `h`.
         deterministic: Add super-blocks in order, so that results are reproducible bit by bit.
-        backend: 'torch', 'triton' or 'dense' (multiplies everything).
-        tile: Tile of the Triton kernel; None takes a default for the device.
+        backend: 'torch', 'triton', 'gluon' (sm_90, half precision, G a multiple of 64, super-blocks of up to 8 groups,
+            neither packed nor deterministic) or 'dense' (multiplies everything).
+        tile: Tile of the Triton or Gluon kernel; None takes a default for the device.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -226,6 +228,11 @@ def _run_triton(
     options.pop("mask")
     options["out_dtype"] = options["out_dtype"] or h.dtype
     return _triton.gemm_k(h, weight, order, tile=chosen, **options)
+
+
+def _run_gluon(h: torch.Tensor, weight: torch.Tensor, order: PatternReordering, **options: Any) -> torch.Tensor:
+    _check(h, weight, order, **{name: value for name, value in options.items() if name != "tile"})
+    return hopper.run(h, weight, order, **options)
 
 
 def _run_dense(
@@ -347,6 +354,7 @@ GEMM_K = Operator(
     backends={
         "torch": Backend(run=_run_torch, supports=anywhere),
         "triton": Backend(run=_run_triton, supports=_triton_supports),
+        "gluon": Backend(run=_run_gluon, supports=hopper.supports),
         "dense": Backend(run=_run_dense, supports=_dense_supports),
     },
     cases=_cases(),

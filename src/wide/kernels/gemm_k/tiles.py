@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernel of GEMM-K."""
+"""Tiles of the kernels of GEMM-K."""
 
 from typing import NamedTuple
 
@@ -30,6 +30,29 @@ class KTile(NamedTuple):
     weights_by: int = 0
     slab: int = 0
     run: int = 1
+
+
+class HopperKTile(NamedTuple):
+    """Tile of the warp-specialised kernel of sm_90.
+
+    Args:
+        units: Consumers of a program, 64 rows each.
+        block_n: Output columns of a tile; divides the output width.
+        num_stages: Pipeline stages of 64 reduction elements.
+        slab: Output columns swept at a time, a multiple of block_n; 0 means as many as take 32 MB of float32.
+        writes: How sums reach the output: 1 reduces pairs, 2 quads; with one sort over all groups they are stored.
+    """
+
+    units: int
+    block_n: int
+    num_stages: int
+    slab: int
+    writes: int
+
+
+def default_hopper_tile(width: int) -> HopperKTile:
+    """Return a tile that fits an output of this width; measured tables replace it."""
+    return HopperKTile(2, largest_tile(width, 256), 4, 0, 1)
 
 
 def largest_tile(size: int, limit: int) -> int:

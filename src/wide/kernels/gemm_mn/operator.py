@@ -17,8 +17,9 @@ from wide.kernels.contract import (
     relative_error,
 )
 from wide.kernels.device import interprets_triton, triton_obstacle
+from wide.kernels.gemm_mn import hopper
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
-from wide.kernels.gemm_mn.tiles import MnTile, default_tile
+from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile, default_tile
 from wide.kernels.reordering import Reordering
 
 _WEIGHTS_BY_TMA_STACKED = 2
@@ -62,7 +63,7 @@ def _impl(
     }
     if backend not in GEMM_MN.backends:
         raise UnsupportedBackendError(f"gemm_mn has the backends {sorted(GEMM_MN.backends)}, got {backend!r}")
-    if backend == "triton":
+    if backend in ("triton", "gluon"):
         options["tile"] = tuple(tile) or None
     return GEMM_MN.backends[backend].run(x, weight, order, **options)  # type: ignore[no-any-return]
 
@@ -104,7 +105,7 @@ def gemm_mn(
     packed: bool = False,
     mask: torch.Tensor | None = None,
     backend: str,
-    tile: MnTile | None = None,
+    tile: MnTile | HopperMnTile | None = None,
 ) -> torch.Tensor:
     """Return act(x W^T), or act(x W^T) * (x W_up^T), computed on executing (row, group) pairs only.
 
@@ -120,8 +121,9 @@ def gemm_mn(
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         packed: Return [M * N_G, G] with the rows of group g from `order.offsets[g]` on, instead of [M, N].
         mask: bool [M, N_G]; if given, skipped channels of the [M, N] output are zero.
-        backend: 'torch', 'triton' or 'dense' (computes everything).
-        tile: Tile of the Triton kernel; None takes a default for the device.
+        backend: 'torch', 'triton', 'gluon' (sm_90, half precision, K and G multiples of 64) or 'dense' (computes
+            everything).
+        tile: Tile of the Triton or Gluon kernel; None takes a default for the device.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -213,6 +215,11 @@ def _run_triton(
     if chosen.weights_by == _WEIGHTS_BY_TMA_STACKED and not stacked:
         raise ShapeError("weights_by=2 wants the up weight right behind the gate weight in memory; use weights_by=1")
     return _triton.gemm_mn(x, weight, order, tile=chosen, **options)
+
+
+def _run_gluon(x: torch.Tensor, weight: torch.Tensor, order: Reordering, **options: Any) -> torch.Tensor:
+    _check(x, weight, order, **{name: value for name, value in options.items() if name != "tile"})
+    return hopper.run(x, weight, order, **options)
 
 
 def _stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
@@ -365,6 +372,7 @@ GEMM_MN = Operator(
     backends={
         "torch": Backend(run=_run_torch, supports=anywhere),
         "triton": Backend(run=_run_triton, supports=_triton_supports),
+        "gluon": Backend(run=_run_gluon, supports=hopper.supports),
         "dense": Backend(run=_run_dense, supports=_dense_supports),
     },
     cases=_cases(),

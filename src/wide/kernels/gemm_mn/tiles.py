@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernel of GEMM-MN."""
+"""Tiles of the kernels of GEMM-MN."""
 
 from typing import NamedTuple
 
@@ -26,6 +26,27 @@ class MnTile(NamedTuple):
     num_warps: int
     ctas_per_sm: int = 1
     weights_by: int = 0
+
+
+class HopperMnTile(NamedTuple):
+    """Tile of the warp-specialised kernel of sm_90.
+
+    Args:
+        units: Consumers of a program, 64 rows each.
+        block_n: Weight rows of a tile, gate and up together.
+        num_stages: Pipeline stages of 64 reduction elements.
+        wide_stores: 1 to rearrange finished tiles for 16-byte stores, else 0.
+    """
+
+    units: int
+    block_n: int
+    num_stages: int
+    wide_stores: int
+
+
+def default_hopper_tile(group_size: int, *, gated: bool) -> HopperMnTile:
+    """Return a tile that fits groups of this size; measured tables replace it."""
+    return HopperMnTile(2, largest_tile(2 * group_size if gated else group_size, 256), 4, 1)
 
 
 def largest_tile(size: int, limit: int) -> int:

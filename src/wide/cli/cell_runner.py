@@ -1,0 +1,208 @@
+"""One cell of a comparison: the method, LoRA on top, the evaluation of both, and their records."""
+
+import gc
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.cli.compare_request import CompareRequest
+from wide.cli.grid import DENSE
+from wide.cli.loading import load_base, training_blocks
+from wide.cli.measuring import HeldOut
+from wide.cli.run_folder import ADAPTER, RECORDS
+from wide.data.batches import TokenBlocks
+from wide.evaluation.report import EvaluationReport
+from wide.methods.apply import PROVENANCE, apply
+from wide.methods.catalogue import get
+from wide.methods.method import Target
+from wide.methods.recovery import recover_row
+from wide.models.adapter import load, save
+from wide.models.attach import attachment, detach, is_attached
+from wide.records import Record, RecordFile, read_records
+from wide.report.cells import Cell
+from wide.report.comparison import FINISHED
+from wide.report.selection import Selection
+
+_RECOVERED, _TRAINING = "recovered", "training"
+_SHARES = {
+    "mean": "nominal",
+    "attention": "attention",
+    "ffn": "ffn",
+    "linear_flops_layers": "linear_flops",
+    "parameters_removed": "parameters_removed",
+    "kv_cache_kept": "kv_cache_kept",
+}
+"""Metric below 'sparsity.' -> field of a method's report."""
+
+
+class CellRunner:
+    """Runs cells one after the other on one model, which is loaded once.
+
+    Args:
+        request: The comparison.
+        cells: Folder that holds a folder for each cell.
+        tokenizer: Of the model.
+        config_fingerprint: For the records.
+    """
+
+    def __init__(self, request: CompareRequest, cells: Path, tokenizer: Any, *, config_fingerprint: str) -> None:
+        """Load nothing yet."""
+        self._request = request
+        self._cells = cells
+        self._tokenizer = tokenizer
+        self._fingerprint = config_fingerprint
+        self._model: Any = None
+        self._text: tuple[tuple[int, int], TokenBlocks] | None = None
+        self.documents: list[Any] | None = None
+        self.text_name = ""
+        self.device = ""
+
+    def model(self) -> Any:
+        """Return the base model, nothing attached."""
+        if self._model is None:
+            self._model = load_base(self._request.run)
+        return self._model
+
+    def blocks(self, sequence_length: int, seed: int) -> TokenBlocks:
+        """Return the packed calibration text."""
+        key = sequence_length, seed
+        if self._text is None or self._text[0] != key:
+            request = self._request
+            text = training_blocks(
+                request.run, request.scoring, self._tokenizer, sequence_length=sequence_length, seed=seed
+            )
+            self._text = key, text
+        return self._text[1]
+
+    def stages(self, cell: Cell) -> list[bool]:
+        """Return which stages a cell has: False is calibration, True LoRA."""
+        # The dense model is the same for all seeds, so it is evaluated for the first one only.
+        first = cell.method != DENSE or cell.seed == self._request.grid.seed_values[0]
+        return [False] * first + [True] * (self._request.recover is not None)
+
+    def is_finished(self, cell: Cell, recovered: bool) -> bool:
+        """Return whether a stage of a cell has been measured."""
+        file = self._cells / cell.folder / RECORDS
+        if not file.is_file():
+            return False
+        return Selection(*read_records(file)).text(cell.subject(recovered=recovered), "status") == FINISHED
+
+    def run(self, cell: Cell, recovered: bool) -> str:
+        """Run a stage of a cell, and return in words what came out.
+
+        Raises:
+            WideError: Whatever the method, the training or the evaluation refuses.
+        """
+        folder = self._cells / cell.folder
+        self._bring(cell, folder)
+        subject = cell.subject(recovered=recovered)
+        if recovered:
+            self._recover(cell, folder)
+        facts = attachment(self._model).provenance
+        records = self._records(cell)
+        records.append(self._stage_records(subject, facts, recovered))
+        report = self._evaluate(subject, records)
+        records.append([Record(subject=subject, metric="status", value=FINISHED, unit="text")])
+        return _in_words(report)
+
+    def note_failure(self, cell: Cell, recovered: bool, error: Exception) -> None:
+        """Record why a stage of a cell could not be run."""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        subject = cell.subject(recovered=recovered)
+        self._records(cell).append([Record(subject=subject, metric="status", value=reason, unit="text")])
+
+    def forget_model(self) -> None:
+        """Let the next cell load the model anew, because nobody knows its state after an error."""
+        self._model = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def take_off(self) -> None:
+        """Make the model bare again for the next cell."""
+        if self._model is not None and is_attached(self._model):
+            detach(self._model)
+
+    def remove_weights(self, cell: Cell) -> None:
+        """Delete adapters and checkpoints of a finished cell; its records stay."""
+        for name in (ADAPTER, _RECOVERED, _TRAINING):
+            shutil.rmtree(self._cells / cell.folder / name, ignore_errors=True)
+
+    def _bring(self, cell: Cell, folder: Path) -> None:
+        """Attach what the method decided: as it is, from disk, or by letting it decide now."""
+        model = self.model()
+        if is_attached(model):
+            return
+        if (folder / ADAPTER).is_dir():
+            load(model, folder / ADAPTER)
+            return
+        request = self._request
+        stage = replace(request.stage, seed=cell.seed)
+        blocks = self.blocks(stage.sequence_length, cell.seed)
+        apply(
+            model,
+            get(cell.method),
+            blocks,
+            Target(sparsity=cell.sparsity, match=request.grid.match),
+            request.budget.of_method(request.settings[cell.method], stage, blocks.num_tokens),
+            stage=request.budget.of_training(stage),
+            objective=request.objective,
+            output=folder / _TRAINING,
+            resume=True,
+            seed=cell.seed,
+        )
+        save(model, folder / ADAPTER)
+
+    def _recover(self, cell: Cell, folder: Path) -> None:
+        stage = self._request.recover
+        assert stage is not None
+        blocks = self.blocks(stage.sequence_length, cell.seed)
+        recover_row(self._model, blocks, stage, output=folder / _RECOVERED, resume=True, seed=cell.seed)
+
+    def _evaluate(self, subject: str, records: RecordFile) -> EvaluationReport:
+        held_out = HeldOut(
+            self.documents,
+            self.text_name,
+            self._request.scoring,
+            self._tokenizer,
+            records,
+            tasks=self._request.tasks.names,
+            local_data=self._request.tasks.local_data,
+            limit=self._request.tasks.limit,
+        )
+        return held_out.measure(self._model, subject)
+
+    def _records(self, cell: Cell) -> RecordFile:
+        path = self._cells / cell.folder / RECORDS
+        return RecordFile(path, config_fingerprint=self._fingerprint, device=self.device)
+
+    def _stage_records(self, subject: str, provenance: dict[str, Any], recovered: bool) -> Iterator[Record]:
+        """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
+        report = provenance[PROVENANCE]
+        for metric, name in _SHARES.items():
+            yield Record(subject=subject, metric=f"sparsity.{metric}", value=report[name], unit="share")
+        cost = report
+        if recovered:
+            facts = provenance["recover"]
+            cost = {"tokens_forward": 0, "tokens_backward": facts["tokens"], "seconds": facts["seconds"]}
+        for name, unit in (("tokens_forward", "token"), ("tokens_backward", "token"), ("seconds", "s")):
+            yield Record(subject=subject, metric=f"method.{name}", value=cost[name], unit=unit)
+        if not recovered:
+            yield Record(subject=subject, metric="deviations", value="\n".join(report["deviations"]), unit="text")
+            yield Record(subject=subject, metric="settings", value=json.dumps(report["settings"]), unit="text")
+
+
+def _in_words(report: EvaluationReport) -> str:
+    words = []
+    if report.model.perplexity is not None:
+        words.append(f"perplexity {report.model.perplexity.perplexity:.2f}")
+    if report.model.tasks is not None and report.model.tasks.average is not None:
+        words.append(f"accuracy {report.model.tasks.average:.1%}")
+    if report.sparsity is not None:
+        words.append(f"saves {report.sparsity.linear_flops_layers:.1%} of the layers' linear FLOPs")
+    return ", ".join(words)

@@ -1,0 +1,104 @@
+"""`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from wide.cli.arguments import Arguments, add_run_switches, build, keys_of_files, peek, resolved
+from wide.cli.budget import Budget
+from wide.cli.compare_request import CompareRequest, ScoredTasks
+from wide.cli.console import num_processes
+from wide.cli.grid import DENSE, GridOptions, method_names
+from wide.cli.method_flags import SETTINGS, add_method_flags, settings_of
+from wide.cli.options import EvalOptions, RunOptions
+from wide.cli.prune import RecoverSwitch
+from wide.cli.usage import UsageError
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+
+_SHARED = ("weight", "distillation", "ramp")
+
+
+def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) -> Arguments:
+    """Return the flags of the command.
+
+    Args:
+        methods: The methods whose settings are among them.
+        only_in_files: Further methods that configuration files may have settings of, to serve many comparisons.
+    """
+    flags = Arguments("compare", "Run a grid of methods, sparsities and seeds, and print one table.")
+    flags.add_fields(RunOptions, skip=("report", "tensorboard"))
+    flags.add_fields(GridOptions)
+    flags.add_fields(Budget)
+    add_run_switches(flags)
+    add_method_flags(flags, methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
+    flags.add_fields(StageConfig, prefix="train", skip=("seed",))
+    flags.add_fields(ObjectiveConfig, prefix="objective", only=_SHARED)
+    flags.add_fields(RecoverSwitch, prefix="recover")
+    flags.add_fields(RecoverConfig, prefix="recover", skip=("steps", "seed"))
+    flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
+    flags.add_fields(ScoredTasks, prefix="eval")
+    flags.refuse(
+        ["report", "tensorboard"], "is a flag of wide prune; a comparison always writes its tables and its page"
+    )
+    for group in ("train", "recover"):
+        flags.refuse([f"{group}.seed"], "is not for this command: --seeds are those of every stage")
+    return flags
+
+
+def request(values: dict[str, Any]) -> CompareRequest:
+    """Return the comparison that parsed values describe.
+
+    Raises:
+        UsageError: If there is nothing to compare by, or a value cannot be understood.
+        ConfigError: If a value is out of its range.
+    """
+    if values["recover"]["steps"] < 0:
+        raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves LoRA out")
+    grid = build(GridOptions, values)
+    scoring, tasks = build(EvalOptions, values["eval"]), build(ScoredTasks, values["eval"])
+    if scoring.tokens == 0 and not tasks.names:
+        raise UsageError("nothing to compare by: let --eval.tokens be above 0, or name tasks with --eval.tasks")
+    return CompareRequest(
+        run=build(RunOptions, values),
+        grid=grid,
+        budget=build(Budget, values),
+        settings={name: settings_of(name, values) for name in (DENSE, *grid.method_names)},
+        objective=build(ObjectiveConfig, values["objective"]),
+        stage=build(StageConfig, values["train"]),
+        recover=build(RecoverConfig, values["recover"]) if values["recover"]["steps"] else None,
+        scoring=scoring,
+        tasks=tasks,
+    )
+
+
+def run(given: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If the words cannot be understood, or torchrun started several processes.
+        EvaluationError: If cells failed; all others are measured then, and the tables are written.
+    """
+    folder = peek(given, "table", "")
+    if folder:
+        from wide.cli.comparison_files import draw
+
+        draw(Path(folder))
+        return
+    methods = [name for name in method_names(peek(given, "methods", "")) if name in SETTINGS]
+    # The saved configuration has underscores for dashes.
+    keys = {key.replace("-", "_") for key in keys_of_files(given)}
+    values = arguments(methods, {name for name in SETTINGS if name.replace("-", "_") in keys}).parse(given)
+    asked = request(values)
+    if num_processes() > 1:
+        raise UsageError("a comparison does not run under torchrun; start N processes with --shard 1/N to --shard N/N")
+    if asked.grid.shard is not None and values["overwrite"]:
+        raise UsageError("--overwrite would delete the cells of the other shards; remove the folder instead")
+    # Nothing heavier than the schema is imported until the command line is known to be right.
+    from wide.cli.comparison_run import ComparisonRun
+    from wide.cli.run_folder import RunFolder
+
+    # Processes that share a folder all go on with what they find there.
+    resume = bool(values["resume"]) or asked.grid.shard is not None
+    target = RunFolder(asked.run.output, resolved(values), resume=resume, overwrite=bool(values["overwrite"]))
+    command = ["wide", "compare", *given]
+    ComparisonRun(asked, target, command=command, debug=bool(values["debug"])).run()

@@ -1,0 +1,157 @@
+"""Runs the cells of a comparison, or of one shard of it; what one cell does wrong costs no other."""
+
+import json
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+from wide.cli.cell_runner import CellRunner
+from wide.cli.compare_request import CompareRequest
+from wide.cli.comparison_files import draw
+from wide.cli.console import say
+from wide.cli.loading import held_out_documents, require_lora
+from wide.cli.pipeline import device_name
+from wide.cli.run_folder import CELLS, GRID, RunFolder
+from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
+from wide.errors import EvaluationError, MissingExtraError
+from wide.evaluation.tasks import find_task
+from wide.records import Record, RecordFile, fingerprint
+from wide.report.cells import Cell
+from wide.training.trainer import micro_batch_size
+
+
+class ComparisonRun:
+    """One `wide compare`.
+
+    Args:
+        request: What is asked for.
+        folder: Where everything goes.
+        command: The command line, for the records.
+        debug: Whether a cell that fails ends the run with its error.
+    """
+
+    def __init__(
+        self, request: CompareRequest, folder: RunFolder, *, command: Sequence[str], debug: bool = False
+    ) -> None:
+        """Keep what was asked for; nothing is loaded yet."""
+        self._request = request
+        self._folder = folder
+        self._command = shlex.join(command)
+        self._debug = debug
+
+    def run(self) -> None:
+        """Run the cells that are not finished, and draw the tables.
+
+        Raises:
+            EvaluationError: If cells failed; the others are measured and the tables drawn then.
+        """
+        runner = self._prepare()
+        grid = self._request.grid
+        own = grid.own(grid.cells(recovers=self._request.recover is not None))
+        say(f"cells    {len(own)} of this process\n")
+        finished = [self._run_cell(runner, cell, f"[{n}/{len(own)}] {cell.title}") for n, cell in enumerate(own, 1)]
+        say()
+        draw(self._folder.path)
+        if not all(finished):
+            raise EvaluationError(
+                f"{finished.count(False)} of {len(own)} cells failed, see the table; the same command with --resume "
+                "runs them again"
+            )
+
+    def _prepare(self) -> CellRunner:
+        """Check everything that can be checked, then claim the folder."""
+        request = self._request
+        for stage in (request.stage, *([] if request.recover is None else [request.recover])):
+            micro_batch_size(stage, 1)
+        if request.recover is not None:
+            require_lora()
+        for name in request.tasks.names:
+            find_task(name)
+        if request.tasks.names and find_spec("lm_eval") is None:
+            raise MissingExtraError("--eval.tasks needs lm-evaluation-harness: pip install 'wide[eval]'")
+        say(f"model    {request.run.model}")
+        tokenizer = load_tokenizer(request.run.model)
+        identity = fingerprint(self._folder.config)
+        runner = CellRunner(request, self._folder.path / CELLS, tokenizer, config_fingerprint=identity)
+        blocks = runner.blocks(request.stage.sequence_length, request.grid.seed_values[0])
+        model = runner.model()
+        check_vocabulary(blocks.largest_id, model)
+        warning = length_warning(blocks.sequence_length, model)
+        if warning is not None:
+            say(f"warning  {warning}")
+        say(f"data     {request.run.data}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
+        if request.scoring.tokens != 0:
+            runner.documents, runner.text_name = held_out_documents(
+                request.run.data, request.scoring, text_field=request.run.text_field
+            )
+            say(f"held out {runner.text_name}: {len(runner.documents)} documents")
+        runner.device = device_name(model)
+        self._folder.claim()
+        file = RecordFile(self._folder.path / GRID, config_fingerprint=identity, device=runner.device)
+        if not file.path.is_file():
+            file.append(self._grid_records(runner.text_name))
+        return runner
+
+    def _grid_records(self, text_name: str) -> Iterator[Record]:
+        request, grid, budget = self._request, self._request.grid, self._request.budget
+        facts = {
+            "description": request.run.description,
+            "model": request.run.model,
+            "data": request.run.data,
+            "target": f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}",
+            "held-out text": text_name,
+            "LoRA": _recipe(request),
+            "command": self._command,
+            "grid.methods": json.dumps(grid.method_names),
+            "grid.sparsities": json.dumps(grid.sparsity_values),
+        }
+        for name, value in facts.items():
+            yield Record(subject="run", metric=name, value=value, unit="text")
+        yield Record(subject="run", metric="grid.recovers", value=float(request.recover is not None))
+
+    def _run_cell(self, runner: CellRunner, cell: Cell, title: str) -> bool:
+        """Run what is missing of a cell, and return whether it is complete now."""
+        try:
+            for recovered in runner.stages(cell):
+                name = f"{title} + LoRA" if recovered else title
+                if runner.is_finished(cell, recovered):
+                    say(f"{name}: finished before")
+                elif not self._run_stage(runner, cell, recovered, name):
+                    return False
+        finally:
+            runner.take_off()
+        if not self._request.grid.keep_adapters:
+            runner.remove_weights(cell)
+        return True
+
+    def _run_stage(self, runner: CellRunner, cell: Cell, recovered: bool, name: str) -> bool:
+        began, failed = time.monotonic(), False
+        try:
+            found = runner.run(cell, recovered)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(
+                f"{name} {interrupt or 'stopped'}; finished cells are kept in {self._folder.path}, and the same "
+                "command with --resume goes on from there"
+            ) from interrupt
+        except Exception as error:
+            runner.note_failure(cell, recovered, error)
+            if self._debug:
+                raise
+            found = f"FAILED, {error}"
+            failed = True
+        say(f"{name}: {found}, {time.monotonic() - began:.0f} s")
+        if failed:
+            # Only now the error's frames hold none of its memory any more.
+            runner.forget_model()
+        return not failed
+
+
+def _recipe(request: CompareRequest) -> str:
+    stage = request.recover
+    if stage is None:
+        return ""
+    return (
+        f"{stage.steps} steps of {stage.batch_size} x {stage.sequence_length} tokens, rank {stage.lora_rank}, alpha "
+        f"{stage.lora_alpha:g}, learning rate {stage.learning_rate:g}, the same for all rows"
+    )

@@ -1,0 +1,115 @@
+"""The grid of a comparison: which cells there are, in which order, and which of them are this process's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from wide.cli.method_flags import SETTINGS, check_method
+from wide.cli.usage import UsageError
+from wide.report.cells import Cell
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridOptions:
+    """What is compared.
+
+    Args:
+        methods: Methods separated by commas (wide methods lists them), or 'all'; the dense model is always there.
+        sparsities: Shares to prune, in (0, 1), separated by commas.
+        match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product
+            work of all decoder layers, keys and values included, the output head not.
+        seeds: Seeds separated by commas; with several, the table shows means and standard deviations.
+        shard: 'I/N' runs only every N-th cell beginning with the I-th, so that N processes share a grid and a folder;
+            null runs all. Cells that are finished are left alone.
+        keep_adapters: Whether adapters and checkpoints of finished cells stay; those of some methods are as large as
+            the model.
+        table: Folder of a comparison whose tables are drawn anew; nothing is run, and other flags are not needed.
+    """
+
+    methods: str
+    sparsities: float | str = "0.25,0.5"
+    match: Literal["nominal", "linear_flops"] = "nominal"
+    seeds: int | str = 17
+    shard: str | None = None
+    keep_adapters: bool = True
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no grid."""
+        for name in self.method_names:
+            check_method(name)
+        for sparsity in self.sparsity_values:
+            if not 0.0 < sparsity < 1.0:
+                raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
+        for name, values in (
+            ("methods", self.method_names),
+            ("sparsities", self.sparsity_values),
+            ("seeds", self.seed_values),
+        ):
+            if len(set(values)) < len(values) or not values:
+                raise UsageError(f"{name} must be different values separated by commas, got {getattr(self, name)!r}")
+        _ = self.part
+
+    @property
+    def method_names(self) -> list[str]:
+        """The methods by name, without the dense model."""
+        return method_names(self.methods)
+
+    @property
+    def sparsity_values(self) -> list[float]:
+        """The targets."""
+        return [_number(word, "sparsities") for word in _words(self.sparsities)]
+
+    @property
+    def seed_values(self) -> list[int]:
+        """The seeds."""
+        numbers = [_number(word, "seeds") for word in _words(self.seeds)]
+        if not all(number.is_integer() and number >= 0 for number in numbers):
+            raise UsageError(f"seeds must be whole numbers from 0 separated by commas, got {self.seeds!r}")
+        return [int(number) for number in numbers]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which share of the cells is run, (I, N), from (1, 1)."""
+        if self.shard is None:
+            return 1, 1
+        index, _, count = self.shard.partition("/")
+        if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+            raise UsageError(f"shard must be I/N with 1 <= I <= N, such as 1/4, got {self.shard!r}")
+        return int(index), int(count)
+
+    def cells(self, *, recovers: bool) -> list[Cell]:
+        """Return all cells of the grid: the dense model first, then sparsity by sparsity.
+
+        Args:
+            recovers: Whether there are rows with LoRA; the dense model then has a cell for every seed.
+        """
+        seeds = self.seed_values
+        cells = [Cell(DENSE, 0.0, seed) for seed in (seeds if recovers else seeds[:1])]
+        for sparsity in self.sparsity_values:
+            cells += [Cell(name, sparsity, seed) for name in self.method_names for seed in seeds]
+        return cells
+
+    def own(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return the cells that this process runs."""
+        index, count = self.part
+        return list(cells[index - 1 :: count])
+
+
+def method_names(text: str) -> list[str]:
+    """Return the methods that a list on the command line names, without the dense model, which is always there."""
+    words = list(SETTINGS) if text == "all" else _words(text)
+    return [word for word in words if word != DENSE]
+
+
+def _words(text: float | str) -> list[str]:
+    return [word.strip() for word in str(text).split(",") if word.strip()]
+
+
+def _number(word: str, name: str) -> float:
+    try:
+        return float(word)
+    except ValueError as error:
+        raise UsageError(f"{name} must be numbers separated by commas, got {word!r}") from error

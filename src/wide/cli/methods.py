@@ -1,0 +1,32 @@
+"""`wide methods`: the methods of the benchmark, what they remove, and where they come from."""
+
+from collections.abc import Sequence
+
+from wide.cli.console import say
+from wide.cli.usage import UsageError
+
+_USAGE = """usage: wide methods          names, what is removed, summary, source
+
+Run one with: wide prune --method NAME, several with: wide compare --methods NAME,NAME
+wide prune --method NAME --help lists its settings."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If the words cannot be understood.
+    """
+    words = [word for word in arguments if word != "--debug"]
+    if words in (["-h"], ["--help"]):
+        print(_USAGE)
+        return
+    if words not in ([], ["list"]):
+        raise UsageError(f"cannot understand: wide methods {' '.join(words)}\n{_USAGE}")
+    from wide.methods.catalogue import get, names
+
+    methods = [get(name) for name in names()]
+    widths = [max(len(text) for text in texts) for texts in zip(*((m.name, m.kind) for m in methods), strict=True)]
+    for method in methods:
+        say(f"{method.name:<{widths[0]}}  {method.kind:<{widths[1]}}  {method.summary}")
+        say(f"{'':<{sum(widths) + 4}}{method.source}")

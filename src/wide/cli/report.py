@@ -1,0 +1,86 @@
+"""`wide report`: draw reports again from the records of runs, comparisons and benches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wide.cli.console import say
+from wide.cli.usage import UsageError
+from wide.errors import DataError
+
+_USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR]
+
+Draws the report of each folder into it, from its records alone: the --output of wide prune, wide recover or wide
+compare, or the --out of wide bench or wide profile. A run that was profiled (wide profile --model M --adapter RUN --out
+RUN/profile) shows its quality against its measured speed.
+
+  --output DIR   draw one page of all folders into DIR, too (not of comparisons, which are pages of their own)"""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If no folder is named, or the words cannot be understood.
+        DataError: If a folder holds no records.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    words = [word for word in arguments if word != "--debug"]
+    if "-h" in words or "--help" in words:
+        print(_USAGE)
+        return
+    folders, output = _parse(words)
+    missing = [folder for folder in folders if not folder.is_dir()]
+    if missing:
+        raise DataError(f"there is no folder {missing[0]}; name the output of a run, a comparison or a bench")
+    from wide.report.drawing import require_matplotlib
+
+    require_matplotlib()
+    for folder in folders:
+        _draw(folder)
+    if output is not None:
+        from wide.report.evidence_page import write_evidence
+
+        say(f"drawn    {write_evidence(folders, output)}")
+
+
+def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
+    folders: list[Path] = []
+    output: Path | None = None
+    remaining = iter(words)
+    for word in remaining:
+        flag, equals, value = word.partition("=")
+        if flag == "--output":
+            output = Path(value if equals else next(remaining, ""))
+            if not output.parts:
+                raise UsageError(f"--output needs a folder\n{_USAGE}")
+        elif word.startswith("-"):
+            raise UsageError(f"wide report has no flag {flag}\n{_USAGE}")
+        else:
+            folders.append(Path(word))
+    if not folders:
+        raise UsageError(f"name at least one folder\n{_USAGE}")
+    return folders, output
+
+
+def _draw(folder: Path) -> None:
+    from wide.cli.run_folder import GRID
+
+    if (folder / GRID).is_file():
+        _draw_comparison(folder)
+        return
+    from wide.report.evidence_page import write_folder
+
+    for path in write_folder(folder):
+        say(f"drawn    {path}")
+
+
+def _draw_comparison(folder: Path) -> None:
+    from wide.cli.comparison_files import collect
+    from wide.report.comparison_figures import COMPARISON_FIGURES
+    from wide.report.comparison_page import read_comparison, write_comparison
+    from wide.report.page import figure_sections
+
+    comparison = read_comparison(collect(folder))
+    more = "".join(figure_sections(COMPARISON_FIGURES, comparison, folder))
+    for path in write_comparison(comparison, folder, more=more):
+        say(f"drawn    {path}")

@@ -1,0 +1,409 @@
+"""GEMM-MN for Hopper: one warp group gathers rows, the others multiply 64 of them each.
+
+A persistent program walks the row tiles that are listed on the device. The producer fills a ring of stages: rows of `x`
+by 16-byte asynchronous copies, weights by tensor-memory access. Each consumer owns 64 rows of the tile and its own
+accumulator, so a consumer that is still writing does not hold up the others, and rows beyond the count cost nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from wide.kernels.device import device_facts
+from wide.kernels.reorder.reference import BAND
+from wide.kernels.reordering import Reordering
+
+# Rows of one consumer: what one warp group's product instruction takes.
+UNIT_ROWS = 64
+# Reduction elements of a stage: one 128-byte line of bfloat16 per row.
+BLOCK_K = 64
+
+
+class Shape(NamedTuple):
+    """What is compiled in.
+
+    Args:
+        block_n: Weight rows of a tile; gate and up together if gated.
+        instruction_n: Columns of one product instruction.
+        units: Consumers, 64 rows each.
+        stages: Stages of the ring.
+        consumer_registers: Of a thread of each consumer but the first, which takes what is left.
+        producer_registers: Of a thread of the producer.
+        wide_stores: Rearrange finished tiles for 16-byte stores.
+    """
+
+    block_n: int
+    instruction_n: int
+    units: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    wide_stores: int
+
+
+def shape_for(units: int, block_n: int, stages: int, wide_stores: int) -> Shape:
+    """Return the register split that compiles without spills for 2 or 3 consumers."""
+    if units == 3:
+        # 512 threads start with 128 registers each, too few for the accumulator of a 256-column instruction.
+        return Shape(block_n, min(block_n, 128), 3, stages, 160, 32, wide_stores)
+    return Shape(block_n, block_n, units, stages, 216, 72, wide_stores)
+
+
+def gemm_mn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Reordering,
+    *,
+    up_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    packed: bool,
+    mask: torch.Tensor | None,
+    tile: tuple[int, ...],
+) -> torch.Tensor:
+    """Run `gemm_mn_reference`; `tile` is (units, block_n, stages, wide_stores)."""
+    num_rows, num_groups = x.shape[0], order.counts.numel()
+    size = weight.shape[0] // num_groups
+    shape = shape_for(*tile)
+    gated = up_weight is not None
+    columns = shape.block_n // 2 if gated else shape.block_n
+    out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, weight.shape[0]))
+    if mask is not None:
+        clear_skipped(out, mask)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    weights = [
+        TensorDescriptor.from_tensor(w, [columns, BLOCK_K], layout)
+        for w in (weight, weight if up_weight is None else up_weight)
+    ]
+    tiles, num_tiles = _tiles(order, shape.units * UNIT_ROWS)
+    parts = size // columns
+    _gemm_mn_kernel[(min(tiles.shape[0] * parts, device_facts(x.device).num_sms),)](
+        x,
+        *weights,
+        out,
+        weight if bias is None else bias,
+        weight if up_bias is None else up_bias,
+        order.index,
+        order.counts,
+        order.offsets,
+        tiles,
+        num_tiles,
+        *x.shape,
+        x.stride(0),
+        out.stride(0),
+        G=size,
+        PARTS=parts,
+        BLOCK_N=shape.block_n,
+        INSTRUCTION_N=shape.instruction_n,
+        UNITS=shape.units,
+        STAGES=shape.stages,
+        GATED=gated,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        HAS_UP_BIAS=up_bias is not None,
+        PACKED=packed,
+        WIDE=shape.wide_stores,
+        CONSUMER_REGISTERS=shape.consumer_registers,
+        PRODUCER_REGISTERS=shape.producer_registers,
+        num_warps=4,
+    )
+    return out
+
+
+def _tiles(order: Reordering, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (group, row tile) of tiles of `block_m` rows and their number, in the order of `Reordering.tiles`."""
+    if block_m == order.block_m:
+        return order.tiles, order.num_tiles
+    num_groups, num_rows = order.index.shape
+    row_tiles = triton.cdiv(num_rows, block_m)
+    tiles = order.tiles.new_empty(num_groups * row_tiles, 2)
+    num_tiles = order.tiles.new_empty(1)
+    _tiles_kernel[(triton.cdiv(row_tiles, BAND),)](
+        order.counts,
+        tiles,
+        num_tiles,
+        num_groups,
+        BLOCK_M=block_m,
+        BAND=BAND,
+        ALL_GROUPS=triton.next_power_of_2(num_groups),
+        num_warps=4,
+    )
+    return tiles, num_tiles
+
+
+@triton.jit
+def _tiles_kernel(COUNTS, TILES, NUM_TILES, N_G, BLOCK_M: tl.constexpr, BAND: tl.constexpr, ALL_GROUPS: tl.constexpr):
+    band = tl.program_id(0)
+    groups = tl.arange(0, ALL_GROUPS)
+    count = tl.load(COUNTS + groups, mask=groups < N_G, other=0)
+    row_tiles = (count + BLOCK_M - 1) // BLOCK_M
+    in_band = tl.minimum(tl.maximum(row_tiles - band * BAND, 0), BAND)
+    first = tl.sum(tl.minimum(row_tiles, band * BAND), 0) + tl.cumsum(in_band, 0) - in_band
+    for step in tl.static_range(BAND):
+        tl.store(TILES + 2 * (first + step), groups, mask=step < in_band)
+        tl.store(TILES + 2 * (first + step) + 1, tl.zeros_like(groups) + band * BAND + step, mask=step < in_band)
+    if band == 0:
+        tl.store(NUM_TILES, tl.sum(row_tiles, 0))
+
+
+def clear_skipped(out: torch.Tensor, mask: torch.Tensor) -> None:
+    """Write zeros to the skipped channels of `out` [M, N] under `mask` [M, N_G]."""
+    num_rows, num_groups = mask.shape
+    size = out.shape[1] // num_groups
+    raw = mask.view(torch.uint8)
+    _clear_kernel[(num_rows, triton.cdiv(out.shape[1], 2048))](
+        out, raw, out.shape[1], out.stride(0), *raw.stride(), G=size, BLOCK=2048, num_warps=4
+    )
+
+
+@triton.jit
+def _clear_kernel(OUT, MASK, N, stride_out, stride_m, stride_g, G: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < N
+    executes = tl.load(MASK + row * stride_m + (channels // G) * stride_g, mask=inside, other=1)
+    zeros = tl.zeros((BLOCK,), OUT.dtype.element_ty)
+    tl.store(OUT + row * stride_out + channels, zeros, mask=inside & (executes == 0))
+
+
+@gluon.jit
+def _activate(values, ACTIVATION: gl.constexpr):
+    if ACTIVATION == "silu":
+        values = values / (1.0 + gl.exp(-values))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (values + 0.044715 * values * values * values)
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        values = values / (1.0 + gl.exp(-inner))
+    elif ACTIVATION == "relu2":
+        values = gl.maximum(values, 0.0)
+        values = values * values
+    return values
+
+
+@gluon.jit
+def _rows_of(LISTED, X, places, count, stride_x, ks):
+    # Rows beyond the count read row 0 and are never stored. Offsets in 32 bits: the producer has few registers.
+    rows = gl.load(LISTED + places, mask=places < count, other=0)
+    return gl.expand_dims(rows * stride_x, 1) + gl.expand_dims(ks, 0)
+
+
+@gluon.jit
+def _produce(
+    X, W, W_UP, INDEX, COUNTS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_x,
+    G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    # Eight lanes copy the 128 bytes of a row.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BLOCK_K: gl.constexpr = a_ring.shape[2]
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    ks = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    num_tiles = gl.load(NUM_TILES) * PARTS
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group = gl.load(TILES + 2 * (tile // PARTS))
+        places = gl.load(TILES + 2 * (tile // PARTS) + 1) * (64 * UNITS) + lanes
+        count = gl.load(COUNTS + group)
+        column = group * G + (tile % PARTS) * COLUMNS
+        listed = INDEX + group * M
+        x0 = _rows_of(listed, X, places, count, stride_x, ks)
+        x1 = _rows_of(listed, X, places + 64, count, stride_x, ks)
+        if UNITS == 3:
+            x2 = _rows_of(listed, X, places + 128, count, stride_x, ks)
+        source = X
+        for k in range(0, K, BLOCK_K):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_K * 2)
+            b = b_ring.index(stage)
+            if GATED:
+                tma.async_copy_global_to_shared(W, [column, k], full.index(stage), b.slice(0, COLUMNS, 0))
+                tma.async_copy_global_to_shared(W_UP, [column, k], full.index(stage), b.slice(COLUMNS, COLUMNS, 0))
+            else:
+                tma.async_copy_global_to_shared(W, [column, k], full.index(stage), b)
+            async_copy.async_copy_global_to_shared(a_ring.index(stage * UNITS), source + x0)
+            async_copy.async_copy_global_to_shared(a_ring.index(stage * UNITS + 1), source + x1)
+            if UNITS == 3:
+                async_copy.async_copy_global_to_shared(a_ring.index(stage * UNITS + 2), source + x2)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            source += BLOCK_K
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    # Computed afresh in every step: the compiler takes a variable that equals `stage` when a loop starts, and is set to
+    # it inside, for one that never changes.
+    before = stage - 1
+    if stage == 0:
+        before = STAGES - 1
+    return before
+
+
+@gluon.jit
+def _consume(
+    OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_out,
+    UNIT: gl.constexpr, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, INSTRUCTION_N: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, INSTRUCTION_N, 16]
+    )
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    BLOCK_K: gl.constexpr = a_ring.shape[2]
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_tiles = gl.load(NUM_TILES) * PARTS
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group = gl.load(TILES + 2 * (tile // PARTS))
+        first = gl.load(TILES + 2 * (tile // PARTS) + 1) * (64 * UNITS) + UNIT * 64
+        count = gl.load(COUNTS + group)
+        if first < count:
+            total = gl.zeros((64, BLOCK_N), gl.float32, layout=mma)
+            for k in range(0, K, BLOCK_K):
+                mbarrier.wait(full.index(stage), phase)
+                # Rows arrive through the generic proxy, the product reads through the asynchronous one.
+                fence_async_shared()
+                b = b_ring.index(stage).permute([1, 0])
+                total = warpgroup_mma(a_ring.index(stage * UNITS + UNIT), b, total, use_acc=k > 0, is_async=True)
+                total = warpgroup_mma_wait(1, (total,))
+                # The step before is done: its stage may be filled again.
+                mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+            total = warpgroup_mma_wait(0, (total,))
+            mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
+            part = (tile % PARTS) * COLUMNS
+            if GATED:
+                # Gate column c and up column c lie in the same thread.
+                values, up = total.reshape([64, 2, COLUMNS]).permute([0, 2, 1]).split()
+            else:
+                values = total
+            own: gl.constexpr = gl.SliceLayout(0, values.type.layout)
+            if HAS_BIAS:
+                bias = gl.load(BIAS + group * G + part + gl.arange(0, COLUMNS, layout=own))
+                values += gl.expand_dims(bias.to(gl.float32), 0)
+            values = _activate(values, ACTIVATION)
+            if GATED:
+                if HAS_UP_BIAS:
+                    bias = gl.load(UP_BIAS + group * G + part + gl.arange(0, COLUMNS, layout=own))
+                    up += gl.expand_dims(bias.to(gl.float32), 0)
+                values = values * up
+            finished = values.to(OUT.dtype.element_ty)
+            if WIDE:
+                finished = gl.convert_layout(finished, blocked)
+            stored: gl.constexpr = finished.type.layout
+            places = first + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
+            channels = part + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, stored))
+            if PACKED:
+                rows = gl.load(OFFSETS + group) + places
+            else:
+                rows = gl.load(INDEX + group * M + places, mask=places < count, other=0)
+                channels += group * G
+            targets = rows.to(gl.int64) * stride_out
+            out = OUT + gl.expand_dims(targets, 1) + gl.expand_dims(channels, 0)
+            gl.store(out, finished, mask=gl.expand_dims(places < count, 1))
+        else:
+            for _ in range(0, K, BLOCK_K):
+                mbarrier.wait(full.index(stage), phase)
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+
+
+# One compilation serves all numbers of rows; strides keep what their divisibility tells.
+@gluon.jit(do_not_specialize=["M", "K"])
+def _gemm_mn_kernel(
+    X, W, W_UP, OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, M, K, stride_x, stride_out,
+    G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, INSTRUCTION_N: gl.constexpr, UNITS: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_K: gl.constexpr = W.block_shape[1]
+    a_ring = gl.allocate_shared_memory(W.dtype, [STAGES * UNITS, 64, BLOCK_K], W.layout)
+    b_ring = gl.allocate_shared_memory(W.dtype, [STAGES, BLOCK_N, BLOCK_K], W.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Every producer thread arrives when its copies have landed, and once more with the bytes of the weights.
+        mbarrier.init(full.index(stage), count=128 + 1)
+        mbarrier.init(empty.index(stage), count=UNITS)
+    if UNITS == 3:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                     stride_out, 0, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
+                     HAS_UP_BIAS, PACKED, WIDE),
+                ),
+                (
+                    _consume,
+                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                     stride_out, 1, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
+                     HAS_UP_BIAS, PACKED, WIDE),
+                ),
+                (
+                    _consume,
+                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                     stride_out, 2, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
+                     HAS_UP_BIAS, PACKED, WIDE),
+                ),
+                (
+                    _produce,
+                    (X, W, W_UP, INDEX, COUNTS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_x,
+                     G, PARTS, BLOCK_N, UNITS, STAGES, GATED),
+                ),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                     stride_out, 0, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
+                     HAS_UP_BIAS, PACKED, WIDE),
+                ),
+                (
+                    _consume,
+                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                     stride_out, 1, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
+                     HAS_UP_BIAS, PACKED, WIDE),
+                ),
+                (
+                    _produce,
+                    (X, W, W_UP, INDEX, COUNTS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_x,
+                     G, PARTS, BLOCK_N, UNITS, STAGES, GATED),
+                ),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,230 @@
+"""Run one row of the benchmark on a live model, whatever its method: decide or train, attach, measure, record."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wide.config import ObjectiveConfig, StageConfig
+from wide.data.batches import TokenBlocks
+from wide.errors import NotAttachedError
+from wide.evaluation.inference import SkipMeter, judging, model_device
+from wide.methods.method import Effort, Kind, Match, Method, Target
+from wide.models.accounting import Sparsity, static_sparsity
+from wide.models.attach import attach, attachment, detach, is_attached
+from wide.training.modes import own_randomness
+
+PROVENANCE = "method"
+"""Key of the report in an attachment's provenance."""
+# Where a number is a choice of the machine or of chance, not of the method.
+_FREE = frozenset(
+    {"seed", "micro_batch_size", "search_batch_size", "gradient_checkpointing", "checkpoint_every", "copies_folder"}
+)
+_MEASURED_TOKENS, _TOKENS_PER_FORWARD = 16_384, 4_096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MethodReport:
+    """What a row is, and what it cost: the columns of the table beside quality. Shares lie in [0, 1].
+
+    Args:
+        method: Name of the row.
+        kind: What it removes.
+        target: Wanted sparsity.
+        match: What the target counts.
+        nominal: Unweighted mean of `attention` and `ffn`.
+        attention: Mean over layers of the share of attention that is left out, in units of the method: layers, heads,
+            groups of heads, dimensions of the residual stream, or weights; skip rates are measured on calibration text.
+        ffn: The same of the FFN.
+        linear_flops: Share of the matrix-product work of all decoder layers that is saved, K and V included.
+        parameters_removed: Share of the decoder layers' parameters that are superfluous for every token; zeros count.
+        kv_cache_kept: Share of the key-value cache that remains.
+        tokens_forward: Calibration tokens through a forward only.
+        tokens_backward: Calibration tokens through a forward with backward.
+        seconds: Wall clock of deciding or training, measurements left out.
+        seed: Of the row.
+        settings: The method's options.
+        deviations: Where the row differs from the method's original, a sentence each.
+        notes: JSON-ready facts of the method: scores, the order of removal, levels chosen.
+    """
+
+    method: str
+    kind: Kind
+    target: float
+    match: Match
+    nominal: float
+    attention: float
+    ffn: float
+    linear_flops: float
+    parameters_removed: float
+    kv_cache_kept: float
+    tokens_forward: int
+    tokens_backward: int
+    seconds: float
+    seed: int
+    settings: Mapping[str, Any]
+    deviations: tuple[str, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self) | {"deviations": list(self.deviations)}
+
+
+def apply(
+    model: nn.Module,
+    method: Method,
+    blocks: TokenBlocks,
+    target: Target,
+    settings: Any = None,
+    *,
+    stage: StageConfig | None = None,
+    objective: ObjectiveConfig | None = None,
+    output: Path | None = None,
+    resume: bool = False,
+    seed: int,
+) -> MethodReport:
+    """Let a method decide or train, and leave the model attached accordingly.
+
+    Saving, LoRA (`wide.methods.recovery`) and evaluation then work as for any attached model. If the method fails, the
+    model is left as it was found.
+
+    Args:
+        model: A causal LM, nothing attached.
+        method: A row of `wide.methods.catalogue`.
+        blocks: Calibration text.
+        target: How much to prune.
+        settings: Of the method; None means the original's.
+        stage: Steps, sizes and rates for methods that train routers; None means the paper's.
+        objective: Loss of methods that train routers; the target comes from `target`.
+        output: Folder for checkpoints of methods that train routers.
+        resume: Continue from the newest checkpoint in `output`.
+        seed: Of everything random; the one in `settings` or `stage` does not count.
+
+    Raises:
+        NotAttachedError: If the model carries a plan already.
+        WideError: Whatever the method refuses.
+    """
+    if is_attached(model):
+        raise NotAttachedError(
+            f"this model carries a plan already; call wide.detach(model) before method {method.name}"
+        )
+    settings = _with_seed(method.default_settings() if settings is None else settings, seed)
+    stage = dataclasses.replace(stage or StageConfig(), seed=seed)
+    try:
+        began = _now(model)
+        with own_randomness(model_device(model)):
+            torch.manual_seed(seed)
+            effort, deviations, notes = _decide_or_train(
+                model, method, blocks, target, settings, stage, objective, output, resume
+            )
+        seconds = _now(model) - began
+        sparsity = _measure(model, blocks)
+        report = MethodReport(
+            method=method.name,
+            kind=method.kind,
+            target=target.sparsity,
+            match=target.match,
+            nominal=sparsity.mean,
+            attention=sparsity.attention,
+            ffn=sparsity.ffn,
+            linear_flops=sparsity.linear_flops_layers,
+            parameters_removed=sparsity.parameters_removed,
+            kv_cache_kept=sparsity.kv_cache_kept,
+            tokens_forward=effort.tokens_forward,
+            tokens_backward=effort.tokens_backward,
+            seconds=seconds,
+            seed=seed,
+            settings=asdict(settings),
+            deviations=(*deviations, *_changes(method, settings, stage)),
+            notes=notes,
+        )
+    except BaseException:
+        if is_attached(model):
+            detach(model)
+        raise
+    attachment(model).provenance[PROVENANCE] = report.to_json()
+    return report
+
+
+def _decide_or_train(
+    model: nn.Module,
+    method: Method,
+    blocks: TokenBlocks,
+    target: Target,
+    settings: Any,
+    stage: StageConfig,
+    objective: ObjectiveConfig | None,
+    output: Path | None,
+    resume: bool,
+) -> tuple[Effort, tuple[str, ...], Mapping[str, Any]]:
+    """Attach what the method found, and return its effort, deviations and notes."""
+    if method.decide is not None:
+        decision = method.decide(model, blocks, target, settings)
+        attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
+        return decision.effort, decision.deviations, decision.notes
+    assert method.train is not None
+    effort, deviations = method.train(
+        model,
+        blocks,
+        target,
+        settings,
+        stage=stage,
+        objective=objective or ObjectiveConfig(),
+        output=output,
+        resume=resume,
+    )
+    return effort, deviations, {}
+
+
+def _with_seed(settings: Any, seed: int) -> Any:
+    has_seed = any(entry.name == "seed" for entry in dataclasses.fields(settings))
+    return dataclasses.replace(settings, seed=seed) if has_seed else settings
+
+
+def _now(model: nn.Module) -> float:
+    """Return the time in seconds, once the device has done what it was given."""
+    device = model_device(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
+    """Return what the attached model leaves out, on some calibration text where that depends on tokens."""
+    if not attachment(model).plan.is_routed:
+        return static_sparsity(model)
+    meter = SkipMeter(model)
+    # The decoder alone: nobody reads the logits.
+    decoder = getattr(model, "base_model", model)
+    batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
+    with judging(model), meter.watching():
+        for batch in blocks.in_order(batch_size, max_blocks=max(1, _MEASURED_TOKENS // blocks.sequence_length)):
+            moved = batch.to(model_device(model))
+            decoder(input_ids=moved.input_ids, use_cache=False)
+            meter.add(moved.valid)
+    sparsity = meter.result()
+    assert sparsity is not None
+    return sparsity
+
+
+def _changes(method: Method, settings: Any, stage: StageConfig) -> tuple[str, ...]:
+    """Return a sentence on the settings that are not the original's, if any."""
+    pairs = [(settings, method.default_settings())]
+    if method.train is not None:
+        pairs.append((stage, StageConfig()))
+    words = [
+        f"{entry.name} {value} (original: {usual})"
+        for ours, originals in pairs
+        for entry in dataclasses.fields(ours)
+        if (value := getattr(ours, entry.name)) != (usual := getattr(originals, entry.name))
+        and entry.name not in _FREE
+        # Windows are read in micro-batches, which are no part of the method.
+        and not (entry.name == "batch_size" and hasattr(ours, "num_windows"))
+    ]
+    return (f"settings: {', '.join(words)}",) if words else ()

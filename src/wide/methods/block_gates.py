@@ -1,0 +1,210 @@
+"""Leaves half-layers of a live model out, any set of them, and scores many such sets at once.
+
+Half-layers are numbered in execution order: 2i is the attention and 2i + 1 the FFN of layer i. A kept-set says for each
+whether it runs. One that does not is not computed: its module answers with zeros, as under a plan's `Skipped`, and
+norms and residual connections stay the family's own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from wide.data.progress import progress
+from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
+from wide.evaluation.inference import judging, model_device
+from wide.methods.calibration import num_predicted, summed_nll
+from wide.methods.method import Effort
+from wide.models.attach import is_attached
+from wide.models.block_spec import BlockSpec
+from wide.models.discovery import discover
+from wide.plan import Dense, LayerPlan, Plan, Skipped
+
+KeptSets = npt.NDArray[np.bool_]
+"""`[K, 2L]`, or `[2L]` for one: True where the half-layer runs."""
+
+
+def whole_layers(keep: KeptSets) -> KeptSets:
+    """Return the kept half-layers `[..., 2L]` of kept layers `[..., L]`."""
+    return np.repeat(keep, 2, axis=-1)
+
+
+def skipping_plan(keep: KeptSets) -> Plan:
+    """Return the plan of a kept-set `[2L]`."""
+    halves = [Dense() if kept else Skipped() for kept in keep]
+    return Plan(tuple(LayerPlan(attention=a, ffn=f) for a, f in zip(halves[::2], halves[1::2], strict=True)))
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """Outputs of the layers on one micro-batch under the latest kept-set, so that the next may start behind them.
+
+    Args:
+        outputs: What each layer returned, kept as it came: a family may return a tuple.
+        keep: The kept-set that gave them; None before the first forward.
+        start: First layer that runs in the forward under way.
+    """
+
+    outputs: list[Any]
+    keep: KeptSets | None = None
+    start: int = 0
+
+    def move_to(self, keep: KeptSets) -> None:
+        """Keep the outputs of all layers before the first one that runs otherwise under `keep`."""
+        self.start = 0
+        if self.keep is not None:
+            differs = np.flatnonzero(self.keep != keep)
+            self.start = int(differs[0]) // 2 if len(differs) else len(self.outputs)
+        self.keep = keep
+
+
+class BlockGates:
+    """Scores a model without some of its half-layers; between calls the model is as it was.
+
+    Args:
+        model: A causal LM without routers.
+
+    Attributes:
+        specs: Parts of its decoder layers.
+
+    Raises:
+        NotAttachedError: If the model has routers or a plan already.
+        UnsupportedModelError: If its structure is unknown, or the FFN of a layer is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the half-layers."""
+        if is_attached(model):
+            raise NotAttachedError("this model has routers or a plan already; call wide.detach(model) first")
+        self.model = model
+        self.specs: tuple[BlockSpec, ...] = discover(model)
+        for spec in self.specs:
+            if spec.ffn is None:
+                raise UnsupportedModelError(f"its FFN cannot be left out: {spec.ffn_reason}")
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, L."""
+        return len(self.specs)
+
+    @property
+    def num_halves(self) -> int:
+        """Half-layers, 2L."""
+        return 2 * len(self.specs)
+
+    @contextmanager
+    def keeping(self, keep: KeptSets) -> Iterator[None]:
+        """Run the model without the half-layers that are False in `keep` `[2L]` inside the block.
+
+        An attention that is left out writes no keys and values, so run forwards with `use_cache=False`; to generate,
+        attach `skipping_plan(keep)` instead.
+
+        Raises:
+            ShapeError: If the kept-set is not of this model.
+        """
+        self._check(keep)
+        with ExitStack() as stack:
+            for half in np.flatnonzero(~keep):
+                spec = self.specs[half // 2]
+                if half % 2 == 0:
+                    stack.enter_context(_standing_in(spec.attention.module, _no_attention))
+                elif spec.ffn is not None:
+                    stack.enter_context(_standing_in(spec.ffn.module, _no_ffn))
+            yield
+
+    def mean_nll(
+        self, keeps: KeptSets, ids: Tensor, *, batch_size: int, effort: Effort, title: str | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Return the mean negative log-likelihood per predicted token under each kept-set, in nats, float64 `[K]`.
+
+        It equals a plain forward for each; work that neighbouring sets share is done once: sets are visited in the
+        order of their prefixes, and a forward starts at the first layer that differs from the set before.
+
+        Args:
+            keeps: Kept-sets, `[K, 2L]`; equal ones are scored once.
+            ids: Windows, int64 `[N, T]`.
+            batch_size: Windows in a micro-batch; the outputs of all layers on one micro-batch are held in memory.
+            effort: The tokens of each different set are added here, shared work included.
+            title: Of a progress bar; None shows none.
+
+        Raises:
+            ShapeError: If the kept-sets are not of this model.
+        """
+        self._check(keeps)
+        different, place = np.unique(keeps, axis=0, return_inverse=True)
+        batches = ids.split(batch_size)
+        device = model_device(self.model)
+        sums = torch.zeros(len(different), dtype=torch.float64, device=device)
+        work: Iterator[tuple[Tensor, int]] = ((batch, index) for batch in batches for index in range(len(different)))
+        if title is not None:
+            work = progress(work, title=title, total=len(batches) * len(different), unit="forward")
+        with judging(self.model):
+            for batch, index in work:
+                if index == 0:
+                    prefix = _Prefix(outputs=[None] * self.num_layers)
+                    moved = batch.to(device)
+                prefix.move_to(different[index])
+                with self._resuming(prefix), self.keeping(different[index]):
+                    logits = self.model(input_ids=moved, use_cache=False).logits
+                sums[index] += summed_nll(logits, moved).to(device)
+        effort.tokens_forward += len(different) * ids.numel()
+        means: npt.NDArray[np.float64] = sums.cpu().numpy() / num_predicted(ids)
+        return means[place.reshape(-1)]
+
+    @contextmanager
+    def _resuming(self, prefix: _Prefix) -> Iterator[None]:
+        """Let every layer before the start return the output of the last of them; note the others' outputs."""
+        with ExitStack() as stack:
+            for spec in self.specs[: prefix.start]:
+                stack.enter_context(
+                    _standing_in(spec.layer, lambda *_args, **_kwargs: prefix.outputs[prefix.start - 1])
+                )
+            for spec in self.specs[prefix.start :]:
+                stack.callback(spec.layer.register_forward_hook(_noting(prefix, spec.index)).remove)
+            yield
+
+    def _check(self, keep: KeptSets) -> None:
+        if keep.dtype != np.bool_ or keep.shape[-1] != self.num_halves:
+            raise ShapeError(
+                f"a kept-set has one bool per half-layer, {self.num_halves} for this model of {self.num_layers} "
+                f"layers; got {keep.dtype} {keep.shape}"
+            )
+
+
+def _noting(prefix: _Prefix, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        prefix.outputs[index] = output
+
+    return note
+
+
+@contextmanager
+def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `forward` answer for a module; unlike a hook on its output it spares the module's work."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return torch.zeros_like(args[0] if args else kwargs["hidden_states"]), None
+
+
+def _no_ffn(hidden: Tensor) -> Tensor:
+    return torch.zeros_like(hidden)
+
+
+def undefined_as_worst(nlls: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return losses with +inf for NaN: a set whose forward broke down is the worst one."""
+    return np.where(np.isnan(nlls), np.inf, nlls)

@@ -1,0 +1,120 @@
+"""Calibration text of all methods: windows of the one corpus, and the loss of a model on them."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wide.data.batches import TokenBlocks
+from wide.errors import ConfigError, EvaluationError
+from wide.evaluation.inference import judging, model_device
+from wide.evaluation.perplexity import window_losses
+from wide.methods.method import Effort
+
+_SHORTEST_WINDOW = 2
+# exp of more overflows float64.
+_LARGEST_EXPONENT = 700.0
+
+
+def windows(blocks: TokenBlocks, *, count: int, length: int, seed: int) -> Tensor:
+    """Return windows that do not overlap, drawn at random; a block is used again only when every block has been.
+
+    Args:
+        blocks: Packed calibration text.
+        count: Windows, N.
+        length: Tokens in a window, T.
+        seed: Of the draw; the same seed gives the same windows.
+
+    Returns:
+        Token ids, int64 `[N, T]` on the CPU.
+
+    Raises:
+        ConfigError: If a window is longer than a block, shorter than two tokens, or the text holds fewer windows.
+    """
+    if count < 1 or length < _SHORTEST_WINDOW:
+        raise ConfigError(
+            f"num_windows={count} and window_length={length}: wanted at least 1 window of at least {_SHORTEST_WINDOW} "
+            "tokens, because the first token of a window is not predicted"
+        )
+    if length > blocks.sequence_length:
+        raise ConfigError(
+            f"window_length {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
+            f"text; pack the text with a sequence length of at least {length}, or set window_length to "
+            f"{blocks.sequence_length} or less"
+        )
+    per_block = blocks.sequence_length // length
+    if count > len(blocks) * per_block:
+        raise ConfigError(
+            f"the calibration text holds {len(blocks) * per_block} windows of {length} tokens, num_windows asks for "
+            f"{count}; give more text, or a smaller num_windows or window_length"
+        )
+    generator = np.random.default_rng(seed)
+    visited = generator.permutation(len(blocks))[:count]
+    shifts = generator.integers(blocks.sequence_length - per_block * length + 1, size=len(visited))
+    places = generator.permuted(np.tile(np.arange(per_block), (len(visited), 1)), axis=1)
+    tour, block = np.divmod(np.arange(count), len(visited))
+    begins = torch.from_numpy(shifts[block] + length * places[block, tour])
+    ids = blocks.batch(visited[block].tolist()).input_ids
+    return ids.gather(1, begins.unsqueeze(1) + torch.arange(length))
+
+
+def summed_nll(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the negative log-likelihood of all tokens but the first of each window, in nats, float64 `[]`.
+
+    Args:
+        logits: `[B, T, V]`, any dtype; turned to float32 a chunk at a time.
+        ids: The tokens that were read, int64 `[B, T]`.
+    """
+    # A model spread over devices returns its logits on another one than it reads from.
+    return window_losses(logits, ids.to(logits.device))[0].sum()
+
+
+def num_predicted(ids: Tensor) -> int:
+    """Return how many tokens of windows `[N, T]` are predicted: all but the first of each."""
+    return ids.shape[0] * (ids.shape[1] - 1)
+
+
+def mean_nll(model: nn.Module, ids: Tensor, batch_size: int, *, effort: Effort | None = None) -> float:
+    """Return the mean negative log-likelihood per predicted token, in nats, summed in float64.
+
+    Args:
+        model: A causal LM; its training mode comes back afterwards.
+        ids: Windows, int64 `[N, T]`.
+        batch_size: Windows in a micro-batch; each token weighs the same whatever it is.
+        effort: The tokens are added here.
+    """
+    device = model_device(model)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    with judging(model):
+        for batch in ids.split(batch_size):
+            moved = batch.to(device)
+            total += summed_nll(model(input_ids=moved, use_cache=False).logits, moved).to(device)
+    if effort is not None:
+        effort.tokens_forward += ids.numel()
+    return float(total) / num_predicted(ids)
+
+
+def dense_nll(model: nn.Module, ids: Tensor, batch_size: int, *, effort: Effort) -> float:
+    """Return `mean_nll` of the unpruned model, by which the pruned ones are judged.
+
+    Raises:
+        EvaluationError: If it is not finite, so that nothing can be judged by it.
+    """
+    nll = mean_nll(model, ids, batch_size, effort=effort)
+    if not math.isfinite(nll):
+        raise EvaluationError(
+            f"the unpruned model's loss on the calibration text is {nll}, not a finite number; its weights or its "
+            "dtype are at fault: try bfloat16 or float32"
+        )
+    return nll
+
+
+def perplexity(nll: float) -> float:
+    """Return exp(nll), infinite where that overflows or `nll` is not a number."""
+    return math.exp(nll) if nll < _LARGEST_EXPONENT else math.inf
+
+
+def json_number(value: float) -> float | None:
+    """Return a number for a report: None for infinities and NaN, which JSON does not know."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,253 @@
+"""CoopPruner: layers as players of a game; what each contributes is read off a surrogate of the perplexity.
+
+Written over the machinery of this package; no pruning library is used. Source: "Pruning as a Cooperative Game:
+Surrogate-Assisted Layer Contribution Estimation for Large Language Models", 2026.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wide.data.batches import TokenBlocks
+from wide.data.progress import progress
+from wide.errors import EvaluationError
+from wide.method_config import CoopPrunerConfig
+from wide.methods.block_gates import BlockGates, KeptSets, skipping_plan, whole_layers
+from wide.methods.calibration import dense_nll, json_number, perplexity, windows
+from wide.methods.method import Decision, Effort, Method, Target
+
+_REFERENCE_LAYERS = 32
+_PAPER_REMOVED = (2, 5, 8, 11, 14)
+_SPANNING_FIRST, _SPANNING_LAST, _SPANNING_STRATA = 2, 20, 7
+# Rows of the surrogate's input at a time: 64 layers of 32 thousand sets take 8 MiB.
+_ROWS_PER_CHUNK = 1 << 15
+
+Utility = Callable[[Tensor], Tensor]
+"""Kept-sets, float `[K, L]` of zeros and ones -> their worth, `[K]`."""
+
+
+def removed_counts(num_layers: int, count: int, strata: str) -> list[int]:
+    """Return the numbers of removed layers that are sampled, ascending, without repetition.
+
+    Args:
+        num_layers: L.
+        count: Layers that the target removes; 'spanning' reaches at least to it.
+        strata: 'paper' or 'spanning', see `CoopPrunerConfig`.
+    """
+    scale = num_layers / _REFERENCE_LAYERS
+    wanted: Sequence[float] = [removed * scale for removed in _PAPER_REMOVED]
+    if strata == "spanning":
+        last = max(_SPANNING_LAST * scale, count)
+        wanted = np.linspace(_SPANNING_FIRST * scale, last, _SPANNING_STRATA).tolist()
+    # Removing nothing or everything says nothing about single layers.
+    return sorted({min(max(round(removed), 1), max(num_layers - 1, 1)) for removed in wanted})
+
+
+def sample_kept_layers(num_layers: int, removed: Sequence[int], count: int, generator: np.random.Generator) -> KeptSets:
+    """Return random sets of kept layers, `[count, L]`; the strata take turns, and within one all sets are as likely.
+
+    Args:
+        num_layers: L.
+        removed: Numbers of removed layers, one a stratum.
+        count: Sets to draw.
+        generator: Source of randomness.
+    """
+    rank = generator.random((count, num_layers)).argsort(axis=1).argsort(axis=1)
+    dropped = np.resize(np.asarray(removed, dtype=np.int64), count)
+    kept: KeptSets = rank >= dropped[:, None]
+    return kept
+
+
+def measured_utilities(
+    gates: BlockGates, kept: KeptSets, ids: Tensor, *, dense: float, batch_size: int, effort: Effort
+) -> npt.NDArray[np.float64]:
+    """Return perplexity of the whole model / perplexity of each set of layers, `[K]`; NaN where a forward broke down.
+
+    Args:
+        gates: Of the model.
+        kept: Sets of kept layers, `[K, L]`.
+        ids: Windows, int64 `[N, T]`.
+        dense: Mean loss of the whole model, nats per token.
+        batch_size: Windows in a micro-batch.
+        effort: The tokens are added here.
+    """
+    title = f"{METHOD.name}: sets of layers"
+    nlls = gates.mean_nll(whole_layers(kept), ids, batch_size=batch_size, effort=effort, title=title)
+    with np.errstate(over="ignore"):
+        utilities: npt.NDArray[np.float64] = np.exp(dense - nlls)
+    return np.where(np.isfinite(nlls), utilities, np.nan)
+
+
+def finite_pairs(kept: KeptSets, utilities: npt.NDArray[np.float64]) -> tuple[KeptSets, npt.NDArray[np.float64]]:
+    """Return the sets whose utility is finite, together with it.
+
+    Raises:
+        EvaluationError: If there is none.
+    """
+    finite = np.isfinite(utilities)
+    if not finite.any():
+        raise EvaluationError(
+            f"the loss is not finite for any of {len(kept)} sets of layers; the model's dtype overflows: try bfloat16 "
+            "or float32"
+        )
+    return kept[finite], utilities[finite]
+
+
+class Surrogate(nn.Module):
+    """Predicts the utility of a set of layers: L -> 2L -> 1, CELU inside, a sigmoid at the end.
+
+    Args:
+        num_layers: L.
+        generator: Of the initial weights, uniform within 1 / sqrt(inputs).
+    """
+
+    def __init__(self, num_layers: int, generator: torch.Generator) -> None:
+        """Draw the weights."""
+        super().__init__()
+        # Their own initial weights would come from the global generator, which is the caller's.
+        self.hidden = nn.utils.skip_init(nn.Linear, num_layers, 2 * num_layers)
+        self.output = nn.utils.skip_init(nn.Linear, 2 * num_layers, 1)
+        for linear in (self.hidden, self.output):
+            bound = linear.in_features**-0.5
+            for parameter in linear.parameters():
+                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+    def forward(self, kept: Tensor) -> Tensor:
+        """Return the utility `[K]` of sets `[K, L]` of zeros and ones, float32."""
+        return torch.sigmoid(self.output(F.celu(self.hidden(kept)))).squeeze(-1)
+
+
+def fit_surrogate(
+    kept: KeptSets, utilities: npt.NDArray[np.float64], settings: CoopPrunerConfig, title: str | None = None
+) -> Surrogate:
+    """Return a surrogate fitted to measured utilities, float32 on the CPU; the seed decides it.
+
+    Args:
+        kept: Sets of kept layers, `[K, L]`.
+        utilities: Finite, `[K]`.
+        settings: Of the training.
+        title: Of a progress bar; None shows none.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    inputs = torch.from_numpy(kept.astype(np.float32))
+    wanted = torch.from_numpy(utilities.astype(np.float32))
+    surrogate = Surrogate(inputs.shape[1], generator)
+    optimizer = torch.optim.SGD(surrogate.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, settings.rate_step, settings.rate_decay)
+    epochs = range(settings.epochs)
+    with torch.enable_grad():
+        for _ in epochs if title is None else progress(epochs, title=title, total=len(epochs), unit="epoch"):
+            for batch in torch.randperm(len(inputs), generator=generator).split(settings.surrogate_batch_size):
+                optimizer.zero_grad()
+                F.mse_loss(surrogate(inputs[batch]), wanted[batch]).backward()
+                optimizer.step()
+            schedule.step()
+    return surrogate
+
+
+@torch.no_grad()
+def explained_variance(utility: Utility, kept: KeptSets, utilities: npt.NDArray[np.float64]) -> float:
+    """Return which share of the variance of measured utilities `[K]` a surrogate explains; 1 is perfect, 0 the mean's.
+
+    Utilities that are all equal count as explained.
+    """
+    predicted = utility(torch.from_numpy(kept.astype(np.float32))).double().numpy()
+    spread = float(utilities.var())
+    return 1.0 - float(np.square(predicted - utilities).mean()) / spread if spread else 1.0
+
+
+@torch.no_grad()
+def contributions(utility: Utility, kept: KeptSets, dtype: torch.dtype = torch.float32) -> npt.NDArray[np.float64]:
+    """Return what each layer adds to the utility, averaged over sets of the others: `[L]` float64.
+
+    For layer i it is the mean over the sets of utility(with i) - utility(without i). With strata of all sizes this is
+    the Shapley value; with fewer it is a stratified contribution.
+
+    Args:
+        utility: See `Utility`.
+        kept: Sets of kept layers, `[K, L]`; the bit of layer i is set both ways.
+        dtype: Of the sets that the utility is given.
+    """
+    sets = torch.from_numpy(kept).to(dtype)
+    sums = np.zeros(sets.shape[1], dtype=np.float64)
+    for chunk in sets.split(_ROWS_PER_CHUNK):
+        for layer in range(sets.shape[1]):
+            both = chunk.clone()
+            both[:, layer] = 1
+            gain = utility(both).double()
+            both[:, layer] = 0
+            gain -= utility(both).double()
+            sums[layer] += float(gain.sum())
+    means: npt.NDArray[np.float64] = sums / len(sets)
+    return means
+
+
+def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: CoopPrunerConfig) -> Decision:
+    """Decide which layers to leave out; both measures of the target are the same here.
+
+    Raises:
+        ConfigError: If the text is too short.
+        EvaluationError: If no loss is finite.
+    """
+    gates = BlockGates(model)
+    count = round(target.sparsity * gates.num_layers)
+    keep = np.ones(gates.num_layers, dtype=np.bool_)
+    if count == 0:
+        return Decision(plan=skipping_plan(whole_layers(keep)))
+    strata = removed_counts(gates.num_layers, count, settings.strata)
+    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
+    generator = np.random.default_rng(settings.seed)
+    sets = sample_kept_layers(gates.num_layers, strata, settings.num_masks, generator)
+    effort = Effort()
+    dense = dense_nll(model, ids, settings.batch_size, effort=effort)
+    measured = measured_utilities(gates, sets, ids, dense=dense, batch_size=settings.batch_size, effort=effort)
+    sets, utilities = finite_pairs(sets, measured)
+    surrogate = fit_surrogate(sets, utilities, settings, title=f"{METHOD.name}: surrogate")
+    others = sample_kept_layers(gates.num_layers, strata, settings.num_contribution_masks, generator)
+    values = contributions(surrogate, others)
+    order = np.argsort(values, kind="stable")
+    keep[order[:count]] = False
+    return Decision(
+        plan=skipping_plan(whole_layers(keep)),
+        effort=effort,
+        notes={
+            "removed": order[:count].tolist(),
+            "order": order.tolist(),
+            "contributions": values.tolist(),
+            "strata": strata,
+            "undefined_utilities": len(measured) - len(utilities),
+            "surrogate_fit": explained_variance(surrogate, sets, utilities),
+            "dense_perplexity": json_number(perplexity(dense)),
+        },
+        deviations=_deviations(settings, count, strata),
+    )
+
+
+def _deviations(settings: CoopPrunerConfig, count: int, strata: Sequence[int]) -> tuple[str, ...]:
+    deviations = [
+        "calibrated on the benchmark's corpus, the original on BookCorpus",
+        "sets whose loss is not finite are dropped together with their label, and all others train the surrogate",
+    ]
+    most = max(strata)
+    if settings.strata == "spanning":
+        deviations.append(f"sets with up to {most} layers removed are sampled, the original's stop at 14 of 32")
+    elif count > most:
+        deviations.append(
+            f"{count} layers are removed and, as in the original, sets with at most {most} removed are sampled: the "
+            "contributions are extrapolated; strata='spanning' reaches the target"
+        )
+    return tuple(deviations)
+
+
+METHOD = Method(
+    name="cooppruner",
+    kind="depth",
+    summary="leave out the layers that contribute least to the perplexity of sampled sets of layers",
+    source="Pruning as a Cooperative Game: Surrogate-Assisted Layer Contribution Estimation for LLMs, 2026",
+    settings=CoopPrunerConfig,
+    decide=decide,
+)

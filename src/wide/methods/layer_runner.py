@@ -1,0 +1,159 @@
+"""Runs a model one decoder layer after the other, on inputs that the layers before it, pruned already, really give.
+
+The model's own forward is run just far enough to see with which arguments it calls its decoder layers (positions,
+masks, rotary embeddings); from then on layers are called alone. No family is known by name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from wide.errors import DataError
+from wide.models.block_spec import BlockSpec
+
+Observer = Callable[[Tensor], None]
+"""Receives the input of a module, `[..., C]` in the model's dtype, once per micro-batch."""
+
+
+class _Stopped(Exception):  # noqa: N818 - it ends a forward on purpose and never leaves this file
+    """Ends a forward once everything wanted has been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of a decoder layer besides its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class LayerRunner:
+    """Calibration windows on their way through the decoder layers.
+
+    Args:
+        model: A causal LM in evaluation mode.
+        specs: The parts of its decoder layers.
+        ids: Token ids without padding, int64 `[N, T]`.
+        batch_size: Windows in a micro-batch.
+
+    Attributes:
+        inputs: Inputs of the layer that is next, a tensor `[B, T, D]` in the model's dtype per micro-batch; what a
+            method writes here is what the next layer reads.
+
+    Raises:
+        DataError: If there is no window.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, specs: Sequence[BlockSpec], ids: Tensor, *, batch_size: int) -> None:
+        """Embed the windows and note the arguments of every layer."""
+        if not ids.numel():
+            raise DataError(f"calibration needs at least one window of tokens, got ids of shape {tuple(ids.shape)}")
+        self.specs = tuple(specs)
+        self.num_tokens = ids.numel()
+        self.inputs: list[Tensor] = []
+        # Without padding the arguments depend on the shape alone; only the last micro-batch may be smaller.
+        self._calls: dict[int, list[_Call]] = {}
+        device = next(model.parameters()).device
+        for chunk in ids.split(batch_size):
+            self.inputs.append(self._embed(model, chunk.to(device)))
+
+    def _embed(self, model: nn.Module, ids: Tensor) -> Tensor:
+        """Return the input of the first layer; note the arguments of all layers if this shape is new."""
+        first: list[Tensor] = []
+        calls: list[_Call] = []
+        known = len(ids) in self._calls
+
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, call = _split_call(args, kwargs)
+            if not first:
+                first.append(hidden)
+            calls.append(call)
+            if known or len(calls) == len(self.specs):
+                raise _Stopped
+
+        with _hooks([spec.layer.register_forward_pre_hook(note, with_kwargs=True) for spec in self.specs]):
+            _run_until_stopped(lambda: model(input_ids=ids, use_cache=False))
+        if not known:
+            self._calls[len(ids)] = calls
+        return first[0]
+
+    @torch.no_grad()
+    def call(self, index: int, batch: int) -> Tensor:
+        """Return the output of layer `index` on micro-batch `batch` of the current inputs, `[B, T, D]`."""
+        hidden = self.inputs[batch]
+        call = self._calls[len(hidden)][index]
+        output = self.specs[index].layer(hidden, *call.args, **call.kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
+    @torch.no_grad()
+    def input_inside(self, index: int, batch: int, module: nn.Module) -> Tensor:
+        """Return what `module`, a part of layer `index`, reads on a micro-batch; nothing behind it is run."""
+        seen: list[Tensor] = []
+
+        def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+            seen.append(_first_argument(args, kwargs))
+            raise _Stopped
+
+        with _hooks([module.register_forward_pre_hook(stop, with_kwargs=True)]):
+            _run_until_stopped(lambda: self.call(index, batch))
+        return seen[0]
+
+    def observe(self, index: int, observers: Mapping[nn.Module, Observer]) -> None:
+        """Run layer `index` on all micro-batches and show the inputs of modules inside it; outputs are dropped."""
+        with self._showing(observers):
+            for batch in range(len(self.inputs)):
+                self.call(index, batch)
+
+    def advance(self, index: int) -> None:
+        """Run layer `index` on all micro-batches; its outputs become the inputs of the next layer."""
+        for batch in range(len(self.inputs)):
+            self.inputs[batch] = self.call(index, batch)
+
+    @contextmanager
+    def _showing(self, observers: Mapping[nn.Module, Observer]) -> Iterator[None]:
+        def show(observer: Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                # Whatever the observer returns stays here: a hook that returns something replaces the arguments.
+                observer(_first_argument(args, kwargs))
+
+            return hook
+
+        handles = [m.register_forward_pre_hook(show(seer), with_kwargs=True) for m, seer in observers.items()]
+        with _hooks(handles):
+            yield
+
+
+@contextmanager
+def _hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _run_until_stopped(forward: Callable[[], object]) -> None:
+    try:
+        forward()
+    except _Stopped:
+        return
+    raise AssertionError("the forward ended without reaching the module that was to stop it")
+
+
+def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    value = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, _Call]:
+    if args:
+        return args[0], _Call(args[1:], kwargs)
+    rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return kwargs["hidden_states"], _Call((), rest)

@@ -1,0 +1,164 @@
+"""Training the routers of a plan to a target of the benchmark, and what that consumed."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wide.config import ObjectiveConfig, StageConfig, WideConfig
+from wide.data.batches import TokenBlocks
+from wide.errors import ConfigError
+from wide.methods.method import Effort, Target
+from wide.models.accounting import costs
+from wide.models.adapter import save
+from wide.models.attach import attach, attachment, plan_for
+from wide.models.block_spec import BlockSpec
+from wide.models.dial import set_sparsity
+from wide.models.discovery import discover
+from wide.plan import Plan
+from wide.training.stages import prune
+
+# Share by which inference may miss the target before the report says so.
+_TOLERANCE = 0.01
+
+
+def train_routers(
+    model: nn.Module,
+    config: WideConfig | Plan,
+    blocks: TokenBlocks,
+    target: Target,
+    *,
+    stage: StageConfig,
+    objective: ObjectiveConfig,
+    output: str | Path | None = None,
+    resume: bool = False,
+    uniform: bool = False,
+    calibrate_threshold: bool = True,
+) -> tuple[Effort, tuple[str, ...]]:
+    """Attach routers, train them in place until the model skips the target, and set their threshold.
+
+    A target of 0 is reached without training: every router executes everything.
+
+    Args:
+        model: A Hugging Face causal LM with nothing attached.
+        config: Group sizes and routers, or a plan.
+        blocks: Packed training text.
+        target: Share to skip and how it is counted.
+        stage: Steps, sizes and rates.
+        objective: Weights and ramp; its sparsity and measure are replaced by the target's.
+        output: Folder for `adapter/`, `checkpoints/` and `metrics.jsonl`; None writes nothing.
+        resume: Continue from the newest checkpoint in `output`.
+        uniform: Steer attention and FFN to the same share each.
+        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
+
+    Returns:
+        Text consumed (by all processes, over all parts of a resumed run; calibration of the threshold counts as
+        forward), and sentences on how inference differs from argmax at the target.
+
+    Raises:
+        ConfigError: If the target is out of reach, settings contradict, or `output` holds another run.
+        UnsupportedModelError: If the model cannot be routed.
+        NotAttachedError: If something is attached already.
+        TrainingError: If a loss is not finite.
+    """
+    specs = discover(model)
+    objective = objective_for(
+        specs, config if isinstance(config, Plan) else plan_for(config, specs), target, objective, uniform=uniform
+    )
+    if not target.sparsity:
+        return _execute_everything(model, config, output), ()
+    with _counted(model) as calibration:
+        prune(
+            model,
+            blocks,
+            config=config,
+            objective=objective,
+            stage=stage,
+            output=output,
+            resume=resume,
+            calibrate_threshold=calibrate_threshold,
+        )
+    record = attachment(model).provenance["prune"]
+    seen = int(record["tokens"])
+    effort = Effort(tokens_forward=(seen if objective.distillation else 0) + calibration.tokens, tokens_backward=seen)
+    return effort, _deviations(record["inference"], objective)
+
+
+def objective_for(
+    specs: Sequence[BlockSpec], plan: Plan, target: Target, objective: ObjectiveConfig, *, uniform: bool = False
+) -> ObjectiveConfig:
+    """Return the objective that steers to a target of the benchmark.
+
+    'linear_flops' of a target counts all matrix products of the decoder layers, that of an objective only those that
+    can be skipped, so the share is higher there. With `uniform`, both halves have that share.
+
+    Raises:
+        ConfigError: If the target cannot be reached by skipping all that is routed; the message gives the largest one.
+    """
+    if target.match == "nominal":
+        sparsity, measure = target.sparsity, "mean"
+    else:
+        layers = costs(specs, plan, 0).layers
+        skippable = sum(layer.prunable for layer in layers)
+        total = skippable + sum(layer.fixed for layer in layers)
+        sparsity, measure = target.sparsity * total / max(skippable, 1.0), "linear_flops"
+        if sparsity >= 1.0:
+            raise ConfigError(
+                f"sparsity {target.sparsity} of all matrix products cannot be reached by skipping what this plan "
+                f"routes; stay below {skippable / total:.4f}"
+            )
+    changes: dict[str, Any] = {
+        "sparsity": sparsity,
+        "target": "uniform" if uniform else measure,
+        "include_fixed": False,
+    }
+    return dataclasses.replace(objective, **changes)
+
+
+def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str | Path | None) -> Effort:
+    attach(model, config)
+    set_sparsity(model, 0.0)
+    if output is not None:
+        save(model, Path(output) / "adapter")
+    return Effort()
+
+
+@contextmanager
+def _counted(model: nn.Module) -> Iterator["_Reads"]:
+    """Count the tokens of forwards without gradient through the routed model, as calibration runs them."""
+    reads = _Reads(model)
+    handle = getattr(model, "base_model", model).register_forward_pre_hook(reads, with_kwargs=True)
+    try:
+        yield reads
+    finally:
+        handle.remove()
+
+
+class _Reads:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.tokens = 0
+
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The dense teacher of a distillation runs without gradient too, but without routing.
+        if not torch.is_grad_enabled() and attachment(self._model).control.enabled:
+            self.tokens += kwargs["input_ids"].numel()
+
+
+def _deviations(inference: dict[str, Any], objective: ObjectiveConfig) -> tuple[str, ...]:
+    found = []
+    if inference["threshold"] != 0.0:
+        found.append(
+            f"groups execute from a margin of {inference['threshold']:.3f} instead of argmax, which skipped "
+            f"{inference['argmax_sparsity']:.1%}"
+        )
+    if abs(inference["sparsity"] - objective.sparsity) > _TOLERANCE:
+        found.append(
+            f"inference skips {inference['sparsity']:.1%} of calibration text ({inference['measure']}), "
+            f"{objective.sparsity:.1%} was wanted"
+        )
+    return tuple(found)

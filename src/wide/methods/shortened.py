@@ -1,0 +1,277 @@
+"""Shortened LLaMA: whole layers are left out, once, in the order of a score of each layer alone.
+
+Written over the machinery of this package; no pruning library is used. Source: Kim et al., "Shortened LLaMA: Depth
+Pruning for Large Language Models with Comparison of Retraining Methods", 2024.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from wide.data.batches import TokenBlocks
+from wide.data.progress import progress
+from wide.errors import ConfigError, EvaluationError, UnsupportedModelError
+from wide.evaluation.inference import judging, model_device
+from wide.method_config import ShortenedConfig
+from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
+from wide.methods.calibration import dense_nll, json_number, num_predicted, windows
+from wide.methods.method import Decision, Effort, Method, Target
+from wide.models.block_spec import BlockSpec
+from wide.training.token_loss import token_losses
+
+Scores = npt.NDArray[np.float64]
+"""One score per layer, `[L]`; a low one means unimportant."""
+
+_SOURCE = "Kim et al., Shortened LLaMA: Depth Pruning for Large Language Models, 2024"
+# The original keeps the first 4 and the last 2 of 32 layers.
+_REFERENCE_LAYERS, _PROTECTED_FIRST, _PROTECTED_LAST = 32, 4, 2
+
+
+def protected_layers(num_layers: int, settings: ShortenedConfig) -> frozenset[int]:
+    """Return the layers at both ends that are never removed; where not set, their number follows the depth."""
+    first, last = settings.protect_first, settings.protect_last
+    if first is None:
+        first = max(1, round(_PROTECTED_FIRST * num_layers / _REFERENCE_LAYERS))
+    if last is None:
+        last = max(1, round(_PROTECTED_LAST * num_layers / _REFERENCE_LAYERS))
+    return frozenset(range(min(first, num_layers))) | frozenset(range(max(num_layers - last, 0), num_layers))
+
+
+def removal_order(scores: Scores) -> list[int]:
+    """Return all layers, the least important first; of equals the first."""
+    return [int(layer) for layer in np.argsort(scores, kind="stable")]
+
+
+def removed_layers(order: Sequence[int], protected: frozenset[int], count: int) -> list[int]:
+    """Return the first `count` layers of the order that are not protected.
+
+    Raises:
+        ConfigError: If there are fewer.
+    """
+    candidates = [layer for layer in order if layer not in protected]
+    if count > len(candidates):
+        raise ConfigError(
+            f"{count} of {len(order)} layers are to be removed, and only {len(candidates)} are not protected "
+            f"(protected: {sorted(protected)}); lower the sparsity, or protect_first and protect_last"
+        )
+    return candidates[:count]
+
+
+def perplexity_scores(
+    gates: BlockGates, ids: Tensor, *, batch_size: int, effort: Effort, title: str | None = None
+) -> Scores:
+    """Return the mean loss per token without each layer alone, nats, float64 `[L]`; low means unimportant.
+
+    It orders the layers as the perplexity does, and does not overflow. A forward that broke down counts as +inf.
+
+    Args:
+        gates: Of the model.
+        ids: Windows, int64 `[N, T]`.
+        batch_size: Windows in a micro-batch.
+        effort: The tokens are added here.
+        title: Of a progress bar; None shows none.
+    """
+    keeps = whole_layers(~np.eye(gates.num_layers, dtype=np.bool_))
+    nlls = gates.mean_nll(keeps, ids, batch_size=batch_size, effort=effort, title=title)
+    return undefined_as_worst(nlls)
+
+
+def taylor_scores(
+    model: nn.Module,
+    specs: Sequence[BlockSpec],
+    ids: Tensor,
+    *,
+    batch_size: int,
+    effort: Effort,
+    title: str | None = None,
+) -> Scores:
+    """Return for each layer the sum over its parameters of |W * dL/dW|, L the mean loss per token; float64 `[L]`.
+
+    W * dL/dW is summed over micro-batches in float32 before the absolute value. With one micro-batch every gradient is
+    dropped as soon as it was read; with more a float32 copy of all layers' parameters is held.
+
+    Args:
+        model: A causal LM in any floating dtype; `requires_grad`, gradients and training mode come back afterwards.
+        specs: Parts of its decoder layers.
+        ids: Windows, int64 `[N, T]`.
+        batch_size: Windows in a micro-batch.
+        effort: The tokens are added here.
+        title: Of a progress bar; None shows none.
+
+    Raises:
+        UnsupportedModelError: If a parameter of a layer has no gradient, as quantised ones.
+        EvaluationError: If a score is not finite.
+    """
+    batches = ids.split(batch_size)
+    device, predicted = model_device(model), num_predicted(ids)
+    products = [_Products(spec, whole=len(batches) == 1) for spec in specs]
+    with judging(model), torch.enable_grad(), _layer_gradients(model, products):
+        for batch in batches if title is None else progress(batches, title=title, total=len(batches), unit="backward"):
+            moved = batch.to(device)
+            logits = model(input_ids=moved, use_cache=False).logits
+            loss, _, _ = token_losses(logits, moved.to(logits.device))
+            (loss / predicted).backward()
+    effort.tokens_forward += ids.numel()
+    effort.tokens_backward += ids.numel()
+    scores = np.array([layer.score() for layer in products], dtype=np.float64)
+    if not np.isfinite(scores).all():
+        bad = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise EvaluationError(
+            f"the Taylor score of layer {bad} is {scores[bad]}, not a finite number; the gradients overflow in the "
+            "model's dtype: try bfloat16 or float32"
+        )
+    return scores
+
+
+class _Products:
+    """|W * dL/dW| of the parameters of one layer: the sum alone if a single backward gives the whole gradient."""
+
+    def __init__(self, spec: BlockSpec, *, whole: bool) -> None:
+        self.parameters = list(spec.layer.parameters())
+        for name, parameter in spec.layer.named_parameters():
+            if not parameter.is_floating_point():
+                raise UnsupportedModelError(
+                    f"layer {spec.index}: {name} is {parameter.dtype} and has no gradient, which the Taylor score "
+                    "needs; load the model in bfloat16 or float32"
+                )
+        self._whole = whole
+        self._sums: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, parameter: Tensor) -> None:
+        """Read the gradient of a parameter, and drop it."""
+        assert parameter.grad is not None
+        product = parameter.float() * parameter.grad.float()
+        parameter.grad = None
+        if self._whole:
+            product = product.abs().sum(dtype=torch.float64)
+        self._sums[parameter] = self._sums[parameter] + product if parameter in self._sums else product
+
+    def score(self) -> float:
+        """Return the sum over all parameters of the layer."""
+        return float(sum(float(total.abs().sum(dtype=torch.float64)) for total in self._sums.values()))
+
+
+@contextmanager
+def _layer_gradients(model: nn.Module, layers: Sequence[_Products]) -> Iterator[None]:
+    """Let exactly the layers' parameters have gradients, each handed to its layer; put everything back afterwards."""
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    handles = []
+    try:
+        for parameter, _, _ in before:
+            parameter.grad = None
+            parameter.requires_grad_(False)
+        for layer in layers:
+            for parameter in layer.parameters:
+                parameter.requires_grad_(True)
+                handles.append(parameter.register_post_accumulate_grad_hook(layer.take))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, required, gradient in before:
+            parameter.requires_grad_(required)
+            parameter.grad = gradient
+
+
+def decide_by_perplexity(model: nn.Module, blocks: TokenBlocks, target: Target, settings: ShortenedConfig) -> Decision:
+    """Decide which layers to leave out by the loss without each; both measures of the target are the same here.
+
+    Raises:
+        ConfigError: If more layers are to be removed than are not protected, or the text is too short.
+        EvaluationError: If the unpruned model's loss is not finite.
+    """
+
+    def score(gates: BlockGates, ids: Tensor, effort: Effort) -> Scores:
+        dense_nll(model, ids, settings.batch_size, effort=effort)
+        return perplexity_scores(
+            gates, ids, batch_size=settings.batch_size, effort=effort, title=f"{BY_PERPLEXITY.name}: layers"
+        )
+
+    return _decide(model, blocks, target, settings, score)
+
+
+def decide_by_taylor(model: nn.Module, blocks: TokenBlocks, target: Target, settings: ShortenedConfig) -> Decision:
+    """Decide which layers to leave out by the Taylor score of each; both measures of the target are the same here.
+
+    Raises:
+        ConfigError: If more layers are to be removed than are not protected, or the text is too short.
+        EvaluationError: If a score is not finite.
+        UnsupportedModelError: If a layer's parameters can have no gradients.
+    """
+
+    def score(gates: BlockGates, ids: Tensor, effort: Effort) -> Scores:
+        return taylor_scores(
+            model,
+            gates.specs,
+            ids,
+            batch_size=settings.batch_size,
+            effort=effort,
+            title=f"{BY_TAYLOR.name}: gradients",
+        )
+
+    decision = _decide(model, blocks, target, settings, score)
+    dtype = next(model.parameters()).dtype
+    if dtype == torch.float32 or not decision.deviations:
+        return decision
+    blurred = f"gradients in the model's {dtype}, the original's in float32; products and sums in float32"
+    return dataclasses.replace(decision, deviations=(*decision.deviations, blurred))
+
+
+def _decide(
+    model: nn.Module,
+    blocks: TokenBlocks,
+    target: Target,
+    settings: ShortenedConfig,
+    score: Callable[[BlockGates, Tensor, Effort], Scores],
+) -> Decision:
+    gates = BlockGates(model)
+    protected = protected_layers(gates.num_layers, settings)
+    # All layers cost the same, so both measures of the target ask for the same number of them.
+    count = round(target.sparsity * gates.num_layers)
+    # Refused before the work, not after it.
+    removed_layers(range(gates.num_layers), protected, count)
+    keep = np.ones(gates.num_layers, dtype=np.bool_)
+    if count == 0:
+        return Decision(plan=skipping_plan(whole_layers(keep)))
+    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
+    effort = Effort()
+    scores = score(gates, ids, effort)
+    order = removal_order(scores)
+    removed = removed_layers(order, protected, count)
+    keep[removed] = False
+    return Decision(
+        plan=skipping_plan(whole_layers(keep)),
+        effort=effort,
+        notes={
+            "removed": removed,
+            "order": order,
+            "scores": [json_number(value) for value in scores],
+            "protected": sorted(protected),
+        },
+        deviations=("calibrated on the benchmark's corpus, the original on BookCorpus",),
+    )
+
+
+BY_PERPLEXITY = Method(
+    name="shortened-ppl",
+    kind="depth",
+    summary="leave out the layers without which, each alone, the perplexity is lowest",
+    source=_SOURCE,
+    settings=ShortenedConfig,
+    decide=decide_by_perplexity,
+)
+
+BY_TAYLOR = Method(
+    name="shortened-taylor",
+    kind="depth",
+    summary="leave out the layers with the smallest weights times gradients",
+    source=_SOURCE,
+    settings=ShortenedConfig,
+    decide=decide_by_taylor,
+)

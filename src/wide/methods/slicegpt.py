@@ -1,0 +1,222 @@
+r"""SliceGPT: the residual stream lives in a subspace of its principal directions, chosen anew for every half-layer.
+
+The original rotates the weights into the bases and cuts them. With bases B of D' orthonormal columns, that computes
+
+    z_0 = embedding B_0,    z' = z B^T B' + out(z) B'
+
+where `out` is a half-layer whose input weights were multiplied by B and whose norms divide by the original D. Write
+`x = z B^T`, so |x| = |z|: a scale-free RMSNorm commutes with the rotation, and the half-layer computes in the original
+basis exactly what the untouched one computes on x. Hence, with P = B B^T,
+
+    x_0 = embedding P_0,    x' = (x + out(x)) P'
+
+and the rotated model is the untouched one with its stream projected: what is decided here is bases, no weight. The last
+FFN is not cut, its output keeps all D dimensions. Cutting the weights physically gives the same function.
+
+Source: Ashkboos et al., "SliceGPT: Compress Large Language Models by Deleting Rows and Columns", ICLR 2024.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from wide.data.batches import TokenBlocks
+from wide.data.progress import progress
+from wide.errors import ConfigError, UnsupportedModelError
+from wide.evaluation.inference import judging
+from wide.method_config import SliceGPTConfig
+from wide.methods.calibration import windows
+from wide.methods.layer_runner import LayerRunner
+from wide.methods.linear_work import feed_forward, layer_weights
+from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.second_order import GramAccumulator
+from wide.models.block_spec import BlockSpec
+from wide.models.discovery import discover
+from wide.models.plan_check import check_plan
+from wide.plan import Dense, LayerPlan, Plan, Stream
+
+# Far above the rounding of bfloat16, far below the spread of gains that subtracting a mean or adding a bias makes.
+_GAIN_TOLERANCE = 0.03
+_DEVIATIONS = (
+    "calibrated on the benchmark's corpus, the original on WikiText-2 or Alpaca",
+    "the mean of each embedding is not subtracted: under RMSNorm that would change the model's function",
+    "no random orientation of the kept directions: it has no effect on the function",
+)
+
+
+def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: SliceGPTConfig) -> Decision:
+    """Decide the subspaces of the stream.
+
+    Under match='nominal' the sparsity is the slicing fraction; under 'linear_flops' the width is the one whose removed
+    work, shortcut products included, comes closest to the target.
+
+    Raises:
+        UnsupportedModelError: If the model is not a chain of `x + half(RMSNorm(x))`; the message names the part.
+        ConfigError: If no dimension would be left.
+    """
+    specs = discover(model)
+    layers = tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in specs)
+    if target.sparsity == 0.0:
+        return Decision(plan=Plan(layers), deviations=("nothing is to be pruned, so nothing is rotated",))
+    kept = kept_dimensions(specs, target, settings.round_to)
+    width = specs[0].hidden_size
+    plan = Plan(layers, Stream(width=width, kept=kept))
+    check_stream(specs, plan)
+    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
+    tensors, dropped = stream_bases(model, specs, ids, kept=kept, batch_size=settings.batch_size)
+    return Decision(
+        plan=plan,
+        tensors=tensors,
+        # Every layer runs to its middle and from there to its end, once each.
+        effort=Effort(tokens_forward=ids.numel()),
+        notes={
+            "slicing_fraction": 1.0 - kept / width,
+            "removed_of_layers": 1.0 - sliced_weights(specs, kept) / sum(layer_weights(spec).total for spec in specs),
+            "dropped_energy": dropped,
+        },
+        deviations=_DEVIATIONS,
+    )
+
+
+def sliced_weights(specs: Sequence[BlockSpec], kept: int) -> int:
+    """Return the matrix weights of all decoder layers with a stream of `kept` dimensions, shortcuts included.
+
+    The last FFN writes all D dimensions, and its shortcut too.
+    """
+    width = specs[0].hidden_size
+    body = sum(layer_weights(spec).total for spec in specs)
+    last = feed_forward(specs[-1]).width * (width - kept) + kept * (width - kept)
+    return body * kept // width + 2 * len(specs) * kept * kept + last
+
+
+def kept_dimensions(specs: Sequence[BlockSpec], target: Target, round_to: int) -> int:
+    """Return the width of the sliced stream, D'.
+
+    Raises:
+        ConfigError: If `round_to` leaves no dimension.
+    """
+    width = specs[0].hidden_size
+    # The small addition keeps a product such as 0.9 * 640 from falling below the integer that it means.
+    largest = int((1.0 - target.sparsity) * width + 1e-6) if target.match == "nominal" else width
+    choices = list(range(round_to, largest + 1, round_to))
+    if not choices:
+        raise ConfigError(
+            f"a sparsity of {target.sparsity} leaves {largest} of {width} dimensions, less than round_to = {round_to}; "
+            f"lower the sparsity or round_to"
+        )
+    if target.match == "nominal":
+        return choices[-1]
+    body = sum(layer_weights(spec).total for spec in specs)
+    return min(choices, key=lambda kept: abs(1.0 - sliced_weights(specs, kept) / body - target.sparsity))
+
+
+def stream_bases(
+    model: nn.Module, specs: Sequence[BlockSpec], ids: Tensor, *, kept: int, batch_size: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the bases of the stream after the embedding and after every half-layer but the last.
+
+    Each is the span of the leading principal directions (of the uncentred second moment, float64) of the stream as the
+    layers before it leave it, cut already. Damping, which the original adds, moves no direction and is left out.
+
+    Args:
+        model: The model; left as it is.
+        specs: The parts of its decoder layers.
+        ids: Calibration windows, int64 `[N, T]`.
+        kept: Dimensions of the subspaces, D'.
+        batch_size: Windows in a micro-batch.
+
+    Returns:
+        Bases, float32 `[D, D']` on the CPU, and the share of the energy that each drops, by their names in a plan.
+    """
+    tensors: dict[str, Tensor] = {}
+    dropped: dict[str, float] = {}
+
+    def project(signals: list[Tensor], name: str) -> None:
+        basis, dropped[name] = principal_basis(signals, kept)
+        tensors[name] = basis.float().cpu()
+        for index, signal in enumerate(signals):
+            signals[index] = projected(signal, tensors[name])
+
+    with judging(model):
+        runner = LayerRunner(model, specs, ids, batch_size=batch_size)
+        project(runner.inputs, "stream.embedding")
+        for spec in progress(specs, title="slicegpt: layers", total=len(specs), unit="layer"):
+            ffn = feed_forward(spec)
+            assert ffn.pre_norm is not None
+            for batch in range(len(runner.inputs)):
+                runner.inputs[batch] = runner.input_inside(spec.index, batch, ffn.pre_norm)
+            project(runner.inputs, f"layers.{spec.index}.attention.basis")
+            if spec.index == len(specs) - 1:
+                break
+            for batch, stream in enumerate(runner.inputs):
+                runner.inputs[batch] = stream + ffn.module(ffn.pre_norm(stream))
+            project(runner.inputs, f"layers.{spec.index}.ffn.basis")
+    return tensors, dropped
+
+
+def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
+    """Refuse a model whose stream cannot be cut without changing what its half-layers compute on it.
+
+    Args:
+        specs: The parts of its decoder layers.
+        plan: With the stream that is wanted.
+
+    Raises:
+        UnsupportedModelError: If a norm is no RMSNorm, or the stream is not the plain sum of its half-layers.
+    """
+    # Before there are bases: on the meta device only the structure is looked at.
+    check_plan(plan, specs, {name: torch.empty(size, device="meta") for name, size in plan.tensor_shapes().items()})
+    for spec in specs:
+        _check_norm(spec, spec.attention.pre_norm)
+        _check_norm(spec, feed_forward(spec).pre_norm)
+
+
+def _check_norm(spec: BlockSpec, norm: nn.Module | None) -> None:
+    assert norm is not None
+    device = next(spec.layer.parameters()).device
+    probe = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(device) + 1.0
+    with torch.no_grad():
+        gains = copy.deepcopy(norm).float()(probe) * probe.square().mean(-1, keepdim=True).sqrt() / probe
+    # x / rms(x) times one gain per channel, and no bias: the same gains whatever the input.
+    if not torch.allclose(gains, gains[:1].expand_as(gains), rtol=_GAIN_TOLERANCE, atol=1e-3):
+        raise UnsupportedModelError(
+            f"layer {spec.index}: {type(norm).__name__} is no RMSNorm, and only that commutes with rotations of the "
+            "stream; choose a method of another kind"
+        )
+
+
+def principal_basis(signals: Sequence[Tensor], kept: int) -> tuple[Tensor, float]:
+    """Return the leading principal directions of signals, uncentred.
+
+    Args:
+        signals: Tensors `[..., D]` of any floating dtype.
+        kept: Directions wanted, D'.
+
+    Returns:
+        Orthonormal columns by descending energy, float64 `[D, D']`, and the share of the energy outside their span.
+    """
+    moments = GramAccumulator(signals[0].shape[-1], device=signals[0].device, dtype=torch.float64)
+    for signal in signals:
+        moments.add(signal)
+    energies, directions = torch.linalg.eigh(moments.matrix)
+    outside = float(energies[: len(energies) - kept].clamp(min=0.0).sum() / energies.sum())
+    return directions.flip(1)[:, :kept].contiguous(), outside
+
+
+def projected(signal: Tensor, basis: Tensor) -> Tensor:
+    """Return `signal` `[..., D]` projected onto the span of `basis` `[D, D']`, computed in at least float32."""
+    dtype = torch.promote_types(signal.dtype, torch.float32)
+    basis = basis.to(signal.device, dtype)
+    return ((signal.to(dtype) @ basis) @ basis.T).to(signal.dtype)
+
+
+METHOD = Method(
+    name="slicegpt",
+    kind="stream",
+    summary="cut the residual stream to its principal directions",
+    source="Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows and Columns, ICLR 2024",
+    settings=SliceGPTConfig,
+    decide=decide,
+)

@@ -1,0 +1,221 @@
+"""Whether a plan and its tensors fit a model; everything is refused before anything is changed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wide.errors import ShapeError, UnsupportedModelError
+from wide.grouping import divisors
+from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
+from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, scale_name
+
+_ORTHONORMAL_TO = 1e-3
+_PROBE_ROWS = 3
+
+
+def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a plan that cannot be executed on a model, or tensors that are not the plan's.
+
+    Args:
+        plan: What each half-layer is to run.
+        specs: Parts of the decoder layers.
+        tensors: Values of the plan by name; on the meta device only names and shapes are looked at.
+
+    Raises:
+        ShapeError: If sizes, names or values do not fit; the message names those that do.
+        UnsupportedModelError: If the structure does not allow what the plan says.
+    """
+    if len(plan.layers) != len(specs):
+        raise ShapeError(f"the plan has {len(plan.layers)} layers, the model {len(specs)}")
+    for spec, layer in zip(specs, plan.layers, strict=True):
+        where = f"layer {spec.index}"
+        _check_attention(layer.attention, spec.attention, f"{where}: attention")
+        _check_ffn(layer.ffn, spec, f"{where}: FFN")
+        _check_following(layer, where)
+    _check_stream_size(plan, specs)
+    check_tensors(plan, tensors)
+    if plan.stream is not None:
+        for spec in specs:
+            _require_plain_stream(spec)
+    for spec, layer in zip(specs, plan.layers, strict=True):
+        if any(isinstance(half, Skipped) for _, half in layer.halves()):
+            _require_nothing_added(spec)
+
+
+def attention_group_sizes(spec: AttentionSpec) -> list[int]:
+    """Return sizes in whole query heads that are divisors or multiples of the heads per KV head."""
+    per_kv = spec.num_query_heads // spec.num_kv_heads
+    heads = [n for n in divisors(spec.num_query_heads) if per_kv % n == 0 or n % per_kv == 0]
+    return [n * spec.head_dim for n in heads]
+
+
+def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that do not hold the values of a plan.
+
+    Raises:
+        ShapeError: If a name is missing or surplus, a shape differs, a value is not finite, the scales keep another
+            number of units than the plan says, or a basis is not orthonormal.
+    """
+    shapes = plan.tensor_shapes()
+    missing, surplus = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
+    if missing or surplus:
+        raise ShapeError(
+            f"tensors= does not fit the plan: {len(missing)} missing {missing[:3]}, {len(surplus)} surplus "
+            f"{surplus[:3]}; Plan.tensor_shapes() lists what the plan needs"
+        )
+    for name, shape in shapes.items():
+        found = tensors[name]
+        if tuple(found.shape) != shape:
+            raise ShapeError(f"the tensor {name} has shape {tuple(found.shape)}, the plan needs {shape}")
+        if not found.is_meta and not torch.isfinite(found).all():
+            raise ShapeError(f"the tensor {name} holds values that are not finite")
+    for index, layer in enumerate(plan.layers):
+        for half, what in layer.halves():
+            if isinstance(what, Kept):
+                _check_scale(scale_name(index, half), tensors[scale_name(index, half)], what)
+    for name in shapes:
+        if not name.endswith(".scale"):
+            _check_basis(name, tensors[name])
+
+
+def _check_scale(name: str, scale: Tensor, half: Kept) -> None:
+    if scale.is_meta:
+        return
+    kept = int((scale != 0).sum())
+    if kept != half.kept:
+        raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
+
+
+def _check_basis(name: str, basis: Tensor) -> None:
+    if basis.is_meta:
+        return
+    columns = basis.detach().double()
+    error = (columns.T @ columns - torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)).abs().max()
+    if not float(error) <= _ORTHONORMAL_TO:
+        raise ShapeError(
+            f"the columns of {name} are not orthonormal: B^T B differs from 1 by {float(error):.2g}, at most "
+            f"{_ORTHONORMAL_TO:g} is allowed; orthonormalise them (torch.linalg.qr)"
+        )
+
+
+def _check_attention(half: Half, spec: AttentionSpec, where: str) -> None:
+    if isinstance(half, Following):
+        raise ShapeError(f"{where} cannot follow anything; only an FFN can")
+    if not isinstance(half, Kept | Routed):
+        return
+    _check_width(half.grouping.width, spec.query_width, where)
+    size = half.grouping.group_size
+    legal = attention_group_sizes(spec)
+    if isinstance(half, Routed) and size not in legal:
+        raise ShapeError(f"{where} group size {size} is not one of {legal} channels")
+    if isinstance(half, Kept) and size % spec.head_dim:
+        raise ShapeError(f"{where}: units of {size} channels are not whole query heads of {spec.head_dim}")
+
+
+def _check_ffn(half: Half, spec: BlockSpec, where: str) -> None:
+    if isinstance(half, Dense):
+        return
+    if spec.ffn is None:
+        raise UnsupportedModelError(f"the plan prunes an FFN that cannot be routed or pruned: {spec.ffn_reason}")
+    if isinstance(half, Kept | Routed):
+        _check_width(half.grouping.width, spec.ffn.width, where)
+
+
+def _check_width(planned: int, width: int, where: str) -> None:
+    if planned != width:
+        raise ShapeError(f"{where} is {width} channels wide, the plan says {planned}")
+
+
+def _check_following(layer: LayerPlan, where: str) -> None:
+    if not isinstance(layer.ffn, Following):
+        return
+    if not isinstance(layer.attention, Routed):
+        raise ShapeError(f"{where}: the FFN follows the attention, whose half has no router; make it Routed")
+    if layer.attention.grouping.num_groups != 1:
+        raise ShapeError(
+            f"{where}: the FFN follows an attention router of {layer.attention.grouping.num_groups} groups; it needs "
+            f"one, Grouping.whole({layer.attention.grouping.width})"
+        )
+
+
+def _check_stream_size(plan: Plan, specs: Sequence[BlockSpec]) -> None:
+    stream = plan.stream
+    if stream is None or (stream.width == specs[0].hidden_size and 1 <= stream.kept <= stream.width):
+        return
+    raise ShapeError(
+        f"the plan keeps {stream.kept} of {stream.width} dimensions of the stream; the model has "
+        f"{specs[0].hidden_size}, of which at least 1 stays"
+    )
+
+
+def _require_plain_stream(spec: BlockSpec) -> None:
+    """Refuse layers that do something else with the stream than add the output of two halves, one after the other."""
+    where = f"layer {spec.index} ({type(spec.layer).__name__})"
+    norms = [None if part is None else part.pre_norm for part in (spec.attention, spec.ffn)]
+    if None in norms or norms[0] is norms[1]:
+        raise UnsupportedModelError(f"{where} has no norm of its own before each half; its stream cannot be projected")
+    added = [_probe(spec, seed) for seed in (0, 1)]
+    found = _run_with(spec, added[0], added[1])
+    if found is not None and not torch.allclose(found, _probe(spec, 2) + added[0] + added[1], rtol=1e-2, atol=1e-2):
+        raise UnsupportedModelError(
+            f"{where} does not simply add the outputs of its halves to the stream (norms after them, multipliers); "
+            "its stream cannot be projected"
+        )
+
+
+def _require_nothing_added(spec: BlockSpec) -> None:
+    """Refuse layers that turn an output of zeros into something else before they add it to the stream."""
+    zeros = torch.zeros_like(_probe(spec, 0))
+    found = _run_with(spec, zeros, zeros)
+    if found is not None and not torch.equal(found, _probe(spec, 2)):
+        raise UnsupportedModelError(
+            f"layer {spec.index} ({type(spec.layer).__name__}) changes the stream even where both halves give zero, so "
+            "none can be skipped"
+        )
+
+
+def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
+    """Return the layer's output on a probe while its halves give these outputs; None on the meta device."""
+    stream = _probe(spec, 2)
+    if stream.is_meta or spec.ffn is None:
+        return None
+    layer: Any = spec.layer
+    parts: tuple[AttentionSpec | FeedForwardSpec, ...] = (spec.attention, spec.ffn)
+    stand_ins: tuple[Any, ...] = ((attention, None), ffn)
+    before = [vars(part.module).get("forward") for part in parts]
+    for part, given in zip(parts, stand_ins, strict=True):
+        part.module.forward = lambda *_, given=given, **__: given
+    try:
+        with torch.no_grad():
+            out = layer.forward(stream)
+    finally:
+        for part, forward in zip(parts, before, strict=True):
+            if forward is None:
+                del part.module.forward
+            else:
+                part.module.forward = forward
+    out = out[0] if isinstance(out, tuple) else out
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _probe(spec: BlockSpec, seed: int) -> Tensor:
+    like = next(p for p in spec.layer.parameters() if p.is_floating_point())
+    generator = torch.Generator().manual_seed(seed)
+    # On the CPU, whatever the default device is: generators of other devices draw other numbers.
+    drawn = torch.randn(1, _PROBE_ROWS, spec.hidden_size, generator=generator, device="cpu")
+    return drawn.to(device=like.device, dtype=like.dtype)
+
+
+def placeholder_tensors(plan: Plan) -> dict[str, Tensor]:
+    """Return tensors that fit a plan and stand for its values until a checkpoint's are loaded."""
+    tensors = {}
+    for name, shape in plan.tensor_shapes().items():
+        tensors[name] = torch.zeros(shape) if len(shape) == 1 else torch.eye(*shape)
+    for index, layer in enumerate(plan.layers):
+        for half, what in layer.halves():
+            if isinstance(what, Kept):
+                tensors[scale_name(index, half)][: what.kept] = 1.0
+    return tensors

@@ -1,0 +1,169 @@
+"""Naive beside fused: pruned products by gathering and scattering, as a grouped product, fused, and dense.
+
+Usage: python -m wide.profiling.naive --out DIR [--sizes 512,1024,2048] [--group-size 128] [--sparsity 0.5]
+
+Agreement first; what disagrees is not timed. On a CPU only agreement and the accounting of traffic are written.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wide.kernels.contract import relative_error
+from wide.profiling.naive_products import AXES, Problem, executed, implementations, make_problem, wanted, work
+
+_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+# Gathered weights may be copied once more, into the layout that the product wants.
+_COPIES = 2.5
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def measure(problem: Problem, *, backend: str, rounds: int) -> list[dict[str, Any]]:
+    """Return one record per implementation: error, time, throughput, peak memory, and the accounted traffic.
+
+    Args:
+        problem: What to compute; on a CPU nothing is timed.
+        backend: Of the fused operators.
+        rounds: Replays of each candidate.
+    """
+    reference = wanted(problem)
+    calls = implementations(problem, backend=backend)
+    records = {name: _accounted(problem, name) for name in calls}
+    agreeing: dict[str, Callable[[], Tensor]] = {}
+    for name, call in calls.items():
+        record = records[name]
+        obstacle = _too_large(problem, record["accounted_storage_bytes"])
+        if obstacle:
+            record["not_run"] = obstacle
+            continue
+        # An implementation that fails here is a result: it is reported, never hidden.
+        try:
+            record["error"] = relative_error(executed(problem, name, call()).float(), reference)
+        except Exception as error:
+            record["failure"] = f"{type(error).__name__}: {str(error)[:300]}"
+            continue
+        if record["error"] <= _TOLERANCE[problem.a.dtype]:
+            agreeing[name] = call
+    if problem.a.device.type == "cuda":
+        del reference
+        _time(problem, agreeing, records, rounds)
+    return list(records.values())
+
+
+def _accounted(problem: Problem, name: str) -> dict[str, Any]:
+    size, bytes_each = problem.a.shape[0], problem.a.element_size()
+    counted = work(problem.axis, name, size, problem.group_size, problem.active)
+    return {
+        "axis": problem.axis,
+        "size": size,
+        "group_size": problem.group_size,
+        "active": problem.active,
+        "candidate": name,
+        "accounted_traffic_bytes": counted.traffic * bytes_each,
+        "accounted_storage_bytes": counted.storage * bytes_each,
+    }
+
+
+def _too_large(problem: Problem, storage: float) -> str:
+    if problem.a.device.type != "cuda":
+        return ""
+    free = torch.cuda.mem_get_info(problem.a.device)[0]
+    return f"needs {_COPIES * storage / 2**30:.0f} GiB of {free / 2**30:.0f} GiB" if _COPIES * storage > free else ""
+
+
+def _time(
+    problem: Problem, calls: dict[str, Callable[[], Tensor]], records: dict[str, dict[str, Any]], rounds: int
+) -> None:
+    from wide.profiling.timing import time_interleaved
+
+    flop = 2.0 * problem.active * problem.a.shape[0] * problem.b.numel()
+    for name, call in calls.items():
+        records[name]["peak_memory_bytes"] = _peak(call)
+    # One at a time beside the dense peer: graphs keep their memory, and gathered weights fill the device.
+    for name, call in calls.items():
+        peer = {} if name == "dense" else {"dense": calls["dense"]}
+        times = time_interleaved({**peer, name: call}, rounds=rounds)
+        torch.cuda.empty_cache()
+        timing = times[name]
+        records[name] |= {
+            "median_us": timing.median_us,
+            "low_us": timing.low_us,
+            "high_us": timing.high_us,
+            "speedup": times["dense"].median_us / timing.median_us,
+            "active_tflops": flop / timing.median_us / 1e6,
+        }
+
+
+def _peak(call: Callable[[], Tensor]) -> int:
+    """Return the most memory that a call holds beyond what was held before it, its result included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    first = records[0]
+    lines = [f"== axis {first['axis']}, M = N = K = {first['size']}, {100 * first['active']:.0f} % executes"]
+    for record in records:
+        words = record.get("not_run") or record.get("failure") or f"error {record['error']:.1e}"
+        if "median_us" in record:
+            words = (
+                f"{record['median_us']:10.1f} us  x{record['speedup']:.3f}  {record['active_tflops']:7.1f} TF  "
+                f"{record['peak_memory_bytes'] / 2**20:10.1f} MiB  {words}"
+            )
+        lines.append(f"  {record['candidate']:16s} {words}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; return 1 if anything disagrees with its reference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for naive.json")
+    parser.add_argument("--sizes", default="512,1024,2048", help="M = N = K, comma-separated")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--sparsity", type=float, default=0.5, help="share that is skipped")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu checks and times nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here; run it on one, or with --device cpu, which times nothing")
+    device = torch.device(options.device)
+    dtype, backend = (torch.bfloat16, "triton") if options.device == "cuda" else (torch.float32, "torch")
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "records": [],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    is_red = False
+    for size in (int(word) for word in options.sizes.split(",")):
+        for axis in AXES:
+            problem = make_problem(
+                axis, size, group_size=options.group_size, active=1.0 - options.sparsity, dtype=dtype, device=device
+            )
+            found = measure(problem, backend=backend, rounds=8 if options.quick else 20)
+            is_red = is_red or any(record.get("error", 0.0) > _TOLERANCE[dtype] for record in found)
+            result["records"] += found
+            _say(_table(found))
+            # Written after every problem, so that a stopped run keeps what it measured.
+            (options.out / "naive.json").write_text(json.dumps(result, indent=1) + "\n")
+    return int(is_red)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The files that a comparison leaves behind: tables as text, Markdown, CSV and one HTML page."""
+
+from pathlib import Path
+
+from wide.records import read_records
+from wide.report.comparison import Comparison
+from wide.report.comparison_tables import comparison_title, to_csv, to_html, to_markdown
+from wide.report.page import document, facts
+from wide.report.selection import Selection
+from wide.report.writing import write_whole
+
+TABLE, SHEET, PAGE = "table.md", "table.csv", "report.html"
+
+
+def read_comparison(records: Path) -> Comparison:
+    """Return the comparison that a file of records describes.
+
+    Raises:
+        DataError: If there are no readable records, or not those of a comparison.
+    """
+    return Comparison(Selection(*read_records(records)))
+
+
+def write_comparison(comparison: Comparison, folder: Path, *, more: str = "") -> list[Path]:
+    """Write `table.md`, `table.csv` and `report.html` into a folder and return their paths.
+
+    Each file is replaced whole, so that several processes that draw the same comparison do not mix their halves.
+
+    Args:
+        comparison: What was measured.
+        folder: Where the files go.
+        more: Further sections of the page, as HTML.
+    """
+    page = document(comparison_title(comparison), facts(comparison.run) + to_html(comparison) + more)
+    texts = {TABLE: to_markdown(comparison), SHEET: to_csv(comparison), PAGE: page}
+    for name, text in texts.items():
+        write_whole(folder / name, text)
+    return [folder / name for name in texts]

@@ -1,0 +1,115 @@
+"""`wide report`: read what folders hold and draw it again, each by itself or all on one page."""
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from wide.errors import DataError
+from wide.records import read_records
+from wide.report.evidence import EVIDENCE_FIGURES, Evidence, Run, evidence_table
+from wide.report.naive_figures import NAIVE_FIGURES
+from wide.report.page import PAGE, document, facts, figure_sections, write_report
+from wide.report.profiles import ATTENTION, END_TO_END, NAIVE, OPERATORS, Profile, read_profile
+from wide.report.selection import Selection
+from wide.report.speed_figures import SPEED_FIGURES
+from wide.report.writing import write_whole
+
+RECORDS = "records.jsonl"
+
+
+def read_evidence(folders: Sequence[Path]) -> Evidence:
+    """Return what folders of runs and benches hold.
+
+    Args:
+        folders: Each with the records of a run, JSON files of benches, or both.
+
+    Raises:
+        DataError: If a folder holds neither, or a file cannot be read.
+    """
+    runs, profile = [], Profile(())
+    for folder, name in zip(folders, _names(folders), strict=True):
+        found = read_profile(folder)
+        path = folder / RECORDS
+        if path.is_file():
+            runs.append(Run(name=name, folder=folder, records=Selection(*read_records(path)), profile=found))
+        elif not found:
+            raise DataError(
+                f"{folder} holds neither {RECORDS} of a run nor operators.json, attention.json, endtoend.json or "
+                "naive.json of a bench; name the --output of wide prune or the --out of wide bench or wide profile"
+            )
+        profile += found
+    return Evidence(runs, profile)
+
+
+def write_folder(folder: Path) -> list[Path]:
+    """Draw the report of one folder into it and return the files.
+
+    Args:
+        folder: With the records of a run, JSON files of benches, or both.
+
+    Raises:
+        DataError: If there is nothing to draw.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    evidence = read_evidence([folder])
+    if not evidence.runs:
+        return [_write(f"Measured speed, {folder.resolve().name}", "", evidence, folder)]
+    more = "".join(_sections(evidence, folder)) if evidence.profile else ""
+    return list(write_report(folder / RECORDS, folder, more=more))
+
+
+def write_evidence(folders: Sequence[Path], output: Path) -> Path:
+    """Draw one page of several folders and return it.
+
+    Args:
+        folders: Each with the records of a run, JSON files of benches, or both.
+        output: Where `report.html` and its figures go.
+
+    Raises:
+        DataError: If there is nothing to draw, or the page would replace that of one of the folders.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    if output.resolve() in [folder.resolve() for folder in folders]:
+        raise DataError(f"{output} holds a report of its own; choose another --output for the common page")
+    evidence = read_evidence(folders)
+    runs = "".join(_about(run, output) for run in evidence.runs)
+    table = f"<h2>Runs</h2>{evidence_table(evidence).to_html()}{runs}" if evidence.runs else ""
+    return _write(f"Evidence from {len(folders)} folders", table, evidence, output)
+
+
+def _write(title: str, first: str, evidence: Evidence, output: Path) -> Path:
+    page = output / PAGE
+    devices = escape(", ".join(evidence.profile.devices()))
+    first += f"<dl><dt>measured on</dt><dd>{devices}</dd></dl>" if devices else ""
+    write_whole(page, document(title, first + "".join(_sections(evidence, output))))
+    return page
+
+
+def _sections(evidence: Evidence, output: Path) -> list[str]:
+    profile = evidence.profile
+    sections = figure_sections(EVIDENCE_FIGURES, evidence, output) if evidence.runs else []
+    if profile.holds(OPERATORS, ATTENTION, END_TO_END):
+        sections += figure_sections(SPEED_FIGURES, profile, output)
+    if profile.holds(NAIVE):
+        sections += figure_sections(NAIVE_FIGURES, profile, output)
+    return sections
+
+
+def _about(run: Run, output: Path) -> str:
+    page = run.folder / PAGE
+    link = ""
+    if page.is_file():
+        path = escape(os.path.relpath(page, output))
+        link = f' <a href="{path}">its own report</a>'
+    return f"<details><summary>{escape(run.name)}</summary>{facts(run.records)}{link}</details>"
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return short names that tell the folders apart."""
+    resolved = [folder.resolve() for folder in folders]
+    for parts in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    raise DataError("the same folder is named twice; name each once")

@@ -1,0 +1,51 @@
+"""What a figure is: a drawing and the table of what it shows, both made of the same records."""
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Source = TypeVar("Source")
+Value = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """The values of a figure.
+
+    Args:
+        header: Names of the columns, with units where they have one.
+        rows: As many values as the header has names; None where there is none.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[Value, ...], ...]
+
+    def to_csv(self) -> str:
+        """Return the values unrounded as CSV; what there is not stays empty."""
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(self.header)
+        writer.writerows(["" if value is None else value for value in row] for row in self.rows)
+        return stream.getvalue()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure(Generic[Source]):
+    """One figure of a report.
+
+    Args:
+        name: Of its files, without their endings.
+        title: Above it.
+        size: Width and height in inches.
+        draw: Draws into an empty figure of matplotlib and returns the sentence that says what there is to see, for
+            those who cannot see it; raises `MissingRecordsError` where records that it needs are missing.
+        sheet: Returns what is drawn as a table; raises the same error.
+    """
+
+    name: str
+    title: str
+    size: tuple[float, float]
+    draw: Callable[[Any, Source], str]
+    sheet: Callable[[Source], Sheet]

@@ -1,0 +1,275 @@
+"""Figures of what the benches measured: operators, where the time goes, and whole forwards."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from wide.report.figure import Figure, Sheet
+from wide.report.profiles import Forward, OperatorPoint, Profile
+from wide.report.selection import MissingRecordsError
+from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, legend_above
+
+_LINES = (("o-", BLUE), ("s--", ORANGE), ("^-.", GREEN), ("D:", PURPLE), ("v-", VERMILION), ("P--", SKY))
+_OPERATOR_NAMES = {
+    "gate_up": "gate and up",
+    "q": "query",
+    "down": "down",
+    "o": "output",
+    "prefill attention": "attention, prefill",
+    "decode attention": "attention, decode",
+    "gemv gate_up": "gate and up, decode",
+    "gemv query": "query, decode",
+    "gemv down": "down, decode",
+    "gemv output": "output, decode",
+}
+_COLUMNS = 4
+# Part -> colour and hatch; parts of one colour differ in hatch.
+_PARTS = {
+    "attention": (BLUE, ""),
+    "query, key and value": (SKY, ""),
+    "output": (SKY, "//"),
+    "gate_up": (ORANGE, ""),
+    "down": (YELLOW, ""),
+    "elementwise": (GREY, ""),
+    "embedding and head": ("#B0B0B0", "//"),
+    "router": (VERMILION, ""),
+    "reorder": (VERMILION, "//"),
+    "gaps": ("#FFFFFF", ""),
+}
+_PART_NAMES = {"gate_up": "gate and up", "gaps": "gaps between kernels"}
+_QUERY = ("query", "query or key and value")
+
+
+def _points(profile: Profile) -> dict[str, list[OperatorPoint]]:
+    found = profile.operators()
+    if not found:
+        raise MissingRecordsError("no records of operators (operators.json, attention.json); run wide bench on a GPU")
+    names = [*_OPERATOR_NAMES, *(point.operator for point in found)]
+    return {
+        name: sorted((point for point in found if point.operator == name), key=lambda point: point.tokens)
+        for name in dict.fromkeys(names)
+        if any(point.operator == name for point in found)
+    }
+
+
+def _series(points: list[OperatorPoint]) -> Iterator[tuple[str, list[OperatorPoint]]]:
+    """Yield the points of an operator by everything but their size, with a label."""
+    series: dict[tuple[Any, ...], list[OperatorPoint]] = {}
+    for point in points:
+        series.setdefault((point.device, point.group_size, point.batch, point.active), []).append(point)
+    devices = {point.device for point in points}
+    for (device, group_size, batch, active), members in series.items():
+        words = [f"{100 * (1 - active):.0f} % skipped"]
+        words += [] if group_size is None else [f"G {group_size}"]
+        words += [] if batch is None else [f"B {batch}"]
+        words += [device] if len(devices) > 1 else []
+        yield ", ".join(words), members
+
+
+def _draw_operators(figure: Any, profile: Profile) -> str:
+    found = _points(profile)
+    rows = -(-len(found) // _COLUMNS)
+    panels = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
+    sentences = []
+    for axes, (operator, points) in zip(panels, found.items(), strict=False):
+        sizes = sorted({point.tokens for point in points})
+        for (label, members), (style, colour) in zip(_series(points), _LINES * len(points), strict=False):
+            places = [sizes.index(point.tokens) for point in members]
+            axes.plot(places, [point.speedup for point in members], style, color=colour, label=label)
+            ideal = [point.ideal for point in members]
+            axes.plot(places, ideal, color=colour, linestyle=":", linewidth=1, marker="_", markersize=14)
+            last = members[-1]
+            sentences.append(
+                f"{_OPERATOR_NAMES.get(operator, operator)} {last.speedup:.2f}x at {last.tokens} ({label})"
+            )
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_title(_OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left")
+        axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+        axes.set_xlim(-0.5, len(sizes) - 0.5)
+        axes.set_ylim(0, 1.1 * max([2.0, *(point.ideal for point in points), *(point.speedup for point in points)]))
+        axes.legend(loc="lower center", fontsize="x-small", frameon=False)
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    figure.supylabel("speed-up over the dense peer", fontsize="medium")
+    figure.supxlabel("tokens (length of the text for attention)", fontsize="medium")
+    return (
+        f"Speed-up of operators on {', '.join(profile.devices())} over their dense peers (black line) beside what "
+        "would be ideal (dotted bars): " + "; ".join(sentences) + "."
+    )
+
+
+def _operator_sheet(profile: Profile) -> Sheet:
+    header = ("operator", "device", "group_size", "batch", "tokens", "active", "candidate")
+    rows = (
+        (*(getattr(point, name) for name in header), point.median_us, point.dense_us, point.speedup, point.ideal)
+        for points in _points(profile).values()
+        for point in points
+    )
+    return Sheet((*header, "median_us", "dense_us", "speedup", "ideal_speedup"), tuple(rows))
+
+
+def _forwards(profile: Profile) -> list[Forward]:
+    found = profile.forwards()
+    if not found:
+        raise MissingRecordsError("no records of whole forwards (endtoend.json); run wide profile on a GPU")
+    return found
+
+
+def _broken_down(profile: Profile) -> list[Forward]:
+    """Return the forwards whose parts were measured: dense ones, and those that run as users would run them."""
+    found = [
+        forward
+        for forward in _forwards(profile)
+        if forward.parts and not forward.candidate.endswith("all sparse") and forward.candidate != "all execute"
+    ]
+    if not found:
+        raise MissingRecordsError("no record with 'breakdown_us' in endtoend.json; run wide profile on a GPU")
+    return found
+
+
+def _parts(forward: Forward) -> dict[str, float]:
+    merged = {name: value for name, value in forward.parts.items() if name not in _QUERY}
+    together = sum(value for name, value in forward.parts.items() if name in _QUERY)
+    return merged | {"query, key and value": together} if together else merged
+
+
+def _draw_breakdown(figure: Any, profile: Profile) -> str:
+    forwards = _broken_down(profile)
+    shapes = list(dict.fromkeys((f.model, f.group_size, f.shape) for f in forwards))
+    panels = figure.subplots(len(shapes), 1, squeeze=False)[:, 0]
+    sentences = []
+    for axes, shape in zip(panels, shapes, strict=True):
+        bars = [forward for forward in forwards if (forward.model, forward.group_size, forward.shape) == shape]
+        scale, unit = (1000.0, "ms") if bars[0].median_us >= 1000 else (1.0, "us")
+        for place, forward in enumerate(bars):
+            begin = 0.0
+            for name, (colour, hatch) in _PARTS.items():
+                width = max(0.0, _parts(forward).get(name, 0.0)) / scale
+                label = _PART_NAMES.get(name, name) if place == 0 and axes is panels[0] else None
+                options = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
+                axes.barh(place, width, left=begin, label=label, **options)
+                begin += width
+            words = "" if forward.ceiling is None else f"{forward.speedup:.2f}x of {forward.ceiling:.2f}x possible"
+            axes.annotate(words, (begin, place), xytext=(4, 0), textcoords="offset points", va="center")
+            if words:
+                sentences.append(f"{forward.shape}, {forward.candidate}: {words}")
+        axes.set_yticks(range(len(bars)), [forward.candidate for forward in bars])
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(forward.median_us for forward in bars) / scale * 1.28)
+        model, _, words = shape
+        axes.set_title(f"{model}, {words}, {unit}", fontsize="medium", loc="left")
+        axes.grid(visible=False, axis="y")
+    _legend_of_parts(figure)
+    return "Time by part of the forward, and the measured beside the possible speed-up: " + "; ".join(sentences) + "."
+
+
+def _legend_of_parts(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=_PART_NAMES.get(name, name))
+        for name, (colour, hatch) in _PARTS.items()
+    ]
+    figure.legend(handles=patches, loc="outside upper center", ncols=5, frameon=False, fontsize="small")
+
+
+def _breakdown_sheet(profile: Profile) -> Sheet:
+    header = ("model", "group_size", "what", "tokens", "batch", "candidate", "speedup", "ceiling", "part", "us")
+    rows = (
+        (*(getattr(forward, name) for name in header[:8]), name, value)
+        for forward in _broken_down(profile)
+        for name, value in forward.parts.items()
+    )
+    return Sheet(header, tuple(rows))
+
+
+def _measured_rates(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
+    """Return the routed forwards by panel (what) and line (shape, model, group size), by what they skip."""
+    lines: dict[tuple[str, str], list[Forward]] = {}
+    forwards = _forwards(profile)
+    several = len({forward.model for forward in forwards}) > 1
+    for forward in forwards:
+        if forward.skipped is not None and not forward.candidate.endswith("all sparse"):
+            name = f"{forward.shape.partition(', ')[2]}, G {forward.group_size}"
+            name = f"{forward.model}, {name}" if several else name
+            lines.setdefault((forward.what, name), []).append(forward)
+    if not lines:
+        raise MissingRecordsError("no routed candidate in endtoend.json; run wide profile on a GPU")
+    return {key: sorted(found, key=lambda each: each.mean_skipped or 0.0) for key, found in lines.items()}
+
+
+def _draw_end_to_end(figure: Any, profile: Profile) -> str:
+    lines = _measured_rates(profile)
+    kinds = list(dict.fromkeys(what for what, _ in lines))
+    panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    sentences = []
+    for axes, kind in zip(panels, kinds, strict=True):
+        chosen = [(name, found) for (what, name), found in lines.items() if what == kind]
+        for (name, found), (style, colour) in zip(chosen, _LINES * len(chosen), strict=False):
+            _draw_line(axes, [each for each in found if each.is_even], style, colour, name)
+            _draw_apart(axes, [each for each in found if not each.is_even], style[0], colour)
+        _name_apart(axes, [each for _, found in chosen for each in found if not each.is_even])
+        for _, found in chosen:
+            best = max(found, key=lambda each: each.speedup)
+            sentences.append(f"{kind}, {name}: {best.speedup:.2f}x at {100 * (best.mean_skipped or 0):.0f} %")
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_xlabel("skipped groups, mean of attention and FFN, %")
+        axes.set_title(kind, fontsize="medium", pad=26)
+        legend_above(axes, columns=2)
+    panels[0].set_ylabel("speed-up over dense")
+    return (
+        "Measured speed-up of whole forwards over the same runtime dense (black line), and the ceiling if routing cost "
+        "nothing (dotted). Hollow points skip different shares of attention and FFN, which they name: "
+        + "; ".join(sentences)
+        + "."
+    )
+
+
+def _draw_line(axes: Any, found: list[Forward], style: str, colour: str, name: str) -> None:
+    shares = [100 * (forward.mean_skipped or 0.0) for forward in found]
+    axes.plot(shares, [forward.speedup for forward in found], style, color=colour, label=name)
+    ceilings = [forward.ceiling for forward in found]
+    axes.plot(shares, ceilings, color=colour, linestyle=":", linewidth=1, marker="_", markersize=12)
+
+
+def _draw_apart(axes: Any, found: list[Forward], marker: str, colour: str) -> None:
+    # What attention and FFN cost differs, so that the mean of unequal shares is no place on the line.
+    for forward in found:
+        place = (100 * (forward.mean_skipped or 0.0), forward.speedup)
+        axes.plot(*place, marker, color=colour, fillstyle="none")
+        axes.plot(place[0], forward.ceiling, color=colour, marker="_", markersize=12)
+
+
+def _name_apart(axes: Any, found: list[Forward]) -> None:
+    """Name what points beside the lines skip, each pair of shares once, below the lowest of its points."""
+    for skipped in dict.fromkeys(forward.skipped for forward in found):
+        lowest = min((forward for forward in found if forward.skipped == skipped), key=lambda each: each.speedup)
+        words = " / ".join(f"{100 * share:.3g}" for share in skipped or ())
+        place = (100 * (lowest.mean_skipped or 0.0), lowest.speedup)
+        axes.annotate(words, place, xytext=(0, -12), textcoords="offset points", ha="center", fontsize=7)
+
+
+def _end_to_end_sheet(profile: Profile) -> Sheet:
+    header = ("device", "model", "group_size", "what", "tokens", "batch", "candidate", "median_us")
+    rows = (
+        (*(getattr(each, name) for name in header), *(each.skipped or (None, None)), each.speedup, each.ceiling)
+        for each in _forwards(profile)
+    )
+    return Sheet((*header, "skipped_attention", "skipped_ffn", "speedup", "ceiling"), tuple(rows))
+
+
+SPEED_FIGURES: tuple[Figure[Profile], ...] = (
+    Figure(
+        name="end-to-end",
+        title="Speed-up of whole forwards",
+        size=(9.0, 3.6),
+        draw=_draw_end_to_end,
+        sheet=_end_to_end_sheet,
+    ),
+    Figure(
+        name="breakdown", title="Where the time goes", size=(9.0, 6.4), draw=_draw_breakdown, sheet=_breakdown_sheet
+    ),
+    Figure(
+        name="operators", title="Speed-up of operators", size=(9.0, 7.0), draw=_draw_operators, sheet=_operator_sheet
+    ),
+)
+"""Figures of a profile."""

@@ -1,0 +1,60 @@
+"""What all figures share: colours that any eye can tell apart, in grey too, and legends that hide no data."""
+
+from typing import Any
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart; the order also falls in lightness.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#707070"
+SKY, YELLOW, VERMILION, PURPLE = "#56B4E9", "#F0E442", "#D55E00", "#CC79A7"
+HALF_NAMES = {"attention": "attention", "ffn": "FFN"}
+HALF_COLOURS = {"attention": BLUE, "ffn": ORANGE}
+HALF_HATCHES = {"attention": "", "ffn": "//"}
+
+_LIGHT, _DARK = (244, 248, 252), (0, 48, 104)
+# From here on white letters are easier to read than black ones.
+_WHITE_FROM = 0.7
+
+
+def shade(share: float) -> str:
+    """Return the colour of a share in [0, 1] on the scale from light to dark blue, whose lightness falls evenly."""
+    share = min(max(share, 0.0), 1.0)
+    parts = (round(light + share * (dark - light)) for light, dark in zip(_LIGHT, _DARK, strict=True))
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def ink(share: float) -> str:
+    """Return the colour of letters that can be read on `shade(share)`."""
+    return "#ffffff" if share >= _WHITE_FROM else "#000000"
+
+
+def share_colours() -> Any:
+    """Return `shade` as a colour map of matplotlib; what is missing is hatched by the axes' own colour."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("share", [shade(0.0), shade(1.0)]).with_extremes(bad="#bbbbbb")
+
+
+def signed_colours() -> Any:
+    """Return the colour map of signed values: orange below zero, white, blue above."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("signed", [VERMILION, "#ffffff", shade(1.0)]).with_extremes(bad="#bbbbbb")
+
+
+def legend_above(axes: Any, columns: int = 3) -> None:
+    """Put the legend above the axes, where it can hide no data."""
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        columnspacing=1.0,
+        handlelength=1.6,
+    )
+
+
+def whole_numbers(axis: Any) -> None:
+    """Let an axis have ticks at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -1,0 +1,21 @@
+"""Writing files that others may read or write at the same time."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old or the new text, never a part.
+
+    Args:
+        path: The file; its folder is made if it is missing.
+        text: The content, written as UTF-8.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Processes that write the same file at the same time must not share the unfinished one.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,257 @@
+"""A whole comparison on a tiny model: cells, resuming, failures, shards, tables; and `wide prune --method`."""
+
+import csv
+import json
+
+import pytest
+import yaml
+
+from wide.cli import cell_runner
+from wide.cli.main import main
+from wide.errors import ConfigError
+from wide.records import read_records
+from wide.report.selection import Selection
+
+SHORT = [
+    *("--dtype=float32", "--device=cpu", "--sparsities=0.5"),
+    *("--train.steps=2", "--train.batch_size=2", "--train.sequence_length=32", "--eval.tokens=128", "--eval.window=32"),
+    *("--recover.batch_size=2", "--recover.sequence_length=32"),
+]
+METHODS = "--methods=wanda,wide"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_calibration():
+    """Make the dial from little text: thousands of tiny batches would take most of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
+        yield
+
+
+@pytest.fixture(scope="module")
+def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
+    """Return a command line; the settings of methods stand in a file, so that it serves any of them."""
+    settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
+    wide = {"ffn_group_size": 16, "router_rank": 4}
+    settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}, "wide": wide}))
+    where = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--config", str(settings)]
+    return ["compare", METHODS, *SHORT, *where]
+
+
+@pytest.fixture(scope="module")
+def finished(everyday, tmp_path_factory):
+    """Return the folder of a finished comparison of two seeds with LoRA."""
+    folder = tmp_path_factory.mktemp("comparisons") / "run"
+    assert main([*everyday, "--output", str(folder), "--seeds=1,2", "--recover.steps=1"]) == 0
+    return folder
+
+
+def rows(folder):
+    lines = csv.DictReader((folder / "table.csv").read_text().splitlines())
+    return {(line["method"], line["recovered"] == "1"): line for line in lines}
+
+
+def test_every_row_is_measured(finished):
+    found = rows(finished)
+    assert list(found) == [(m, r) for m in ("dense", "wanda", "wide") for r in (False, True)]
+    for (method, recovered), line in found.items():
+        assert line["seeds"] == ("1" if (method, recovered) == ("dense", False) else "2")
+        assert float(line["token_perplexity"]) > 1
+        assert line["failed"] == ""
+    assert float(found["dense", False]["token_perplexity.ratio"]) == 1.0
+    assert float(found["wanda", False]["sparsity.mean"]) == pytest.approx(0.5)
+    assert float(found["wanda", True]["sparsity.mean"]) == pytest.approx(0.5)
+    assert float(found["wide", False]["method.tokens_backward"]) == 2 * 2 * 32
+    assert float(found["wide", True]["method.tokens_backward"]) == 2 * 32
+    assert found["wanda", False]["token_perplexity"] != found["wanda", True]["token_perplexity"]
+
+
+def test_a_cell_does_not_depend_on_those_before_it(finished, everyday, tmp_path):
+    assert main([*everyday, "--output", str(tmp_path / "run"), "--seeds=2", "--methods=wide"]) == 0
+    name = "cells/wide-0.5-seed2"
+    alone, among_others = (
+        Selection(*read_records(folder / name / "records.jsonl")).number("wide/0.5/2/calibrated", "token_perplexity")
+        for folder in (tmp_path / "run", finished)
+    )
+    assert alone == among_others
+
+
+def test_each_cell_has_its_folder_with_adapter_and_records(finished):
+    cells = sorted(path.name for path in (finished / "cells").iterdir())
+    assert cells == sorted(
+        [f"dense-0-seed{seed}" for seed in (1, 2)]
+        + [f"{method}-0.5-seed{seed}" for method in ("wanda", "wide") for seed in (1, 2)]
+    )
+    for cell in cells:
+        assert (finished / "cells" / cell / "adapter" / "wide_config.json").is_file()
+        assert (finished / "cells" / cell / "recovered" / "adapter" / "lora").is_dir()
+        assert (finished / "cells" / cell / "records.jsonl").is_file()
+
+
+def test_tables_and_page_say_the_same(finished, capsys):
+    table = (finished / "table.md").read_text()
+    assert "| wanda + LoRA" in table
+    assert "settings: num_windows 2 (original: 128)" in table
+    page = (finished / "report.html").read_text()
+    assert "<table>" in page
+    assert "1 steps of 2 x 32 tokens" in page
+    for name in ("table.md", "table.csv"):
+        (finished / name).unlink()
+    assert main(["compare", "--table", str(finished)]) == 0
+    assert "wanda + LoRA" in capsys.readouterr().out
+    assert (finished / "table.md").read_text() == table
+
+
+def test_resuming_a_finished_comparison_runs_nothing(finished, everyday, monkeypatch, capsys):
+    monkeypatch.setattr(cell_runner, "apply", None)
+    monkeypatch.setattr(cell_runner, "recover_row", None)
+    assert main([*everyday, "--output", str(finished), "--seeds=1,2", "--recover.steps=1", "--resume"]) == 0
+    assert capsys.readouterr().out.count("finished before") == 11
+
+
+def test_resuming_with_another_grid_is_refused(finished, everyday, capsys):
+    assert main([*everyday, "--output", str(finished), "--seeds=1", "--recover.steps=1", "--resume"]) == 1
+    assert "seeds '1,2' -> 1" in capsys.readouterr().err
+
+
+def test_a_failure_costs_no_other_cell_and_is_run_again(everyday, tmp_path, monkeypatch, capsys):
+    real = cell_runner.apply
+
+    def fail_for_wanda(model, method, *args, **kwargs):
+        if method.name == "wanda":
+            raise ConfigError("no | such\nluck")
+        return real(model, method, *args, **kwargs)
+
+    output = ["--output", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_runner, "apply", fail_for_wanda)
+        assert main([*everyday, *output]) == 1
+    captured = capsys.readouterr()
+    assert "1 of 3 cells failed" in captured.err
+    assert "failed: wanda, 0.5, seed 17: ConfigError: no | such luck" in captured.out
+    assert rows(tmp_path / "run")["wanda", False]["failed"] == "ConfigError: no | such luck"
+    assert float(rows(tmp_path / "run")["wide", False]["token_perplexity"]) > 1
+    assert main([*everyday, *output, "--resume"]) == 0
+    assert capsys.readouterr().out.count("finished before") == 2
+    assert rows(tmp_path / "run")["wanda", False]["failed"] == ""
+
+
+def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
+    pytest.importorskip("lm_eval")
+    choices = [{"goal": f"Open {n}", "sol1": "Turn the lid", "sol2": "Sleep", "label": n % 2} for n in range(6)]
+    (tmp_path / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in choices))
+    (tmp_path / "test.pages.jsonl").write_text(json.dumps({"page": " = A page = \n\n Some text with words . \n"}))
+    tasks = ["--eval.tokens=0", "--eval.tasks=wikitext,piqa", "--eval.local_data", str(tmp_path)]
+    assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=wanda", *tasks]) == 0
+    dense, wanda = rows(tmp_path / "run").values()
+    assert float(wanda["word_perplexity"]) > 1
+    accuracies = float(wanda["accuracy.average"]), float(dense["accuracy.average"])
+    assert float(wanda["accuracy.retention"]) == pytest.approx(accuracies[0] / accuracies[1])
+    assert float(wanda["accuracy.average.error"]) > 0
+    assert wanda["token_perplexity"] == ""
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert "50 %: retention %" in table
+    assert "50 %: ppl" not in table
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, monkeypatch, capsys):
+    output = ["--output", str(tmp_path / "run"), "--recover.steps=1"]
+    real = cell_runner.recover_row
+
+    def interrupt(model, *args, **kwargs):
+        if (tmp_path / "run/cells/wanda-0.5-seed17").exists():
+            raise KeyboardInterrupt
+        return real(model, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_runner, "recover_row", interrupt)
+        assert main([*everyday, *output]) == 130
+    assert "--resume" in capsys.readouterr().err
+    decided = []
+    real_apply = cell_runner.apply
+
+    def note(model, method, *args, **kwargs):
+        decided.append(method.name)
+        return real_apply(model, method, *args, **kwargs)
+
+    monkeypatch.setattr(cell_runner, "apply", note)
+    assert main([*everyday, *output, "--resume"]) == 0
+    # What wanda had decided came back from its adapter.
+    assert decided == ["wide"]
+    assert rows(tmp_path / "run")["wanda", True]["seeds"] == "1"
+
+
+def test_shards_share_a_folder(everyday, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "run")]
+    assert main([*everyday, *output, "--shard=2/2", "--keep_adapters=false"]) == 0
+    assert sorted(path.name for path in (tmp_path / "run" / "cells").iterdir()) == ["wanda-0.5-seed17"]
+    assert not (tmp_path / "run/cells/wanda-0.5-seed17/adapter").exists()
+    # Nothing is known about the dense model yet, so nothing is relative to it.
+    assert rows(tmp_path / "run")["wanda", False]["token_perplexity.ratio"] == ""
+    assert main([*everyday, *output, "--shard=1/2", "--keep_adapters=false"]) == 0
+    assert {line["seeds"] for line in rows(tmp_path / "run").values()} == {"1"}
+    assert main([*everyday, *output, "--shard=1/2", "--keep_adapters=false", "--train.steps=3"]) == 1
+    assert "train.steps 2 -> 3" in capsys.readouterr().err
+
+
+def test_overwriting_starts_anew_but_leaves_other_files(everyday, tmp_path):
+    output = ["--output", str(tmp_path / "run"), "--methods=wanda"]
+    assert main([*everyday, *output]) == 0
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    before = (tmp_path / "run/cells/wanda-0.5-seed17/records.jsonl").stat().st_mtime_ns
+    assert main([*everyday, *output]) == 1
+    assert main([*everyday, *output, "--overwrite"]) == 0
+    assert (tmp_path / "run/cells/wanda-0.5-seed17/records.jsonl").stat().st_mtime_ns != before
+    assert (tmp_path / "run" / "mine.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--model=./nowhere"], "./nowhere"),
+        (["--eval.tasks=chess"], "no task 'chess'"),
+        (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide"),
+    ],
+)
+def test_bad_input_writes_nothing(changes, words, everyday, tmp_path, capsys):
+    output = tmp_path / "run"
+    code = main([*everyday, "--output", str(output), "--methods=wanda", *changes])
+    assert code == 1
+    assert words in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_folders_that_hold_no_comparison_are_refused(tmp_path, capsys):
+    assert main(["compare", "--table", str(tmp_path)]) == 1
+    assert "holds no comparison" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["wanda", "skipgpt"])
+def test_prune_takes_any_method_and_adds_lora(method, tiny_model_folder, prose_folder, tmp_path, capsys):
+    given = ["prune", "--method", method, "--model", str(tiny_model_folder), "--data", str(prose_folder)]
+    given += ["--output", str(tmp_path / "run"), "--dtype=float32", "--device=cpu", "--report=false"]
+    given += ["--train.sequence_length=32", "--eval.tokens=128", "--eval.window=32"]
+    given += ["--recover.steps=1", "--recover.batch_size=2", "--recover.sequence_length=32"]
+    own = ["--wanda.num_windows=2", "--wanda.window_length=32"]
+    given += own if method == "wanda" else ["--train.steps=2", "--train.batch_size=2"]
+    assert main(given) == 0
+    run = Selection(*read_records(tmp_path / "run" / "records.jsonl"))
+    assert run.subjects() == ["dense", "pruned", "pruned + LoRA"]
+    assert run.text("run", "target").startswith(f"{method}, 50%")
+    provenance = json.loads((tmp_path / "run/adapter/wide_config.json").read_text())["provenance"]
+    assert provenance["method"]["method"] == method
+    assert provenance["recover"]["steps"] == 1
+    assert main(["inspect", "--adapter", str(tmp_path / "run")]) == 0
+    assert f"method: {method}" in capsys.readouterr().out
+    assert main([*given, "--resume"]) == 0
+
+
+def test_prune_at_linear_flops_with_the_papers_method(tiny_model_folder, prose_folder, tmp_path):
+    given = ["prune", "--match=linear_flops", "--model", str(tiny_model_folder), "--data", str(prose_folder)]
+    given += ["--output", str(tmp_path / "run"), "--dtype=float32", "--device=cpu", "--report=false"]
+    given += ["--train.sequence_length=32", "--train.steps=2", "--train.batch_size=2", "--ffn_group_size=16"]
+    assert main([*given, "--router_rank=4", "--eval.tokens=128", "--eval.window=32"]) == 0
+    found = json.loads((tmp_path / "run/adapter/wide_config.json").read_text())["provenance"]
+    assert (found["method"]["method"], found["method"]["match"]) == ("wide", "linear_flops")
+    assert found["prune"]["objective"]["target"] == "linear_flops"

@@ -1,0 +1,191 @@
+"""Which words `wide compare` and `wide prune --method` take, and what they mean."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from wide.cli import compare, prune
+from wide.cli.arguments import peek, resolved
+from wide.cli.budget import Budget
+from wide.cli.grid import GridOptions
+from wide.cli.main import main
+from wide.cli.method_flags import SETTINGS, TRAINED
+from wide.cli.run_folder import save_config
+from wide.cli.usage import UsageError
+from wide.config import StageConfig
+from wide.errors import ConfigError
+from wide.method_config import CoopPrunerConfig, DDPConfig, DenseConfig, TyrConfig, WandaConfig, WideMethodConfig
+from wide.methods.catalogue import get, names
+from wide.report.cells import Cell
+
+EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
+
+
+def asked(*more, methods="wanda,tyr"):
+    values = compare.arguments(methods.split(",")).parse([*EVERYDAY, "--methods", methods, *more])
+    return compare.request(values)
+
+
+@pytest.mark.parametrize("name", names())
+def test_flags_know_the_settings_of_every_method(name):
+    method = get(name)
+    assert SETTINGS[name] is method.settings
+    assert (name in TRAINED) == (method.train is not None)
+
+
+def test_nothing_else_is_known():
+    assert tuple(SETTINGS) == names()
+
+
+def test_settings_reach_their_method():
+    request = asked("--wanda.num_windows", "5", "--tyr.stage_tokens", "[64, 128]", "--tyr.survivors", "[2]")
+    assert request.settings["wanda"] == WandaConfig(num_windows=5)
+    assert request.settings["tyr"].stage_tokens == (64, 128)
+    assert request.settings["dense"] == DenseConfig()
+
+
+def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
+    request = asked("--shortened-ppl.num_windows", "5", methods="shortened-ppl")
+    assert request.settings["shortened-ppl"].num_windows == 5
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"methods": "shortened-ppl", "shortened-ppl": {"num_windows": 6}}))
+    values = compare.arguments(["shortened-ppl"]).parse(["--config", str(file), *EVERYDAY])
+    assert compare.request(values).settings["shortened-ppl"].num_windows == 6
+    save_config(tmp_path / "again.yaml", resolved(values))
+    again = compare.arguments(["shortened-ppl"]).parse(["--config", str(tmp_path / "again.yaml")])
+    assert compare.request(again) == compare.request(values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare", "--methods", "tyr", "--wanda.pattern", "2:4"], "flag of method wanda, and the command runs --met"),
+        (["compare", "--methods", "tyr", "--train.seed", "3"], "--seeds are those of every stage"),
+        (["compare", "--methods", "tyr,wandaa"], "did you mean wanda?"),
+        (["compare", "--methods", "tyr,tyr"], "different values"),
+        (["compare", "--methods", "dense"], "different values"),
+        (["compare", "--methods", "tyr", "--sparsities", "0,0.5"], "lie in (0, 1)"),
+        (["compare", "--methods", "tyr", "--sparsities", "half"], "must be numbers"),
+        (["compare", "--methods", "tyr", "--seeds", "1.5"], "whole numbers"),
+        (["compare", "--methods", "tyr", "--shard", "3/2"], "1 <= I <= N"),
+        (["compare", "--methods", "tyr", "--shard", "1/2", "--overwrite"], "remove the folder"),
+        (["compare", "--methods", "tyr", "--eval.tokens", "0"], "nothing to compare by"),
+        (["compare", "--methods", "tyr", "--recover.steps", "-1"], "0 leaves LoRA out"),
+        (["compare"], "required"),
+        (["prune", "--method", "wandaa"], "did you mean wanda?"),
+        (["prune", "--method", "tyr", "--wanda.pattern", "2:4"], "flag of method wanda"),
+        (["prune", "--method", "tyr", "--ffn_group_size", "64"], "flag of method wide"),
+        (["prune", "--method", "tyr", "--train.steps", "64"], "for methods that train routers"),
+        (["prune", "--method", "tyr", "--objective.weight", "1"], "for methods that train routers"),
+        (["prune", "--method", "skipgpt", "--objective.target", "mean"], "skipgpt takes --match"),
+        (["prune", "--wide.uniform", "true"], "without a prefix"),
+        (["methods", "burn"], "cannot understand"),
+    ],
+)
+def test_misplaced_words_are_refused_with_the_reason(arguments, words, capsys):
+    more = EVERYDAY if arguments[0] in ("prune", "compare") else []
+    assert main([*arguments, *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_flags_of_other_methods_are_refused_in_files_too(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"method": "tyr", "wanda": {"pattern": "2:4"}}))
+    assert main(["prune", "--config", str(file), *EVERYDAY]) == 2
+    assert "flag of method wanda, and the command runs --method tyr" in capsys.readouterr().err
+
+
+def test_a_file_may_serve_comparisons_of_other_methods(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"shortened-ppl": {"num_windows": 5}}))
+    flags = compare.arguments(["tyr"], ["shortened-ppl"])
+    request = compare.request(flags.parse(["--config", str(file), "--methods", "tyr", *EVERYDAY]))
+    assert set(request.settings) == {"dense", "tyr"}
+    with pytest.raises(UsageError, match="flag of method shortened-ppl"):
+        flags.parse(["--methods", "tyr", "--shortened-ppl.num_windows", "5", *EVERYDAY])
+
+
+@pytest.mark.parametrize("arguments", [["compare", "--methods", "tyr,ddp"], ["prune", "--method", "tyr"], ["methods"]])
+def test_help_and_wrong_words_need_no_torch(arguments):
+    code = (
+        "import sys; from wide.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or int('torch' in sys.modules))"
+    )
+    for more, expected in (["--help"], 0), (["--nonsense", "1"], 2):
+        result = subprocess.run([sys.executable, "-c", code, *arguments, *more], capture_output=True, text=True)
+        assert result.returncode == expected, result.stderr
+
+
+def test_the_default_of_prune_is_the_papers_method():
+    request = prune.request(prune.arguments().parse(EVERYDAY))
+    assert (request.method, request.match, type(request.settings).__name__) == ("wide", "nominal", "WideConfig")
+
+
+def test_wide_at_linear_flops_counts_as_the_other_methods_do():
+    more = ["--match", "linear_flops", "--ffn_group_size", "64"]
+    request = prune.request(prune.arguments().parse([*EVERYDAY, *more, "--objective.target", "uniform"]))
+    assert request.settings == WideMethodConfig(ffn_group_size=64, uniform=True)
+    with pytest.raises(ConfigError, match="says itself what is counted"):
+        prune.request(prune.arguments().parse([*EVERYDAY, *more, "--objective.target", "linear_flops"]))
+
+
+def test_what_is_peeked_follows_the_flags_before_the_files(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("method: wanda\n")
+    assert peek(["--config", str(file)], "method", "wide") == "wanda"
+    assert peek(["--method=tyr", "--config", str(file)], "method", "wide") == "tyr"
+    assert peek(["--method", "tyr", "--method", "ddp"], "method", "wide") == "ddp"
+    assert peek(["--sparsity", "0.5"], "method", "wide") == "wide"
+
+
+def grid(**changes):
+    return GridOptions(**{"methods": "wanda,tyr", "sparsities": "0.5,0.25", "seeds": "1,2"} | changes)
+
+
+def test_cells_are_all_combinations_and_dense_once():
+    cells = grid().cells(recovers=False)
+    assert cells[0] == Cell("dense", 0.0, 1)
+    assert len(cells) == len(set(cells)) == 1 + 2 * 2 * 2
+    assert len(grid().cells(recovers=True)) == 2 + 2 * 2 * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_shards_share_the_cells_without_overlap(count):
+    cells = grid().cells(recovers=True)
+    parts = [grid(shard=f"{index}/{count}").own(cells) for index in range(1, count + 1)]
+    assert sorted(cell for part in parts for cell in part) == sorted(cells)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_all_methods_can_be_named_at_once():
+    assert grid(methods="all").method_names == [name for name in SETTINGS if name != "dense"]
+    assert grid(methods="dense,tyr").method_names == ["tyr"]
+
+
+STAGE = StageConfig(steps=10, batch_size=4, sequence_length=64)
+MUCH = 10**9
+
+
+def test_the_original_budget_is_what_the_settings_say_times_the_factor():
+    half = Budget(budget_scale=0.5)
+    assert Budget().of_method(WandaConfig(), STAGE, MUCH) == WandaConfig()
+    assert half.of_method(WandaConfig(), STAGE, MUCH).num_windows == 64
+    assert half.of_method(DDPConfig(), STAGE, MUCH).steps == 500
+    assert half.of_method(CoopPrunerConfig(), STAGE, MUCH) == CoopPrunerConfig(num_masks=4000)
+    assert half.of_method(TyrConfig(), STAGE, MUCH).stage_tokens == (1024, 8192, 65536)
+    assert half.of_training(STAGE).steps == 5
+    assert Budget(budget_scale=1e-9).of_method(WandaConfig(), STAGE, MUCH).num_windows == 1
+
+
+def test_the_equal_budget_is_the_text_that_routers_read():
+    equal = Budget(budget="equal")
+    wanda = equal.of_method(WandaConfig(window_length=32), STAGE, MUCH)
+    assert wanda.num_windows * wanda.window_length == 10 * 4 * 64
+    ddp = equal.of_method(DDPConfig(batch_size=2, sequence_length=None), STAGE, MUCH)
+    assert ddp.steps * 2 * 64 == 10 * 4 * 64
+    assert equal.of_method(WandaConfig(window_length=32), STAGE, 320).num_windows == 10
+    assert equal.of_method(DenseConfig(), STAGE, MUCH) == DenseConfig()
+    with pytest.raises(ConfigError, match="positive"):
+        Budget(budget_scale=0.0)

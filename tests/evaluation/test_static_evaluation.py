@@ -1,0 +1,65 @@
+"""Static plans under evaluation: dense beside pruned, constant sparsity, no routers to watch."""
+
+import json
+
+import pytest
+import torch
+from plans import kept_plan, skipped_plan
+
+from wide.data.documents import Document
+from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.evaluation.evaluate import evaluate
+from wide.evaluation.perplexity import token_perplexity
+from wide.evaluation.routing_stats import routing_stats
+from wide.models.accounting import static_sparsity
+from wide.models.attach import attach, detach
+from wide.models.auto import load_checkpoint, save_checkpoint
+from wide.plan import Dense, LayerPlan, Plan
+
+DOCUMENTS = [Document(name=str(i), text=f"The {i}th text says that rivers run to the sea. " * 4) for i in range(3)]
+
+
+@pytest.fixture
+def model(plain_model):
+    yield plain_model
+    detach(plain_model)
+
+
+def test_a_static_plan_is_evaluated_beside_the_dense_model(model, tokenizer):
+    untouched = token_perplexity(model, DOCUMENTS, tokenizer=tokenizer, window=32, batch_size=2)
+    plan, tensors = kept_plan(model)
+    attach(model, plan, tensors=tensors)
+    report = evaluate(model, DOCUMENTS, window=32, batch_size=2)
+    assert report.dense.perplexity == untouched
+    assert report.model.perplexity.perplexity > untouched.perplexity
+    assert report.sparsity == static_sparsity(model)
+    assert json.loads(json.dumps(report.to_json()))["sparsity"]["kv_cache_kept"] == report.sparsity.kv_cache_kept
+    assert "pruned for every token: attention" in report.table()
+    with pytest.raises(UnsupportedModelError, match="materialise"):
+        evaluate(model, DOCUMENTS, window=32, max_windows=1, fused=True)
+
+
+def test_tasks_and_routing_statistics_do_without_routers(model, tmp_path):
+    (tmp_path / "piqa.validation.jsonl").write_text(
+        json.dumps({"goal": "Open a jar", "sol1": "Turn the lid", "sol2": "Throw it", "label": 0}) + "\n"
+    )
+    attach(model, skipped_plan(model, {(1, "ffn"), (2, "attention")}))
+    report = evaluate(model, tasks=["piqa"], local_data=tmp_path, window=64)
+    assert report.model.tasks.tasks[0].sparsity.mean == static_sparsity(model).mean == pytest.approx(1 / 6)
+    stats = routing_stats(model, [document.text for document in DOCUMENTS], sequence_length=16)
+    assert stats.halves == ()
+    assert stats.sparsity == static_sparsity(model)
+
+
+def test_a_checkpoint_of_replaced_weights_cannot_be_compared_with_what_it_was(plain_model, tokenizer, tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = {name: torch.zeros_like(plain_model.get_parameter(name))}
+    dense = LayerPlan(attention=Dense(), ffn=Dense())
+    attach(plain_model, Plan((dense,) * plain_model.config.num_hidden_layers), weights=weights)
+    save_checkpoint(plain_model, tmp_path)
+    detach(plain_model)
+    pruned = load_checkpoint(tmp_path, dtype=torch.float32)
+    options = {"tokenizer": tokenizer, "window": 32, "max_windows": 1}
+    with pytest.raises(NotAttachedError, match="compare_dense=False"):
+        evaluate(pruned, DOCUMENTS, **options)
+    assert evaluate(pruned, DOCUMENTS, compare_dense=False, **options).sparsity.parameters_removed == 0

@@ -1,0 +1,92 @@
+"""Small models that have something to lose, and text that they wrote themselves."""
+
+import copy
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from wide.data.batches import TokenBlocks
+from wide.data.token_stream import TokenStream
+from wide.models.discovery import discover
+
+VOCABULARY = 61
+
+
+def toy_model(num_layers=4, *, seed=0, **changes):
+    """Return a random float32 Llama that is sure of its next token, so that leaving a layer out costs something."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **(sizes | changes))).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # Layers of different weight.
+            layer.mlp.down_proj.weight *= 0.2 + 2 * torch.rand(())
+            layer.self_attn.o_proj.weight *= 0.2 + 2 * torch.rand(())
+        model.lm_head.weight *= 3
+    return model
+
+
+@torch.no_grad()
+def own_text(model, rows, length, *, seed=0):
+    """Return tokens that the model sampled, `[rows, length]`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
+    while ids.shape[1] < length:
+        probabilities = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+    return ids
+
+
+def blocks_of(ids):
+    """Return rows of tokens `[N, T]` as packed blocks, a document a row."""
+    tokens = ids.flatten().numpy().astype(np.uint32)
+    starts = np.arange(len(ids), dtype=np.int64) * ids.shape[1]
+    return TokenBlocks(TokenStream(tokens=tokens, starts=starts, largest_id=int(ids.max())), ids.shape[1])
+
+
+def without_layers(model, removed):
+    """Return a copy with layers physically deleted."""
+    shorter = copy.deepcopy(model)
+    kept = [layer for index, layer in enumerate(shorter.model.layers) if index not in removed]
+    for index, layer in enumerate(kept):
+        layer.self_attn.layer_idx = index
+    shorter.model.layers = torch.nn.ModuleList(kept)
+    shorter.config.num_hidden_layers = len(kept)
+    return shorter
+
+
+@torch.no_grad()
+def silence(model, half):
+    """Let a half-layer write zeros into the residual stream."""
+    spec = discover(model)[half // 2]
+    (spec.ffn.down if half % 2 else spec.attention.output).weight.zero_()
+
+
+def snapshot(model):
+    """Return everything that a method must leave as it found it."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    own = sum("forward" in m.__dict__ for m in model.modules())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return state, modes, flags, hooks, own, gradients
+
+
+def assert_as_found(model, before):
+    state, *facts, gradients = before
+    now, *now_facts, now_gradients = snapshot(model)
+    assert all(torch.equal(state[name], now[name]) for name in state)
+    assert facts == now_facts
+    assert all(old is new for old, new in zip(gradients, now_gradients, strict=True))

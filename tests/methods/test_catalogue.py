@@ -1,0 +1,63 @@
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from depth_toys import blocks_of, own_text, toy_model
+
+from wide.errors import ConfigError
+from wide.methods import catalogue
+from wide.methods.method import Effort, Target
+from wide.plan import Dense
+
+ROWS = (
+    "dense",
+    "shortened-ppl",
+    "shortened-taylor",
+    "cooppruner",
+    "blockpruner",
+    "slicegpt",
+    "tyr",
+    "ddp",
+    "skipgpt",
+    "skipgpt-original",
+    "dllm",
+    "wide",
+    "wanda",
+    "sparsegpt",
+)
+
+
+def test_the_table_has_these_rows():
+    assert catalogue.names() == ROWS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_complete(name):
+    method = catalogue.get(name)
+    assert method.name == name
+    assert (method.decide is None) != (method.train is None)
+    settings = method.default_settings()
+    assert type(settings).__module__ == "wide.method_config"
+    assert dataclasses.is_dataclass(settings)
+    assert method.summary
+    assert method.source
+
+
+def test_an_unknown_name_is_answered_with_all_names():
+    with pytest.raises(ConfigError, match=r"'shortened'.*shortened-ppl, shortened-taylor"):
+        catalogue.get("shortened")
+
+
+def test_listing_the_names_imports_no_torch():
+    code = "import sys, wide.methods.catalogue as c; c.names(); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_the_dense_row_prunes_nothing_whatever_the_target():
+    model = toy_model(3)
+    method = catalogue.get("dense")
+    decision = method.decide(model, blocks_of(own_text(model, 1, 4)), Target(sparsity=0.5), method.default_settings())
+    assert all(isinstance(half, Dense) for layer in decision.plan.layers for half in (layer.attention, layer.ffn))
+    assert decision.effort == Effort()

@@ -1,0 +1,182 @@
+"""Layer skipping: one mask for both halves, tokens that pass a layer unchanged, and a toy that meets its target."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import dense_model, stage
+
+from wide.config import ObjectiveConfig
+from wide.data.batches import TokenBlocks
+from wide.data.token_stream import TokenStream
+from wide.errors import ConfigError, UnsupportedModelError
+from wide.method_config import DLLMConfig
+from wide.methods.dllm import METHOD, train
+from wide.methods.linear_work import layer_weights
+from wide.methods.method import Target
+from wide.models.accounting import SkipCounter
+from wide.models.adapter import load
+from wide.models.attach import attachment, is_attached
+from wide.models.discovery import discover
+from wide.models.observe import capture_routing, force_routing
+from wide.plan import Following, Routed
+from wide.routing import LayerRouting
+from wide.training.modes import training_mode
+from wide.training.objective import Objective
+
+SETTINGS = DLLMConfig(router_rank=8)
+
+
+def blocks(count=64, length=64):
+    steps = np.random.default_rng(0).integers(1, 4, count * length)
+    tokens = (np.cumsum(steps) % 64).astype(np.uint32)
+    return TokenBlocks(TokenStream(tokens=tokens, starts=np.array([0]), largest_id=63), length)
+
+
+def routed_model():
+    """A model whose routers stand as they begin."""
+    model = dense_model()
+    train(model, blocks(), Target(sparsity=0.0), SETTINGS, stage=stage(), objective=ObjectiveConfig())
+    for router in attachment(model).routers():
+        router.threshold = 0.0
+    return model
+
+
+def ids(rows=2, length=9):
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model, tokens, **options):
+    return model(input_ids=tokens, **options).logits
+
+
+def masks(value):
+    return [LayerRouting(attention=torch.full((2, 9, 1), value, dtype=torch.bool)) for _ in range(2)]
+
+
+def test_executing_all_is_dense_and_skipping_all_is_the_head_on_the_embedding():
+    model, tokens = routed_model(), ids()
+    with force_routing(model, masks(True)):
+        assert torch.equal(logits(model, tokens), logits(dense_model(), tokens))
+    with force_routing(model, masks(False)):
+        empty = model.lm_head(model.model.norm(model.model.embed_tokens(tokens)))
+        assert torch.equal(logits(model, tokens), empty)
+
+
+def test_a_skipping_token_passes_the_layer_and_stays_visible():
+    model, tokens, seen = routed_model(), ids(), []
+    model.model.layers[0].register_forward_hook(
+        lambda _m, args, output: seen.append((args[0], output[0] if isinstance(output, tuple) else output))
+    )
+    wanted = masks(True)
+    with force_routing(model, wanted):
+        logits(model, tokens)
+    wanted[0].attention[:, 4] = False
+    with force_routing(model, wanted), capture_routing(model) as routing:
+        logits(model, tokens)
+    (_, dense), (stream, skipping) = seen
+    others = torch.arange(9) != 4
+    assert torch.equal(skipping[:, 4], stream[:, 4])
+    assert torch.equal(skipping[:, others], dense[:, others])
+    for layer in routing:
+        assert torch.equal(layer.attention, layer.ffn)
+    assert int((~routing[0].ffn).sum()) == 2
+
+
+@pytest.mark.parametrize("cut", ["self_attn.o_proj", "mlp.down_proj", None])
+def test_the_router_learns_from_both_halves(cut):
+    model = routed_model()
+    data = blocks().batch([0, 1])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if cut is not None:
+                layer.get_submodule(cut).weight.zero_()
+    torch.manual_seed(0)
+    with training_mode(model, routers=True, gradient_checkpointing=False):
+        loss, _ = Objective(model, ObjectiveConfig(weight=0.0))(data)
+        loss.backward()
+    gradients = [router.up.grad.abs().sum() for router in attachment(model).routers()]
+    assert len(gradients) == 2
+    assert all(float(gradient) > 0 for gradient in gradients)
+
+
+def test_cached_decoding_is_the_full_forward():
+    model, tokens = routed_model(), ids()
+    whole = logits(model, tokens)
+    with torch.no_grad():
+        first = model(input_ids=tokens[:, :5], use_cache=True)
+        steps, cache = [first.logits], first.past_key_values
+        for position in range(5, 9):
+            out = model(input_ids=tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("match", ["nominal", "linear_flops"])
+def test_training_meets_the_target_with_the_routers_alone(match, tmp_path):
+    model, text = dense_model(), blocks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    effort, deviations = train(
+        model,
+        text,
+        Target(sparsity=0.4, match=match),
+        SETTINGS,
+        stage=stage(steps=20, batch_size=16),
+        objective=ObjectiveConfig(),
+        output=tmp_path,
+    )
+    for layer in attachment(model).plan.layers:
+        assert isinstance(layer.attention, Routed)
+        assert isinstance(layer.ffn, Following)
+        assert (layer.attention.grouping.num_groups, layer.attention.rank) == (1, 8)
+    counter, work = SkipCounter(model), layer_weights(discover(model)[0])
+    with capture_routing(model) as routing:
+        for batch in text.in_order(16):
+            logits(model, batch.input_ids)
+            counter.add(routing, batch.valid)
+    found = counter.result()
+    assert found.attention == found.ffn == found.mean
+    # Keys and values are always computed.
+    share = found.mean if match == "nominal" else found.mean * (work.total - work.key_value) / work.total
+    assert share == pytest.approx(0.4, abs=0.02)
+    assert effort.tokens_backward == 20 * 16 * 64
+    assert any("evicts" in sentence for sentence in deviations)
+    now = model.state_dict()
+    assert all(torch.equal(now[name], value) for name, value in before.items())
+    again = load(dense_model(), tmp_path / "adapter")
+    assert torch.equal(logits(again, ids()), logits(model, ids()))
+
+
+def test_target_zero_is_dense_and_errors_come_before_anything_is_attached():
+    model, run = dense_model(), {"stage": stage(), "objective": ObjectiveConfig()}
+    with pytest.raises(ConfigError, match="stay below"):
+        train(model, blocks(), Target(sparsity=0.95, match="linear_flops"), SETTINGS, **run)
+    assert not is_attached(model)
+    train(model, blocks(), Target(sparsity=0.0), SETTINGS, **run)
+    assert torch.equal(logits(model, ids()), logits(dense_model(), ids()))
+    with pytest.raises(ConfigError, match="router_rank"):
+        DLLMConfig(router_rank=0)
+
+
+def test_mixtures_of_experts_are_refused():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=2,
+        )
+    )
+    with pytest.raises(UnsupportedModelError):
+        train(model, blocks(), Target(sparsity=0.4), SETTINGS, stage=stage(), objective=ObjectiveConfig())
+    assert not is_attached(model)
+
+
+def test_row_of_the_table():
+    assert METHOD.name == "dllm"
+    assert METHOD.default_settings() == DLLMConfig(router_rank=32)

@@ -1,0 +1,232 @@
+"""The tables of a comparison: means over seeds, errors, ratios, failures and deviations, from records alone."""
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+
+from wide.errors import DataError
+from wide.records import Record, RecordFile
+from wide.report.bootstrap import perplexity_error, ratio_error
+from wide.report.cells import Cell, read_subject
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row
+from wide.report.comparison_figures import COMPARISON_FIGURES
+from wide.report.comparison_page import read_comparison, write_comparison
+from wide.report.comparison_tables import facts_table, footnotes, quality_table, to_csv, to_markdown, to_text
+from wide.report.drawing import draw_svg
+from wide.report.selection import MissingRecordsError, Selection
+
+
+def grid(methods=("wanda", "tyr"), sparsities=(0.5, 0.25), recovers=True):
+    yield Record(subject="run", metric="model", value="models/<nano>")
+    yield Record(subject="run", metric="grid.methods", value=json.dumps(methods))
+    yield Record(subject="run", metric="grid.sparsities", value=json.dumps(sparsities))
+    yield Record(subject="run", metric="grid.recovers", value=float(recovers))
+
+
+def windows_of(perplexity, noise=0.1):
+    if math.isinf(perplexity):
+        return [[math.inf, 10]] * 32
+    losses = np.log(perplexity) + noise * np.random.default_rng(len(str(perplexity))).standard_normal(32)
+    losses += np.log(perplexity) - losses.mean()
+    return [[float(10 * loss), 10] for loss in losses]
+
+
+def measured(cell, perplexity, *, recovered=False, deviations="", **shares):
+    subject = cell.subject(recovered=recovered)
+    yield Record(subject=subject, metric="token_perplexity", value=perplexity)
+    yield Record(subject=subject, metric="token_perplexity.windows", value=json.dumps(windows_of(perplexity)))
+    for name, value in shares.items():
+        yield Record(subject=subject, metric=name.replace("__", "."), value=value)
+    yield Record(subject=subject, metric="deviations", value=deviations)
+    yield Record(subject=subject, metric="status", value=FINISHED)
+
+
+def comparison(*groups):
+    return Comparison(Selection([record for group in groups for record in group]))
+
+
+DENSE_CELL, WANDA = Cell(DENSE, 0.0, 17), Cell("wanda", 0.25, 17)
+
+
+def test_subjects_name_their_cell():
+    for cell in (WANDA, Cell("shortened-ppl", 1 / 3, 2)):
+        for recovered in (False, True):
+            again, stage = read_subject(cell.subject(recovered=recovered))
+            assert (again.method, again.seed, stage) == (cell.method, cell.seed, recovered)
+            assert again.sparsity == pytest.approx(cell.sparsity, abs=1e-5)
+    for other in ("dense", "stage 1", "a/b/c/calibrated", "a/0.5/17/burnt"):
+        assert read_subject(other) is None
+
+
+def test_rows_are_those_asked_for_with_dense_first():
+    rows = comparison(grid()).rows
+    assert rows[:2] == [Row(DENSE, False), Row(DENSE, True)]
+    assert [row.method for row in rows[2:]] == ["wanda", "wanda", "tyr", "tyr"]
+    assert comparison(grid(recovers=False)).rows == [Row(DENSE, False), Row("wanda", False), Row("tyr", False)]
+
+
+def test_one_seed_has_the_error_of_the_text_and_a_smaller_one_relative_to_dense():
+    found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0))
+    value = found.value(Row("wanda", False), 0.25, PERPLEXITY)
+    assert (value.mean, value.seeds) == (20.0, 1)
+    # 32 windows of standard deviation 0.1 nats each.
+    assert value.error == pytest.approx(20 * 0.1 / math.sqrt(32), rel=0.4)
+    ratio = found.value(Row("wanda", False), 0.25, RATIO)
+    assert ratio.mean == 2.0
+    assert ratio.error > 0
+    assert found.value(Row(DENSE, False), 0.25, RATIO).error is None
+
+
+def test_several_seeds_give_mean_and_spread():
+    cells = [Cell("wanda", 0.25, seed) for seed in (1, 2, 3)]
+    groups = [measured(cell, ppl) for cell, ppl in zip(cells, (18.0, 20.0, 22.0), strict=True)]
+    value = comparison(grid(), measured(DENSE_CELL, 10.0), *groups).value(Row("wanda", False), 0.25, PERPLEXITY)
+    assert (value.mean, value.error, value.seeds) == (20.0, 2.0, 3)
+
+
+def test_perplexities_that_overflow_have_no_error():
+    found = comparison(grid(), measured(WANDA, math.inf), measured(Cell("wanda", 0.25, 2), 5.0))
+    value = found.value(Row("wanda", False), 0.25, PERPLEXITY)
+    assert (value.mean, value.error) == (math.inf, None)
+    assert "inf" in to_text(found)
+
+
+def test_retention_is_relative_to_the_dense_model():
+    found = comparison(
+        grid(), measured(DENSE_CELL, 10.0, accuracy__average=0.8), measured(WANDA, 20.0, accuracy__average=0.6)
+    )
+    assert found.value(Row("wanda", False), 0.25, RETENTION).mean == pytest.approx(0.75)
+
+
+def test_what_is_missing_is_a_dash_and_what_failed_says_why():
+    failed = Record(
+        subject=Cell("tyr", 0.5, 17).subject(recovered=False), metric="status", value="ValueError: no heads"
+    )
+    found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0), [failed])
+    table = quality_table(found)
+    lines = {line[0]: line for line in table.rows}
+    assert lines["tyr"][1:] == ("-", "-", "failed", "-")
+    assert lines["wanda + LoRA"][1:] == ("-",) * 4
+    assert footnotes(found) == ["failed: tyr, 0.5, seed 17: ValueError: no heads"]
+    assert [failure.cell.method for failure in found.failures(Row("tyr", False), 0.5)] == ["tyr"]
+    assert found.failures(Row("tyr", False), 0.25) == []
+
+
+def test_a_cell_that_failed_and_then_succeeded_has_succeeded():
+    subject = WANDA.subject(recovered=False)
+    failed = [Record(subject=subject, metric="status", value="OSError: disk")]
+    found = comparison(grid(), failed, measured(WANDA, 20.0))
+    assert found.failures() == []
+    assert found.seeds(Row("wanda", False), 0.25) == 1
+
+
+def test_a_cell_without_an_end_does_not_count():
+    begun = [record for record in measured(WANDA, 20.0) if record.metric != "status"]
+    assert comparison(grid(), begun).value(Row("wanda", False), 0.25, PERPLEXITY) is None
+
+
+def test_deviations_are_footnotes_of_their_row():
+    found = comparison(
+        grid(recovers=False),
+        measured(WANDA, 20.0, deviations="fewer windows\nanother corpus"),
+        measured(Cell("wanda", 0.5, 17), 30.0, deviations="fewer windows"),
+    )
+    assert footnotes(found) == ["[1] wanda: fewer windows", "[1] wanda: another corpus (at 25 %)"]
+    assert quality_table(found).rows[1][0] == "wanda [1]"
+
+
+def test_facts_have_a_line_for_each_target_and_dense_only_one():
+    found = comparison(
+        grid(recovers=False),
+        measured(DENSE_CELL, 10.0, method__seconds=0.0),
+        measured(WANDA, 20.0, sparsity__mean=0.25, method__seconds=123.4, method__tokens_forward=262_144),
+    )
+    table = facts_table(found)
+    assert [line[:2] for line in table.rows] == [
+        ("dense", "-"),
+        ("wanda", "25"),
+        ("tyr", "25"),
+        ("wanda", "50"),
+        ("tyr", "50"),
+    ]
+    wanda = dict(zip(table.header, table.rows[1], strict=True))
+    assert (wanda["nominal %"], wanda["tokens fwd"], wanda["seconds"]) == ("25.0", "262 k", "123")
+
+
+def test_sheet_holds_unrounded_figures():
+    found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.123456))
+    lines = list(csv.DictReader(io.StringIO(to_csv(found))))
+    wanda = next(
+        line for line in lines if (line["method"], line["recovered"], line["target"]) == ("wanda", "0", "0.25")
+    )
+    assert float(wanda["token_perplexity"]) == 20.123456
+    assert float(wanda["token_perplexity.ratio"]) == pytest.approx(2.0123456)
+    assert wanda["seeds"] == "1"
+
+
+def test_files_are_written_and_text_from_outside_is_escaped(tmp_path):
+    file = RecordFile(tmp_path / "compare.jsonl", device="cpu")
+    file.append([*grid(), *measured(WANDA, 20.0, deviations="<b>bold</b> claims")])
+    found = read_comparison(file.path)
+    paths = write_comparison(found, tmp_path)
+    assert sorted(path.name for path in paths) == ["report.html", "table.csv", "table.md"]
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;bold" in page
+    assert "models/&lt;nano&gt;" in page
+    assert (tmp_path / "table.md").read_text() == to_markdown(found)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_records_of_something_else_are_refused():
+    with pytest.raises(DataError, match="not of a comparison"):
+        comparison([Record(subject="dense", metric="token_perplexity", value=3.0)])
+
+
+def test_bootstrap_agrees_with_theory():
+    generator = np.random.default_rng(1)
+    windows = [(float(loss), 50) for loss in 50 * (2.0 + 0.3 * generator.standard_normal(400))]
+    nll = sum(loss for loss, _ in windows) / (50 * 400)
+    assert perplexity_error(windows) == pytest.approx(math.exp(nll) * 0.3 / math.sqrt(400), rel=0.15)
+
+
+def test_a_constant_factor_has_no_error_relative_to_dense():
+    dense = windows_of(10.0)
+    twice = [(loss + tokens * math.log(2), tokens) for loss, tokens in dense]
+    assert perplexity_error(twice) > 0.1
+    assert ratio_error(twice, dense) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("windows", [[], [(20.0, 10)]])
+def test_no_error_from_less_than_two_windows(windows):
+    assert perplexity_error(windows) is None
+    assert ratio_error(windows, windows) is None
+
+
+def test_other_windows_are_not_compared():
+    assert ratio_error([(1.0, 2), (3.0, 4)], [(1.0, 2), (3.0, 5)]) is None
+    assert ratio_error([(1.0, 2), (3.0, 4)], [(1.0, 2)]) is None
+
+
+def test_quality_is_drawn_over_sparsity():
+    found = comparison(
+        grid(),
+        measured(DENSE_CELL, 10.0),
+        measured(WANDA, 20.0),
+        measured(Cell("wanda", 0.5, 17), math.inf),
+        measured(Cell("tyr", 0.5, 17), 15.0, recovered=True),
+    )
+    (figure,) = COMPARISON_FIGURES
+    _, words = draw_svg(figure, found)
+    assert "perplexity, x dense, wanda: 2.00 at 25 %; " in words
+    assert "tyr + LoRA: 1.50 at 50 %" in words
+    rows = list(csv.DictReader(io.StringIO(figure.sheet(found).to_csv())))
+    assert [(row["method"], row["recovered"], row["target"]) for row in rows] == [
+        ("wanda", "0", "0.25"),
+        ("tyr", "1", "0.5"),
+    ]
+    with pytest.raises(MissingRecordsError, match="no finished cell"):
+        draw_svg(figure, comparison(grid(), measured(WANDA, 20.0)))

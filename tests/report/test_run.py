@@ -1,0 +1,84 @@
+"""A whole small run: routing is measured, figures and curves are written, and all is drawn again from records."""
+
+import json
+
+import pytest
+
+from wide.cli.main import main
+from wide.records import read_records
+from wide.report.drawing import FOLDER
+from wide.report.figures import FIGURES
+from wide.report.selection import Selection
+
+CURVES = {"loss", "lm_loss", "sparsity.attention", "sparsity.ffn", "temperature", "tokens_per_second"}
+SHORT = ["--train.steps", "3", "--train.batch_size", "2", "--train.sequence_length", "32"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model_folder, prose_folder):
+    output = tmp_path_factory.mktemp("runs") / "run"
+    code = main(
+        [
+            "prune",
+            *("--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)),
+            *("--sparsity", "0.5", "--ffn_group_size", "16", "--router_rank", "4", "--device", "cpu", *SHORT),
+            *("--eval.tokens", "256", "--eval.window", "64", "--report", "false"),
+        ]
+    )
+    assert code == 0
+    return output
+
+
+def test_the_routing_of_the_trained_model_is_among_the_records(run):
+    records, _ = read_records(run / "records.jsonl")
+    measured = {record.metric for record in records if record.subject == "stage 1"}
+    for half in ("attention", "ffn"):
+        for name in ("by_group", "same_as_previous", "token_correlation", "group_correlation", "flips_bfloat16"):
+            assert f"routing.{half}.{name}" in measured
+    assert not [r for r in records if r.subject == "dense" and r.metric.startswith("routing.")]
+    sample = Selection(records).json("stage 1", "routing.sample")
+    assert len(sample["tokens"]) == len(sample["ffn"]) == 64
+    assert len(sample["ffn"][0]) == 2
+
+
+def test_curves_are_written_for_tensorboard_where_it_is_installed(run):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard/stage1"))
+    board.Reload()
+    assert {f"stage 1/{name}" for name in CURVES} <= set(board.Tags()["scalars"])
+    assert [event.step for event in board.Scalars("stage 1/lm_loss")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 2, "at least one folder"),
+        (["--to", "x"], 2, "no flag --to"),
+        (["--output"], 2, "--output needs a folder"),
+        (["nowhere"], 1, "no folder nowhere"),
+        (["--help"], 0, "usage: wide report"),
+    ],
+)
+def test_words_that_cannot_be_understood_are_refused(words, code, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *words]) == code
+    said = capsys.readouterr()
+    assert message in said.out + said.err
+
+
+def test_reports_are_drawn_from_records(run, tmp_path, capsys):
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    record = {"what": "prefill", "tokens": 8, "batch": 1, "candidate": "dense", "median_us": 2.0, "speedup": 1.0}
+    (bench / "endtoend.json").write_text(json.dumps({"device": "GPU", "records": [record]}))
+    assert not (run / "report.html").exists()
+    assert main(["report", str(run), str(bench), f"--output={tmp_path / 'all'}"]) == 0
+    assert 'class="missing"' not in (run / "report.html").read_text()
+    for figure in FIGURES:
+        assert (run / FOLDER / f"{figure.name}.csv").is_file()
+    page = (tmp_path / "all/report.html").read_text()
+    assert "stage 1 (routers)" in page
+    assert "GPU" in page
+    assert str(tmp_path / "all/report.html") in capsys.readouterr().out

@@ -1,0 +1,211 @@
+"""Benches and runs together: what is joined, what is drawn, and what is said where something is missing."""
+
+import csv
+import json
+
+import pytest
+
+from wide.errors import DataError
+from wide.records import Record, RecordFile
+from wide.report.drawing import FOLDER, draw_svg, save_figure
+from wide.report.evidence import EVIDENCE_FIGURES, evidence_table
+from wide.report.evidence_page import read_evidence, write_evidence, write_folder
+from wide.report.naive_figures import NAIVE_FIGURES
+from wide.report.profiles import read_profile
+from wide.report.selection import MissingRecordsError
+from wide.report.speed_figures import SPEED_FIGURES
+
+
+def write_json(path, records, **facts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"device": "GPU", "records": records, **facts}))
+
+
+def sweep(name, candidate, median, **facts):
+    return {"sweep": name, "candidate": candidate, "median_us": median, "active": 0.5, **facts}
+
+
+def write_bench(folder):
+    size = {"num_rows": 4096.0, "group_size": 128.0}
+    name = "gate_up G=128 p=0.5 M=4096"
+    operators = [
+        {"sweep": "reorder M=4096", "candidate": "112 groups", "median_us": 5.0},
+        sweep(name, "dense", 100.0, **size),
+        sweep(name, "128x128", 60.0, **size),
+        sweep(name, "64x64", 70.0, **size),
+        {"sweep": name, "candidate": "broken", "failure": "no", "active": 0.5, **size},
+    ]
+    write_json(folder / "operators.json", operators)
+    name = "prefill T=4096 p=0.5"
+    race = {"race": name, "peer": "dense cudnn", "length": 4096, "active": 0.5}
+    times = {"dense cudnn": 100, "dense flash": 80, "operator, reorder charged": 70, "operator, nothing skipped": 50}
+    records = [{**race, "candidate": candidate, "median_us": time} for candidate, time in times.items()]
+    write_json(folder / "attention.json", [*records, {**race, "candidate": "tile 1", "median_us": 40}])
+
+
+def forward(what, candidate, median, *, skipped=None, tokens=1024):
+    facts = {"what": what, "tokens": tokens, "batch": 1, "candidate": candidate, "median_us": median}
+    facts |= {"speedup": 3000.0 / median, "breakdown_us": {"attention": 900.0, "gaps": -5.0, "query": 10.0}}
+    if skipped is not None:
+        facts |= {"skipped": {"attention": skipped[0], "ffn": skipped[1]}, "ceiling": 2.0}
+    return facts
+
+
+def forwards(own=True):
+    yield forward("prefill", "dense", 3000.0)
+    yield forward("prefill", "routed 0.5/0.5", 2000.0, skipped=(0.5, 0.5))
+    yield forward("prefill", "routed 0.66/0.285", 2100.0, skipped=(0.66, 0.285))
+    yield forward("prefill", "all execute", 3030.0, skipped=(0.0, 0.0))
+    yield {"what": "prefill", "tokens": 1024, "batch": 1, "candidate": "compiled default", "failure": "no"}
+    if own:
+        yield forward("prefill", "own routing", 2500.0, skipped=(0.4, 0.6))
+        yield forward("decode", "own routing", 2400.0, skipped=(0.4, 0.6))
+
+
+def write_run(folder, model="M", perplexity=12.0):
+    file = RecordFile(folder / "records.jsonl")
+    values = {("dense", "token_perplexity"): 10.0, ("stage 1", "token_perplexity"): 15.0}
+    values |= {("stage 1+2", "token_perplexity"): perplexity, ("stage 1+2", "sparsity.ffn"): 0.5}
+    file.append(
+        [
+            Record(subject="run", metric="model", value=model),
+            *(Record(subject=s, metric=m, value=v) for (s, m), v in values.items()),
+        ]
+    )
+
+
+def test_the_fastest_charged_variant_counts(tmp_path):
+    write_bench(tmp_path)
+    points = {point.operator: point for point in read_profile(tmp_path).operators()}
+    assert set(points) == {"gate_up", "prefill attention"}
+    assert points["gate_up"].candidate == "128x128"
+    assert points["gate_up"].speedup == pytest.approx(100 / 60)
+    assert points["gate_up"].ideal == 2.0
+    # Tiles of the prefill attention leave the reordering out, and a run that skips nothing is no gain.
+    assert points["prefill attention"].candidate == "operator, reorder charged"
+    assert points["prefill attention"].speedup == pytest.approx(100 / 70)
+
+
+def test_later_files_replace_equal_measurements(tmp_path):
+    write_bench(tmp_path)
+    profile = read_profile(tmp_path)
+    write_bench(tmp_path / "bench")
+    again = read_profile(tmp_path)
+    assert len((profile + profile).operators()) == len(again.operators()) == 2
+
+
+@pytest.mark.parametrize("figure", SPEED_FIGURES, ids=lambda figure: figure.name)
+def test_figures_of_speed_hold_what_was_measured(figure, tmp_path):
+    write_bench(tmp_path)
+    write_json(tmp_path / "endtoend.json", list(forwards()), model="M", ffn_group_size=64)
+    profile = read_profile(tmp_path)
+    _, words = save_figure(figure, profile, tmp_path)
+    with (tmp_path / FOLDER / f"{figure.name}.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    if figure.name == "operators":
+        assert "gate and up 1.67x at 4096" in words
+        assert [row["median_us"] for row in rows] == ["60.0", "70.0"]
+    if figure.name == "end-to-end":
+        assert "prefill, 1024 tokens, G 64: 1.50x at 50 %" in words
+        assert {row["candidate"] for row in rows} >= {"dense", "own routing", "all execute"}
+        assert "compiled default" not in {row["candidate"] for row in rows}
+    if figure.name == "breakdown":
+        assert "routed 0.5/0.5: 1.50x of 2.00x possible" in words
+        assert {"gaps", "query", "attention"} == {row["part"] for row in rows}
+
+
+def test_figures_of_speed_name_what_is_missing(tmp_path):
+    write_json(tmp_path / "endtoend.json", [forward("prefill", "dense", 3.0)])
+    profile = read_profile(tmp_path)
+    for figure, words in zip(SPEED_FIGURES, ("no routed candidate", "", "no records of operators"), strict=True):
+        if words:
+            with pytest.raises(MissingRecordsError, match=words):
+                draw_svg(figure, profile)
+    with pytest.raises(MissingRecordsError, match=r"naive\.json"):
+        draw_svg(NAIVE_FIGURES[0], profile)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"records": 3}'])
+def test_files_of_other_kinds_are_refused(tmp_path, content):
+    (tmp_path / "endtoend.json").write_text(content)
+    with pytest.raises(DataError, match=r"endtoend\.json"):
+        read_profile(tmp_path)
+
+
+def test_quality_joins_the_speed_of_the_same_adapter(tmp_path):
+    inside, outside, other = tmp_path / "inside", tmp_path / "outside", tmp_path / "other"
+    for folder in (inside, outside, other):
+        write_run(folder)
+    write_json(inside / "profile/endtoend.json", list(forwards()), model="M", ffn_group_size=64)
+    adapter = str(outside / "stage1" / "adapter")
+    write_json(tmp_path / "bench/endtoend.json", list(forwards()), model="M", adapter=adapter, ffn_group_size=64)
+    evidence = read_evidence([inside, outside, other, tmp_path / "bench"])
+    points = {(point.run, point.subject, point.what): point for point in evidence.points()}
+    assert set(points) == {
+        ("inside", "stage 1+2", "prefill"),
+        ("inside", "stage 1+2", "decode"),
+        ("outside", "stage 1", "prefill"),
+        ("outside", "stage 1", "decode"),
+    }
+    assert points["inside", "stage 1+2", "decode"].ratio == pytest.approx(1.2)
+    assert points["outside", "stage 1", "prefill"].speedup == pytest.approx(1.2)
+    lines = {(row[0], row[1]): row for row in evidence_table(evidence).rows}
+    assert lines["outside", "stage 1 (routers)"][-2:] == ("1.20x", "1.25x")
+    assert lines["other", "stage 1+2 (routers, LoRA)"][-2:] == ("-", "-")
+    _, words = draw_svg(EVIDENCE_FIGURES[0], evidence)
+    assert "inside, stage 1+2, prefill, 1024 tokens: 1.20x at 1.20x dense" in words
+
+
+def test_runs_of_one_model_keep_their_own_speed(tmp_path):
+    for name, time in (("a", 2500.0), ("b", 2000.0)):
+        write_run(tmp_path / name)
+        own = forward("prefill", "own routing", time, skipped=(0.4, 0.6))
+        write_json(tmp_path / name / "profile/endtoend.json", [own], model="M", ffn_group_size=64)
+    evidence = read_evidence([tmp_path / "a", tmp_path / "b"])
+    assert {point.run: point.speedup for point in evidence.points()} == {"a": 1.2, "b": 1.5}
+    _, words = draw_svg(EVIDENCE_FIGURES[0], evidence)
+    assert "a, stage 1+2, prefill, 1024 tokens: 1.20x" in words
+
+
+def test_speed_of_another_model_or_of_random_masks_joins_nothing(tmp_path):
+    write_run(tmp_path / "run", model="M")
+    write_json(tmp_path / "run/endtoend.json", list(forwards()), model="another", ffn_group_size=64)
+    assert read_evidence([tmp_path / "run"]).points() == []
+    write_json(tmp_path / "run/endtoend.json", list(forwards(own=False)), model="M", ffn_group_size=64)
+    evidence = read_evidence([tmp_path / "run"])
+    with pytest.raises(MissingRecordsError, match="wide profile --model M --adapter"):
+        draw_svg(EVIDENCE_FIGURES[0], evidence)
+
+
+def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
+    write_run(tmp_path)
+    write_json(tmp_path / "endtoend.json", list(forwards()), model="M", ffn_group_size=64)
+    page = write_folder(tmp_path)[0].read_text()
+    assert "Quality against measured speed" in page
+    assert "Where the time goes" in page
+    assert "Perplexity" in page
+
+
+def test_several_folders_share_a_page(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name / "run")
+    page = write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all").read_text()
+    assert "a/run" in page
+    assert "b/run" in page
+    assert "Not drawn: no run whose quality" in page
+    with pytest.raises(DataError, match="another --output"):
+        write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "a/run")
+    with pytest.raises(DataError, match="named twice"):
+        write_evidence([tmp_path / "a/run"] * 2, tmp_path / "all")
+
+
+def test_a_bench_alone_is_drawn_and_nothing_is_refused(tmp_path):
+    record = {"axis": "N", "size": 64, "group_size": 16, "active": 0.5, "candidate": "dense"}
+    record |= {"error": 0.0, "accounted_traffic_bytes": 100.0, "accounted_storage_bytes": 0.0}
+    write_json(tmp_path / "naive/naive.json", [record])
+    (page,) = write_folder(tmp_path / "naive")
+    assert "Naive, grouped, fused" in page.read_text()
+    assert "Perplexity" not in page.read_text()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds neither"):
+        write_folder(tmp_path / "empty")

@@ -1,0 +1,27 @@
+"""The scale of shares can be read in grey and by any eye, and its letters can be read on it."""
+
+import itertools
+
+import pytest
+
+from wide.report.style import ink, shade
+
+
+def luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_the_scale_falls_evenly_in_lightness():
+    values = [luminance(shade(step / 8)) ** (1 / 2.2) for step in range(9)]
+    falls = [before - after for before, after in itertools.pairwise(values)]
+    assert min(falls) > 0.05
+    assert shade(-1) == shade(0.0)
+    assert shade(2) == shade(1.0)
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_letters_stand_out(step):
+    light, dark = sorted((luminance(shade(step / 8)), luminance(ink(step / 8))), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 4.5
