@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.operator_table import OPERATORS, OperatorName, OperatorTable
 from wide.kernels.tuning import Choice
 from wide.profiling.timing import time_interleaved
@@ -14,6 +15,19 @@ Call = Callable[[], object]
 def all_sparse(backend: str) -> OperatorTable:
     """Return the table by which every operator skips at every size."""
     return OperatorTable(backend=backend, query=5, attention=5, output=5, gate_up=5, down=5)
+
+
+def with_special_kernels(table: OperatorTable, measured: OperatorTable) -> OperatorTable:
+    """Return a table that runs the kernels of one kind of GPU, wherever `measured` has them, from 5 tokens on.
+
+    A short prompt can then check kernels that the measured table takes for long ones only.
+    """
+    for name, rules in measured.rules:
+        special = [choice for _, choice in rules if choice.backend == "gluon"]
+        if special:
+            general = Choice(backend=table.backend)
+            table = table.with_rules(name, ((1, general), (MAX_ROWS + 1, special[-1])))  # type: ignore[arg-type]
+    return table
 
 
 def all_dense(backend: str) -> OperatorTable:
