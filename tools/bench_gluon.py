@@ -174,7 +174,8 @@ def prepare_mn(name: str, tile: tuple[int, ...], groups: int, mask: Any) -> Call
     x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
     weights = torch.randn(2, num_groups * size, depth, device="cuda", dtype=torch.bfloat16) / depth**0.5
     order = reorder(mask, backend="triton")
-    form = {"packed": False, "mask": None}
+    # What the dense down projection needs: zeros in skipped channels.
+    form = {"packed": False, "mask": mask if gated else None}
     options: dict[str, Any] = {
         "up_weight": weights[1] if gated else None,
         "activation": "silu" if gated else "none",
@@ -317,6 +318,11 @@ def mn_candidates(name: str, rows: int, taken: Taken) -> dict[str, Any]:
             x, weights[0], reorder(mask, backend="triton"), **options, backend="triton", tile=triton_tile
         ),
     }
+    zeroed = options | {"mask": mask}
+    if gated:
+        found["triton, zeros"] = lambda: gemm_mn(
+            x, weights[0], reorder(mask, backend="triton"), **zeroed, backend="triton", tile=triton_tile
+        )
     for tile, _ in taken:
         found[label(tile, 0)] = lambda tile=tile: _gluon.gemm_mn(
             x, weights[0], reorder(mask, backend="triton"), **options, tile=tile
@@ -324,6 +330,10 @@ def mn_candidates(name: str, rows: int, taken: Taken) -> dict[str, Any]:
         found["order known, " + label(tile, 0)] = lambda tile=tile: _gluon.gemm_mn(
             x, weights[0], known, **options, tile=tile
         )
+        if gated:
+            found[label(tile, 0) + ", zeros"] = lambda tile=tile: _gluon.gemm_mn(
+                x, weights[0], reorder(mask, backend="triton"), **zeroed, tile=tile
+            )
     return found
 
 
@@ -354,6 +364,8 @@ def k_candidates(name: str, rows: int, taken: Taken) -> dict[str, Any]:
         "dense": lambda: gemm_k(full, weight, known, group_size=size, backend="dense"),
         "dense on zeros": lambda: gemm_k(zeros, weight, known, group_size=size, backend="dense"),
         "triton s=8": lambda: gemm_k(full, weight, sort(8), group_size=size, backend="triton", tile=peer),
+        "sort s=8": lambda: sort(8),
+        "tile list s=8": lambda: _gluon.describe(known, 2),
     }
 
     def call(tile: tuple[int, ...], groups: int, order: Any = None) -> Any:

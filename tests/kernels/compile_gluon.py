@@ -22,7 +22,9 @@ from wide.kernels.gemm_mn import _gluon as gemm_mn
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INT_POINTERS = ("INDEX", "COUNTS", "OFFSETS", "TILES", "NUM_TILES", "PATTERNS", "ITEMS", "NUM_ITEMS")
 VALUE_POINTERS = ("X", "H", "BIAS", "UP_BIAS", "OUT")
-DIVISIBLE = ("stride_x", "stride_h", "stride_out", "first_out_column")
+BYTE_POINTERS = ("MASK",)
+DIVISIBLE = ("stride_x", "stride_h", "stride_out", "stride_m", "slots_per_row", "first_out_column")
+WORDS = ("HGMMA", "LDGSTS", "UTMALDG", "F32x2", "F32x4", r"LDG\.E\.U8", r"STG\.E\.128 .*RZ ")
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -30,6 +32,7 @@ def build(name: str, kernel: Any, constants: dict[str, Any], box: int, **types: 
     """Compile one kernel for sm_90 and read what it uses from its machine code."""
     weights = f"tensordesc<bf16[{box}, 64],{LAYOUT!r}>"
     known = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16")
+    known |= dict.fromkeys(BYTE_POINTERS, "*u8")
     known |= {"W": weights, "W_UP": weights} | types
     signature = {arg: "constexpr" if arg in constants else known.get(arg, "i32") for arg in kernel.arg_names}
     aligned = [arg for arg, kind in signature.items() if kind.startswith("*") or arg in DIVISIBLE]
@@ -52,7 +55,7 @@ def build(name: str, kernel: Any, constants: dict[str, Any], box: int, **types: 
         "stack": int(found.group(1)) if found else -1,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "frozen_arrivals": _frozen_arrivals(compiled.asm["ttgir"]),
-        "code": {word: len(re.findall(word, code)) for word in ("HGMMA", "LDGSTS", "UTMALDG", "F32x2", "F32x4")},
+        "code": {word: len(re.findall(word, code)) for word in WORDS},
     }
 
 
@@ -75,8 +78,8 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def mn(name: str, tile: tuple[int, int, int, int], *, gated: bool) -> dict[str, Any]:
-    """Compile GEMM-MN with a tile (units, block_n, stages, wide_stores)."""
+def mn(name: str, tile: tuple[int, int, int, int], *, gated: bool, clears: bool = False) -> dict[str, Any]:
+    """Compile GEMM-MN with a tile (units, block_n, stages, wide_stores); `clears` writes zeros to skipped channels."""
     shape = gemm_mn.shape_for(*tile)
     columns = shape.block_n // 2 if gated else shape.block_n
     size = 128 if gated else 512
@@ -93,6 +96,8 @@ def mn(name: str, tile: tuple[int, int, int, int], *, gated: bool) -> dict[str, 
         "HAS_UP_BIAS": False,
         "PACKED": False,
         "WIDE": shape.wide_stores,
+        "CLEARS": clears,
+        "stride_g": 1,
         "CONSUMER_REGISTERS": shape.consumer_registers,
         "PRODUCER_REGISTERS": shape.producer_registers,
     }
@@ -122,6 +127,7 @@ def main() -> None:
     """Compile everything."""
     for result in (
         mn("gate_up 128 rows", (2, 256, 4, 1), gated=True),
+        mn("gate_up with zeros", (2, 256, 4, 1), gated=True, clears=True),
         mn("gate_up 192 rows", (3, 256, 4, 0), gated=True),
         mn("query 128 rows", (2, 256, 4, 1), gated=False),
         k("down pairs", (2, 256, 4), 128, gemm_k.REDUCE_PAIRS),

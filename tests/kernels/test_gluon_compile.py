@@ -23,7 +23,7 @@ def compiled() -> dict[str, dict[str, Any]]:
 
 
 def test_no_kernel_spills_and_all_fit_into_shared_memory(compiled: dict[str, dict[str, Any]]) -> None:
-    assert len(compiled) == 6
+    assert len(compiled) == 7
     for result in compiled.values():
         assert result["spills"] == 0, result
         assert result["stack"] == 0, result
@@ -35,6 +35,13 @@ def test_rows_come_by_copies_weights_by_tensor_memory_products_by_warp_groups(
 ) -> None:
     for result in compiled.values():
         assert all(result["code"][word] for word in ("HGMMA", "LDGSTS", "UTMALDG")), result
+
+
+def test_the_producer_writes_zeros_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
+    # One slot between two stages, eight at a time at the end.
+    assert compiled["gate_up with zeros"]["code"][r"STG\.E\.128 .*RZ "] == 9
+    assert compiled["gate_up with zeros"]["code"][r"LDG\.E\.U8"] >= 9
+    assert compiled["gate_up 128 rows"]["code"][r"STG\.E\.128 .*RZ "] == 0
 
 
 def test_reductions_leave_in_vectors(compiled: dict[str, dict[str, Any]]) -> None:

@@ -34,8 +34,8 @@ BLOCK_K = 64
 # How a finished tile reaches the output: stored in its type, or reduced into float32 in columns of a thread.
 STORE, REDUCE_PAIRS, REDUCE_QUADS = 0, 1, 2
 _COSTS = 9
-
-
+# Every program that describes a tile of a single list reads all patterns: 64 KB.
+_MAX_ROWS_READ = 2**14
 _SLAB_ELEMENTS = 2**23
 
 
@@ -117,11 +117,19 @@ class Work(NamedTuple):
 
 
 def describe(order: PatternReordering, units: int) -> Work:
-    """Return the tiles of `units` times 64 rows, those with many groups first; three launches, no synchronisation."""
+    """Return the tiles of `units` times 64 rows, those with many groups first; one launch or three, none waits."""
     num_blocks, num_rows = order.index.shape
     row_tiles = triton.cdiv(num_rows, units * UNIT_ROWS)
     capacity = num_blocks * row_tiles
     new: dict[str, Any] = {"dtype": torch.int32, "device": order.index.device}
+    if num_blocks == 1 and num_rows <= _MAX_ROWS_READ:
+        one = Work(torch.empty(capacity, 2, **new), torch.empty(1, **new))
+        _one_list_kernel[(row_tiles,)](
+            order.patterns, order.counts, one.items, one.num_items,
+            UNITS=units, UNITS_PADDED=triton.next_power_of_2(units), TILES=triton.next_power_of_2(row_tiles),
+            S=order.groups_per_block, num_warps=8,
+        )  # fmt: skip
+        return one
     unions = torch.empty(capacity, **new)
     places = torch.empty(capacity, **new)
     items = torch.empty(capacity, 2, **new)
@@ -140,6 +148,42 @@ def _either(a, b):
     return a | b
 
 
+@triton.jit
+def _number_of_groups(union, S: tl.constexpr):
+    number = union * 0
+    for bit in tl.static_range(S):
+        number += (union >> bit) & 1
+    return number
+
+
+@triton.jit
+def _one_list_kernel(
+    PATTERNS, COUNTS, ITEMS, NUM_ITEMS,
+    UNITS: tl.constexpr, UNITS_PADDED: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Find the place of one tile: every program looks at all tiles, so that nobody waits for another launch."""
+    row_tile = tl.program_id(0)
+    count = tl.load(COUNTS)
+    ROWS: tl.constexpr = UNITS * 64
+    tiles = tl.arange(0, TILES)
+    rows = tl.arange(0, UNITS_PADDED * 64)
+    places = tiles[:, None] * ROWS + rows[None, :]
+    inside = (places < count) & (rows < ROWS)[None, :]
+    union = tl.reduce(tl.load(PATTERNS + places, mask=inside, other=0), 1, _either)
+    cost = tl.where(tiles * ROWS < count, _number_of_groups(union, S), -1)
+    own = tl.sum(tl.where(tiles == row_tile, cost, 0), 0)
+    place = tl.sum(((cost > own) | ((cost == own) & (tiles < row_tile))).to(tl.int32), 0)
+    units = tl.arange(0, UNITS_PADDED)
+    mine = row_tile * ROWS + units[:, None] * 64 + tl.arange(0, 64)[None, :]
+    inside = (mine < count) & (units < UNITS)[:, None]
+    unions = tl.reduce(tl.load(PATTERNS + mine, mask=inside, other=0), 1, _either)
+    if own >= 0:
+        tl.store(ITEMS + 2 * place, row_tile)
+        tl.store(ITEMS + 2 * place + 1, tl.sum(unions << (8 * units), 0))
+    if row_tile == 0:
+        tl.store(NUM_ITEMS, (count + ROWS - 1) // ROWS)
+
+
 @triton.jit(do_not_specialize=["M", "row_tiles"])
 def _unions_kernel(
     PATTERNS, COUNTS, UNIONS, PLACES, FOUND, M, row_tiles,
@@ -156,9 +200,7 @@ def _unions_kernel(
         pattern = tl.load(PATTERNS + block * M + places, mask=inside, other=0)
         union = tl.reduce(pattern, 1, _either)
         every = tl.reduce(union, 0, _either)
-        cost = every * 0
-        for bit in tl.static_range(S):
-            cost += (every >> bit) & 1
+        cost = _number_of_groups(every, S)
         tl.store(UNIONS + item, tl.sum(union << (8 * units), 0))
         # Place among the tiles of the same cost; which comes first does not matter.
         place = tl.atomic_add(FOUND + cost, 1, sem="relaxed")

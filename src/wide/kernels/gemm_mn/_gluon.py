@@ -3,6 +3,7 @@
 A persistent program walks the row tiles that are listed on the device. The producer fills a ring of stages: rows of `x`
 by 16-byte asynchronous copies, weights by tensor-memory access. Each consumer owns 64 rows of the tile and its own
 accumulator, so a consumer that is still writing does not hold up the others, and rows beyond the count cost nothing.
+Where the next product needs zeros in skipped channels, the producer writes some between two stages: it mostly waits.
 """
 
 from typing import NamedTuple
@@ -30,6 +31,8 @@ from wide.kernels.reordering import Reordering
 UNIT_ROWS = 64
 # Reduction elements of a stage: one 128-byte line of bfloat16 per row.
 BLOCK_K = 64
+# Channels of a slot: 16 bytes, what one thread writes at once.
+SLOT = 8
 
 
 class Shape(NamedTuple):
@@ -82,8 +85,11 @@ def gemm_mn(
     gated = up_weight is not None
     columns = shape.block_n // 2 if gated else shape.block_n
     out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, weight.shape[0]))
-    if mask is not None:
+    # The producer of three consumers has no registers left for zeros.
+    clears = mask is not None and shape.units == 2
+    if mask is not None and not clears:
         clear_skipped(out, mask)
+    raw = None if mask is None else mask.view(torch.uint8)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     weights = [
         TensorDescriptor.from_tensor(w, [columns, BLOCK_K], layout)
@@ -91,20 +97,12 @@ def gemm_mn(
     ]
     tiles, num_tiles = _tiles(order, shape.units * UNIT_ROWS)
     parts = size // columns
-    _gemm_mn_kernel[(min(tiles.shape[0] * parts, device_facts(x.device).num_sms),)](
-        x,
-        *weights,
-        out,
-        weight if bias is None else bias,
-        weight if up_bias is None else up_bias,
-        order.index,
-        order.counts,
-        order.offsets,
-        tiles,
-        num_tiles,
-        *x.shape,
-        x.stride(0),
-        out.stride(0),
+    programs = device_facts(x.device).num_sms
+    _gemm_mn_kernel[(programs if clears else min(tiles.shape[0] * parts, programs),)](
+        x, *weights, out, weight if bias is None else bias, weight if up_bias is None else up_bias,
+        order.index, order.counts, order.offsets, tiles, num_tiles, out if raw is None else raw,
+        *x.shape, num_rows * (weight.shape[0] // SLOT), weight.shape[0] // SLOT, x.stride(0), out.stride(0),
+        *((0, 0) if raw is None else raw.stride()),
         G=size,
         PARTS=parts,
         BLOCK_N=shape.block_n,
@@ -117,10 +115,11 @@ def gemm_mn(
         HAS_UP_BIAS=up_bias is not None,
         PACKED=packed,
         WIDE=shape.wide_stores,
+        CLEARS=clears,
         CONSUMER_REGISTERS=shape.consumer_registers,
         PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -202,10 +201,43 @@ def _rows_of(LISTED, X, places, count, stride_x, ks):
 
 
 @gluon.jit
+def _skipped_slots(
+    OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    # What the mask says of the slots of some pieces (128 each, dealt out to the programs in turn), and where they are.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
+    lanes = gl.arange(0, 128 * PIECES, layout=gl.SliceLayout(1, layout))
+    slots = (piece + (lanes // 128) * gl.num_programs(0)) * 128 + lanes % 128
+    rows = slots // slots_per_row
+    channels = (slots - rows * slots_per_row) * 8
+    places = MASK + rows.to(gl.int64) * stride_m + (channels // G) * stride_g
+    # Where there is no slot, nothing is to be cleared.
+    executes = gl.load(places, mask=slots < num_slots, other=1)
+    return executes, OUT + (rows.to(gl.int64) * stride_out + channels)
+
+
+@gluon.jit
+def _clear(executes, targets):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
+    slot = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, layout)), 0)
+    zeros = gl.zeros((targets.shape[0], 8), targets.dtype.element_ty, layout=layout)
+    gl.store(gl.expand_dims(targets, 1) + slot, zeros, mask=gl.expand_dims(executes == 0, 1))
+
+
+@gluon.jit
+def _clear_from(OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G: gl.constexpr):
+    for first in range(piece, (num_slots + 127) // 128, 8 * gl.num_programs(0)):
+        executes, targets = _skipped_slots(
+            OUT, MASK, first, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 8
+        )  # fmt: skip
+        _clear(executes, targets)
+
+
+@gluon.jit
 def _produce(
-    X, W, W_UP, INDEX, COUNTS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_x,
-    G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr,
+    X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K, num_slots, slots_per_row,
+    stride_x, stride_out, stride_m, stride_g, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, CLEARS: gl.constexpr,
 ):  # fmt: skip
     # Eight lanes copy the 128 bytes of a row.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -214,6 +246,12 @@ def _produce(
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     ks = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
     num_tiles = gl.load(NUM_TILES) * PARTS
+    piece = gl.program_id(0)
+    if CLEARS:
+        # What the mask says of the next piece is loaded one step ahead, so that nobody waits for it.
+        executes, targets = _skipped_slots(
+            OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 1
+        )  # fmt: skip
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -246,6 +284,16 @@ def _produce(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
+            # Only pairs that no tile lists are written here, so the order does not matter.
+            if CLEARS:  # noqa: SIM102 (the inner condition is the device's)
+                if piece * 128 < num_slots:
+                    _clear(executes, targets)
+                    piece += gl.num_programs(0)
+                    executes, targets = _skipped_slots(
+                        OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 1
+                    )  # fmt: skip
+    if CLEARS:
+        _clear_from(OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G)
 
 
 @gluon.jit
@@ -336,13 +384,13 @@ def _consume(
 
 
 # One compilation serves all numbers of rows; strides keep what their divisibility tells.
-@gluon.jit(do_not_specialize=["M", "K"])
+@gluon.jit(do_not_specialize=["M", "K", "num_slots"])
 def _gemm_mn_kernel(
-    X, W, W_UP, OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, M, K, stride_x, stride_out,
-    G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, INSTRUCTION_N: gl.constexpr, UNITS: gl.constexpr,
-    STAGES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    X, W, W_UP, OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, MASK, M, K, num_slots, slots_per_row,
+    stride_x, stride_out, stride_m, stride_g, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr,
+    INSTRUCTION_N: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr,
+    WIDE: gl.constexpr, CLEARS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = W.block_shape[1]
     a_ring = gl.allocate_shared_memory(W.dtype, [STAGES * UNITS, 64, BLOCK_K], W.layout)
@@ -376,8 +424,9 @@ def _gemm_mn_kernel(
                 ),
                 (
                     _produce,
-                    (X, W, W_UP, INDEX, COUNTS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_x,
-                     G, PARTS, BLOCK_N, UNITS, STAGES, GATED),
+                    (X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K,
+                     num_slots, slots_per_row, stride_x, stride_out, stride_m, stride_g, G, PARTS, BLOCK_N, UNITS,
+                     STAGES, GATED, CLEARS),
                 ),
             ],
             [4, 4, 4],
@@ -400,8 +449,9 @@ def _gemm_mn_kernel(
                 ),
                 (
                     _produce,
-                    (X, W, W_UP, INDEX, COUNTS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_x,
-                     G, PARTS, BLOCK_N, UNITS, STAGES, GATED),
+                    (X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K,
+                     num_slots, slots_per_row, stride_x, stride_out, stride_m, stride_g, G, PARTS, BLOCK_N, UNITS,
+                     STAGES, GATED, CLEARS),
                 ),
             ],
             [4, 4],

@@ -6,9 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows that one program sorts, and how many of them at a time: comparing all pairs of a step beats bins by far.
-_SORT_CHUNK = 512
+# Rows that one program sorts at a time: comparing all pairs of a step beats bins by far.
 _SORT_STEP = 128
+# Every program adds up the histograms of its super-block; small chunks are for when that is little to read in all.
+_SORT_CHUNKS = (128, 512)
+_MAX_BYTES_READ = 2**25
+
+
+def _chunk_rows(num_rows: int, num_blocks: int, bins: int) -> int:
+    """Return the rows that one program sorts."""
+    small, large = _SORT_CHUNKS
+    return small if num_blocks * triton.cdiv(num_rows, small) ** 2 * bins * 4 <= _MAX_BYTES_READ else large
 
 
 def reorder_patterns(
@@ -24,10 +32,11 @@ def reorder_patterns(
     counts = torch.empty(num_blocks, **new)
     tiles = torch.empty(num_blocks * max_row_tiles, 2, **new)
     num_tiles = torch.empty(1, **new)
-    num_chunks = triton.cdiv(num_rows, _SORT_CHUNK)
     bins = max(32, 2**groups_per_block)
+    chunk = _chunk_rows(num_rows, num_blocks, bins)
+    num_chunks = triton.cdiv(num_rows, chunk)
     histogram = torch.empty(num_blocks, num_chunks, bins, **new)
-    codes = torch.empty(num_blocks, num_chunks * _SORT_CHUNK, dtype=torch.uint8, device=mask.device)
+    codes = torch.empty(num_blocks, num_chunks * chunk, dtype=torch.uint8, device=mask.device)
     raw = mask.view(torch.uint8)
     _histogram_kernel[(num_chunks, num_blocks)](
         raw,
@@ -39,7 +48,7 @@ def reorder_patterns(
         *raw.stride(),
         S=groups_per_block,
         BITS=triton.next_power_of_2(groups_per_block),
-        CHUNK=_SORT_CHUNK,
+        CHUNK=chunk,
         BINS=bins,
         num_warps=4,
     )
@@ -54,7 +63,7 @@ def reorder_patterns(
         num_rows,
         num_chunks,
         num_blocks,
-        CHUNK=_SORT_CHUNK,
+        CHUNK=chunk,
         STEP=_SORT_STEP,
         BINS=bins,
         ALL_BLOCKS=max(16, triton.next_power_of_2(num_blocks)),
@@ -130,20 +139,17 @@ def _sort_kernel(
             rows = chunk * CHUNK + start + steps
             pattern = tl.load(codes + rows).to(tl.int32)
             key = _gray_rank(pattern)
-            # Sorted by (key, row): the place among these rows is the number of smaller composites.
-            composite = tl.where(rows < M, key, BINS) * STEP + steps
-            place = tl.sum((composite[None, :] < composite[:, None]).to(tl.int32), 1)
-            found = tl.histogram(key, BINS, mask=rows < M)
-            # Empty rows count here in any case: they are among these rows.
-            smaller = tl.cumsum(found, 0) - found
-            position = place + tl.gather(base - smaller, key, 0)
+            # The place among these rows with the same key; what lies beyond the last row comes after all of them.
+            earlier = (key[None, :] == key[:, None]) & (steps[None, :] < steps[:, None])
+            position = tl.sum(earlier.to(tl.int32), 1) + tl.gather(base, key, 0)
             listed = rows < M
             if not KEEPS_EMPTY:
                 listed &= pattern != 0
             out = block.to(tl.int64) * M + position
             tl.store(INDEX + out, rows, mask=listed)
             tl.store(PATTERNS + out, pattern, mask=listed)
-            base += found
+            if start + STEP < CHUNK:
+                base += tl.histogram(key, BINS, mask=rows < M)
     else:
         _describe_blocks(
             HISTOGRAM,
@@ -166,14 +172,16 @@ def _first_places(HISTOGRAM, block, chunk, num_chunks, BINS: tl.constexpr, KEEPS
     """Return where the rows of a chunk start in every bin of the whole list."""
     PARTS: tl.constexpr = 4096 // BINS
     bins = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), tl.int32)
-    before = tl.zeros((BINS,), tl.int32)
+    all_parts = tl.zeros((PARTS, BINS), tl.int32)
+    parts_before = tl.zeros((PARTS, BINS), tl.int32)
     for first in range(0, num_chunks, PARTS):
         chunks = first + tl.arange(0, PARTS)
         places = HISTOGRAM + (block * num_chunks + chunks)[:, None] * BINS + bins[None, :]
         part = tl.load(places, mask=(chunks < num_chunks)[:, None], other=0)
-        total += tl.sum(part, 0)
-        before += tl.sum(tl.where((chunks < chunk)[:, None], part, 0), 0)
+        all_parts += part
+        parts_before += tl.where((chunks < chunk)[:, None], part, 0)
+    total = tl.sum(all_parts, 0)
+    before = tl.sum(parts_before, 0)
     if not KEEPS_EMPTY:
         total = tl.where(bins == 0, 0, total)
     return tl.cumsum(total, 0) - total + before
