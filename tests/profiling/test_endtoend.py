@@ -105,7 +105,7 @@ def test_a_race_on_the_host(decoder, monkeypatch, race):
     for module in (endtoend_races, table_choice):
         monkeypatch.setattr(module, "time_interleaved", _fake_clock)
     monkeypatch.setattr(endtoend_races, "breakdown", lambda call: {"query": 4.0} if call() is not None else {})
-    monkeypatch.setattr(endtoend_races, "_memory", lambda call: {"peak_memory_bytes": 1})
+    monkeypatch.setattr(endtoend_races, "peak_memory", lambda call: {"peak_memory_bytes": 1})
     bench = Bench(
         decoder=decoder,
         ids=torch.randint(0, 64, (1, 96)),

@@ -16,9 +16,11 @@ _BENCHES = {
     "gemm_k": "operators",
     "prefill": "attention",
     "decode": "attention",
+    "decode_groups": "attention",
     "gemv": "attention",
     "glue": "glue",
     "naive": "naive",
+    "coarse": "coarse",
 }
 
 
@@ -28,8 +30,10 @@ class BenchOptions:
 
     Args:
         out: Folder for operators.json, attention.json, glue.json and naive.json; wide report draws them.
-        operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, gemv, glue (norm, rope and
-            router), naive (products by gathering and scattering beside fused ones); 'all' means all.
+        operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, decode_groups (decode over the
+            heads of a group), gemv, glue (norm, rope and router), naive (products by gathering and scattering beside
+            fused ones), coarse (all operators with their default tiles over numbers of tokens, group sizes and
+            sparsities); 'all' means all but coarse.
         rows: Numbers of tokens for reorder, gemm_mn and gemm_k, separated by commas.
         group_size: Channels in a group of the FFN; null means the usual ones.
         sparsity: Share that random masks skip; null means the usual ones.
@@ -58,7 +62,9 @@ class BenchOptions:
     @property
     def names(self) -> list[str]:
         """The operators by name."""
-        return list(_BENCHES) if self.operators == "all" else [word.strip() for word in self.operators.split(",")]
+        if self.operators == "all":
+            return [name for name in _BENCHES if name != "coarse"]
+        return [word.strip() for word in self.operators.split(",")]
 
 
 def arguments() -> Arguments:
@@ -81,7 +87,7 @@ def run(given: Sequence[str]) -> None:
     if unknown:
         raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
     require_gpu("bench")
-    if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive")):
+    if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive", "coarse")):
         raise EvaluationError(
             f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
             "nothing"
@@ -97,6 +103,11 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
         from wide.profiling.glue import main as glue
 
         return glue(given)
+    if bench == "coarse":
+        from wide.profiling.coarse import main as coarse
+
+        # Beside the files of the other benches, whose names are the same.
+        return coarse(["--out", str(Path(options.out) / "coarse"), "--rows", options.rows])
     given += [] if bench == "naive" else ["--operators", ",".join(names)]
     given += ["--quick"] if options.quick else []
     if options.group_size is not None:

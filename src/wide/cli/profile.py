@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.console import say
 from wide.cli.gpu import require_gpu
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError, EvaluationError
@@ -17,14 +16,16 @@ class ProfileOptions:
     Args:
         out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile.
         model: Hub name or local folder of a real model; null takes --shape with random weights.
-        adapter: Folder of its routers; null takes random ones.
+        adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
+        checkpoint: Folder of what wide.materialise left of the model, to be timed beside it.
         shape: Model with random weights: llama-3.1-8b or tiny.
         layers: Only so many layers of the shape; null means all.
         batch: Sequences, one or more numbers separated by commas.
         prompt: Tokens of the prompt, one or more numbers separated by commas.
         generate: Tokens to generate.
         rates: Shares skipped by random masks in attention and FFN, 'A,F'; several pairs are separated by spaces. With
-            an adapter its own decisions are timed as well, and without masks nothing is skipped in a third run.
+            an adapter's routers their own decisions are timed as well, and in a third run nothing is skipped. Of no
+            matter to static plans and checkpoints.
         ffn_group_size: Channels in a group of the FFN, where routers are random.
         compiled_peer: Race the compiled Hugging Face model, too.
         quick: Fewer samples.
@@ -34,6 +35,7 @@ class ProfileOptions:
     out: str
     model: str | None = None
     adapter: str | None = None
+    checkpoint: str | None = None
     shape: str = "llama-3.1-8b"
     layers: int | None = None
     batch: str = "1"
@@ -71,7 +73,7 @@ def arguments() -> Arguments:
     flags = Arguments(
         "profile",
         "Time prefill (TTFT) and decode steps (TPOT) of a whole model by CUDA-graph replay, dense beside routed, with "
-        "time to the last token (TTLT), energy per token (where pynvml is installed), peak memory and a breakdown.",
+        "time to the last token (TTLT), energy per token (where the GPU counts it), peak memory and a breakdown.",
     )
     flags.add_fields(ProfileOptions)
     return flags
@@ -81,19 +83,17 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If an adapter is named without its model.
+        UsageError: If an adapter or checkpoint is named without its model.
         UnsupportedBackendError: If there is no GPU.
         EvaluationError: If the runtime does not compute what the model computes.
     """
     options = build(ProfileOptions, arguments().parse(given))
-    if options.adapter is not None and options.model is None:
-        raise UsageError("--adapter needs its base: give --model, too")
+    for name in ("adapter", "checkpoint"):
+        if getattr(options, name) is not None and options.model is None:
+            raise UsageError(f"--{name} needs its base: give --model, too")
     require_gpu("profile")
     from wide.profiling.endtoend import main
-    from wide.profiling.energy import can_measure_energy
 
-    if not can_measure_energy():
-        say("energy is not measured: pynvml is not installed (pip install nvidia-ml-py)")
     if main(_arguments(options)):
         raise EvaluationError("the runtime does not compute what the model computes; see the gate above")
 
@@ -111,5 +111,6 @@ def _arguments(options: ProfileOptions) -> list[str]:
 
         given += ["--model", options.model]
         given += [] if options.adapter is None else ["--adapter", str(find_adapter(options.adapter))]
+        given += [] if options.checkpoint is None else ["--checkpoint", options.checkpoint]
     given += ["--compiled-peer", "default"] if options.compiled_peer else []
     return [*given, "--quick"] if options.quick else given

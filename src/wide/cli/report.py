@@ -7,13 +7,14 @@ from wide.cli.console import say
 from wide.cli.usage import UsageError
 from wide.errors import DataError
 
-_USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR]
+_USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR [--only]]
 
 Draws the report of each folder into it, from its records alone: the --output of wide prune, wide recover or wide
 compare, or the --out of wide bench or wide profile. A run that was profiled (wide profile --model M --adapter RUN --out
 RUN/profile) shows its quality against its measured speed.
 
-  --output DIR   draw one page of all folders into DIR, too (not of comparisons, which are pages of their own)"""
+  --output DIR   draw one page of all folders into DIR, too (not of comparisons, which are pages of their own)
+  --only         with --output: draw that page alone and write nothing into the folders"""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -24,7 +25,8 @@ def run(arguments: Sequence[str]) -> None:
         DataError: If a folder holds no records.
         MissingExtraError: If matplotlib is not installed.
     """
-    words = [word for word in arguments if word != "--debug"]
+    words = [word for word in arguments if word not in ("--debug", "--only")]
+    only = "--only" in arguments
     if "-h" in words or "--help" in words:
         print(_USAGE)
         return
@@ -35,7 +37,9 @@ def run(arguments: Sequence[str]) -> None:
     from wide.report.drawing import require_matplotlib
 
     require_matplotlib()
-    for folder in folders:
+    if only and output is None:
+        raise UsageError(f"--only draws the page of --output alone: name it\n{_USAGE}")
+    for folder in () if only else folders:
         _draw(folder)
     if output is not None:
         from wide.report.evidence_page import write_evidence
@@ -63,9 +67,10 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
 
 
 def _draw(folder: Path) -> None:
-    from wide.cli.run_folder import GRID
+    from wide.cli.run_folder import COMPARISON, GRID
 
-    if (folder / GRID).is_file():
+    # The records of all cells in one file stand for a comparison, too: the cells need not be at hand.
+    if (folder / GRID).is_file() or (folder / COMPARISON).is_file():
         _draw_comparison(folder)
         return
     from wide.report.evidence_page import write_folder
@@ -76,11 +81,13 @@ def _draw(folder: Path) -> None:
 
 def _draw_comparison(folder: Path) -> None:
     from wide.cli.comparison_files import collect
+    from wide.cli.run_folder import COMPARISON, GRID
     from wide.report.comparison_figures import COMPARISON_FIGURES
     from wide.report.comparison_page import read_comparison, write_comparison
     from wide.report.page import figure_sections
 
-    comparison = read_comparison(collect(folder))
+    records = collect(folder) if (folder / GRID).is_file() else folder / COMPARISON
+    comparison = read_comparison(records)
     more = "".join(figure_sections(COMPARISON_FIGURES, comparison, folder))
     for path in write_comparison(comparison, folder, more=more):
         say(f"drawn    {path}")

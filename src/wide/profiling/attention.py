@@ -1,6 +1,6 @@
 """Attention and decode bench: agreement first, then tiles and dense peers timed in one run on a GPU.
 
-Usage: python -m wide.profiling.attention --out DIR [--operators prefill,decode,gemv] [--quick]
+Usage: python -m wide.profiling.attention --out DIR [--operators prefill,decode,gemv,decode_groups] [--quick]
 """
 
 import argparse
@@ -19,16 +19,19 @@ from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.contract import Operator
 from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.profiling.agreement import PoisonedMemory, verdicts
+from wide.profiling.decode_groups import group_races
 from wide.profiling.described import add_shape_flags, describe_case, only_shape
-from wide.profiling.races import Race, decode_races, gemv_races, prefill_races
+from wide.profiling.gemv_races import gemv_races
+from wide.profiling.races import Race, decode_races, prefill_races
 from wide.profiling.timing import time_interleaved
 
 _OPERATORS: dict[str, tuple[Operator, ...]] = {
     "prefill": (ATTENTION_PREFILL,),
     "decode": (ATTENTION_DECODE,),
     "gemv": (GEMV_MN, GEMV_K),
+    "decode_groups": (ATTENTION_DECODE,),
 }
-_RACES = {"prefill": prefill_races, "decode": decode_races, "gemv": gemv_races}
+_RACES = {"prefill": prefill_races, "decode": decode_races, "gemv": gemv_races, "decode_groups": group_races}
 _DTYPES = (torch.bfloat16, torch.float16)
 # The dense peers round to bfloat16 as well; gated products (float32 reference) round once more.
 _GATE = 1.5e-2
@@ -47,7 +50,7 @@ def _say(text: str) -> None:
 
 def check(names: list[str]) -> list[dict[str, Any]]:
     """Return the red verdicts of the named operators on the GPU, with poisoned memory."""
-    operators = [operator for name in names for operator in _OPERATORS[name]]
+    operators = list({operator.name: operator for name in names for operator in _OPERATORS[name]}.values())
     found = [
         (v.operator, str(v.case), v.error, v.tolerance)
         for v in verdicts(operators, torch.device("cuda"), backends=("triton", "dense"), dtypes=_DTYPES)
@@ -144,12 +147,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operators", default="prefill,decode,gemv", help="comma-separated names")
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.json")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, tiles and rounds")
+    parser.add_argument(
+        "--timed-only", action="store_true", help="check agreement at the timed shapes alone, not in all cases"
+    )
     add_shape_flags(parser)
     options = parser.parse_args(arguments)
     names = options.operators.split(",")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)
-    red = check(names)
+    red = [] if options.timed_only else check(names)
     records: list[dict[str, Any]] = []
     for name in names:
         for race in _RACES[name](quick=options.quick, only=only_shape(options)):
@@ -159,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             result = {
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
+                "agreement": "timed shapes" if options.timed_only else "all cases",
                 "red": red,
                 "records": records,
             }

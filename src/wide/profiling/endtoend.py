@@ -1,11 +1,12 @@
 """End-to-end bench: prefill and decode steps of a whole model, dense against routed, in one process on a GPU.
 
 Usage: python -m wide.profiling.endtoend --shape llama-3.1-8b --out DIR [--prompt 4096,16384] [--decode 2048,16384]
-       python -m wide.profiling.endtoend --model DIR [--adapter DIR] [--text FILE] --out DIR
+       python -m wide.profiling.endtoend --model DIR [--adapter DIR | --checkpoint DIR] [--text FILE] --out DIR
 
-A correctness gate comes first. Then every shape races the dense runtime against the routed one under random masks at
-each rate, where routers run although their decisions are replaced; at rate 0 everything executes. Times are medians of
-CUDA-graph replays, candidates interleaved.
+An adapter whose plan is static, and a checkpoint that wide.materialise left, are raced as Hugging Face runs them.
+Otherwise a correctness gate comes first. Then every shape races the dense runtime against the routed one under random
+masks at each rate, where routers run although their decisions are replaced; at rate 0 everything executes. Times are
+medians of CUDA-graph replays, candidates interleaved.
 """
 
 import argparse
@@ -20,12 +21,15 @@ import torch
 from wide.config import WideConfig
 from wide.profiling.agreement_endtoend import check
 from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, operator_table, prefill_race
+from wide.profiling.energy import EnergyCounter, energy_counter
+from wide.profiling.materialised import Pair, is_static, load_pair, materialise_pair, method_of, pair_race
 from wide.profiling.metrics import summarise, summary_table
 from wide.profiling.synthetic import random_model
 from wide.profiling.table_choice import all_sparse, with_special_kernels
 from wide.runtime.decoder import Decoder
 
 _SPARE_PLACES = 64
+_DEVICE = "cuda"
 _GATE_TOKENS = 640
 
 
@@ -49,13 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--model", help="a real model instead: folder or name")
     parser.add_argument("--adapter", help="its routers; without it they are random")
+    parser.add_argument("--checkpoint", help="what wide.materialise left of the real model, raced beside it")
     parser.add_argument("--text", type=Path, help="prompt of a real model; without it tokens are random")
     parser.add_argument("--out", type=Path, required=True, help="folder for endtoend.json")
-    parser.add_argument("--prompt", type=_numbers, default=[4096, 16384], help="prompt lengths of prefills")
-    parser.add_argument("--decode", type=_numbers, default=[2048, 16384], help="tokens cached before a decode step")
+    parser.add_argument(
+        "--prompt", type=_numbers, default=[4096, 16384], help="prompt lengths of prefills; '' times none"
+    )
+    parser.add_argument(
+        "--decode", type=_numbers, default=[2048, 16384], help="tokens cached before a decode step; '' times none"
+    )
     parser.add_argument("--batch", type=_numbers, default=[1], help="sequences")
     parser.add_argument("--generate", type=int, help="tokens to generate after each prompt; replaces --decode")
-    parser.add_argument("--energy", action="store_true", help="measure joules, too (needs pynvml)")
+    parser.add_argument("--energy", action="store_true", help="measure joules, too (where NVML counts them)")
     parser.add_argument("--ffn-group-size", type=int, default=128)
     parser.add_argument("--attention-group-size", type=int)
     parser.add_argument("--rates", type=_rates, nargs="+", default=[(0.5, 0.5)], help="skipped attention,FFN")
@@ -145,33 +154,107 @@ def _summary(records: list[dict[str, Any]], options: argparse.Namespace) -> list
     ]
 
 
+class _Report:
+    """What endtoend.json holds, written after every shape so that a stopped run keeps what it measured."""
+
+    def __init__(self, options: argparse.Namespace, **facts: Any) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._began = time.perf_counter()
+        self._file = options.out / "endtoend.json"
+        self.content: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": torch.__version__,
+            "model": options.model or options.shape,
+            "adapter": options.adapter,
+            "checkpoint": options.checkpoint,
+            **facts,
+            "records": self.records,
+        }
+        self.write()
+
+    def write(self) -> None:
+        self._file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def add(self, found: list[dict[str, Any]]) -> None:
+        self.records += found
+        self.write()
+        _say(_table(found))
+        details = [_details(record) for record in found if "breakdown_us" in record]
+        _say("\n".join([*details, f"({time.perf_counter() - self._began:.0f} s)"]))
+        torch.cuda.empty_cache()
+
+    def finish(self, options: argparse.Namespace) -> None:
+        _say(_table(self.records))
+        if options.generate is not None:
+            self.content["summary"] = _summary(self.records, options)
+            self.write()
+            _say(summary_table(self.content["summary"]))
+
+
+def _shapes(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    lengths = [("prefill", n) for n in options.prompt] + [("decode", n) for n in options.decode]
+    return [(what, length, batch) for what, length in lengths for batch in options.batch]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; return 1 if the runtime disagrees with the model."""
     options = _parser().parse_args(arguments)
     if options.generate is not None:
         options.decode = [length + options.generate // 2 for length in options.prompt]
     options.out.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    device = torch.device("cuda")
     torch.manual_seed(17)
+    energy = energy_counter() if options.energy else None
+    if options.energy and energy is None:
+        _say("energy is not measured: NVML has no energy counter for this GPU")
+    if options.checkpoint is not None or (options.adapter is not None and is_static(Path(options.adapter))):
+        return _race_materialised(options, energy)
+    return _race_routed(options, energy)
+
+
+def _race_materialised(options: argparse.Namespace, energy: EnergyCounter | None) -> int:
+    device = torch.device(_DEVICE)
+    pair: Pair
+    if options.checkpoint is not None:
+        method = "wide" if options.adapter is None else method_of(Path(options.adapter))
+        pair = load_pair(options.model, options.checkpoint, dtype="bfloat16", device=device)
+    else:
+        adapter = Path(options.adapter)
+        method = method_of(adapter)
+        ids = torch.randint(0, _vocabulary(options.model), (1, _GATE_TOKENS), device=device)
+        pair = materialise_pair(options.model, adapter, ids, dtype="bfloat16", device=device)
+    gate = pair.gate()
+    _say(f"gate: {json.dumps(gate)}")
+    report = _Report(options, method=method, gate=gate)
+    if not gate["green"] and not options.despite_red:
+        _say("RED: the smaller model does not compute what its plan says; nothing is timed")
+        return 1
+    longest = max([*options.prompt, 1])
+    tokens = _tokens(options, pair.dense, longest, device)
+    for what, length, batch in _shapes(options):
+        ids = tokens[:, : length if what == "prefill" else 1].expand(batch, -1).contiguous()
+        report.add(pair_race(pair, what, ids, length, quick=options.quick, energy=energy))
+    report.finish(options)
+    return 0 if gate["green"] else 1
+
+
+def _vocabulary(model: str) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).vocab_size)
+
+
+def _race_routed(options: argparse.Namespace, energy: EnergyCounter | None) -> int:
+    began = time.perf_counter()
+    device = torch.device(_DEVICE)
     model = _model(options, device)
     max_length = max([_GATE_TOKENS, *options.prompt, *(n + _SPARE_PLACES for n in options.decode)])
     decoder = Decoder(model, max_length=max_length)
     ids = _tokens(options, model, max_length, device)
     _say(f"model ready after {time.perf_counter() - began:.0f} s")
     gate = _gate(model, decoder, ids[:, :_GATE_TOKENS], options.rates[0])
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "model": options.model or options.shape,
-        "adapter": options.adapter,
-        "layers": len(decoder.layers),
-        "ffn_group_size": options.ffn_group_size,
-        "gate": gate,
-        "records": [],
-    }
-    file = options.out / "endtoend.json"
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    group_size = decoder.layers[0].ffn.gate.shape[0] // _groups(decoder)
+    method = "wide" if options.adapter is None else method_of(Path(options.adapter))
+    report = _Report(options, layers=len(decoder.layers), ffn_group_size=group_size, method=method, gate=gate)
     if not gate["green"] and not options.despite_red:
         _say("RED: the runtime does not compute what the model computes; nothing is timed")
         return 1
@@ -181,27 +264,24 @@ def main(arguments: list[str] | None = None) -> int:
         rates=tuple(options.rates),
         quick=options.quick,
         trained=bool(options.adapter),
-        energy=options.energy,
+        energy=energy,
     )
-    shapes = [("prefill", n, b) for n in options.prompt for b in options.batch]
-    shapes += [("decode", n, b) for n in options.decode for b in options.batch]
-    records: list[dict[str, Any]] = report["records"]
-    for what, length, batch in shapes:
-        found = (prefill_race if what == "prefill" else decode_race)(bench, length, batch)
-        if options.compiled_peer:
-            found += compiled_race(bench, model, what, length, batch, options.compiled_peer, found)
-        records += found
-        file.write_text(json.dumps(report, indent=1) + "\n")
-        _say(_table(found))
-        _say("\n".join(_details(record) for record in found if "breakdown_us" in record))
-        _say(f"({time.perf_counter() - began:.0f} s)")
-        torch.cuda.empty_cache()
-    _say(_table(records))
-    if options.generate is not None:
-        report["summary"] = _summary(records, options)
-        file.write_text(json.dumps(report, indent=1) + "\n")
-        _say(summary_table(report["summary"]))
+    for what, length, batch in _shapes(options):
+        report.add((prefill_race if what == "prefill" else decode_race)(bench, length, batch))
+    if options.compiled_peer:
+        from wide.models.attach import detach
+
+        # Last, since it takes the routers off.
+        detach(model)
+        for what, length, batch in _shapes(options):
+            report.add(compiled_race(bench, model, what, length, batch, options.compiled_peer, report.records))
+    report.finish(options)
     return 0 if gate["green"] else 1
+
+
+def _groups(decoder: Decoder) -> int:
+    router = decoder.layers[0].ffn.router
+    return 1 if router is None else router.num_groups
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from wide.kernels.measured import LayerSizes, measured_table
 from wide.kernels.operator_table import OperatorTable
-from wide.models.observe import bypass
 from wide.profiling.breakdown import breakdown
 from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
-from wide.profiling.compiled_peer import compiled_prefill, compiled_step
-from wide.profiling.energy import joules
+from wide.profiling.energy import EnergyCounter, joules
+from wide.profiling.hugging_face import prefill_call, step_call
 from wide.profiling.synthetic import random_masks
 from wide.profiling.table_choice import all_sparse, choose_table
 from wide.profiling.timing import Timing, time_interleaved
@@ -27,6 +26,7 @@ Make = Callable[[Decoder, Run], Callable[[], Tensor]]
 _SPARE_PLACES = 64
 _TUNED_LAYERS = 2
 _LONG = 8192
+_ALL, _SPARSE = "all execute", ", all sparse"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Bench:
         quick: Fewer samples, and tables of operator measurements that no layer has been timed with.
         trained: Whether routers are trained, so that a race of their own decisions makes sense.
         backend: Of the operators.
-        energy: Whether joules are measured.
+        energy: The counter that joules are measured with; None leaves them out.
     """
 
     decoder: Decoder
@@ -49,7 +49,7 @@ class Bench:
     quick: bool
     trained: bool
     backend: str = "triton"
-    energy: bool = False
+    energy: EnergyCounter | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,11 @@ class _Candidate:
     name: str
     run: Run
     skipped: Rates | None
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it only explains another candidate."""
+        return self.name == _ALL or self.name.endswith(_SPARSE)
 
 
 def prefill_race(bench: Bench, length: int, batch: int) -> list[dict[str, Any]]:
@@ -105,21 +110,32 @@ def decode_race(bench: Bench, length: int, batch: int) -> list[dict[str, Any]]:
 def compiled_race(
     bench: Bench, model: Any, what: str, length: int, batch: int, mode: str, earlier: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the record of the compiled Hugging Face model; its speed-up is relative to the dense runtime."""
+    """Return the record of the compiled Hugging Face model; its speed-up is relative to the dense runtime.
+
+    Args:
+        bench: Its tokens.
+        model: Without routers: hooks of its layers would each be compiled anew.
+        what: 'prefill' or 'decode'.
+        length: Tokens of a prompt, or cached before the step.
+        batch: Sequences.
+        mode: Of torch.compile.
+        earlier: Records of the same shape, with the dense runtime's.
+    """
     facts = {"what": what, "tokens": length, "batch": batch, "candidate": f"compiled {mode}"}
     ids = bench.ids[:, :length].expand(batch, -1).contiguous()
     try:
-        with bypass(model):
-            if what == "prefill":
-                call = compiled_prefill(model, ids, mode)
-            else:
-                call = compiled_step(model, ids[:, :1], length=length, room=length + _SPARE_PLACES, mode=mode)
-            timing = time_interleaved({"compiled": call}, rounds=6 if what == "prefill" else 30)["compiled"]
+        if what == "prefill":
+            call = prefill_call(model, ids, mode)
+        else:
+            call = step_call(model, ids[:, :1], length=length, room=length + _SPARE_PLACES, mode=mode)
+        timing = time_interleaved({"compiled": call}, rounds=6 if what == "prefill" else 30)["compiled"]
     # A peer that does not compile here is a result.
     except Exception as error:
         return [facts | {"failure": f"{type(error).__name__}: {str(error)[:300]}"}]
-    dense = next(record["median_us"] for record in earlier if record["candidate"] == "dense")
-    return [facts | _times(timing) | {"speedup": dense / timing.median_us}]
+    shape = what, length, batch, "dense"
+    keys = ("what", "tokens", "batch", "candidate")
+    dense = next(record["median_us"] for record in earlier if tuple(record[key] for key in keys) == shape)
+    return [facts | times_record(timing) | {"speedup": dense / timing.median_us}]
 
 
 def _filled(cache: KvCache) -> KvCache:
@@ -135,10 +151,10 @@ def _candidates(bench: Bench, make: Make, num_rows: int, *, is_step: bool) -> li
     for skipped in dict.fromkeys([*bench.rates, (0.0, 0.0)]):
         masks = random_masks(layers, num_rows, skipped)
         table = _tuned(bench, make, masks, skipped, is_step=is_step)
-        name = "all execute" if skipped == (0.0, 0.0) else f"routed {skipped[0]:g}/{skipped[1]:g}"
+        name = _ALL if skipped == (0.0, 0.0) else f"routed {skipped[0]:g}/{skipped[1]:g}"
         found.append(_Candidate(name=name, run=Run(table=table, forced=masks), skipped=skipped))
         if skipped == bench.rates[0] and table != sparse:
-            found.append(_Candidate(name=f"{name}, all sparse", run=Run(table=sparse, forced=masks), skipped=skipped))
+            found.append(_Candidate(name=f"{name}{_SPARSE}", run=Run(table=sparse, forced=masks), skipped=skipped))
     if bench.trained:
         skipped = _measured(make(bench.decoder, run := Run(table=sparse, record=[])), run)
         table = _tuned(bench, make, None, skipped, is_step=is_step)
@@ -208,21 +224,22 @@ def _race(
     records = []
     for candidate in candidates:
         timing = times[candidate.name]
-        record = facts | {"candidate": candidate.name} | _times(timing)
+        record = facts | {"candidate": candidate.name} | times_record(timing)
         record["speedup"] = times["dense"].median_us / timing.median_us
         if candidate.skipped is not None:
             record["skipped"] = {"attention": candidate.skipped[0], "ffn": candidate.skipped[1]}
             record["ceiling"] = ceiling(candidate.skipped)
             record["table"] = dataclasses.asdict(candidate.run.table)
-        record |= _memory(calls[candidate.name])
-        if bench.energy:
-            record["energy_j"] = joules(calls[candidate.name])
+        record |= peak_memory(calls[candidate.name])
+        if bench.energy is not None and not candidate.is_variant:
+            record["energy_j"] = joules(calls[candidate.name], bench.energy)
         record["breakdown_us"] = _parts(make, bench.decoder, candidate.run, timing)
         records.append(record)
     return records
 
 
-def _times(timing: Timing) -> dict[str, Any]:
+def times_record(timing: Timing) -> dict[str, Any]:
+    """Return a time as records hold it."""
     return {
         "median_us": timing.median_us,
         "low_us": timing.low_us,
@@ -231,7 +248,8 @@ def _times(timing: Timing) -> dict[str, Any]:
     }
 
 
-def _memory(call: Callable[[], Tensor]) -> dict[str, int]:
+def peak_memory(call: Callable[[], Tensor]) -> dict[str, int]:
+    """Return the record of the most memory that is held during a call, weights and caches included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     call()

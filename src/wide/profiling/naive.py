@@ -8,6 +8,7 @@ Agreement first; what disagrees is not timed. On a CPU only agreement and the ac
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,13 @@ def _time(
     # One at a time beside the dense peer: graphs keep their memory, and gathered weights fill the device.
     for name, call in calls.items():
         peer = {} if name == "dense" else {"dense": calls["dense"]}
-        times = time_interleaved({**peer, name: call}, rounds=rounds)
+        try:
+            times = time_interleaved({**peer, name: call}, rounds=rounds)
+        # What cannot be captured, or does not fit a second time, is a result too.
+        except Exception as error:
+            records[name]["failure"] = f"{type(error).__name__}: {str(error)[:300]}"
+            torch.cuda.empty_cache()
+            continue
         torch.cuda.empty_cache()
         timing = times[name]
         records[name] |= {
@@ -139,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sparsity", type=float, default=0.5, help="share that is skipped")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu checks and times nothing")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no size is begun")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; run it on one, or with --device cpu, which times nothing")
@@ -150,8 +158,11 @@ def main(arguments: list[str] | None = None) -> int:
         "records": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    is_red = False
+    is_red, began = False, time.perf_counter()
     for size in (int(word) for word in options.sizes.split(",")):
+        if time.perf_counter() - began > options.limit:
+            _say(f"size {size} and larger ones are left out: {options.limit:g} s have passed")
+            break
         for axis in AXES:
             problem = make_problem(
                 axis, size, group_size=options.group_size, active=1.0 - options.sparsity, dtype=dtype, device=device

@@ -1,6 +1,6 @@
 """What the operator bench runs: inputs of Llama-3.1-8B shape, dense peers, and variants to compare."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from wide.kernels.gemm_k import KTile, gemm_k
 from wide.kernels.gemm_k.tiles import HopperKTile
 from wide.kernels.gemm_mn import MnTile, gemm_mn
 from wide.kernels.gemm_mn.tiles import HopperMnTile
-from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import Choice
 
@@ -53,46 +53,20 @@ class Sweep:
     choices: dict[str, Choice] = field(default_factory=dict)
 
 
-def _mask(num_rows: int, num_groups: int, active: float) -> torch.Tensor:
+def random_rows(num_rows: int, num_groups: int, active: float) -> torch.Tensor:
+    """Return a random bool mask [M, N_G] on the GPU, the same for the same sizes."""
     generator = torch.Generator(device="cuda").manual_seed(17)
     return torch.rand(num_rows, num_groups, device="cuda", generator=generator) < active
 
 
-def _normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Return bfloat16 noise on the GPU."""
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     error = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
     return error if error == error else float("inf")
-
-
-def reorder_sweeps(rows: tuple[int, ...]) -> Iterator[Sweep]:
-    """Time reordering alone: FFN and attention layouts, and pattern sorts."""
-    for num_rows in rows:
-        ffn, attention = _mask(num_rows, FFN // 128, 0.5), _mask(num_rows, HIDDEN // ATTENTION_GROUP, 0.5)
-
-        def lists(mask: torch.Tensor, rank: bool) -> Run:
-            return lambda: reorder(mask, with_rank=rank, backend="triton").index
-
-        def sequences(mask: torch.Tensor) -> Run:
-            return lambda: reorder_sequences(mask.unsqueeze(0), backend="triton").index
-
-        def patterns(mask: torch.Tensor, groups: int, empty: bool) -> Run:
-            return lambda: reorder_patterns(mask, groups_per_block=groups, keeps_empty=empty, backend="triton").index
-
-        candidates = {
-            "112 groups": lists(ffn, False),
-            "112 groups with rank": lists(ffn, True),
-            "8 groups": lists(attention, False),
-            "8 groups, per sequence": sequences(attention),
-            **{f"patterns of {s}, 112 groups": patterns(ffn, s, False) for s in (1, 4, 5, 6, 8)},
-            "patterns of 8, 8 groups": patterns(attention, 8, True),
-        }
-        facts = {"num_rows": float(num_rows)}
-        yield Sweep(
-            name=f"reorder M={num_rows}", peer="112 groups", candidates=candidates, flop=0, error=None, facts=facts
-        )
 
 
 MnTiles = tuple[tuple[int, MnTile | HopperMnTile], ...]
@@ -130,19 +104,19 @@ def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] |
     """
     shapes = ((128, 0.5),) if quick else ((128, 0.5), (128, 0.72), (256, 0.5))
     shapes = shapes if only is None else (only,)
-    gate_up = _normal(2, FFN, HIDDEN, scale=HIDDEN**-0.5)
-    query = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
+    gate_up = normal(2, FFN, HIDDEN, scale=HIDDEN**-0.5)
+    query = normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
-        x = _normal(num_rows, HIDDEN)
+        x = normal(num_rows, HIDDEN)
         gated, plain = _MN_GATED_TILES, _MN_PLAIN_TILES
         if hopper_obstacle(x.device) is None:
             gated, plain = (*gated, *_MN_HOPPER_TILES), (*plain, *_MN_HOPPER_TILES)
         for group_size, active in shapes:
-            yield _mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, gated)
-        yield _mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], plain)
+            yield mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, gated)
+        yield mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], plain)
 
 
-def _mn_sweep(
+def mn_sweep(
     name: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -150,10 +124,24 @@ def _mn_sweep(
     group_size: int,
     active: float,
     tiles: MnTiles,
+    *,
+    with_variants: bool = True,
 ) -> Sweep:
+    """Return the sweep of one product over output groups.
+
+    Args:
+        name: Of the product.
+        x: Inputs, [M, K].
+        weight: [N, K].
+        up_weight: Gated with it, [N, K]; None = not gated.
+        group_size: Channels of a group of N.
+        active: Share of (row, group) pairs that execute.
+        tiles: Rows of a tile, and the rest of it.
+        with_variants: Whether the first tile also runs packed and with skipped places at zero.
+    """
     num_groups = weight.shape[0] // group_size
-    mask = _mask(x.shape[0], num_groups, active)
-    candidates, choices = _mn_candidates(x, weight, up_weight, mask, tiles)
+    mask = random_rows(x.shape[0], num_groups, active)
+    candidates, choices = _mn_candidates(x, weight, up_weight, mask, tiles, with_variants)
 
     def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
         chosen = wanted.view(*mask.shape, group_size)
@@ -192,6 +180,7 @@ def _mn_candidates(
     up_weight: torch.Tensor | None,
     mask: torch.Tensor,
     tiles: MnTiles,
+    with_variants: bool,
 ) -> tuple[dict[str, Run], dict[str, Choice]]:
     """Return the calls by name, and what those stand for that a table may choose."""
     activation = "none" if up_weight is None else "silu"
@@ -222,9 +211,10 @@ def _mn_candidates(
         candidate = f"{block_m}x{_fields(tile)}"
         candidates[candidate] = sparse(block_m, tile, False, False)
         choices[candidate] = Choice(backend=_backend(tile), tile=tuple(tile), block_m=block_m)
-    block_m, tile = tiles[0]
-    candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
-    candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
+    if with_variants:
+        block_m, tile = tiles[0]
+        candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
+        candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
     return candidates, choices
 
 
@@ -268,8 +258,8 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | 
     if only is not None:
         size, active = only
         blocks_by_size = {size: _DOWN_BLOCKS.get(size, (4, 6, 8))}
-    down = _normal(HIDDEN, FFN, scale=FFN**-0.5)
-    output = _normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
+    down = normal(HIDDEN, FFN, scale=FFN**-0.5)
+    output = normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
         # Slabs of 16 and 32 MB (or everything).
         slabs = sorted({min(HIDDEN, 2**22 // num_rows), min(HIDDEN, 2**23 // num_rows)})
@@ -278,26 +268,39 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | 
             variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _DOWN_TILES for slab in slabs]
             if hopper_obstacle(down.device) is None:
                 variants += [(s, 128, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for t in _K_HOPPER_TILES]
-            yield _k_sweep("down", down, num_rows, group_size, active, variants)
+            yield k_sweep("down", down, num_rows, group_size, active, variants)
         variants = [(8, m, t) for m, t in _OUTPUT_TILES]
         variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (_DOWN_TILES[0], _DOWN_TILES[3], _DOWN_TILES[5])]
         if hopper_obstacle(output.device) is None:
             variants += [(s, 128, t) for s in (8, 4) for t in _K_HOPPER_TILES]
-        yield _k_sweep("o", output, num_rows, ATTENTION_GROUP, active, variants)
+        yield k_sweep("o", output, num_rows, ATTENTION_GROUP, active, variants)
 
 
-def _k_sweep(
+def k_sweep(
     name: str,
     weight: torch.Tensor,
     num_rows: int,
     group_size: int,
     active: float,
-    variants: list[tuple[int, int, KTile | HopperKTile]],
+    variants: Sequence[tuple[int, int, KTile | HopperKTile]],
+    *,
+    with_variants: bool = True,
 ) -> Sweep:
+    """Return the sweep of one product over input groups.
+
+    Args:
+        name: Of the product.
+        weight: [N, K].
+        num_rows: M.
+        group_size: Channels of a group of K.
+        active: Share of (row, group) pairs that execute.
+        variants: Groups of a super-block, rows of a tile, and the rest of it.
+        with_variants: Whether the deterministic form runs, too.
+    """
     num_groups = weight.shape[1] // group_size
-    mask = _mask(num_rows, num_groups, active)
-    values = _normal(num_rows, num_groups, group_size)
-    candidates, choices = _k_candidates(values, weight, mask, variants)
+    mask = random_rows(num_rows, num_groups, active)
+    values = normal(num_rows, num_groups, group_size)
+    candidates, choices = _k_candidates(values, weight, mask, variants, with_variants)
     return Sweep(
         name=f"{name} G={group_size} p={active} M={num_rows}",
         peer="dense",
@@ -325,7 +328,8 @@ def _k_candidates(
     values: torch.Tensor,
     weight: torch.Tensor,
     mask: torch.Tensor,
-    variants: list[tuple[int, int, KTile | HopperKTile]],
+    variants: Sequence[tuple[int, int, KTile | HopperKTile]],
+    with_variants: bool,
 ) -> tuple[dict[str, Run], dict[str, Choice]]:
     """Return the calls by name, and what those stand for that a table may choose."""
     num_rows, num_groups, group_size = values.shape
@@ -373,5 +377,6 @@ def _k_candidates(
         choices[candidate] = Choice(
             backend=_backend(tile), tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
         )
-    candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
+    if with_variants:
+        candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
     return candidates, choices

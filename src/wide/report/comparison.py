@@ -105,6 +105,11 @@ class Comparison:
             )
         return Value(mean=values[0], error=self._error(numbers[0][0], metric), seeds=1)
 
+    def text(self, row: Row, sparsity: float, metric: str) -> str:
+        """Return a text of a row's first finished cell, empty where there is none; arguments as of `value`."""
+        found = [self.run.text(subject, metric) for subject in self._finished(row, sparsity)]
+        return next(filter(None, found), "")
+
     def seeds(self, row: Row, sparsity: float) -> int:
         """Return how many seeds of a row have been measured."""
         return len(self._finished(row, sparsity))

@@ -1,15 +1,18 @@
-"""The figure of a comparison: what each method is worth over sparsity."""
+"""The figures of a comparison: what each method is worth over sparsity, and over the size of groups."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from wide.report.comparison import DENSE, RATIO, RETENTION, Comparison, Row, Value
+from wide.report.comparison_groups import GROUP_FIGURE
 from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, legend_above
+from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
-_STYLES = (("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", VERMILION), ("P", SKY))
+# As many shapes as methods; they and the colours repeat after different numbers, so that pairs do not.
+_MARKERS = "os^DvPX*<>phd"
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
 _PANELS = ((RATIO, "perplexity, x dense"), (RETENTION, "average accuracy, share of dense"))
 
 
@@ -37,7 +40,10 @@ def _measured(comparison: Comparison) -> list[tuple[str, str]]:
 def _draw(figure: Any, comparison: Comparison) -> str:
     panels = _measured(comparison)
     methods = [method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE]
-    styles = dict(zip(methods, _STYLES * len(methods), strict=False))
+    styles = {
+        method: (_MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)])
+        for place, method in enumerate(methods)
+    }
     sentences = []
     for axes, (metric, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for row, points in _lines(comparison, metric):
@@ -50,17 +56,38 @@ def _draw(figure: Any, comparison: Comparison) -> str:
                 color=colour,
                 fillstyle="full" if row.recovered else "none",
                 capsize=3,
-                label=_name(row),
             )
             best = ", ".join(f"{value.mean:.2f} at {100 * sparsity:.3g} %" for sparsity, value in points)
             sentences.append(f"{label}, {_name(row)}: {best}")
         axes.axhline(1, color="black", linewidth=1)
         if metric == RATIO:
-            axes.set_yscale("log")
+            _logarithmic(axes)
         axes.set_xlabel("target sparsity, %")
         axes.set_ylabel(label)
-        legend_above(axes, columns=2)
+    _legend(figure, {row.method: styles[row.method] for metric, _ in panels for row, _ in _lines(comparison, metric)})
     return "Quality over sparsity; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
+
+
+def _logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
+    axes.set_yscale("log")
+    # Powers of ten alone would leave most axes without two numbers.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(LogLocator(subs=()))
+
+
+def _legend(figure: Any, styles: dict[str, tuple[str, str]]) -> None:
+    from matplotlib.lines import Line2D
+
+    entries = [
+        Line2D([], [], marker=marker, color=colour, linestyle="none", label=method)
+        for method, (marker, colour) in styles.items()
+    ]
+    entries.append(Line2D([], [], marker="o", color="black", fillstyle="none", linestyle="--", label="without LoRA"))
+    entries.append(Line2D([], [], marker="o", color="black", linestyle="-", label="with LoRA"))
+    figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize="small")
 
 
 def _sheet(comparison: Comparison) -> Sheet:
@@ -74,6 +101,7 @@ def _sheet(comparison: Comparison) -> Sheet:
 
 
 COMPARISON_FIGURES: tuple[Figure[Comparison], ...] = (
-    Figure(name="quality-sparsity", title="Quality over sparsity", size=(9.0, 4.4), draw=_draw, sheet=_sheet),
+    Figure(name="quality-sparsity", title="Quality over sparsity", size=(9.0, 4.8), draw=_draw, sheet=_sheet),
+    GROUP_FIGURE,
 )
 """Figures of a comparison."""

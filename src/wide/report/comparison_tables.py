@@ -54,6 +54,7 @@ def _seconds(value: float, _error: float | None) -> str:
 QUALITY = (
     Column("ppl", PERPLEXITY, _decimal),
     Column("x dense", RATIO, _ratio),
+    Column("WikiText token ppl", "wikitext.token_perplexity", _decimal),
     Column("word ppl", "word_perplexity", _decimal),
     Column("accuracy %", "accuracy.average", _percent),
     Column("retention %", RETENTION, _percent),

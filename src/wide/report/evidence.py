@@ -11,7 +11,8 @@ from wide.report.selection import MissingRecordsError, Selection
 from wide.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from wide.report.table import NAMES, Table
 
-_OWN = "own routing"
+# What a run's own model is called: its routers deciding, or what a static plan left.
+_OWN = ("own routing", "pruned")
 _EARLIER = {"stage 1+2": "stage 1", "pruned + LoRA": "pruned"}
 _MARKERS = (("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", VERMILION), ("P", SKY))
 
@@ -43,7 +44,8 @@ class Point:
         what: 'prefill' or 'decode'.
         shape: The shape that was timed, in words.
         ratio: Token perplexity divided by the dense model's.
-        speedup: Time of the dense runtime divided by that of the router's own decisions.
+        speedup: Time of the dense model divided by that of the run's own: its routers deciding, or what is left of it.
+        method: Which method made it.
     """
 
     run: str
@@ -52,6 +54,7 @@ class Point:
     shape: str
     ratio: float
     speedup: float
+    method: str = ""
 
 
 class Evidence:
@@ -88,7 +91,7 @@ def _distinct(forwards: Sequence[Forward]) -> list[Forward]:
 def _points(run: Run, forwards: Sequence[Forward]) -> list[Point]:
     points = []
     for forward in forwards:
-        if forward.candidate != _OWN or forward.model != run.records.text("run", "model"):
+        if forward.candidate not in _OWN or forward.model != run.records.text("run", "model"):
             continue
         subject = _subject(forward, run)
         dense, value = (run.records.number(name, "token_perplexity") for name in ("dense", subject))
@@ -101,13 +104,15 @@ def _points(run: Run, forwards: Sequence[Forward]) -> list[Point]:
                     shape=forward.shape,
                     ratio=value / dense,
                     speedup=forward.speedup,
+                    method=forward.method,
                 )
             )
     return points
 
 
 def _names(forward: Forward, run: Run) -> bool:
-    return bool(forward.adapter) and Path(forward.adapter).resolve().is_relative_to(run.folder.resolve())
+    places = [place for place in (forward.adapter, forward.checkpoint) if place]
+    return any(Path(place).resolve().is_relative_to(run.folder.resolve()) for place in places)
 
 
 def _subject(forward: Forward, run: Run) -> str:
@@ -169,7 +174,7 @@ def _draw_pareto(figure: Any, evidence: Evidence) -> str:
             for point in chosen:
                 # Later stages are filled, stage 1 alone is hollow.
                 fill = "none" if subject in _EARLIER.values() else "full"
-                label = f"{run}, {NAMES[subject]}" if point is chosen[0] else None
+                label = _label(point) if point is chosen[0] else None
                 axes.plot(point.speedup, point.ratio, marker, color=colour, fillstyle=fill, markersize=7, label=label)
                 words = point.shape.partition(", ")[2]
                 axes.annotate(
@@ -179,7 +184,7 @@ def _draw_pareto(figure: Any, evidence: Evidence) -> str:
         axes.plot(1, 1, "*", color="black", markersize=10)
         axes.annotate("dense", (1, 1), xytext=(6, -10), textcoords="offset points", fontsize="x-small")
         axes.set_title(kind, fontsize="medium", loc="left")
-        axes.set_xlabel("measured speed-up")
+        axes.set_xlabel("measured speed-up over its dense peer")
         axes.margins(x=0.3, y=0.2)
     panels[0].set_ylabel("perplexity, x dense")
     found = [pair for axes in panels for pair in zip(*reversed(axes.get_legend_handles_labels()), strict=True)]
@@ -190,8 +195,13 @@ def _draw_pareto(figure: Any, evidence: Evidence) -> str:
     return "Perplexity against measured speed; lower right is better. " + "; ".join(sentences) + "."
 
 
+def _label(point: Point) -> str:
+    method = f" ({point.method})" if point.method and point.method not in point.run else ""
+    return f"{point.run}{method}, {NAMES[point.subject]}"
+
+
 def _pareto_sheet(evidence: Evidence) -> Sheet:
-    header = ("run", "subject", "what", "shape", "ratio", "speedup")
+    header = ("run", "method", "subject", "what", "shape", "ratio", "speedup")
     return Sheet(header, tuple(tuple(getattr(point, name) for name in header) for point in _known(evidence)))
 
 

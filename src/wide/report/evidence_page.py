@@ -13,6 +13,7 @@ from wide.report.page import PAGE, document, facts, figure_sections, write_repor
 from wide.report.profiles import ATTENTION, END_TO_END, NAIVE, OPERATORS, Profile, read_profile
 from wide.report.selection import Selection
 from wide.report.speed_figures import SPEED_FIGURES
+from wide.report.sweep_figures import SWEEP_FIGURES
 from wide.report.writing import write_whole
 
 RECORDS = "records.jsonl"
@@ -75,7 +76,10 @@ def write_evidence(folders: Sequence[Path], output: Path) -> Path:
     evidence = read_evidence(folders)
     runs = "".join(_about(run, output) for run in evidence.runs)
     table = f"<h2>Runs</h2>{evidence_table(evidence).to_html()}{runs}" if evidence.runs else ""
-    return _write(f"Evidence from {len(folders)} folders", table, evidence, output)
+    title = (
+        f"Evidence from {len(folders)} folders" if len(folders) > 1 else f"Evidence from {folders[0].resolve().name}"
+    )
+    return _write(title, table, evidence, output)
 
 
 def _write(title: str, first: str, evidence: Evidence, output: Path) -> Path:
@@ -91,6 +95,7 @@ def _sections(evidence: Evidence, output: Path) -> list[str]:
     sections = figure_sections(EVIDENCE_FIGURES, evidence, output) if evidence.runs else []
     if profile.holds(OPERATORS, ATTENTION, END_TO_END):
         sections += figure_sections(SPEED_FIGURES, profile, output)
+        sections += figure_sections(SWEEP_FIGURES, profile, output)
     if profile.holds(NAIVE):
         sections += figure_sections(NAIVE_FIGURES, profile, output)
     return sections

@@ -10,9 +10,10 @@ from wide.errors import DataError
 
 OPERATORS, ATTENTION, END_TO_END, NAIVE = "operators.json", "attention.json", "endtoend.json", "naive.json"
 _FILES = (OPERATORS, ATTENTION, END_TO_END, NAIVE)
-_PLACES = (".", "profile", "bench")
-# Only this candidate of the prefill attention is charged with the reordering that it needs.
-_CHARGED = "operator, reorder charged"
+_PLACES = (".", "profile", "bench", "bench/coarse")
+# Only these candidates of the prefill attention are charged with the reordering that they need.
+_CHARGED = "reorder charged"
+_DECODE_GROUPS = "decode_groups"
 _NOT_OURS = ("dense", "operator, nothing skipped")
 _EVEN = 0.01
 
@@ -69,6 +70,10 @@ class Forward:
         ceiling: Speed-up if routing and what is skipped took no time; None for dense candidates.
         skipped: Shares of attention and FFN that are skipped; None for dense candidates.
         parts: Microseconds by part.
+        energy_j: Joules of one call; None where not measured.
+        memory_bytes: Most memory held during a call; None where not measured.
+        method: Which method made the adapter.
+        checkpoint: Folder of a materialised model that was timed, empty where there is none.
     """
 
     device: str
@@ -84,6 +89,21 @@ class Forward:
     ceiling: float | None
     skipped: tuple[float, float] | None
     parts: Mapping[str, float]
+    energy_j: float | None = None
+    memory_bytes: int | None = None
+    method: str = ""
+    checkpoint: str = ""
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it only explains another candidate."""
+        return self.candidate == "all execute" or self.candidate.endswith("all sparse")
+
+    @property
+    def energy_per_token_j(self) -> float | None:
+        """Joules a token of the prompt, or a new token."""
+        tokens = self.batch * (self.tokens if self.what == "prefill" else 1)
+        return None if self.energy_j is None else self.energy_j / tokens
 
     @property
     def mean_skipped(self) -> float | None:
@@ -136,8 +156,19 @@ class Profile:
     def forwards(self) -> list[Forward]:
         """Return the candidates of the end-to-end bench that ran; of equal ones the latest file counts."""
         found = [forward for _, content in self._of(END_TO_END) for forward in _forwards(content)]
-        keys = ("device", "model", "adapter", "group_size", "what", "tokens", "batch", "candidate")
+        keys = ("device", "model", "adapter", "checkpoint", "group_size", "what", "tokens", "batch", "candidate")
         return list({tuple(getattr(forward, key) for key in keys): forward for forward in found}.values())
+
+    def decode_groups(self) -> list[Mapping[str, Any]]:
+        """Return the timed records of decode attention over the size of groups; of equal ones the latest counts."""
+        found = [
+            record | {"device": content.get("device", "")}
+            for _, content in self._of(ATTENTION)
+            for record in content["records"]
+            if "median_us" in record and record["race"].startswith(_DECODE_GROUPS)
+        ]
+        keys = ("device", "race", "candidate")
+        return list({tuple(record[key] for key in keys): record for record in found}.values())
 
     def naive(self) -> list[Mapping[str, Any]]:
         """Return the records of naive beside fused products."""
@@ -190,7 +221,7 @@ def _sweeps(content: Mapping[str, Any]) -> Iterator[OperatorPoint]:
 def _races(content: Mapping[str, Any]) -> Iterator[OperatorPoint]:
     races: dict[str, list[Mapping[str, Any]]] = {}
     for record in content["records"]:
-        if "median_us" in record:
+        if "median_us" in record and not record["race"].startswith(_DECODE_GROUPS):
             races.setdefault(record["race"], []).append(record)
     for name, records in races.items():
         words = name.split()
@@ -203,7 +234,7 @@ def _fastest(
 ) -> Iterator[OperatorPoint]:
     dense = [record for record in records if record["candidate"] == peer]
     ours = [record for record in records if not record["candidate"].startswith(_NOT_OURS)]
-    charged = [record for record in ours if record["candidate"] == _CHARGED]
+    charged = [record for record in ours if record["candidate"].endswith(_CHARGED)]
     ours = charged or ours
     if not dense or not ours:
         return
@@ -243,4 +274,8 @@ def _forwards(content: Mapping[str, Any]) -> Iterator[Forward]:
             ceiling=record.get("ceiling"),
             skipped=None if skipped is None else (float(skipped["attention"]), float(skipped["ffn"])),
             parts=record.get("breakdown_us", {}),
+            energy_j=record.get("energy_j"),
+            memory_bytes=record.get("peak_memory_bytes"),
+            method=str(content.get("method") or ""),
+            checkpoint=str(content.get("checkpoint") or ""),
         )

@@ -8,8 +8,9 @@ from wide.report.profiles import Forward, OperatorPoint, Profile
 from wide.report.selection import MissingRecordsError
 from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, legend_above
 
-_LINES = (("o-", BLUE), ("s--", ORANGE), ("^-.", GREEN), ("D:", PURPLE), ("v-", VERMILION), ("P--", SKY))
-_OPERATOR_NAMES = {
+LINES = (("o-", BLUE), ("s--", ORANGE), ("^-.", GREEN), ("D:", PURPLE), ("v-", VERMILION), ("P--", SKY))
+"""Marker with dash, and colour, of the lines of a panel, in their order."""
+OPERATOR_NAMES = {
     "gate_up": "gate and up",
     "q": "query",
     "down": "down",
@@ -21,6 +22,7 @@ _OPERATOR_NAMES = {
     "gemv down": "down, decode",
     "gemv output": "output, decode",
 }
+"""Operators in words, in their order."""
 _COLUMNS = 4
 # Part -> colour and hatch; parts of one colour differ in hatch.
 _PARTS = {
@@ -43,7 +45,7 @@ def _points(profile: Profile) -> dict[str, list[OperatorPoint]]:
     found = profile.operators()
     if not found:
         raise MissingRecordsError("no records of operators (operators.json, attention.json); run wide bench on a GPU")
-    names = [*_OPERATOR_NAMES, *(point.operator for point in found)]
+    names = [*OPERATOR_NAMES, *(point.operator for point in found)]
     return {
         name: sorted((point for point in found if point.operator == name), key=lambda point: point.tokens)
         for name in dict.fromkeys(names)
@@ -57,7 +59,9 @@ def _series(points: list[OperatorPoint]) -> Iterator[tuple[str, list[OperatorPoi
     for point in points:
         series.setdefault((point.device, point.group_size, point.batch, point.active), []).append(point)
     devices = {point.device for point in points}
-    for (device, group_size, batch, active), members in series.items():
+    # Single points belong to sweeps over something else, which have figures of their own.
+    several = {key: members for key, members in series.items() if len({point.tokens for point in members}) > 1}
+    for (device, group_size, batch, active), members in (several or series).items():
         words = [f"{100 * (1 - active):.0f} % skipped"]
         words += [] if group_size is None else [f"G {group_size}"]
         words += [] if batch is None else [f"B {batch}"]
@@ -72,17 +76,15 @@ def _draw_operators(figure: Any, profile: Profile) -> str:
     sentences = []
     for axes, (operator, points) in zip(panels, found.items(), strict=False):
         sizes = sorted({point.tokens for point in points})
-        for (label, members), (style, colour) in zip(_series(points), _LINES * len(points), strict=False):
+        for (label, members), (style, colour) in zip(_series(points), LINES * len(points), strict=False):
             places = [sizes.index(point.tokens) for point in members]
             axes.plot(places, [point.speedup for point in members], style, color=colour, label=label)
             ideal = [point.ideal for point in members]
             axes.plot(places, ideal, color=colour, linestyle=":", linewidth=1, marker="_", markersize=14)
             last = members[-1]
-            sentences.append(
-                f"{_OPERATOR_NAMES.get(operator, operator)} {last.speedup:.2f}x at {last.tokens} ({label})"
-            )
+            sentences.append(f"{OPERATOR_NAMES.get(operator, operator)} {last.speedup:.2f}x at {last.tokens} ({label})")
         axes.axhline(1, color="black", linewidth=1)
-        axes.set_title(_OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left")
+        axes.set_title(OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left")
         axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         axes.set_xlim(-0.5, len(sizes) - 0.5)
         axes.set_ylim(0, 1.1 * max([2.0, *(point.ideal for point in points), *(point.speedup for point in points)]))
@@ -116,11 +118,7 @@ def _forwards(profile: Profile) -> list[Forward]:
 
 def _broken_down(profile: Profile) -> list[Forward]:
     """Return the forwards whose parts were measured: dense ones, and those that run as users would run them."""
-    found = [
-        forward
-        for forward in _forwards(profile)
-        if forward.parts and not forward.candidate.endswith("all sparse") and forward.candidate != "all execute"
-    ]
+    found = [forward for forward in _forwards(profile) if forward.parts and not forward.is_variant]
     if not found:
         raise MissingRecordsError("no record with 'breakdown_us' in endtoend.json; run wide profile on a GPU")
     return found
@@ -186,6 +184,9 @@ def _measured_rates(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
     """Return the routed forwards by panel (what) and line (shape, model, group size), by what they skip."""
     lines: dict[tuple[str, str], list[Forward]] = {}
     forwards = _forwards(profile)
+    # Larger batches have a figure of their own.
+    least = min(forward.batch for forward in forwards)
+    forwards = [forward for forward in forwards if forward.batch == least]
     several = len({forward.model for forward in forwards}) > 1
     for forward in forwards:
         if forward.skipped is not None and not forward.candidate.endswith("all sparse"):
@@ -204,7 +205,7 @@ def _draw_end_to_end(figure: Any, profile: Profile) -> str:
     sentences = []
     for axes, kind in zip(panels, kinds, strict=True):
         chosen = [(name, found) for (what, name), found in lines.items() if what == kind]
-        for (name, found), (style, colour) in zip(chosen, _LINES * len(chosen), strict=False):
+        for (name, found), (style, colour) in zip(chosen, LINES * len(chosen), strict=False):
             _draw_line(axes, [each for each in found if each.is_even], style, colour, name)
             _draw_apart(axes, [each for each in found if not each.is_even], style[0], colour)
         _name_apart(axes, [each for _, found in chosen for each in found if not each.is_even])
@@ -213,7 +214,7 @@ def _draw_end_to_end(figure: Any, profile: Profile) -> str:
             sentences.append(f"{kind}, {name}: {best.speedup:.2f}x at {100 * (best.mean_skipped or 0):.0f} %")
         axes.axhline(1, color="black", linewidth=1)
         axes.set_xlabel("skipped groups, mean of attention and FFN, %")
-        axes.set_title(kind, fontsize="medium", pad=26)
+        axes.set_title(kind, fontsize="medium", pad=12 + 14 * -(-len(chosen) // 2))
         legend_above(axes, columns=2)
     panels[0].set_ylabel("speed-up over dense")
     return (
@@ -251,10 +252,15 @@ def _name_apart(axes: Any, found: list[Forward]) -> None:
 def _end_to_end_sheet(profile: Profile) -> Sheet:
     header = ("device", "model", "group_size", "what", "tokens", "batch", "candidate", "median_us")
     rows = (
-        (*(getattr(each, name) for name in header), *(each.skipped or (None, None)), each.speedup, each.ceiling)
+        (*(getattr(each, name) for name in header), *(each.skipped or (None, None)), *_results(each))
         for each in _forwards(profile)
     )
-    return Sheet((*header, "skipped_attention", "skipped_ffn", "speedup", "ceiling"), tuple(rows))
+    more = ("skipped_attention", "skipped_ffn", "speedup", "ceiling", "energy_per_token_j", "memory_bytes")
+    return Sheet((*header, *more), tuple(rows))
+
+
+def _results(each: Forward) -> tuple[float | None, ...]:
+    return each.speedup, each.ceiling, each.energy_per_token_j, each.memory_bytes
 
 
 SPEED_FIGURES: tuple[Figure[Profile], ...] = (

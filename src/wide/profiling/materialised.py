@@ -1,0 +1,134 @@
+"""Whole forwards of a model cut by a static plan beside its dense base, both as Hugging Face runs them.
+
+Both are captured in CUDA graphs, so that neither waits for the host, and neither has wide's fused norms: the ratio is
+that of the models. Layers of unequal sizes are no obstacle.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wide.profiling.endtoend_races import peak_memory, times_record
+from wide.profiling.energy import EnergyCounter, joules
+from wide.profiling.hugging_face import prefill_call, step_call
+from wide.profiling.timing import time_interleaved
+
+PRUNED = "pruned"
+"""Name of the candidate that a static plan made smaller."""
+_SPARE_PLACES = 64
+# Two dense paths in bfloat16 stay within this on a deep model.
+_LIMIT = 6e-2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A base model and what a method left of it.
+
+    Args:
+        dense: The base.
+        pruned: The smaller model.
+        error: Relative error of its logits against the plan's gates on the base; None where there is no plan to ask.
+    """
+
+    dense: Any
+    pruned: Any
+    error: float | None
+
+    def gate(self) -> dict[str, Any]:
+        """Return the verdict as records hold it."""
+        return {"materialised_error": self.error, "limit": _LIMIT, "green": self.error is None or self.error <= _LIMIT}
+
+
+def is_static(adapter: Path) -> bool:
+    """Return whether an adapter's plan prunes the same for every token.
+
+    Raises:
+        AdapterError: If it is not an adapter.
+    """
+    from wide.models.adapter import read_config
+    from wide.plan import Plan
+
+    config = read_config(adapter)
+    return Plan.from_json(config["plan"]).is_static or bool(config["has_weights"])
+
+
+def method_of(adapter: Path) -> str:
+    """Return the name of the method that an adapter says it was made by; 'wide' where it names none."""
+    from wide.models.adapter import read_config
+
+    return str(read_config(adapter)["provenance"].get("method", {}).get("method", "wide"))
+
+
+def materialise_pair(name: str, adapter: Path, ids: Tensor, *, dtype: str, device: torch.device) -> Pair:
+    """Return a base model and the same cut by an adapter's static plan, compared on some tokens first.
+
+    Args:
+        name: Of the base.
+        adapter: With a static plan.
+        ids: Tokens to compare on, [1, T].
+        dtype: Of the weights.
+        device: Where both go.
+    """
+    from wide.models.adapter import load
+    from wide.models.materialise.physical import materialise
+    from wide.models.pretrained import load_pretrained
+
+    dense, pruned = (load_pretrained(name, dtype=dtype, device=str(device)) for _ in range(2))
+    load(pruned, adapter)
+    pruned.eval()
+    with torch.no_grad():
+        wanted = pruned(ids, use_cache=False).logits.float()
+        materialise(pruned)
+        got = pruned(ids, use_cache=False).logits.float()
+    error = ((got - wanted).norm() / wanted.norm()).item()
+    return Pair(dense=dense, pruned=pruned, error=error if error == error else float("inf"))
+
+
+def load_pair(name: str, checkpoint: str, *, dtype: str, device: torch.device) -> Pair:
+    """Return a base model and a checkpoint that `wide.materialise` left, as it lies on disk."""
+    from wide.models.auto import load_checkpoint
+    from wide.models.pretrained import is_pruned_checkpoint, load_pretrained
+
+    dense = load_pretrained(name, dtype=dtype, device=str(device))
+    if is_pruned_checkpoint(checkpoint):
+        pruned = load_checkpoint(checkpoint, dtype=getattr(torch, dtype)).to(device)
+    else:
+        pruned = load_pretrained(checkpoint, dtype=dtype, device=str(device))
+    return Pair(dense=dense, pruned=pruned, error=None)
+
+
+def pair_race(
+    pair: Pair, what: str, ids: Tensor, length: int, *, quick: bool, energy: EnergyCounter | None
+) -> list[dict[str, Any]]:
+    """Return one record of the base and one of the smaller model.
+
+    Args:
+        pair: Both.
+        what: 'prefill' or 'decode'.
+        ids: Tokens of each sequence, [B, T] for a prefill and [B, 1] for a step.
+        length: Tokens of a prompt, or cached before the step.
+        quick: Fewer samples.
+        energy: The counter that joules are measured with; None leaves them out.
+    """
+
+    def call_of(model: Any) -> Callable[[], Tensor]:
+        if what == "prefill":
+            return prefill_call(model, ids, None)
+        return step_call(model, ids, length=length, room=length + _SPARE_PLACES, mode=None)
+
+    calls = {"dense": call_of(pair.dense), PRUNED: call_of(pair.pruned)}
+    times = time_interleaved(calls, rounds=6 if quick else 20)
+    records = []
+    for name, call in calls.items():
+        record: dict[str, Any] = {"what": what, "metric": "TTFT" if what == "prefill" else "TPOT", "tokens": length}
+        record |= {"batch": ids.shape[0], "candidate": name, "runtime": "transformers in a CUDA graph"}
+        record |= times_record(times[name]) | {"speedup": times["dense"].median_us / times[name].median_us}
+        record |= peak_memory(call)
+        if energy is not None:
+            record["energy_j"] = joules(call, energy)
+        records.append(record)
+    return records

@@ -1,0 +1,119 @@
+"""Static plans in the end-to-end bench: what is raced, what is recorded, and that a wrong model is red."""
+
+import json
+
+import pytest
+import torch
+
+import wide
+from wide.config import WideConfig
+from wide.grouping import Grouping
+from wide.models.attach import attach
+from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
+from wide.profiling import endtoend, materialised
+from wide.profiling.hugging_face import prefill_call, step_call
+from wide.profiling.timing import Timing
+from wide.report.profiles import read_profile
+
+CPU = torch.device("cpu")
+
+
+def tiny_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa")).eval()
+
+
+@pytest.fixture
+def static(tmp_path):
+    """Return folders of a base model and of an adapter that skips, keeps some heads and keeps some channels."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    heads, channels = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(48)
+    channels[10:] = 0.0
+    plan = Plan(
+        (
+            LayerPlan(attention=Skipped(), ffn=Dense()),
+            LayerPlan(attention=Kept(grouping=Grouping(32, 8), kept=1), ffn=Kept(grouping=Grouping(48, 1), kept=10)),
+            LayerPlan(attention=Dense(), ffn=Skipped()),
+        )
+    )
+    attach(model, plan, tensors={scale_name(1, "attention"): heads, scale_name(1, "ffn"): channels})
+    wide.save(model, tmp_path / "run" / "adapter")
+    return tmp_path / "base", tmp_path / "run" / "adapter"
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """The bench on the host, with a clock that calls everything twice."""
+
+    def clock(calls, **_):
+        assert all(torch.equal(call(), call()) for call in calls.values())
+        return {
+            name: Timing(median_us=10.0 / (1 + place), low_us=1.0, high_us=99.0, num_samples=1)
+            for place, name in enumerate(calls)
+        }
+
+    monkeypatch.setattr(materialised, "time_interleaved", clock)
+    monkeypatch.setattr(materialised, "peak_memory", lambda call: {"peak_memory_bytes": 1})
+    monkeypatch.setattr(endtoend, "_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_a_static_adapter_is_cut_and_raced(static, host, tmp_path):
+    base, adapter = static
+    out = tmp_path / "run" / "profile"
+    given = ["--model", str(base), "--adapter", str(adapter), "--out", str(out), "--prompt", "12", "--generate", "6"]
+    assert endtoend.main([*given, "--batch", "1,2"]) == 0
+    content = json.loads((out / "endtoend.json").read_text())
+    assert content["gate"]["green"]
+    assert content["gate"]["materialised_error"] < 3e-2
+    records = content["records"]
+    assert {(r["what"], r["batch"], r["candidate"]) for r in records} == {
+        (what, batch, name) for what in ("prefill", "decode") for batch in (1, 2) for name in ("dense", "pruned")
+    }
+    assert {entry["candidate"] for entry in content["summary"]} == {"dense", "pruned"}
+    assert {forward.candidate for forward in read_profile(tmp_path / "run").forwards()} == {"dense", "pruned"}
+
+
+def test_a_materialised_checkpoint_is_raced_beside_its_base(static, host, tmp_path):
+    base, adapter = static
+    model = wide.load(str(base), adapter)
+    wide.materialise(model).save_pretrained(tmp_path / "small")
+    out = tmp_path / "out"
+    given = ["--model", str(base), "--checkpoint", str(tmp_path / "small"), "--out", str(out)]
+    assert endtoend.main([*given, "--prompt", "8", "--decode", ""]) == 0
+    content = json.loads((out / "endtoend.json").read_text())
+    assert content["gate"]["materialised_error"] is None
+    assert [record["candidate"] for record in content["records"]] == ["dense", "pruned"]
+
+
+def test_a_model_that_is_not_what_its_plan_says_is_not_timed(static, host, monkeypatch, tmp_path):
+    base, adapter = static
+
+    def wrong(model):
+        model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
+
+    monkeypatch.setattr("wide.models.materialise.physical.materialise", wrong)
+    assert endtoend.main(["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "o")]) == 1
+    assert json.loads((tmp_path / "o/endtoend.json").read_text())["records"] == []
+
+
+def test_routed_adapters_are_not_static(tmp_path):
+    model = tiny_model()
+    attach(model, WideConfig(ffn_group_size=16, router_rank=4))
+    wide.save(model, tmp_path)
+    assert not materialised.is_static(tmp_path)
+    assert materialised.method_of(tmp_path) == "wide"
+
+
+@pytest.mark.parametrize("mode", [None])
+def test_calls_compute_what_the_model_computes(mode):
+    model, ids = tiny_model(), torch.randint(0, 64, (2, 9))
+    wanted = model(ids).logits[:, -1:]
+    assert torch.allclose(prefill_call(model, ids, mode)(), wanted, atol=1e-5)
+    step = step_call(model, ids[:, :1], length=7, room=20, mode=mode)
+    assert torch.equal(step(), step())

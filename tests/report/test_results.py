@@ -1,0 +1,27 @@
+"""The results in docs are drawn from committed records, and drawing them again changes nothing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from wide.cli.main import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = {"lab-88m": DOCS / "results/lab-88m", "h200": DOCS / "measurements/records/h200"}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    source, output = RESULTS[name], tmp_path / name
+    if name == "lab-88m":
+        output.mkdir()
+        shutil.copy(source / "compare.jsonl", output)
+        assert main(["report", str(output)]) == 0
+    else:
+        assert main(["report", str(source), "--output", str(output), "--only"]) == 0
+    drawn = {path.name: path.read_text() for path in (output / "figures").glob("*.csv")}
+    committed = {path.name: path.read_text() for path in (DOCS / "results" / name / "figures").glob("*.csv")}
+    assert drawn == committed, f"draw docs/results/{name} again; its README says how"
+    assert (DOCS / "results" / name / "report.html").stat().st_size < 2 * 2**20
