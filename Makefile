@@ -2,6 +2,9 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# One test process for each core; `make test WORKERS=0` runs all in one. Files stay whole, their fixtures are shared.
+WORKERS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: setup quickstart test test-all check format lint types walls clean
 
@@ -15,10 +18,10 @@ quickstart: $(READY)  ## prune, recover, evaluate and generate with the bundled 
 	$(BIN)/wide prune --config quickstart --output quickstart --overwrite
 
 test: $(READY)  ## the tests that need neither a GPU nor a network
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(READY)  ## the slow ones too
-	$(BIN)/python -m pytest --slow
+	$(PYTEST) --slow
 
 check: format-check lint types walls test  ## everything that a change must pass
 

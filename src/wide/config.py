@@ -10,6 +10,8 @@ from wide.errors import ConfigError
 from wide.plan import RouterInput
 
 SparsityTarget = Literal["mean", "uniform", "linear_flops"]
+FfnGrouping = Literal["adjacent", "clustered"]
+RouterStart = Literal["random", "fitted"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -30,6 +32,12 @@ class WideConfig:
             stream before the norm; 'layer_input' is the stream before the layer, for both halves.
         router_bias: Whether the router's second matrix has a bias (the paper's equations have none).
         execute_bias: Initial margin toward execution, in logits; needs `router_bias`.
+        ffn_grouping: 'adjacent' groups channels as they lie in the model (paper); 'clustered' first puts channels that
+            matter for the same tokens side by side, which leaves each FFN's function as it is (`wide.prune` reads
+            `start_tokens` for it).
+        router_start: What stage 1 begins with: 'random' matrices (paper), or 'fitted' ones, which predict the groups
+            that add most to the output at the target sparsity; needs `router_bias`.
+        start_tokens: Tokens of training text, at least, from which groups are clustered and routers fitted.
     """
 
     ffn_group_size: int = 128
@@ -38,6 +46,9 @@ class WideConfig:
     router_input: RouterInput = "normed"
     router_bias: bool = False
     execute_bias: float = 0.0
+    ffn_grouping: FfnGrouping = "adjacent"
+    router_start: RouterStart = "random"
+    start_tokens: int = 16_384
 
     def __post_init__(self) -> None:
         """Refuse values that can never work; divisibility is checked against the model at attach."""
@@ -55,6 +66,15 @@ class WideConfig:
             self.execute_bias == 0.0 or self.router_bias,
             f"execute_bias={self.execute_bias} needs router_bias=true",
         )
+        for name, kinds in (("ffn_grouping", FfnGrouping), ("router_start", RouterStart)):
+            value = getattr(self, name)
+            _require(value in get_args(kinds), f"{name} must be one of {list(get_args(kinds))}, got {value!r}")
+        _require(
+            self.router_start == "random" or (self.router_bias and self.execute_bias == 0.0),
+            f"router_start='fitted' needs router_bias=true and finds the bias itself (execute_bias=0); got router_bias="
+            f"{self.router_bias}, execute_bias={self.execute_bias}",
+        )
+        _require(self.start_tokens >= 1, f"start_tokens must be at least 1, got {self.start_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +89,8 @@ class ObjectiveConfig:
         include_fixed: For 'linear_flops': count K, V and the output head, which are never skipped, into the total.
         distillation: Weight of KL(dense || pruned) on the logits; 0 turns it off, 1 replaces the LM loss.
         ramp: Share of the steps over which the target rises linearly from 0; 0 turns it off (paper).
+        smoothing: Distance from the target within which the sparsity term is quadratic, so that its slope vanishes at
+            the target instead of changing sign with every step; 0 is the paper's absolute distance.
     """
 
     sparsity: float = 0.5
@@ -77,6 +99,7 @@ class ObjectiveConfig:
     include_fixed: bool = False
     distillation: float = 0.0
     ramp: float = 0.0
+    smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values outside their ranges."""
@@ -91,6 +114,7 @@ class ObjectiveConfig:
         _require(self.weight >= 0, f"weight must not be negative, got {self.weight}")
         _require(0.0 <= self.distillation <= 1.0, f"distillation must lie in [0, 1], got {self.distillation}")
         _require(0.0 <= self.ramp <= 1.0, f"ramp must lie in [0, 1], got {self.ramp}")
+        _require(0.0 <= self.smoothing <= 1.0, f"smoothing must lie in [0, 1], got {self.smoothing}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +132,8 @@ class StageConfig:
         warmup: Share of the steps with linearly rising learning rate.
         temperature_start: Gumbel-softmax temperature at the first step.
         temperature_end: Temperature at the last step, reached linearly.
+        noise: Share of the steps, from the first on, that sample masks; in those after them masks are what inference
+            executes, with the same straight-through gradient. 1 is the paper's.
         gradient_checkpointing: Trade a second forward for memory (always non-reentrant).
         checkpoint_every: Steps between resumable checkpoints; 0 writes none but the last.
         seed: Of initialisation, data order and Gumbel noise.
@@ -123,6 +149,7 @@ class StageConfig:
     warmup: float = 0.1
     temperature_start: float = 5.0
     temperature_end: float = 0.5
+    noise: float = 1.0
     gradient_checkpointing: bool = False
     checkpoint_every: int = 500
     seed: int = 17
@@ -143,6 +170,7 @@ class StageConfig:
             self.temperature_start > 0 and self.temperature_end > 0,
             f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}",
         )
+        _require(0.0 <= self.noise <= 1.0, f"noise must lie in [0, 1], got {self.noise}")
         _require(self.checkpoint_every >= 0, f"checkpoint_every must not be negative, got {self.checkpoint_every}")
 
 

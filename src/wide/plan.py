@@ -77,9 +77,12 @@ class Routed:
         bias: Whether the router's second matrix has a bias; the other forms have theirs always.
         form: 'bottleneck' is two matrices without anything in between (the paper's); 'linear' one matrix, rank
             unused; 'mlp' two with a ReLU in between (SkipGPT); 'dllm' two with RMSNorm and SiLU in between (D-LLM).
+        evicts: For an attention of one group: later tokens do not see the keys and values of tokens that skip it.
+        first_tokens: So many tokens at the start of each sequence always execute.
 
     Raises:
-        ConfigError: If the input or the form is none of these.
+        ConfigError: If the input or the form is none of these, several groups are to evict, or the number of first
+            tokens is negative.
     """
 
     grouping: Grouping
@@ -87,12 +90,20 @@ class Routed:
     router_input: RouterInput = "normed"
     bias: bool = False
     form: RouterForm = "bottleneck"
+    evicts: bool = False
+    first_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse words that no router knows."""
+        """Refuse words that no router knows, and numbers that mean nothing."""
         for name, allowed in (("router_input", get_args(RouterInput)), ("form", get_args(RouterForm))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}")
+        if self.evicts and self.grouping.num_groups != 1:
+            raise ConfigError(
+                f"only an attention of one group evicts, this one has {self.grouping.num_groups}; its groups share keys"
+            )
+        if self.first_tokens < 0:
+            raise ConfigError(f"first_tokens must not be negative, got {self.first_tokens}; 0 protects none")
 
 
 Half = Dense | Skipped | Kept | Routed | Following

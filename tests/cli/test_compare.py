@@ -145,6 +145,7 @@ def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
     assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=wanda", *tasks]) == 0
     dense, wanda = rows(tmp_path / "run").values()
     assert float(wanda["word_perplexity"]) > 1
+    assert 1 < float(wanda["wikitext.token_perplexity"]) < float(wanda["word_perplexity"])
     accuracies = float(wanda["accuracy.average"]), float(dense["accuracy.average"])
     assert float(wanda["accuracy.retention"]) == pytest.approx(accuracies[0] / accuracies[1])
     assert float(wanda["accuracy.average.error"]) > 0
@@ -152,6 +153,25 @@ def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
     table = (tmp_path / "run" / "table.md").read_text()
     assert "50 %: retention %" in table
     assert "50 %: ppl" not in table
+
+
+def test_variants_of_a_method_are_rows_of_one_table(everyday, tmp_path):
+    file = tmp_path / "variants.yaml"
+    variants = {"wide-g8": {"method": "wide", "ffn_group_size": 8}, "wide-even": {"method": "wide", "uniform": True}}
+    file.write_text(yaml.safe_dump({"variants": variants}))
+    given = [*everyday, "--config", str(file), "--output", str(tmp_path / "run"), "--methods=wide,wide-g8,wide-even"]
+    assert main(given) == 0
+    found = rows(tmp_path / "run")
+    assert [method for method, _ in found] == ["dense", "wide", "wide-g8", "wide-even"]
+    sizes = {}
+    for name in ("wide", "wide-g8", "wide-even"):
+        adapter = tmp_path / "run" / "cells" / f"{name}-0.5-seed17" / "adapter" / "wide_config.json"
+        config = json.loads(adapter.read_text())
+        sizes[name] = config["plan"]["layers"][0]["ffn"]["grouping"]["group_size"]
+        assert config["provenance"]["prune"]["objective"]["target"] == ("uniform" if name == "wide-even" else "mean")
+    assert sizes == {"wide": 16, "wide-g8": 8, "wide-even": 16}
+    assert "wide-g8: settings: ffn_group_size 8" in (tmp_path / "run" / "table.md").read_text()
+    assert main([*given, "--resume"]) == 0
 
 
 def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from wide.cli.budget import Budget
 from wide.cli.grid import GridOptions
 from wide.cli.main import main
 from wide.cli.method_flags import SETTINGS, TRAINED
-from wide.cli.run_folder import save_config
+from wide.cli.run_folder import RunFolder, save_config
 from wide.cli.usage import UsageError
 from wide.config import StageConfig
 from wide.errors import ConfigError
@@ -44,6 +44,16 @@ def test_settings_reach_their_method():
     assert request.settings["wanda"] == WandaConfig(num_windows=5)
     assert request.settings["tyr"].stage_tokens == (64, 128)
     assert request.settings["dense"] == DenseConfig()
+
+
+def test_a_saved_comparison_is_recognised(tmp_path):
+    # Týr's settings hold tuples, which YAML does not know.
+    values = resolved(compare.arguments(["tyr"]).parse([*EVERYDAY, "--methods", "tyr"]))
+    RunFolder(tmp_path / "run", values, resume=False, overwrite=False).claim()
+    RunFolder(tmp_path / "run", values, resume=True, overwrite=False)
+    other = resolved(compare.arguments(["tyr"]).parse([*EVERYDAY, "--methods", "tyr", "--tyr.stage_tokens", "[1]"]))
+    with pytest.raises(ConfigError, match="stage_tokens"):
+        RunFolder(tmp_path / "run", other, resume=True, overwrite=False)
 
 
 def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
@@ -189,3 +199,65 @@ def test_the_equal_budget_is_the_text_that_routers_read():
     assert equal.of_method(DenseConfig(), STAGE, MUCH) == DenseConfig()
     with pytest.raises(ConfigError, match="positive"):
         Budget(budget_scale=0.0)
+
+
+VARIANTS = {"wide-g32": {"method": "wide", "ffn_group_size": 32}, "wide-uniform": {"method": "wide", "uniform": True}}
+
+
+def with_variants(tmp_path, methods="wide,wide-g32,wide-uniform", variants=VARIANTS, **more):
+    file = tmp_path / "v.yaml"
+    file.write_text(yaml.safe_dump({"methods": methods, "variants": variants} | more))
+    values = compare.arguments(["wide", "tyr"]).parse(["--config", str(file), *EVERYDAY])
+    return compare.request(values)
+
+
+def test_variants_are_rows_of_their_own_with_the_settings_of_their_method(tmp_path):
+    request = with_variants(tmp_path, wide={"router_rank": 8, "ffn_group_size": 64})
+    assert request.settings["wide"] == WideMethodConfig(router_rank=8, ffn_group_size=64)
+    assert request.settings["wide-g32"] == WideMethodConfig(router_rank=8, ffn_group_size=32)
+    assert request.settings["wide-uniform"] == WideMethodConfig(router_rank=8, ffn_group_size=64, uniform=True)
+    assert {cell.method for cell in request.grid.cells(recovers=False)} == {"dense", "wide", *VARIANTS}
+    assert request.grid.method_of("wide-g32") == "wide"
+
+
+def test_settings_of_variants_are_converted_as_flags_are(tmp_path):
+    given = {"tyr-short": {"method": "tyr", "stage_tokens": [64, 128], "survivors": [2], "copies_folder": None}}
+    assert with_variants(tmp_path, "tyr-short", given).settings["tyr-short"].stage_tokens == (64, 128)
+    with pytest.raises(UsageError, match="ffn_group_size"):
+        with_variants(tmp_path, "g", {"g": {"method": "wide", "ffn_group_size": "many"}})
+    with pytest.raises(ConfigError, match="survivors"):
+        with_variants(tmp_path, "t", {"t": {"method": "tyr", "survivors": [1]}})
+
+
+def test_all_names_the_variants_too(tmp_path):
+    names_of_all = GridOptions(methods="all", variants=VARIANTS).method_names
+    assert names_of_all == [name for name in [*SETTINGS, *VARIANTS] if name != "dense"]
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [
+        ({"tyr": {"method": "wide"}}, "a name of its own"),
+        ({"a/b": {"method": "wide"}}, "a name of its own"),
+        ({"a": {"method": "wied"}}, "did you mean wide?"),
+        ({"a": {"ffn_group_size": 32}}, "with the key 'method'"),
+        ({"a": "wide"}, "with the key 'method'"),
+        ({"a": {"method": "wide", "fnn_group_size": 32}}, "did you mean ffn_group_size?"),
+        ({"a": {"method": "tyr", "seed": 3}}, "has no setting 'seed'"),
+        (["wide"], "must be a mapping"),
+    ],
+)
+def test_variants_that_are_none_are_refused(variants, words, tmp_path, capsys):
+    file = tmp_path / "v.yaml"
+    file.write_text(yaml.safe_dump({"methods": "wide", "variants": variants}))
+    assert main(["compare", "--config", str(file), *EVERYDAY]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_variant_is_saved_and_read_again(tmp_path):
+    file = tmp_path / "v.yaml"
+    file.write_text(yaml.safe_dump({"methods": "wide-g32", "variants": VARIANTS}))
+    values = compare.arguments(["wide"]).parse(["--config", str(file), *EVERYDAY])
+    save_config(tmp_path / "again.yaml", resolved(values))
+    again = compare.arguments(["wide"]).parse(["--config", str(tmp_path / "again.yaml")])
+    assert compare.request(again) == compare.request(values)

@@ -28,6 +28,7 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["bench", "--out", "o", "--group_size", "100"], 1, "divide 14336"),
         (["bench", "--out", "o", "--sparsity", "50"], 1, "0.5 skips half"),
         (["profile", "--out", "o", "--adapter", "a"], 2, "give --model"),
+        (["profile", "--out", "o", "--checkpoint", "c"], 2, "give --model"),
         (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
         (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--out", "o", "--generate", "0"], 1, "at least 1"),
@@ -70,6 +71,22 @@ def test_profile_speaks_the_end_to_end_benchs_words(monkeypatch):
     monkeypatch.setattr("wide.profiling.endtoend.main", lambda given: seen.append(_parser().parse_args(given)) or 0)
     profile.run(["--out", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
     profile.run(["--out", "o", "--model", "M", "--adapter", "A", "--generate", "8"])
+    profile.run(["--out", "o", "--model", "M", "--checkpoint", "C"])
     assert seen[0].rates == [(0.5, 0.5), (0.66, 0.285)]
     assert (seen[0].prompt, seen[0].layers, seen[0].generate) == ([64, 128], 2, 128)
     assert (seen[1].model, seen[1].adapter, seen[1].generate) == ("M", "A", 8)
+    assert (seen[2].model, seen[2].checkpoint, seen[2].adapter) == ("M", "C", None)
+
+
+def test_bench_keeps_coarse_sweeps_apart_and_asks_for_them(monkeypatch):
+    calls = {}
+    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
+    for name in ("operators", "attention", "glue", "naive", "coarse"):
+        monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) and 0)
+    bench.run(["--out", "o", "--operators", "coarse,decode_groups", "--rows", "64"])
+    assert calls["coarse"] == ["--out", "o/coarse", "--rows", "64"]
+    assert calls["attention"] == ["--out", "o", "--operators", "decode_groups"]
+    bench.run(["--out", "o"])
+    assert set(calls) == {"coarse", "attention", "operators", "glue", "naive"}
+    assert "decode_groups" in bench.BenchOptions(out="o").names
+    assert "coarse" not in bench.BenchOptions(out="o").names

@@ -1,6 +1,8 @@
 import copy
 import json
+import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,12 @@ def test_scores_are_the_stock_harness_s(plain_model, tokenizer, local_data, tmp_
     )["results"]
     wikitext, piqa = ours.tasks
     assert wikitext.value == pytest.approx(raw["wikitext_local"]["word_perplexity,none"], rel=1e-4)
+    # The task rewrites the text, e.g. " , " as ", ", and counts words before that.
+    page = " = A page =\n\nSome text of the page, with words.\n"
+    scored = len(tokenizer(page)["input_ids"])
+    words = len(re.split(r"\s+", ROWS["test.pages.jsonl"][0]["page"]))
+    assert scored * math.log(wikitext.token_perplexity) == pytest.approx(words * math.log(wikitext.value), rel=1e-4)
+    assert piqa.token_perplexity is None
     assert piqa.value == raw["piqa_local"]["acc_norm,none"]
     assert piqa.stderr == raw["piqa_local"]["acc_norm_stderr,none"]
     assert piqa.other_metrics["acc"] == raw["piqa_local"]["acc,none"]

@@ -22,6 +22,7 @@ ROWS = (
     "skipgpt",
     "skipgpt-original",
     "dllm",
+    "dllm-original",
     "wide",
     "wanda",
     "sparsegpt",
@@ -38,7 +39,7 @@ def test_every_row_is_complete(name):
     assert method.name == name
     assert (method.decide is None) != (method.train is None)
     settings = method.default_settings()
-    assert type(settings).__module__ == "wide.method_config"
+    assert type(settings).__module__.startswith("wide.method_config.")
     assert dataclasses.is_dataclass(settings)
     assert method.summary
     assert method.source

@@ -175,6 +175,25 @@ def peek(arguments: Sequence[str], name: str, otherwise: str) -> str:
     return next((value for value in reversed(found) if isinstance(value, str)), otherwise)
 
 
+def peek_mapping(arguments: Sequence[str], name: str) -> dict[str, Any]:
+    """Return a mapping that a flag or the files hold, before all flags are known.
+
+    Args:
+        arguments: The command line.
+        name: The flag, without dashes; not of a group.
+
+    Raises:
+        UsageError: If a configuration file cannot be read, or what stands there is not a mapping.
+    """
+    configs, _ = _split_configs(arguments)
+    given = peek(arguments, name, "")
+    values: list[Any] = [yaml.safe_load(given)] if given else [_read_yaml(path).get(name) for path in configs]
+    found: Any = next((value for value in reversed(values) if value is not None), {})
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{name} must be a mapping, got {found!r}")
+    return {str(key): value for key, value in found.items()}
+
+
 def add_run_switches(flags: Arguments) -> None:
     """Add what to do with a folder that is not empty."""
     flags.add_switch("resume", "Continue the run that lies in --output from its last checkpoint.")

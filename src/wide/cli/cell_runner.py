@@ -107,6 +107,7 @@ class CellRunner:
         records = self._records(cell)
         records.append(self._stage_records(subject, facts, recovered))
         report = self._evaluate(subject, records)
+        records.append(_task_perplexities(subject, report))
         records.append([Record(subject=subject, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
 
@@ -146,7 +147,7 @@ class CellRunner:
         blocks = self.blocks(stage.sequence_length, cell.seed)
         apply(
             model,
-            get(cell.method),
+            get(request.grid.method_of(cell.method)),
             blocks,
             Target(sparsity=cell.sparsity, match=request.grid.match),
             request.budget.of_method(request.settings[cell.method], stage, blocks.num_tokens),
@@ -195,6 +196,14 @@ class CellRunner:
         if not recovered:
             yield Record(subject=subject, metric="deviations", value="\n".join(report["deviations"]), unit="text")
             yield Record(subject=subject, metric="settings", value=json.dumps(report["settings"]), unit="text")
+
+
+def _task_perplexities(subject: str, report: EvaluationReport) -> Iterator[Record]:
+    """Yield the perplexity per token of tasks whose own is per word."""
+    for task in () if report.model.tasks is None else report.model.tasks.tasks:
+        if task.token_perplexity is not None:
+            metric = f"{task.task}.token_perplexity"
+            yield Record(subject=subject, metric=metric, value=task.token_perplexity, unit="", where=task.label)
 
 
 def _in_words(report: EvaluationReport) -> str:

@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import Arguments, add_run_switches, build, keys_of_files, peek, resolved
+from wide.cli.arguments import Arguments, add_run_switches, build, keys_of_files, peek, peek_mapping, resolved
 from wide.cli.budget import Budget
 from wide.cli.compare_request import CompareRequest, ScoredTasks
 from wide.cli.console import num_processes
-from wide.cli.grid import DENSE, GridOptions, method_names
-from wide.cli.method_flags import SETTINGS, add_method_flags, settings_of
+from wide.cli.grid import DENSE, GridOptions, method_names, method_of
+from wide.cli.method_flags import SETTINGS, add_method_flags, check_variants, settings_of, variant_settings
 from wide.cli.options import EvalOptions, RunOptions
 from wide.cli.prune import RecoverSwitch
 from wide.cli.usage import UsageError
@@ -26,7 +26,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
         only_in_files: Further methods that configuration files may have settings of, to serve many comparisons.
     """
     flags = Arguments("compare", "Run a grid of methods, sparsities and seeds, and print one table.")
-    flags.add_fields(RunOptions, skip=("report", "tensorboard"))
+    flags.add_fields(RunOptions, skip=("report", "tensorboard", "tracker"))
     flags.add_fields(GridOptions)
     flags.add_fields(Budget)
     add_run_switches(flags)
@@ -38,7 +38,8 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
     flags.add_fields(ScoredTasks, prefix="eval")
     flags.refuse(
-        ["report", "tensorboard"], "is a flag of wide prune; a comparison always writes its tables and its page"
+        ["report", "tensorboard", "tracker"],
+        "is a flag of wide prune; a comparison always writes its tables and its page",
     )
     for group in ("train", "recover"):
         flags.refuse([f"{group}.seed"], "is not for this command: --seeds are those of every stage")
@@ -62,13 +63,19 @@ def request(values: dict[str, Any]) -> CompareRequest:
         run=build(RunOptions, values),
         grid=grid,
         budget=build(Budget, values),
-        settings={name: settings_of(name, values) for name in (DENSE, *grid.method_names)},
+        settings={name: _settings(grid, name, values) for name in (DENSE, *grid.method_names)},
         objective=build(ObjectiveConfig, values["objective"]),
         stage=build(StageConfig, values["train"]),
         recover=build(RecoverConfig, values["recover"]) if values["recover"]["steps"] else None,
         scoring=scoring,
         tasks=tasks,
     )
+
+
+def _settings(grid: GridOptions, name: str, values: dict[str, Any]) -> Any:
+    """Return the settings of a row: those of its method, with a variant's own on top."""
+    method = grid.method_of(name)
+    return settings_of(method, values, **variant_settings(method, grid.changes_of(name)))
 
 
 def run(given: Sequence[str]) -> None:
@@ -84,7 +91,10 @@ def run(given: Sequence[str]) -> None:
 
         draw(Path(folder))
         return
-    methods = [name for name in method_names(peek(given, "methods", "")) if name in SETTINGS]
+    variants = peek_mapping(given, "variants")
+    check_variants(variants)
+    rows = method_names(peek(given, "methods", ""), variants)
+    methods = [name for name in SETTINGS if name in {method_of(row, variants) for row in rows}]
     # The saved configuration has underscores for dashes.
     keys = {key.replace("-", "_") for key in keys_of_files(given)}
     values = arguments(methods, {name for name in SETTINGS if name.replace("-", "_") in keys}).parse(given)

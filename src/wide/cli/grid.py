@@ -1,10 +1,10 @@
 """The grid of a comparison: which cells there are, in which order, and which of them are this process's."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from wide.cli.method_flags import SETTINGS, check_method
+from wide.cli.method_flags import SETTINGS, check_method, check_variants
 from wide.cli.usage import UsageError
 from wide.report.cells import Cell
 
@@ -16,7 +16,10 @@ class GridOptions:
     """What is compared.
 
     Args:
-        methods: Methods separated by commas (wide methods lists them), or 'all'; the dense model is always there.
+        methods: Methods separated by commas (wide methods lists them), variants among them, or 'all'; the dense model
+            is always there.
+        variants: Further rows by name: a method and the settings in which the row differs from the method's own, e.g.
+            {wide-g32: {method: wide, ffn_group_size: 32}}.
         sparsities: Shares to prune, in (0, 1), separated by commas.
         match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product
             work of all decoder layers, keys and values included, the output head not.
@@ -29,6 +32,7 @@ class GridOptions:
     """
 
     methods: str
+    variants: dict[str, Any] | None = None
     sparsities: float | str = "0.25,0.5"
     match: Literal["nominal", "linear_flops"] = "nominal"
     seeds: int | str = 17
@@ -38,8 +42,11 @@ class GridOptions:
 
     def __post_init__(self) -> None:
         """Refuse what is no grid."""
+        variants = self.variants or {}
+        check_variants(variants)
         for name in self.method_names:
-            check_method(name)
+            if name not in variants:
+                check_method(name)
         for sparsity in self.sparsity_values:
             if not 0.0 < sparsity < 1.0:
                 raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
@@ -54,8 +61,16 @@ class GridOptions:
 
     @property
     def method_names(self) -> list[str]:
-        """The methods by name, without the dense model."""
-        return method_names(self.methods)
+        """The methods and variants by name, without the dense model."""
+        return method_names(self.methods, self.variants or {})
+
+    def method_of(self, name: str) -> str:
+        """Return the method of a row."""
+        return method_of(name, self.variants or {})
+
+    def changes_of(self, name: str) -> dict[str, Any]:
+        """Return the settings in which a row differs from its method's own."""
+        return {key: value for key, value in (self.variants or {}).get(name, {}).items() if key != "method"}
 
     @property
     def sparsity_values(self) -> list[float]:
@@ -98,10 +113,20 @@ class GridOptions:
         return list(cells[index - 1 :: count])
 
 
-def method_names(text: str) -> list[str]:
-    """Return the methods that a list on the command line names, without the dense model, which is always there."""
-    words = list(SETTINGS) if text == "all" else _words(text)
+def method_names(text: str, variants: Collection[str] = ()) -> list[str]:
+    """Return the rows that a list on the command line names, without the dense model, which is always there.
+
+    Args:
+        text: Names separated by commas, or 'all'.
+        variants: Names that 'all' stands for beside the methods.
+    """
+    words = [*SETTINGS, *variants] if text == "all" else _words(text)
     return [word for word in words if word != DENSE]
+
+
+def method_of(name: str, variants: Mapping[str, Any]) -> str:
+    """Return the method of a row: its own name, or what its variant says."""
+    return str(variants[name]["method"]) if name in variants else name
 
 
 def _words(text: float | str) -> list[str]:

@@ -1,6 +1,9 @@
 """The methods' settings as flags; nothing heavy is imported."""
 
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,6 +15,7 @@ from wide.method_config import (
     DDPConfig,
     DenseConfig,
     DLLMConfig,
+    DLLMOriginalConfig,
     ShortenedConfig,
     SkipGPTConfig,
     SkipGPTOriginalConfig,
@@ -34,12 +38,13 @@ SETTINGS: Mapping[str, type[Any]] = {
     "skipgpt": SkipGPTConfig,
     "skipgpt-original": SkipGPTOriginalConfig,
     "dllm": DLLMConfig,
+    "dllm-original": DLLMOriginalConfig,
     "wide": WideMethodConfig,
     "wanda": WandaConfig,
     "sparsegpt": SparseGPTConfig,
 }
 """The settings of each method by its name in the catalogue, which does not import them."""
-TRAINED = ("skipgpt", "skipgpt-original", "dllm", "wide")
+TRAINED = ("skipgpt", "skipgpt-original", "dllm", "dllm-original", "wide")
 """Methods that train routers, to which the flags of stage 1 apply."""
 
 
@@ -90,3 +95,41 @@ def settings_of(method: str, values: Mapping[str, Any], **changes: Any) -> Any:
     """
     # Dashes become underscores in keys.
     return build(SETTINGS[method], values.get(method.replace("-", "_"), {}), **changes)
+
+
+def check_variants(variants: Mapping[str, Any]) -> None:
+    """Refuse variants that name no method, or have the name of one.
+
+    Args:
+        variants: By name, a mapping with the key 'method' and the settings in which the variant differs.
+
+    Raises:
+        UsageError: If a name, a method or a setting is not one.
+    """
+    for name, entry in variants.items():
+        where = f"variants: {name}"
+        if name in SETTINGS or name == "all" or not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
+            raise UsageError(f"{where}: a variant needs a name of its own, of letters, digits and . = + - _")
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("method"), str):
+            raise UsageError(f"{where} must be a mapping with the key 'method', got {entry!r}")
+        known = [field.name for field in fields(SETTINGS[check_method(entry["method"])]) if field.name != "seed"]
+        for key in entry:
+            if key != "method" and key not in known:
+                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
+                hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
+                raise UsageError(f"{where}: method {entry['method']} has no setting {key!r}{hint}")
+
+
+def variant_settings(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in which a variant differs, checked and converted as flags are.
+
+    Raises:
+        UsageError: If a value has a wrong type.
+    """
+    flags = Arguments("compare", "The settings of a variant.")
+    flags.add_fields(SETTINGS[method], prefix=method, only=tuple(changes) or ("",))
+    words = [
+        f"--{method}.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()
+    ]
+    found: dict[str, Any] = flags.parse(words).get(method.replace("-", "_"), {})
+    return found

@@ -37,6 +37,8 @@ class RunOptions(ModelOptions):
         report: Draw report.html, report.png and figures (needs matplotlib).
         tensorboard: Write the curves of training for TensorBoard, too, into OUTPUT/tensorboard; null writes them where
             tensorboard is installed.
+        tracker: Keep the curves with a service, too: wandb or trackio, each configured by its own means (for example
+            WANDB_MODE=offline); null keeps them here.
     """
 
     data: str
@@ -47,6 +49,7 @@ class RunOptions(ModelOptions):
     cache: str | None = None
     report: bool = True
     tensorboard: bool | None = None
+    tracker: Literal["wandb", "trackio"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ from wide.report.page import write_report
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
 from wide.training.stages import prune, recover
+from wide.training.trackers import require_tracker
 from wide.training.trainer import micro_batch_size
 
 _DIAL_BLOCKS = 16
@@ -107,6 +108,7 @@ class Pipeline:
                 output=self._folder.path / "stage1",
                 resume=self._folder.resume,
                 tensorboard=self._board("stage1"),
+                tracker=self._options.tracker,
             ),
         )
         if second is not None:
@@ -147,6 +149,7 @@ class Pipeline:
                 output=self._folder.path / "stage2",
                 resume=self._folder.resume,
                 tensorboard=self._board("stage2"),
+                tracker=self._options.tracker,
             ),
         )
 
@@ -159,6 +162,7 @@ class Pipeline:
     def _load_model(self) -> Any:
         if self._options.report:
             require_matplotlib()
+        require_tracker(self._options.tracker)
         say(f"model    {self._options.model}")
         self._tokenizer = load_tokenizer(self._options.model)
         return load_base(self._options)

@@ -108,7 +108,8 @@ class RunFolder:
             before = flatten(yaml.safe_load(saved.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
-        now = flatten(self._config)
+        # As it would be read again: YAML has no tuples.
+        now = flatten(yaml.safe_load(yaml.safe_dump(self._config)))
         keys = sorted(key for key in {*before, *now} - {"output"} if before.get(key) != now.get(key))
         if keys:
             words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)

@@ -41,6 +41,8 @@ class TaskResult:
         items: Items that were evaluated.
         full_items: Items of the full evaluation split.
         sparsity: What was skipped on this task's tokens, padding excluded; None for a model without routers.
+        token_perplexity: Perplexity per token of the same text in the same windows, where `metric` is one per word;
+            else None.
         other_metrics: Whatever else the harness reports for the task.
     """
 
@@ -51,6 +53,7 @@ class TaskResult:
     items: int
     full_items: int
     sparsity: Sparsity | None = None
+    token_perplexity: float | None = None
     other_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -75,6 +78,7 @@ class TaskResult:
             "full_items": self.full_items,
             "is_subset": self.is_subset,
             "sparsity": sparsity,
+            "token_perplexity": self.token_perplexity,
             "other_metrics": self.other_metrics,
         }
 
@@ -167,7 +171,7 @@ def run_harness(
             )
             with meter.watching(), _bars_on_terminals_only():
                 raw = _evaluate(lm_eval, lm, name, manager, limit)
-            results.append(_task_result(task, name, raw, meter))
+            results.append(_task_result(task, name, raw, meter, lm.perplexity()))
     return HarnessResult(tasks=tuple(results), max_length=max_length, harness_version=str(lm_eval.__version__))
 
 
@@ -222,7 +226,7 @@ def _is_about_data(error: BaseException) -> bool:
     return False
 
 
-def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter) -> TaskResult:
+def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter, perplexity: float) -> TaskResult:
     scores = {key.partition(",")[0]: value for key, value in raw["results"][name].items() if "," in key}
     numbers = {key: float(value) for key, value in scores.items() if isinstance(value, int | float)}
     return TaskResult(
@@ -233,6 +237,7 @@ def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter) -
         items=int(raw["n-samples"][name]["effective"]),
         full_items=task.num_items,
         sparsity=meter.result(),
+        token_perplexity=perplexity if task.metric == "word_perplexity" else None,
         other_metrics={k: v for k, v in numbers.items() if k not in (task.metric, f"{task.metric}_stderr")},
     )
 
@@ -257,7 +262,7 @@ def _own_random_state(model: nn.Module) -> Iterator[None]:
 
 @cache
 def _counting_lm() -> type[Any]:
-    """Return the harness's model class, taught to count skips on the tokens that are not padding."""
+    """Return the harness's model class, taught to count skips on real tokens, and the likelihood of what it scores."""
     from lm_eval.models.huggingface import HFLM
 
     class CountingLM(HFLM):
@@ -265,14 +270,24 @@ def _counting_lm() -> type[Any]:
             super().__init__(**settings)
             self._meter = meter
             self._lengths: RowLengths | None = None
+            self._log_likelihood, self._scored = 0.0, 0
+
+        def perplexity(self) -> float:
+            """Return the perplexity per token of everything that was scored."""
+            mean = -self._log_likelihood / max(self._scored, 1)
+            return math.exp(mean) if mean < 700 else math.inf
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             # The harness keeps the lengths of padded rows to itself.
             self._lengths = RowLengths(requests, self.max_length)
             try:
-                return super()._loglikelihood_tokens(requests, *args, **kwargs)
+                found = super()._loglikelihood_tokens(requests, *args, **kwargs)
             finally:
                 self._lengths = None
+            self._log_likelihood += math.fsum(log_likelihood for log_likelihood, _ in found)
+            # The last part of a request are the tokens to be scored.
+            self._scored += sum(len(request[-1]) for request in requests)
+            return found
 
         def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
             logits = super()._model_call(inps, *args, **kwargs)

@@ -112,6 +112,10 @@ class EvaluationReport:
         for task, other_task in zip(self.model.tasks.tasks, others, strict=True):
             other = "" if other_task is None else _score(other_task.metric, other_task.value, other_task.stderr)
             yield f"{task.label}, {task.metric}", _score(task.metric, task.value, task.stderr), other
+            if task.token_perplexity is not None:
+                before = None if other_task is None else other_task.token_perplexity
+                shown = "" if before is None else f"{before:.3f}"
+                yield f"{task.label}, token_perplexity", f"{task.token_perplexity:.3f}", shown
         if self.model.tasks.average is not None:
             error = self.model.tasks.average_stderr
             dense_average = None if dense.tasks is None else dense.tasks.average

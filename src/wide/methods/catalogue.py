@@ -21,6 +21,7 @@ _ROWS: dict[str, tuple[str, str]] = {
     "skipgpt": ("skipgpt", "METHOD"),
     "skipgpt-original": ("skipgpt", "ORIGINAL"),
     "dllm": ("dllm", "METHOD"),
+    "dllm-original": ("dllm", "ORIGINAL"),
     "wide": ("wide", "METHOD"),
     "wanda": ("wanda", "METHOD"),
     "sparsegpt": ("sparsegpt", "METHOD"),

@@ -1,23 +1,26 @@
 """Layer skipping in D-LLM's manner: each token executes or skips whole layers, one router for both halves.
 
-As the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and values, no protected layers
-or tokens, and a penalty on the mean skip rate. Written over the machinery of this package.
+Two rows. `METHOD` is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and
+values, no protected layers or tokens. `ORIGINAL` has its authors' MLP routers, eviction, dense first layers and first
+tokens. Both are steered by a penalty on the mean skip rate. Written over the machinery of this package.
 """
 
+import dataclasses
 from pathlib import Path
 
 from torch import nn
 
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
+from wide.errors import ConfigError
 from wide.grouping import Grouping
-from wide.method_config import DLLMConfig
+from wide.method_config import DLLMConfig, DLLMOriginalConfig
 from wide.methods.linear_work import feed_forward
 from wide.methods.method import Effort, Method, Target
 from wide.methods.routed import train_routers
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
-from wide.plan import Following, LayerPlan, Plan, Routed
+from wide.plan import Dense, Following, LayerPlan, Plan, Routed
 
 
 def train(
@@ -67,6 +70,85 @@ def _layer(spec: BlockSpec, rank: int) -> LayerPlan:
     )
 
 
+def train_original(
+    model: nn.Module,
+    blocks: TokenBlocks,
+    target: Target,
+    settings: DLLMOriginalConfig,
+    *,
+    stage: StageConfig,
+    objective: ObjectiveConfig,
+    output: str | Path | None = None,
+    resume: bool = False,
+) -> tuple[Effort, tuple[str, ...]]:
+    """Train one MLP router a layer, behind the first layers, and evict what skipping tokens would leave in the cache.
+
+    A nominal target counts the dense first layers, too, as the original does. Steps, sizes and learning rate stay
+    those of `stage`.
+
+    Raises:
+        ConfigError: If the layers that have routers cannot skip as much.
+        UnsupportedModelError: If a layer's FFN cannot be routed.
+    """
+    specs = discover(model)
+    plan = Plan(tuple(_original_layer(spec, settings) for spec in specs))
+    effort, found = train_routers(
+        model,
+        plan,
+        blocks,
+        _target_of_routed_layers(target, plan),
+        stage=dataclasses.replace(stage, temperature_start=settings.temperature, temperature_end=settings.temperature),
+        objective=objective,
+        output=output,
+        resume=resume,
+        calibrate_threshold=settings.calibrate_threshold,
+    )
+    return effort, (
+        "routers are trained before LoRA, the original trains both together",
+        "the penalty is on the mean skip rate, the original's on that of every token, with a weight that rises",
+        "inference routes by margin; the original's threshold is a probability of one half",
+        f"rates are means over the {_num_routed(plan)} of {len(plan.layers)} layers that have routers; a nominal "
+        "target counts all layers",
+        *found,
+    )
+
+
+def _original_layer(spec: BlockSpec, settings: DLLMOriginalConfig) -> LayerPlan:
+    feed_forward(spec)
+    if spec.index < settings.dense_layers:
+        return LayerPlan(attention=Dense(), ffn=Dense())
+    attention = Routed(
+        grouping=Grouping.whole(spec.attention.query_width),
+        rank=settings.router_rank,
+        router_input="layer_input",
+        bias=True,
+        form="dllm",
+        evicts=settings.evict,
+        first_tokens=settings.first_tokens,
+    )
+    return LayerPlan(attention=attention, ffn=Following())
+
+
+def _num_routed(plan: Plan) -> int:
+    return sum(isinstance(layer.attention, Routed) for layer in plan.layers)
+
+
+def _target_of_routed_layers(target: Target, plan: Plan) -> Target:
+    """Return a nominal target as the share of the layers with routers; work is counted over all layers anyway."""
+    routed = _num_routed(plan)
+    if not routed:
+        raise ConfigError(f"dense_layers leaves none of {len(plan.layers)} layers to skip; choose fewer")
+    if target.match != "nominal":
+        return target
+    share = target.sparsity * len(plan.layers) / routed
+    if share >= 1.0:
+        raise ConfigError(
+            f"sparsity {target.sparsity} of all layers cannot be reached by skipping {routed} of {len(plan.layers)}; "
+            f"stay below {routed / len(plan.layers):.4f}, or choose fewer dense_layers"
+        )
+    return dataclasses.replace(target, sparsity=share)
+
+
 METHOD = Method(
     name="dllm",
     kind="dynamic",
@@ -74,4 +156,12 @@ METHOD = Method(
     source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE paper",
     settings=DLLMConfig,
     train=train,
+)
+ORIGINAL = Method(
+    name="dllm-original",
+    kind="dynamic",
+    summary="each token executes or skips whole layers, with D-LLM's own routers, eviction and protected tokens",
+    source="Jiang et al., D-LLM, NeurIPS 2024; github.com/Jyk-122/D-LLM",
+    settings=DLLMOriginalConfig,
+    train=train_original,
 )

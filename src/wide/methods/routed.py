@@ -15,7 +15,7 @@ from wide.errors import ConfigError
 from wide.methods.method import Effort, Target
 from wide.models.accounting import costs
 from wide.models.adapter import save
-from wide.models.attach import attach, attachment, plan_for
+from wide.models.attach import attach, attachment, is_attached, plan_for
 from wide.models.block_spec import BlockSpec
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
@@ -144,8 +144,10 @@ class _Reads:
         self.tokens = 0
 
     def __call__(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The dense teacher of a distillation runs without gradient too, but without routing.
-        if not torch.is_grad_enabled() and attachment(self._model).control.enabled:
+        # The dense teacher of a distillation runs without gradient too, but without routing; what is read before
+        # there are routers is calibration again.
+        routes = not is_attached(self._model) or attachment(self._model).control.enabled
+        if routes and not torch.is_grad_enabled():
             self.tokens += kwargs["input_ids"].numel()
 
 

@@ -22,7 +22,8 @@ class LayerCost:
 
     Args:
         attention_group: Saved by skipping one attention group: its rows of Q and its columns of O; only O where the
-            queries are normed over their whole width, because Q must then be computed in full.
+            queries are normed over their whole width, because Q must then be computed in full; K and V too where
+            skipping tokens are evicted.
         ffn_group: Saved by skipping one FFN group: its rows of gate and up and its columns of down.
         attention_groups: Number of attention groups, 0 where not routed.
         ffn_groups: Number of FFN groups, 0 where not routed; 1 where the FFN follows the attention's router.
@@ -95,6 +96,9 @@ def _layer_cost(spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | N
         )
     output = left.output_columns * left.after_attention
     skippable = 2.0 * (output if spec.attention.q_norm == "width" else left.query_output)
+    if isinstance(layer.attention, Routed) and layer.attention.evicts:
+        # Nobody reads the keys and values of a token that skips.
+        skippable += 2.0 * left.key_value
     routed = (skippable if attention_groups else 0.0) + (2.0 * left.ffn if ffn_groups else 0.0)
     return LayerCost(
         attention_group=skippable / attention_groups if attention_groups else 0.0,
@@ -179,6 +183,7 @@ class SkipCounter:
         self._removed = removed_layers(state)
         self._counts_dense = state.plan.is_static or state.replaced is not None
         self._key_value = [2.0 * dense_sizes(spec).key_value for spec in state.specs]
+        self._evicts = [isinstance(p.attention, Routed) and p.attention.evicts for p in state.plan.layers]
         self._has_ffn = any(spec.ffn is not None for spec in state.specs)
         self._executed: dict[tuple[int, str], Tensor] = {}
         self._tokens: Tensor | None = None
@@ -240,8 +245,7 @@ class SkipCounter:
             mean=sum(known) / len(known) if known else 0.0,
             **self._work(routed),
             parameters_removed=sum(layer.parameters for layer in self._removed) / parameters,
-            kv_cache_kept=sum(layer.kv_heads for layer in self._removed)
-            / sum(layer.all_kv_heads for layer in self._removed),
+            kv_cache_kept=self._kept_of_cache([a for a, _ in skip]),
             layers=tuple(layers),
             tokens=self._num_tokens(),
         )
@@ -260,6 +264,14 @@ class SkipCounter:
             "linear_flops_with_fixed": saved / (total + self._costs.head),
             "linear_flops_layers": saved / total,
         }
+
+    def _kept_of_cache(self, attention: Sequence[float | None]) -> float:
+        """Return the share of keys and values that is kept; `attention` is what its routers skip, by layer."""
+        kept = sum(
+            removed.kv_heads * (1 - (rate or 0.0) * evicts)
+            for removed, rate, evicts in zip(self._removed, attention, self._evicts, strict=True)
+        )
+        return kept / sum(layer.all_kv_heads for layer in self._removed)
 
     def _mean(self, rates: Sequence[float | None]) -> float | None:
         """Return the mean rate of a kind of half; None if no half counts."""

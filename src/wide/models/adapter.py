@@ -4,6 +4,7 @@
     wide_router.safetensors     router matrices, float32; only where the plan has routers
     wide_static.safetensors     scales and bases of static plans, float32; only where it has any
     wide_weights.safetensors    base weights that the method replaced; only if there are any
+    wide_order.safetensors      orders of FFN channels, int64; only where they are not those of the base
     lora/                       PEFT's files, only after stage 2
     README.md                   model card
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from wide.errors import AdapterError, NotAttachedError, ShapeError
+from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError
 from wide.models.attach import Attachment, attach, attachment, detach
 from wide.models.card import model_card
 from wide.models.discovery import discover
@@ -30,11 +31,13 @@ from wide.models.lora import copy_strictly, load_lora
 from wide.plan import Plan
 from wide.version import __version__
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
 STATIC_FILE, WEIGHTS_FILE = "wide_static.safetensors", "wide_weights.safetensors"
+ORDER_FILE = "wide_order.safetensors"
 _KEYS_1 = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
-_KEYS = _KEYS_1 | {"has_weights"}
+# What later formats have added, and what older files mean by saying nothing.
+_ADDED = {2: {"has_weights": False}, 3: {"has_order": False}}
 
 
 def router_state(model: nn.Module) -> dict[str, Tensor]:
@@ -77,6 +80,11 @@ def save(model: nn.Module, path: str | Path) -> Path:
             "LoRA was merged into the base weights, so an adapter cannot describe this model; save a full checkpoint "
             "with wide.save_checkpoint(model, path)"
         )
+    if state.order_lost:
+        raise NotAttachedError(
+            "this model came from a full checkpoint whose FFN channels lie in another order than those of its base, so "
+            "an adapter cannot describe it; save a full checkpoint with wide.save_checkpoint(model, path)"
+        )
     target = Path(path)
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_FILE).exists())):
         raise AdapterError(f"{target} exists and is not an adapter; choose another folder or empty it")
@@ -118,6 +126,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     routers = _read_tensors(folder, ROUTER_FILE, wanted=plan.is_routed)
     static = _read_tensors(folder, STATIC_FILE, wanted=bool(plan.tensor_shapes()))
     weights = _read_tensors(folder, WEIGHTS_FILE, wanted=bool(config["has_weights"]))
+    orders = _read_tensors(folder, ORDER_FILE, wanted=bool(config["has_order"]))
     has_lora = _has_lora(config, folder)
     if isinstance(model_or_name, str):
         from wide.models.pretrained import load_pretrained
@@ -127,8 +136,8 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
         model = model_or_name
     _check_base(config["base"], model, check_weights)
     try:
-        attach(model, plan, tensors=static, weights=weights)
-    except ShapeError as error:
+        attach(model, plan, tensors=static, weights=weights, orders=orders)
+    except (ShapeError, ConfigError) as error:
         raise AdapterError(f"{folder} is damaged: {error}") from error
     try:
         load_router_state(model, routers)
@@ -160,25 +169,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def current_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a configuration in this version's format; format 1, which knew routers only, is brought up to date.
+    """Return a configuration in this version's format; older ones, which knew less, are brought up to date.
 
     Raises:
         AdapterError: If it is of an unknown version, or has missing or unknown keys; the message names them.
     """
     version = config.get("format_version")
-    if version not in (1, FORMAT_VERSION):
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         raise AdapterError(
             f"{where}: format version {version!r} is not {FORMAT_VERSION}; use the wide version "
             f"that wrote it ({config.get('wide_version')!r})"
         )
-    keys = _KEYS_1 if version == 1 else _KEYS
+    keys = _KEYS_1.union(*(facts for added, facts in _ADDED.items() if added <= version))
     missing, unknown = sorted(keys - set(config)), sorted(set(config) - keys)
     if missing or unknown:
         raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}")
-    if version == FORMAT_VERSION:
-        return config
-    plan = Plan.from_json(config["plan"]).to_json()
-    return {**config, "format_version": FORMAT_VERSION, "plan": plan, "has_weights": False}
+    for added, facts in _ADDED.items():
+        config = facts | config if added > version else config
+    return {**config, "format_version": FORMAT_VERSION, "plan": Plan.from_json(config["plan"]).to_json()}
 
 
 def require_final_scales(state: Attachment) -> None:
@@ -208,6 +216,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         "provenance": state.provenance,
         "has_lora": state.lora is not None and not state.lora.merged,
         "has_weights": state.replaced is not None or state.originals_lost,
+        "has_order": state.regrouped is not None or state.order_lost,
     }
 
 
@@ -238,7 +247,9 @@ def _write(model: nn.Module, folder: Path) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     static = {name: p.detach().cpu().clone() for name, p in state.static_parameters().items()}
     weights = {} if state.replaced is None else state.replaced.values()
-    for name, tensors in ((ROUTER_FILE, router_state(model)), (STATIC_FILE, static), (WEIGHTS_FILE, weights)):
+    orders = {} if state.regrouped is None else state.regrouped.orders()
+    files = {ROUTER_FILE: router_state(model), STATIC_FILE: static, WEIGHTS_FILE: weights, ORDER_FILE: orders}
+    for name, tensors in files.items():
         if tensors:
             save_file(tensors, str(folder / name))
     if state.lora is not None:

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wide.config import WideConfig
-from wide.errors import NotAttachedError, ShapeError
+from wide.errors import ConfigError, NotAttachedError, ShapeError
 from wide.grouping import Grouping, divisors
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.discovery import discover
+from wide.models.eviction import Eviction, FirstTokens
 from wide.models.fingerprint import fingerprint
 from wide.models.gates import (
     GATE_NAME,
@@ -26,6 +27,7 @@ from wide.models.gates import (
     router_of,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
+from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl
 from wide.models.static import SkipOutput, StaticGate
@@ -55,6 +57,9 @@ class Attachment:
         replaced: Base weights that the plan's method replaced, and their originals; None without.
         originals_lost: Whether the base weights were replaced before they were loaded, as in a full checkpoint, so
             that the dense model is not known.
+        regrouped: FFN channels that lie in another order than in the base model; None without.
+        order_lost: Whether they lay so before they were loaded, as in a full checkpoint, so that their order in the
+            base model is not known; the dense model is.
         handles: Hooks, removed by `detach`.
         parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
@@ -70,6 +75,8 @@ class Attachment:
     base: dict[str, Any]
     replaced: ReplacedWeights | None = None
     originals_lost: bool = False
+    regrouped: RegroupedChannels | None = None
+    order_lost: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     parts: list[tuple[nn.Module, str]] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +160,7 @@ def attach(
     specs: Sequence[BlockSpec] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    orders: Mapping[str, Tensor] | None = None,
 ) -> ModelT:
     """Let every half-layer run what a plan says, in place, and return the same object.
 
@@ -167,10 +175,14 @@ def attach(
         specs: Parts of the decoder layers, for structures that discovery does not know.
         tensors: Values of the plan, by the names and in the shapes of `Plan.tensor_shapes`; copied.
         weights: Base parameters to replace, by their name in the model's state dict; `detach` puts the originals back.
+        orders: Orders of the FFN channels, by the names of `wide.models.regroup.order_name`; `detach` puts every
+            channel back. Needed for a configuration of clustered groups.
 
     Raises:
         UnsupportedModelError: If the structure cannot be routed or pruned as the plan says.
-        ShapeError: If a size, a tensor or a weight does not fit; the message names those that do.
+        ShapeError: If a size, a tensor, a weight or an order does not fit; the message names those that do.
+        ConfigError: If the configuration asks for clustered groups and no orders are given, or orders come together
+            with weights.
         NotAttachedError: If the model has routers or another plan already.
 
     Source: paper, section 3.1.
@@ -185,9 +197,11 @@ def attach(
     assert isinstance(plan, Plan)
     tensors = tensors or {}
     check_plan(plan, specs, tensors)
+    _check_orders(config, orders, weights)
     base = fingerprint(model, specs)
-    replaced = ReplacedWeights(model, weights) if weights else None
-    state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=base, replaced=replaced)
+    state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=base)
+    state.replaced = ReplacedWeights(model, weights) if weights else None
+    state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
     install_attention_gates()
     for spec, layer in zip(specs, plan.layers, strict=True):
         _attach_layer(spec, layer, tensors, state)
@@ -195,6 +209,7 @@ def attach(
         handles, parts = attach_stream(specs, tensors, state.control)
         state.handles += handles
         state.parts += parts
+    _protect_first_tokens(model, state)
     if config is not None and config.execute_bias:
         for router in state.routers():
             router.reset_parameters(config.execute_bias)
@@ -221,8 +236,31 @@ def detach(model: ModelT) -> ModelT:
         delattr(module, name)
     if state.replaced is not None:
         state.replaced.restore()
+    if state.regrouped is not None:
+        state.regrouped.restore()
     delattr(model, _ATTRIBUTE)
     return model
+
+
+def _check_orders(
+    config: WideConfig | None, orders: Mapping[str, Tensor] | None, weights: Mapping[str, Tensor] | None
+) -> None:
+    if orders and weights:
+        raise ConfigError("orders= and weights= cannot be given together: replaced weights name channels by place")
+    if config is not None and config.ffn_grouping == "clustered" and not orders:
+        raise ConfigError(
+            "ffn_grouping='clustered' needs text to see which channels act together: wide.prune reads it, or give "
+            "orders= yourself"
+        )
+
+
+def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:
+    counts = {half.first_tokens for _, _, half in state.routed_halves() if half.first_tokens}
+    if len(counts) > 1:
+        raise ShapeError(f"all routers of a plan protect as many first tokens or none, this one says {sorted(counts)}")
+    for count in counts:
+        decoder = getattr(model, "base_model", model)
+        state.handles.append(decoder.register_forward_pre_hook(FirstTokens(state.control, count), with_kwargs=True))
 
 
 def _routed(config: WideConfig, grouping: Grouping) -> Routed:
@@ -273,6 +311,10 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             state.parts.append((part.module, GATE_NAME))
         state.handles.append(part.module.register_forward_pre_hook(prepare_before, with_kwargs=True))
         state.handles.append(part.module.register_forward_hook(check_after))
+        if isinstance(half, Routed) and half.evicts:
+            assert isinstance(gate, Router)
+            gate.eviction = Eviction(gate)
+            state.handles.append(part.module.register_forward_pre_hook(gate.eviction, with_kwargs=True))
         if isinstance(part, FeedForwardSpec):
             state.handles.append(part.activation.register_forward_hook(ActivationGate(gate)))
     for module, routers in remember.items():

@@ -68,6 +68,7 @@ class WideMixin:
         apply_config(self, facts)
         attachment(self).base = dict(facts["base"])
         attachment(self).originals_lost = bool(facts["has_weights"])
+        attachment(self).order_lost = bool(facts["has_order"])
         self.post_init()  # type: ignore[operator]
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -176,7 +176,10 @@ def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
         gate = gate_of(module)
         if isinstance(gate, Router) and gate.fused is not None:
             return gate.fused.attend(function, module, *args, **kwargs)
-        output, weights = function(module, *args, **kwargs)
+        if isinstance(gate, Router) and gate.eviction is not None and gate.mask is not None:
+            output, weights = gate.eviction.attend(function, module, *args, **kwargs)
+        else:
+            output, weights = function(module, *args, **kwargs)
         mask = None if gate is None else gate.take()
         return (output if mask is None else gate_heads(output, mask)), weights
 

@@ -118,7 +118,7 @@ def require_routing_alone(state: Attachment) -> None:
 
     Raises:
         UnsupportedModelError: If a half is pruned for every token or follows another, the stream is projected, base
-            weights are replaced, or a router is not a bottleneck.
+            weights are replaced, or a router is not a bottleneck, evicts keys and values, or protects first tokens.
     """
     if state.plan.is_static or state.replaced is not None:
         raise UnsupportedModelError(
@@ -126,6 +126,11 @@ def require_routing_alone(state: Attachment) -> None:
             "runs as any other. wide's operators are for routers"
         )
     halves = [half for layer in state.plan.layers for _, half in layer.halves()]
+    if any(half.evicts or half.first_tokens for half in halves if isinstance(half, Routed)):
+        raise UnsupportedModelError(
+            "this plan evicts keys and values or protects first tokens, which wide's operators do not know; run it as "
+            "it is, masked"
+        )
     forms = {half.form for half in halves if isinstance(half, Routed)} - {"bottleneck"}
     if forms or any(isinstance(half, Following) for half in halves):
         what = f"routers of the form {sorted(forms)[0]!r}" if forms else "an FFN that follows the attention's router"

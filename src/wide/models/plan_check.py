@@ -121,6 +121,8 @@ def _check_ffn(half: Half, spec: BlockSpec, where: str) -> None:
         raise UnsupportedModelError(f"the plan prunes an FFN that cannot be routed or pruned: {spec.ffn_reason}")
     if isinstance(half, Kept | Routed):
         _check_width(half.grouping.width, spec.ffn.width, where)
+    if isinstance(half, Routed) and half.evicts:
+        raise ShapeError(f"{where} has no keys and values to evict; only an attention evicts")
 
 
 def _check_width(planned: int, width: int, where: str) -> None:

@@ -44,11 +44,15 @@ class RoutingControl:
         self.num_layers = num_layers
         self.enabled = True
         self.temperature = 1.0
+        # Whether masks in training mode are sampled; otherwise they are those of inference.
+        self.noise = True
         self.observed: list[LayerRouting] | None = None
         self.keep_history = False
         self.forced: list[LayerRouting] | None = None
         self.forced_position: dict[tuple[int, str], int] = {}
         self.prefill: Prefill | None = None
+        # Which tokens of the running forward are the first ones of their sequence, bool [B, T]; for routers that care.
+        self.first: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -58,8 +62,8 @@ class Router(nn.Module):
 
     That is the form 'bottleneck'; `wide.plan.Routed` says what the others put in place of the two matrices.
     Parameters are float32 whatever the base model's dtype. In training mode the mask is a hard Gumbel-softmax sample
-    with straight-through gradient; in evaluation mode it is `margin >= threshold`, and a threshold of 0 is the
-    paper's argmax with ties executing.
+    with straight-through gradient (where `control.noise` is off, that of inference with the same gradient); in
+    evaluation mode it is `margin >= threshold`, and a threshold of 0 is the paper's argmax with ties executing.
 
     Args:
         hidden_size: Channels of the input, D.
@@ -70,7 +74,8 @@ class Router(nn.Module):
         device: Where the parameters live.
 
     While a model is optimised, `fused` of an attention router is the layer's fused execution, which takes the mask in
-    place of the gate. With `is_followed`, the FFN of the layer takes the same mask after the attention.
+    place of the gate; `eviction`, where the plan says so, runs the attention. With `is_followed`, the FFN of the layer
+    takes the same mask after the attention.
 
     Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on both matrices. The
     forms 'linear', 'mlp' and 'dllm' begin as torch's linear layers do, 'dllm' with D-LLM's output bias.
@@ -95,6 +100,7 @@ class Router(nn.Module):
         self.form: RouterForm = routed.form
         self.reads_layer_input = routed.router_input == "layer_input"
         self.reads_residual = routed.router_input != "normed"
+        self.protects_first = routed.first_tokens > 0
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
@@ -112,6 +118,7 @@ class Router(nn.Module):
         self.is_followed = False
         self.followed_mask: Tensor | None = None
         self.fused: Any = None
+        self.eviction: Any = None
         self.reset_parameters()
 
     def reset_parameters(self, execute_bias: float = 0.0) -> None:
@@ -152,12 +159,21 @@ class Router(nn.Module):
         if self.control.forced is not None:
             mask = self._forced_mask(margin)
         elif self.training:
-            mask = functional.gumbel_softmax(logits, tau=self.control.temperature, hard=True)[..., EXECUTE]
+            mask = self._trained_mask(logits, margin)
         else:
             mask = margin >= self.threshold
+        if self.protects_first and self.control.forced is None and self.control.first is not None:
+            mask = mask.masked_fill(self.control.first.unsqueeze(-1), 1)
         if self.control.observed is not None:
             self._observe(self.control.observed[self.layer_index], mask, margin)
         return mask
+
+    def _trained_mask(self, logits: Tensor, margin: Tensor) -> Tensor:
+        heat = self.control.temperature
+        if self.control.noise:
+            return functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]
+        soft = (margin / heat).sigmoid()
+        return (margin >= self.threshold).to(soft.dtype) + (soft - soft.detach())
 
     def prepare(self, hidden: Tensor) -> None:
         """Decide for the coming sub-layer and keep the mask until it is taken."""

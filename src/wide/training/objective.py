@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wide.config import ObjectiveConfig
 from wide.data.batches import IGNORED, TokenBatch
@@ -123,7 +124,7 @@ class Objective:
         )
         rates = self._rates(skipped, total[4:], total[3])
         wanted = self.config.sparsity if target is None else target
-        distance = (wanted - rates[: self._num_terms]).abs().sum() / self._num_terms
+        distance = _distance(wanted - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
         sparsity_loss = self.config.weight / micro_batches * distance
         if isinstance(targets_in_step, Tensor):
             targets_in_step = targets_in_step.clamp(min=1)
@@ -194,6 +195,14 @@ class Objective:
 def target_labels(batch: TokenBatch) -> Tensor:
     """Return the labels `[B, T]` with padding ignored, whatever they said there."""
     return batch.labels.where(batch.valid, IGNORED)
+
+
+def _distance(difference: Tensor, smoothing: float) -> Tensor:
+    """Return |difference|, where it is smaller than `smoothing` a parabola that joins it; less half of `smoothing`."""
+    if not smoothing:
+        return difference.abs()
+    zeros = torch.zeros_like(difference)
+    return functional.huber_loss(difference, zeros, reduction="none", delta=smoothing) / smoothing
 
 
 def _group_shares(num_groups: list[int]) -> Tensor:

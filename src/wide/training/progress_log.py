@@ -1,4 +1,4 @@
-"""What a run shows and keeps of its course: a progress bar or plain lines, records, and optionally TensorBoard."""
+"""What a run shows and keeps of its course: a bar or plain lines, records, and optionally TensorBoard or a tracker."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 
 from wide.errors import MissingExtraError
 from wide.records import Record, RecordFile, read_records
+from wide.training.trackers import Tracker, TrackerName
 
 _UNITS = {
     "loss": "nat/token",
@@ -34,6 +35,7 @@ class ProgressLog:
         first_step: Steps that were done before (resumed).
         folder: Where `metrics.jsonl` goes; None keeps nothing.
         tensorboard: Where TensorBoard's files go; None writes none.
+        tracker: Name of a service that keeps the curves, too; None = none.
         fingerprint: Of the run, written into every record.
         device: Name of the device, written into every record.
         silent: Whether this process shows and writes nothing.
@@ -47,6 +49,7 @@ class ProgressLog:
         first_step: int,
         folder: Path | None = None,
         tensorboard: Path | None = None,
+        tracker: TrackerName | None = None,
         fingerprint: str = "",
         device: str = "",
         silent: bool = False,
@@ -59,7 +62,7 @@ class ProgressLog:
         self._bar = tqdm(
             total=steps, initial=first_step, desc=title, unit="step", disable=silent or not self._on_terminal
         )
-        self._records, self._board = None, None
+        self._records, self._board, self._tracker = None, None, None
         self._lines_at = max(1, steps // _PLAIN_LINES)
         self._last_line = first_step
         if folder is not None and not silent:
@@ -68,6 +71,8 @@ class ProgressLog:
             self._records = RecordFile(path, config_fingerprint=fingerprint, device=device)
         if tensorboard is not None and not silent:
             self._board = _tensorboard(tensorboard, first_step)
+        if tracker is not None and not silent:
+            self._tracker = Tracker(tracker, title, folder)
 
     def add(self, points: list[tuple[int, dict[str, float]]]) -> None:
         """Show the last point and record all of them; a point is (step, name -> value)."""
@@ -96,12 +101,17 @@ class ProgressLog:
             for at, values in points:
                 for name, value in values.items():
                     self._board.add_scalar(f"{self._title}/{name}", value, at)
+        if self._tracker is not None:
+            for at, values in points:
+                self._tracker.add(at, values)
 
     def close(self) -> None:
         """Finish the bar and the files."""
         self._bar.close()
         if self._board is not None:
             self._board.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 def _summary(values: dict[str, float]) -> str:

@@ -25,7 +25,9 @@ from wide.training.inference_target import calibration_batches, meet_target
 from wide.training.modes import own_randomness
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
+from wide.training.start import Start
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
+from wide.training.trackers import TrackerName
 from wide.training.trainer import Outcome, RunOptions, Trainer, device_name, micro_batch_size
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def prune(
     resume: bool = False,
     calibrate_threshold: bool = True,
     tensorboard: str | Path | None = None,
+    tracker: TrackerName | None = None,
 ) -> Any:
     """Train routers until the model skips the wanted share (stage 1), and return the model.
 
@@ -64,6 +67,7 @@ def prune(
         resume: Continue from the newest checkpoint in `output`, if there is one.
         calibrate_threshold: Whether the threshold may be moved off 0, the paper's argmax, to meet the target.
         tensorboard: Folder for TensorBoard's files; None writes none.
+        tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
 
     Raises:
         ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not given, or the plan has no
@@ -90,12 +94,17 @@ def prune(
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
+    facts: dict[str, Any] = {}
     if not is_attached(model):
+        start = Start(model, plan, config, source, objective, stage, parallel, folder, resume=resume)
         with own_randomness(_device(model)):
             torch.manual_seed(stage.seed)
-            attach(model, config)
+            attach(model, config, orders=start.orders())
+            start.fit()
+        facts = start.facts()
     run = _Run(model, "prune", "stage 1", source, objective, stage, parallel, folder)
-    run.train(resume=resume, tensorboard=tensorboard, routers=True, anneal=True)
+    run.begins_with(facts)
+    run.train(resume=resume, tensorboard=tensorboard, tracker=tracker, routers=True, anneal=True)
     run.finish(calibrate_threshold=calibrate_threshold)
     return model
 
@@ -111,6 +120,7 @@ def recover(
     resume: bool = False,
     calibrate_threshold: bool = True,
     tensorboard: str | Path | None = None,
+    tracker: TrackerName | None = None,
 ) -> Any:
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
@@ -128,6 +138,7 @@ def recover(
         resume: As for `prune`.
         calibrate_threshold: As for `prune`; with frozen routers the threshold stays as it is.
         tensorboard: As for `prune`.
+        tracker: As for `prune`.
 
     Raises:
         NotAttachedError: If the model has no plan.
@@ -160,7 +171,9 @@ def recover(
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     run = _Run(model, "recover", "stage 1+2", source, objective, stage, parallel, folder)
     run.continue_after(state.provenance.get("prune", {}))
-    run.train(resume=resume, tensorboard=tensorboard, routers=train_routers, anneal=stage.restart_temperature)
+    run.train(
+        resume=resume, tensorboard=tensorboard, tracker=tracker, routers=train_routers, anneal=stage.restart_temperature
+    )
     run.finish(calibrate_threshold=calibrate_threshold and train_routers)
     return model
 
@@ -185,6 +198,11 @@ class _Run:
         self._parallel, self._output = parallel, output
         self._objective = Objective(model, objective, parallel=parallel)
         self._outcome: Outcome | None = None
+        self._start: dict[str, Any] = {}
+
+    def begins_with(self, facts: dict[str, Any]) -> None:
+        """Record what was done before the first step."""
+        self._start = facts
 
     def continue_after(self, earlier: dict[str, Any]) -> None:
         """Leave out the blocks that the earlier stage read, if it read the same ones."""
@@ -192,7 +210,9 @@ class _Run:
             samples = earlier["steps"] * earlier["stage"]["batch_size"]
             self._source = ShiftedSource(self._source, samples)
 
-    def train(self, *, resume: bool, tensorboard: str | Path | None, routers: bool, anneal: bool) -> None:
+    def train(
+        self, *, resume: bool, tensorboard: str | Path | None, tracker: TrackerName | None, routers: bool, anneal: bool
+    ) -> None:
         """Run the steps."""
         if routers:
             # What training samples has nothing to do with the threshold of an earlier calibration.
@@ -205,6 +225,7 @@ class _Run:
             train_routers=routers,
             anneal=anneal,
             tensorboard=None if tensorboard is None else Path(tensorboard),
+            tracker=tracker,
         )
         trainer = Trainer(self._model, self._objective, self._source, self._stage, options, parallel=self._parallel)
         self._outcome = trainer.train()
@@ -234,7 +255,7 @@ class _Run:
             "processes": self._parallel.world,
             "device": device_name(_device(self._model)),
             "versions": versions(),
-        }
+        } | ({"start": self._start} if self._start else {})
         if self._output is not None and self._parallel.is_first:
             save(self._model, self._output / "adapter")
         self._parallel.barrier()
@@ -248,6 +269,8 @@ class _Run:
         stage.pop("checkpoint_every")
         objective = dataclasses.asdict(self._config)
         facts = [self._name, base, state.plan.to_json(), objective, stage, self._data, self._parallel.world]
+        if state.regrouped is not None:
+            facts.append({name: order.tolist() for name, order in state.regrouped.orders().items()})
         static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
         zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
         return fingerprint([*facts, static, zeros] if static or zeros else facts)

@@ -25,6 +25,7 @@ from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog
 from wide.training.schedule import learning_rate, sparsity_target, temperature
 from wide.training.token_loss import num_targets
+from wide.training.trackers import TrackerName
 
 # Looking at losses makes the host wait for the device.
 _LOOK_EVERY = 10
@@ -43,6 +44,7 @@ class RunOptions:
         train_routers: Otherwise only LoRA is trained, on the routing of inference.
         anneal: Follow the temperature schedule; otherwise stay at its end.
         tensorboard: Folder for TensorBoard's files; None writes none.
+        tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
     """
 
     title: str
@@ -52,6 +54,7 @@ class RunOptions:
     train_routers: bool = True
     anneal: bool = True
     tensorboard: Path | None = None
+    tracker: TrackerName | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +144,7 @@ class Trainer:
             first_step=first,
             folder=options.output,
             tensorboard=options.tensorboard,
+            tracker=options.tracker,
             fingerprint=options.fingerprint,
             device=device_name(self._device),
             silent=not self._parallel.is_first,
@@ -180,6 +184,7 @@ class Trainer:
         torch.manual_seed(_seed(stage.seed, step, parallel.rank))
         schedule = self._schedule(step)
         control.temperature = schedule["temperature"]
+        control.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
         parts = split_batch(batch, self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.

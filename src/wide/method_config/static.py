@@ -1,19 +1,10 @@
-"""The settings of each method of the benchmark as frozen dataclasses; the defaults are the originals'.
-
-Like `wide.config`, this file imports no torch, so that the command line is quick.
-"""
+"""Settings of methods that decide once what is pruned for every token."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from wide.config import WideConfig
 from wide.errors import ConfigError
-
-
-def _require_positive(settings: object, *names: str) -> None:
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(settings, name)}")
+from wide.method_config.checks import require_not_negative, require_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +26,7 @@ class BlockPrunerConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no work can be done with."""
-        _require_positive(self, "num_windows", "window_length", "batch_size")
+        require_positive(self, "num_windows", "window_length", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +68,8 @@ class CoopPrunerConfig:
         """Refuse unknown strata and sizes that no work can be done with."""
         if self.strata not in ("paper", "spanning"):
             raise ConfigError(f"strata must be 'paper' or 'spanning', got {self.strata!r}")
-        _require_positive(self, "num_masks", "num_contribution_masks", "epochs", "rate_step", "surrogate_batch_size")
-        _require_positive(self, "num_windows", "window_length", "batch_size")
+        require_positive(self, "num_masks", "num_contribution_masks", "epochs", "rate_step", "surrogate_batch_size")
+        require_positive(self, "num_windows", "window_length", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,16 +117,12 @@ class DDPConfig:
         """Refuse settings that cannot be trained with."""
         if self.export not in ("topk_exact", "relu"):
             raise ConfigError(f"export must be 'topk_exact' or 'relu', got {self.export!r}")
-        for name in ("steps", "batch_size", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "steps", "batch_size", "micro_batch_size")
         if self.batch_size % self.micro_batch_size:
             raise ConfigError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
         if self.sequence_length is not None and self.sequence_length < 2:
             raise ConfigError(f"sequence_length must be at least 2 or null, got {self.sequence_length}")
-        for name in ("linear_rate", "quadratic_rate", "binary_rate", "distillation", "initial_spread"):
-            if getattr(self, name) < 0.0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        require_not_negative(self, "linear_rate", "quadratic_rate", "binary_rate", "distillation", "initial_spread")
         if not self.learning_rate > 0.0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}")
         if not 0.0 <= self.warmup <= 1.0:
@@ -144,24 +131,6 @@ class DDPConfig:
             raise ConfigError(f"midpoint_end must lie in (0, 0.5], got {self.midpoint_end}")
         if self.lowest > 0.0:
             raise ConfigError(f"lowest must not be positive, or no gate could reach 0, got {self.lowest}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DLLMConfig:
-    """Settings of layer skipping in D-LLM's manner: one router for both halves of a layer.
-
-    Args:
-        router_rank: Width of the router's bottleneck.
-        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
-    """
-
-    router_rank: int = 32
-    calibrate_threshold: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse a router without width."""
-        if self.router_rank < 1:
-            raise ConfigError(f"router_rank must be at least 1, got {self.router_rank}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,59 +165,7 @@ class ShortenedConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must be at least 0, or null for the original's share, got {value}")
-        _require_positive(self, "num_windows", "window_length", "batch_size")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkipGPTConfig:
-    """Settings of token-wise skipping of half-layers as the WIDE paper runs SkipGPT.
-
-    Args:
-        router_rank: Width of the router's bottleneck; the paper raises it to what WIDE's routers hold in total.
-        uniform: Steer attention and FFN to the target each, instead of their mean.
-        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
-    """
-
-    router_rank: int = 32
-    uniform: bool = False
-    calibrate_threshold: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse a router without width."""
-        if self.router_rank < 1:
-            raise ConfigError(f"router_rank must be at least 1, got {self.router_rank}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkipGPTOriginalConfig:
-    """Settings of SkipGPT as its authors released it.
-
-    Args:
-        router_form: 'mlp' is the released code's, 'linear' the paper's single matrix.
-        router_rank: Width of the MLP; None means a quarter of the hidden size.
-        weight: Of the distance from the target sparsity in the loss.
-        temperature_start: Gumbel-softmax temperature at the first step.
-        temperature_end: Temperature at the last step, reached linearly.
-        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
-    """
-
-    router_form: Literal["mlp", "linear"] = "mlp"
-    router_rank: int | None = None
-    weight: float = 20.0
-    temperature_start: float = 5.0
-    temperature_end: float = 1.0
-    calibrate_threshold: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that no router has."""
-        if self.router_form not in ("mlp", "linear"):
-            raise ConfigError(f"router_form must be 'mlp' or 'linear', got {self.router_form!r}")
-        if self.router_rank is not None and self.router_rank < 1:
-            raise ConfigError(f"router_rank must be at least 1 or null, got {self.router_rank}")
-        if self.weight < 0.0:
-            raise ConfigError(f"weight must not be negative, got {self.weight}")
-        if not (self.temperature_start > 0.0 and self.temperature_end > 0.0):
-            raise ConfigError(f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}")
+        require_positive(self, "num_windows", "window_length", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,9 +280,7 @@ class TyrConfig:
                 f"survivors {self.survivors} must have one entry fewer than stage_tokens {self.stage_tokens}: how many "
                 "mutants go on to each stage after the first"
             )
-        for name in ("attention_rounds", "ffn_rounds", "iterations", "levels_per_side", "max_swaps", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "attention_rounds", "ffn_rounds", "iterations", "levels_per_side", "max_swaps", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,16 +300,3 @@ class WandaConfig:
     window_length: int = 2048
     batch_size: int = 8
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WideMethodConfig(WideConfig):
-    """Settings of the row 'wide': those of `WideConfig`, and how the target is met.
-
-    Args:
-        uniform: Steer attention and FFN to the target each, instead of their mean.
-        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
-    """
-
-    uniform: bool = False
-    calibrate_threshold: bool = True

@@ -1,0 +1,147 @@
+"""Tokens that skip a layer leave nothing behind in it: no later token sees their keys and values (D-LLM).
+
+What a token sees is `sum_j p_j g_j v_j / sum_j p_j g_j`, with p the attention over all keys and g the gate of each:
+softmax over the executing tokens alone, with a gradient that reaches the gates. Values carry their gate as one more
+channel, so that every attention function computes numerator and denominator in one pass, without a mask of T x T
+entries. The values of evicted tokens are zero, in the cache too, which is how later tokens know them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wide.errors import UnsupportedModelError
+from wide.models.router import Router, RoutingControl
+
+# Keeps the quotient finite where all attention falls on evicted tokens (D-LLM's own constant).
+_EPSILON = 1e-6
+# One channel is needed; attention kernels take multiples of eight.
+_EXTRA_CHANNELS = 8
+
+
+class Eviction:
+    """Keeps the values of skipping tokens out of one attention and out of its cache.
+
+    It is a forward pre-hook (with keyword arguments) on the attention module, after the one that lets the router
+    decide, and runs the attention function in the place of the module.
+
+    Args:
+        router: Of the attention, with one group.
+    """
+
+    def __init__(self, router: Router) -> None:
+        """Serve this router."""
+        self._router = router
+        self._gates_cache = False
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let the cache of the coming forward receive gated values."""
+        cache, mask = kwargs.get("past_key_values"), self._router.mask
+        self._gates_cache = cache is not None and mask is not None
+        if cache is None or mask is None:
+            return None
+        return args, kwargs | {"past_key_values": _GatedCache(cache, _per_key(mask))}
+
+    def attend(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what the attention function gives where evicted tokens cannot be seen.
+
+        Args:
+            function: Attention in transformers' form.
+            module: The attention module.
+            query: `[B, H_q, T, d]`.
+            key: `[B, H_k, S, d]`, the cached ones included.
+            value: Likewise; cached ones are zero where they were evicted.
+            args: Further arguments of the function.
+            kwargs: Likewise.
+
+        Returns:
+            Output `[B, T, H_q, d]`, and the function's attention weights, of keys that are evicted too.
+
+        Raises:
+            UnsupportedModelError: If the attention has sinks, or a cache that this does not know of.
+        """
+        mask = self._router.mask
+        assert mask is not None
+        if kwargs.get("s_aux") is not None:
+            raise UnsupportedModelError(
+                f"layer {self._router.layer_index}: attention with sinks cannot evict keys and values"
+            )
+        if key.shape[2] == mask.shape[1]:
+            # The router's own mask, which has a gradient in training.
+            gate = _per_key(mask).to(value.dtype).expand(-1, value.shape[1], -1, -1)
+            value = value * gate
+        elif self._gates_cache:
+            gate = (value != 0).any(-1, keepdim=True).to(value.dtype)
+        else:
+            raise UnsupportedModelError(
+                f"layer {self._router.layer_index}: {type(module).__name__} did not get its cache as past_key_values, "
+                "so evicted tokens cannot be kept out of it"
+            )
+        width = value.shape[-1]
+        if kwargs.get("scaling") is None:
+            kwargs["scaling"] = query.shape[-1] ** -0.5
+        widened = torch.cat([value, gate, gate.new_zeros(*gate.shape[:-1], _EXTRA_CHANNELS - 1)], dim=-1)
+        query, key = (functional.pad(tensor, (0, _EXTRA_CHANNELS)) for tensor in (query, key))
+        output, weights = function(module, query, key, widened, *args, **kwargs)
+        seen = output[..., width : width + 1].float() + _EPSILON
+        return (output[..., :width].float() / seen).to(value.dtype), weights
+
+
+class FirstTokens:
+    """A forward pre-hook (with keyword arguments) on a decoder: notes which tokens are the first ones of a sequence.
+
+    Args:
+        control: Of the model's routers.
+        count: How many of each sequence always execute.
+    """
+
+    def __init__(self, control: RoutingControl, count: int) -> None:
+        """Serve the routers of this control."""
+        self._control = control
+        self._count = count
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set `RoutingControl.first` for the coming forward; padding on the left does not count."""
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        batch, length = tokens.shape[:2]
+        cache, valid = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if isinstance(valid, Tensor) and valid.dim() == 2:
+            positions = valid.to(torch.int64).cumsum(-1)[:, past : past + length] - 1
+        else:
+            positions = torch.arange(past, past + length, device=tokens.device).expand(batch, -1)
+        self._control.first = positions < self._count
+
+
+class _GatedCache:
+    """A cache that receives the values of one layer times their gates; everything else is the cache's own."""
+
+    def __init__(self, cache: Any, gate: Tensor) -> None:
+        self._cache = cache
+        self._gate = gate
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._cache.update(key, value * self._gate.to(value.dtype), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _per_key(mask: Tensor) -> Tensor:
+    """Return `[B, T, 1]` as `[B, 1, T, 1]`."""
+    return mask.unsqueeze(1)

@@ -1,0 +1,146 @@
+"""Intermediate channels of FFNs in another order, so that channels of one group belong together.
+
+A group is a run of adjacent channels, and which channels are neighbours in a trained model means nothing. Permuting the
+rows of gate and up and the columns of down alike leaves the FFN's function as it is (its sum is rounded in another
+order) and lets any set of channels be a group, for every executor: masks, fused operators and the runtime.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wide.errors import ShapeError, UnsupportedModelError
+from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.plan import Plan, Routed
+
+_PROBE_ROWS = 4
+_SAME_TO = 2e-2
+
+
+def order_name(layer: int) -> str:
+    """Return the name of the tensor with the order of the FFN channels of a layer."""
+    return f"layers.{layer}.ffn.order"
+
+
+class RegroupedChannels:
+    """Puts the FFN channels of some layers into another order, and back, bit for bit.
+
+    Parameters stay the same objects. Under `bypass` the channels stay where they are: the function is the dense one.
+
+    Args:
+        specs: Parts of the decoder layers.
+        plan: What each half-layer runs; only routed FFNs have groups for whose sake channels may move.
+        orders: By the names of `order_name`, int64 `[F]`: at each new place, which old channel lies there.
+
+    Raises:
+        ShapeError: If a name is unknown, an order is no permutation of the layer's channels, or its FFN is not routed.
+        UnsupportedModelError: If a layer is quantised or sharded, or its FFN is another function afterwards.
+    """
+
+    def __init__(self, specs: Sequence[BlockSpec], plan: Plan, orders: Mapping[str, Tensor]) -> None:
+        """Check everything, then move."""
+        self._layers: list[tuple[FeedForwardSpec, str]] = []
+        self._orders: dict[str, Tensor] = {}
+        known = {order_name(spec.index): (spec, layer) for spec, layer in zip(specs, plan.layers, strict=True)}
+        for name, order in orders.items():
+            if name not in known:
+                raise ShapeError(f"orders name {name!r}; the names of this model are {order_name(0)!r} and so on")
+            spec, layer = known[name]
+            if spec.ffn is None or not isinstance(layer.ffn, Routed):
+                raise ShapeError(f"{name}: this plan does not route that FFN, so its channels have no groups")
+            _require_plain(spec.index, spec.ffn)
+            self._orders[name] = _permutation(name, order, spec.ffn.width)
+            self._layers.append((spec.ffn, name))
+        done: list[tuple[FeedForwardSpec, str]] = []
+        try:
+            for ffn, name in self._layers:
+                before = _probe(ffn)
+                _move(ffn, self._orders[name])
+                done.append((ffn, name))
+                _require_same(name, ffn, before)
+        except UnsupportedModelError:
+            self._layers = done
+            self.restore()
+            raise
+
+    def orders(self) -> dict[str, Tensor]:
+        """Return copies of the orders, int64 `[F]` by name, on the CPU."""
+        return {name: order.clone() for name, order in self._orders.items()}
+
+    def restore(self) -> None:
+        """Put every channel back for good."""
+        for ffn, name in self._layers:
+            _move(ffn, self._orders[name].argsort())
+        self._layers = []
+
+
+def _permutation(name: str, order: Tensor, width: int) -> Tensor:
+    if order.dtype != torch.int64 or tuple(order.shape) != (width,):
+        raise ShapeError(
+            f"{name} is {order.dtype} of shape {tuple(order.shape)}; int64 of shape ({width},) is needed, an old "
+            "channel for each place"
+        )
+    found = order.detach().to("cpu", copy=True)
+    if not torch.equal(found.sort().values, torch.arange(width)):
+        raise ShapeError(f"{name} is no permutation: each of the {width} channels must be named once")
+    return found
+
+
+def _require_plain(index: int, ffn: FeedForwardSpec) -> None:
+    for linear in (ffn.up, ffn.gate, ffn.down):
+        weight = getattr(linear, "weight", None)
+        if linear is None or (
+            isinstance(linear, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+        ):
+            continue
+        raise UnsupportedModelError(
+            f"layer {index}: the channels of a {type(linear).__name__} with a {type(weight).__name__} weight cannot "
+            "change places (quantised or sharded); load the model unquantised, or use ffn_grouping='adjacent'"
+        )
+
+
+def _move(ffn: FeedForwardSpec, order: Tensor) -> None:
+    """Let the channel at each place be the one that `order` names."""
+    up, down = ffn.up, ffn.down
+    rows = torch.cat([order, ffn.width + order]) if ffn.fused_gate else order
+    for linear in (up,) if ffn.gate is None else (up, ffn.gate):
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None:
+                _select(parameter, 0, rows)
+    _select(down.weight, 1, order)
+
+
+def _select(parameter: Any, dim: int, places: Tensor) -> None:
+    parameter.data = parameter.data.index_select(dim, places.to(parameter.device))
+
+
+def _probe(ffn: FeedForwardSpec) -> Tensor | None:
+    """Return the FFN's output for a few random rows, whatever is attached to it; None on the meta device."""
+    down: Any = ffn.down
+    up: Any = ffn.up
+    if down.weight.is_meta:
+        return None
+    drawn = torch.randn(1, _PROBE_ROWS, up.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
+    training = [module for module in ffn.module.modules() if module.training]
+    ffn.module.eval()
+    try:
+        with torch.no_grad():
+            out: Tensor = ffn.module(drawn.to(device=up.weight.device, dtype=up.weight.dtype))
+    finally:
+        for module in training:
+            module.training = True
+    return out.float()
+
+
+def _require_same(name: str, ffn: FeedForwardSpec, before: Tensor | None) -> None:
+    after = _probe(ffn)
+    if before is None or after is None:
+        return
+    error = (after - before).norm() / before.norm().clamp_min(1e-12)
+    if not error <= _SAME_TO:
+        raise UnsupportedModelError(
+            f"{name}: {type(ffn.module).__name__} is another function with its channels in another order (off by "
+            f"{float(error):.1%}), so something in it knows channels by their place; use ffn_grouping='adjacent'"
+        )

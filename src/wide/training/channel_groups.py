@@ -1,0 +1,137 @@
+"""Which FFN channels should form a group: those that matter for the same tokens.
+
+Skipping group g for token t costs about the squared size of what its channels would have added to the output, the sum
+over its channels c of a(t, c)^2 with a = |activation| * |column of the down projection|. Groups are chosen for the
+least cost of skipping a given share of all (token, group) pairs, by turns: which pairs are cheapest to skip under the
+present groups, and which balanced groups make skipping just these pairs cheapest. Neither step makes the cost larger.
+
+The start is a balanced spherical k-means of the channels' profiles over tokens.
+
+Source: ours; that channels of one FFN can be grouped by co-activation without changing it: MoEfication (Zhang et al.,
+2022).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_KMEANS_ROUNDS = 6
+_ROUNDS = 10
+# How far a price overshoots at first, of the mean difference between a channel's two cheapest groups, and by which
+# factor more from one bid to the next.
+_OVERSHOOT, _GROWTH = 0.1, 1.001
+
+
+def channel_order(energy: Tensor, *, num_groups: int, skipped: float, seed: int) -> Tensor:
+    """Return an order in which the channels of each group are adjacent.
+
+    Args:
+        energy: a^2 of channel c at token t, `[T, C]`, not negative, any float dtype.
+        num_groups: Groups of equal size; must divide C.
+        skipped: Share of (token, group) pairs to be skipped, in (0, 1).
+        seed: Of the start.
+
+    Returns:
+        int64 `[C]` on the CPU: the old channel at each new place; inside a group channels keep their order.
+    """
+    energy = energy.float()
+    capacity = energy.shape[1] // num_groups
+    groups = _kmeans(energy, num_groups, capacity, seed)
+    best, best_cost = groups, skip_cost(energy, groups, num_groups, skipped)
+    for _ in range(_ROUNDS):
+        mask = _cheapest_pairs(energy, groups, num_groups, skipped)
+        groups = balanced_assignment(energy.T @ mask.to(energy.dtype), capacity)
+        cost = skip_cost(energy, groups, num_groups, skipped)
+        # The assignment is the best one up to its overshoot only.
+        if cost >= best_cost:
+            break
+        best, best_cost = groups, cost
+    return best.cpu().argsort(stable=True)
+
+
+def skip_cost(energy: Tensor, groups: Tensor, num_groups: int, skipped: float) -> float:
+    """Return the share of all energy that the cheapest `skipped` share of (token, group) pairs holds.
+
+    Args:
+        energy: As for `channel_order`.
+        groups: Group of each channel, int64 `[C]`.
+        num_groups: Number of groups.
+        skipped: Share of pairs.
+    """
+    mass = _mass(energy.float(), groups, num_groups)
+    return float((mass * _cheapest(mass, skipped)).double().sum() / mass.double().sum().clamp_min(1e-300))
+
+
+def balanced_assignment(cost: Tensor, capacity: int) -> Tensor:
+    """Return for each of C items one of G places, `capacity` items a place, at nearly the least total cost.
+
+    An auction of places: one that is asked for by too many raises its price until only `capacity` items still prefer
+    it, and a little more, so that it does not take forever; the longer it takes, the more.
+
+    Args:
+        cost: `[C, G]` with C = G * capacity.
+        capacity: Items that each place takes.
+
+    Returns:
+        int64 `[C]`.
+
+    Source: Bertsekas, the auction algorithm for transportation problems (1989).
+    """
+    cost = cost.double().cpu()
+    num_items, num_places = cost.shape
+    if num_places == 1:
+        return torch.zeros(num_items, dtype=torch.int64)
+    overshoot = _overshoot(cost)
+    price = torch.zeros(num_places, dtype=torch.float64)
+    chosen = cost.argmin(1)
+    load = torch.bincount(chosen, minlength=num_places)
+    while int(load.max()) > capacity:
+        place = int(load.argmax())
+        members = (chosen == place).nonzero().squeeze(1)
+        asked = cost[members] + price
+        own = asked[:, place].clone()
+        asked[:, place] = torch.inf
+        other, where = asked.min(1)
+        leaving = (other - own).topk(len(members) - capacity, largest=False)
+        price[place] += leaving.values[-1].clamp_min(0.0) + overshoot
+        targets = where[leaving.indices]
+        chosen[members[leaving.indices]] = targets
+        load[place] = capacity
+        load += torch.bincount(targets, minlength=num_places)
+        overshoot *= _GROWTH
+    return chosen
+
+
+def _overshoot(cost: Tensor) -> float:
+    two = cost.topk(2, largest=False).values
+    regret = float((two[:, 1] - two[:, 0]).mean())
+    spread = float((cost.amax(1) - cost.amin(1)).mean())
+    # Relative to the costs at the least, so that adding it changes a price.
+    floor = 1e-12 * float(cost.abs().max()) + torch.finfo(torch.float64).tiny
+    return max(_OVERSHOOT * regret, 1e-2 * _OVERSHOOT * spread, floor)
+
+
+def _mass(energy: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    return energy @ functional.one_hot(groups.to(energy.device), num_groups).to(energy.dtype)
+
+
+def _cheapest(mass: Tensor, skipped: float) -> Tensor:
+    count = min(max(round(skipped * mass.numel()), 1), mass.numel())
+    # A sort and not kthvalue, which is refused on CUDA for more than 2^31 elements and slow below.
+    return mass <= mass.flatten().sort().values[count - 1]
+
+
+def _cheapest_pairs(energy: Tensor, groups: Tensor, num_groups: int, skipped: float) -> Tensor:
+    return _cheapest(_mass(energy, groups, num_groups), skipped)
+
+
+def _kmeans(energy: Tensor, num_groups: int, capacity: int, seed: int) -> Tensor:
+    profiles = functional.normalize(energy.sqrt().T, dim=1)
+    drawn = torch.randperm(len(profiles), generator=torch.Generator().manual_seed(seed))[:num_groups]
+    centres = profiles[drawn.to(profiles.device)]
+    groups = torch.zeros(len(profiles), dtype=torch.int64)
+    for _ in range(_KMEANS_ROUNDS):
+        groups = balanced_assignment(-(profiles @ centres.T), capacity)
+        member = functional.one_hot(groups.to(profiles.device), num_groups).to(profiles.dtype)
+        centres = functional.normalize(member.T @ profiles, dim=1)
+    return groups

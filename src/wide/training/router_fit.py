@@ -1,0 +1,229 @@
+"""Routers that begin by predicting which groups matter, instead of at random.
+
+What skipping group g of a half-layer changes is the loss, by about |gradient at the half's output| times the size of
+what the group adds to it, ||W_g h_g||, for the share of the work that the group is. The logarithm of that is predicted
+from what the router reads by ridge regression of reduced rank, in closed form; margins are the distance of the
+prediction from the threshold at which the model skips its target, in units of the prediction's error, so that the
+sampling of training errs where the prediction is unsure.
+
+Source: ours. Reduced-rank regression: Izenman (1975); a first-order estimate of what a group is worth: Molchanov et al.
+(2017).
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wide.config import ObjectiveConfig
+from wide.data.batches import TokenBatch
+from wide.data.progress import progress
+from wide.models.attach import attachment
+from wide.models.block_spec import AttentionSpec, FeedForwardSpec
+from wide.models.dial import calibrate_dial, set_sparsity
+from wide.models.measures import Measure, half_weights
+from wide.models.observe import bypass
+from wide.models.router import Router
+from wide.training.activations import in_passes, judging, read_inputs
+from wide.training.objective import target_labels
+from wide.training.token_loss import token_losses
+
+# Of the mean variance of what a router reads.
+_RIDGE = 0.1
+# Importance further from the threshold decides nothing more; natural logarithm.
+_FAR = 1.0
+# The largest mean margin of a group: sampling still tries the other choice at 2 % of the tokens, so that it is learnt.
+_CERTAIN = 4.0
+# From a probit's argument to a logit.
+_LOGISTIC = 1.7
+_SMALLEST = 1e-30
+_TOKENS_WITH_GRADIENT = 4_096
+_VALUES_SORTED = 1 << 22
+
+
+def fit_routers(model: nn.Module, batches: Sequence[TokenBatch], objective: ObjectiveConfig) -> None:
+    """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
+
+    Args:
+        model: An attached model whose routers are bottlenecks with a bias; thresholds are 0 and the dial empty after.
+        batches: Text, on the CPU.
+        objective: Target and measure; 'uniform' is taken for the mean.
+    """
+    state = attachment(model)
+    routers = dict(enumerate(state.routers()))
+    parts = {key: _part_of(model, router) for key, router in routers.items()}
+    measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
+    weights = half_weights(model, measure, include_fixed=objective.include_fixed)
+    importance = _importance(model, routers, parts, batches)
+    for key, weight in enumerate(weights):
+        # Compared is what skipping costs for the work that it saves; what saves nothing is never skipped.
+        importance[key] -= 0.5 * torch.tensor(weight / routers[key].num_groups).clamp_min(_SMALLEST).log()
+    threshold = _threshold([importance[key] for key in routers], weights, objective.sparsity)
+    tokens = len(importance[0])
+    widths = {key: state.specs[router.layer_index].hidden_size for key, router in routers.items()}
+    for keys in in_passes(widths, tokens):
+        # A router is asked while everything executes, whatever it would say itself.
+        set_sparsity(model, 0.0)
+        inputs = read_inputs(model, {key: routers[key] for key in keys}, batches, title="what routers read")
+        for key in progress(keys, title="fitting routers", unit="router"):
+            device = next(routers[key].parameters()).device
+            surplus = (importance[key] - threshold).clamp(-_FAR, _FAR).to(device)
+            _set(routers[key], *fitted_margins(inputs.pop(key).to(device), surplus))
+    _meet(model, batches, objective.sparsity, measure, include_fixed=objective.include_fixed)
+
+
+def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit margins to what groups are worth, by ridge regression.
+
+    Args:
+        hidden: What the router reads, `[n, D]`, any float dtype.
+        surplus: By how much each group's worth exceeds the threshold, float32 `[n, G]`.
+
+    Returns:
+        Directions `[G, D]` in the hidden states, of unit variance and most telling first; mixing `[G, G]` of these
+        into margins, so that leaving out the last columns is the best fit of that rank; bias `[G]`. All float32.
+    """
+    x, y = hidden.float(), surplus.float()
+    mean, mean_surplus = x.mean(0), y.mean(0)
+    x, y = x - mean, y - mean_surplus
+    covariance = (x.T @ x).double() / len(x)
+    ridge = _RIDGE * covariance.diagonal().mean().clamp_min(_SMALLEST)
+    covariance.diagonal().add_(ridge)
+    slope = torch.linalg.solve(covariance, (x.T @ y).double() / len(x))
+    error = (y - (x @ slope.float())).square().mean(0).sqrt().clamp_min(1e-3 * _FAR).double()
+    # In units of each group's error, both for the margins and for what a lower rank loses.
+    slope = slope * (_LOGISTIC / error)
+    variance, axes = torch.linalg.eigh(slope.T @ covariance @ slope)
+    variance, axes = variance.flip(0), axes.flip(1)
+    spread = variance.clamp_min(_SMALLEST).sqrt()
+    directions = (slope @ axes / spread).T
+    mixing = axes * spread
+    certain = (mean_surplus * (_LOGISTIC / error)).clamp(-_CERTAIN, _CERTAIN)
+    bias = certain - mixing @ (directions @ mean.double())
+    return directions.float(), mixing.float(), bias.float()
+
+
+def _part_of(model: nn.Module, router: Router) -> AttentionSpec | FeedForwardSpec:
+    spec = attachment(model).specs[router.layer_index]
+    part = spec.attention if router.half_layer == "attention" else spec.ffn
+    assert part is not None
+    return part
+
+
+def _output_of(part: AttentionSpec | FeedForwardSpec) -> nn.Module:
+    return part.output if isinstance(part, AttentionSpec) else part.down
+
+
+def _importance(
+    model: nn.Module,
+    routers: dict[int, Router],
+    parts: dict[int, AttentionSpec | FeedForwardSpec],
+    batches: Sequence[TokenBatch],
+) -> dict[int, Tensor]:
+    """Return the logarithm of what each group adds to the loss, per token, float32 `[tokens, N_G]` on the CPU."""
+    gradients = _gradient_sizes(model, parts, batches)
+    grams = {key: _gram(_output_of(part), routers[key].num_groups) for key, part in parts.items()}
+
+    def keep(key: int, rows: Tensor) -> Tensor:
+        gram = grams[key]
+        grouped = rows.float().unflatten(-1, gram.shape[:2]).transpose(0, 1)
+        energy = ((grouped @ gram) * grouped).sum(-1).T
+        return 0.5 * energy.clamp_min(_SMALLEST).log() + gradients[key]
+
+    outputs = {key: _output_of(part) for key, part in parts.items()}
+    with bypass(model):
+        return read_inputs(model, outputs, batches, title="what groups add", keep=keep)
+
+
+def _gram(output: nn.Module, num_groups: int) -> Tensor:
+    """Return W_g^T W_g of every group's columns, float32 `[N_G, c, c]`."""
+    weight: Any = output.weight
+    columns = weight.detach().float().unflatten(1, (num_groups, -1)).transpose(0, 1)
+    return columns.transpose(1, 2) @ columns
+
+
+def _gradient_sizes(
+    model: nn.Module, parts: dict[int, AttentionSpec | FeedForwardSpec], batches: Sequence[TokenBatch]
+) -> dict[int, float]:
+    """Return the logarithm of the median size of the loss's gradient at the output of each half, per token."""
+    found: dict[int, list[Tensor]] = {key: [] for key in parts}
+    running: dict[int, Tensor] = {}
+    typed: Any = model
+    device = next(model.parameters()).device
+    with ExitStack() as hooks, judging(model), bypass(model), torch.enable_grad():
+        # The base may be frozen: the embedding's output is what gradients flow to.
+        start = typed.get_input_embeddings()
+        hooks.callback(start.register_forward_hook(lambda _m, _a, out: out.detach().requires_grad_()).remove)
+        for key, part in parts.items():
+            note = _note(running, key)
+            hooks.callback(_output_of(part).register_forward_hook(note).remove)
+        tokens = 0
+        for batch in progress(batches, title="gradients of the halves", unit="batch"):
+            moved = batch.to(device)
+            mask = None if bool(batch.valid.all()) else moved.valid.long()
+            logits = typed(input_ids=moved.input_ids, attention_mask=mask, use_cache=False).logits
+            loss = token_losses(logits, target_labels(moved))[0]
+            gradients = torch.autograd.grad(loss, list(running.values()))
+            for key, gradient in zip(running, gradients, strict=True):
+                sizes = gradient.flatten(0, -2).float().norm(dim=-1)
+                found[key].append(sizes[moved.valid.flatten().to(sizes.device)].cpu())
+            running.clear()
+            tokens += int(batch.valid.sum())
+            if tokens >= _TOKENS_WITH_GRADIENT:
+                break
+    return {key: float(torch.cat(sizes).median().clamp_min(_SMALLEST).log()) for key, sizes in found.items()}
+
+
+def _note(running: dict[int, Tensor], key: int) -> Any:
+    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
+        running[key] = output
+
+    return hook
+
+
+def _threshold(importance: Sequence[Tensor], weights: Sequence[float], sparsity: float) -> float:
+    """Return the importance below which the wanted weight of (token, group) pairs lies."""
+    total = sum(part.numel() for part in importance)
+    every = -(-total // _VALUES_SORTED)
+    parts = [part[::every] for part in importance]
+    values = torch.cat([part.flatten() for part in parts])
+    mass = [torch.full((part.numel(),), weight / part.numel()) for part, weight in zip(parts, weights, strict=True)]
+    order = values.argsort()
+    below = torch.cat(mass).double()[order].cumsum(0)
+    index = int((below < sparsity).sum())
+    return float(values[order[min(index, len(values) - 1)]])
+
+
+def _set(router: Router, directions: Tensor, mixing: Tensor, bias: Tensor) -> None:
+    """Give a router these margins; beyond the fit's rank it keeps random directions that weigh nothing yet."""
+    assert router.down is not None
+    assert router.bias is not None
+    used = min(len(router.down), len(directions))
+    with torch.no_grad():
+        router.up.zero_()
+        router.down[:used] = directions[:used]
+        # Half of a margin each, execute before skip.
+        router.up[:, :used] = torch.stack([mixing[:, :used], -mixing[:, :used]], dim=1).flatten(0, 1) / 2
+        router.bias.copy_(torch.stack([bias, -bias], dim=1).flatten() / 2)
+
+
+def _meet(
+    model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, measure: Measure, *, include_fixed: bool
+) -> None:
+    """Move the biases so that argmax skips the target while the masks are in force."""
+    if not sparsity:
+        return
+    reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
+    # Neighbours on both sides, so that the target lies inside the dial.
+    points = [sparsity / 2, sparsity, (reachable + sparsity) / 2]
+    set_sparsity(model, threshold=0.0)
+    calibrate_dial(model, batches, measure=measure, include_fixed=include_fixed, sparsities=points)
+    threshold = set_sparsity(model, sparsity)
+    for router in attachment(model).routers():
+        assert router.bias is not None
+        with torch.no_grad():
+            router.bias.add_(router.bias.new_tensor([-threshold / 2, threshold / 2]).repeat(router.num_groups))
+    set_sparsity(model, threshold=0.0)
+    attachment(model).dial = []

@@ -1,0 +1,288 @@
+"""What stage 1 begins with: groups of channels that act together, and routers that skip what matters least."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import RandomSource, dense_model, stage
+
+from wide.config import ObjectiveConfig, WideConfig
+from wide.errors import ConfigError, TrainingError
+from wide.models.adapter import load
+from wide.models.attach import attach, attachment, detach
+from wide.models.dial import measure_sparsity
+from wide.models.observe import observe
+from wide.training.activations import first_batches, in_passes
+from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost
+from wide.training.router_fit import fit_routers, fitted_margins
+from wide.training.stages import prune
+
+CLUSTERED = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=256)
+FITTED = WideConfig(ffn_group_size=16, router_rank=4, router_start="fitted", router_bias=True, start_tokens=512)
+
+
+def batches():
+    return first_batches(RandomSource(), batch_size=8, micro_batch_size=4, tokens=512)
+
+
+@given(
+    st.integers(1, 7), st.integers(1, 9), st.integers(0, 10_000), st.sampled_from(["normal", "ties", "huge", "same"])
+)
+@settings(max_examples=60, deadline=None)
+def test_an_assignment_is_balanced_and_nearly_the_cheapest(places, capacity, seed, kind):
+    optimize = pytest.importorskip("scipy.optimize")
+    cost = torch.randn(places * capacity, places, generator=torch.Generator().manual_seed(seed))
+    cost = {"normal": cost, "ties": cost.round(), "huge": cost * 1e20, "same": cost * 0 + 3}[kind].double()
+    chosen = balanced_assignment(cost, capacity)
+    assert torch.bincount(chosen, minlength=places).tolist() == [capacity] * places
+    found = float(cost.gather(1, chosen[:, None]).sum())
+    rows, columns = optimize.linear_sum_assignment(cost.repeat_interleave(capacity, 1).numpy())
+    least = float(cost.repeat_interleave(capacity, 1)[rows, columns].sum())
+    two = cost.topk(min(2, places), largest=False).values
+    regret, spread = float((two[:, -1] - two[:, 0]).mean()), float((cost.amax(1) - cost.amin(1)).mean())
+    slack = 0.3 * len(cost) * (regret + 0.01 * spread) + 1e-9 * float(cost.abs().max())
+    assert least - slack * 1e-6 <= found <= least + slack
+
+
+def test_places_that_nearly_all_like_alike_do_not_bid_forever():
+    cost = torch.zeros(600, 3)
+    cost[:, 2] = 1.0
+    cost[0, 2] = 1e9
+    chosen = balanced_assignment(cost, 200)
+    assert torch.bincount(chosen).tolist() == [200, 200, 200]
+    assert chosen[0] != 2
+
+
+def planted(tokens=400, *, groups=4, size=6, noise=0.05, seed=0):
+    """Channels of hidden groups, of which one or two are strong at each token, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    active = torch.rand(tokens, groups, generator=generator) < 0.4
+    strength = active.repeat_interleave(size, 1) + noise * torch.rand(tokens, groups * size, generator=generator)
+    shuffle = torch.randperm(groups * size, generator=generator)
+    return strength[:, shuffle] ** 2, shuffle // size
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_planted_groups_are_found(seed):
+    energy, truth = planted(seed=seed)
+    order = channel_order(energy, num_groups=4, skipped=0.6, seed=seed)
+    assert sorted(order.tolist()) == list(range(24))
+    for run in truth[order].split(6):
+        assert len(set(run.tolist())) == 1
+
+
+@pytest.mark.parametrize("energy", [torch.zeros(5, 8), torch.full((1, 8), 1e-30), torch.rand(3, 8).double() * 1e12])
+def test_degenerate_activations_still_give_an_order(energy):
+    order = channel_order(energy, num_groups=4, skipped=0.5, seed=0)
+    assert sorted(order.tolist()) == list(range(8))
+    assert 0.0 <= skip_cost(energy, torch.arange(8) // 2, 4, 0.5) <= 1.0
+
+
+def test_clusters_never_cost_more_than_the_start_and_channels_stay_sorted_inside():
+    energy, _ = planted(noise=1.0)
+    order = channel_order(energy, num_groups=4, skipped=0.5, seed=1)
+    assert all(run.tolist() == sorted(run.tolist()) for run in order.split(6))
+    groups = torch.empty(24, dtype=torch.int64)
+    groups[order] = torch.arange(24) // 6
+    assert skip_cost(energy, groups, 4, 0.5) < skip_cost(energy, torch.arange(24) // 6, 4, 0.5)
+
+
+def test_margins_follow_what_is_to_be_predicted_at_any_rank():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4000, 12, generator=generator) + 3.0
+    slope = torch.randn(12, 2, generator=generator) @ torch.randn(2, 5, generator=generator)
+    surplus = (hidden - 3.0) @ slope * 0.2 + 0.1 + 0.05 * torch.randn(4000, 5, generator=generator)
+    directions, mixing, bias = fitted_margins(hidden.bfloat16(), surplus)
+    latent = hidden @ directions.T
+    assert latent.var(0)[:2] == pytest.approx([1.0, 1.0], abs=0.15)
+    for rank in (2, 5):
+        margins = latent[:, :rank] @ mixing[:, :rank].T + bias
+        agree = ((margins > 0) == (surplus > 0)).float().mean()
+        assert agree > 0.9
+    # What is always worth it has a margin that training can still change.
+    _, _, bias = fitted_margins(hidden, surplus * 0 + 1.0)
+    assert (bias <= 4.0).all()
+    # Constant surplus, and more dimensions than tokens: still numbers.
+    for x, y in ((hidden, surplus * 0 + 1.0), (hidden[:3], surplus[:3])):
+        assert all(torch.isfinite(part).all() for part in fitted_margins(x, y))
+
+
+@pytest.mark.parametrize("measure", ["mean", "linear_flops"])
+def test_fitted_routers_meet_the_target_and_skip_what_matters_least(measure):
+    text, losses = batches(), {}
+    for kind in ("fitted", "random"):
+        model = dense_model()
+        torch.manual_seed(1)
+        attach(model, FITTED)
+        if kind == "fitted":
+            weights = {name: p.detach().clone() for name, p in model.named_parameters() if "wide_" not in name}
+            fit_routers(model, text, ObjectiveConfig(sparsity=0.4, target=measure))
+            assert measure_sparsity(model, text, 0.0, measure=measure) == pytest.approx(0.4, abs=0.02)
+            assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
+            assert all(p.grad is None for p in model.parameters())
+            assert attachment(model).dial == []
+            assert {router.threshold for router in attachment(model).routers()} == {0.0}
+        else:
+            from wide.models.dial import set_sparsity
+
+            set_sparsity(model, 0.4, data=text, measure=measure)
+        losses[kind] = distance_from_dense(model, text)
+    assert losses["fitted"] < 0.8 * losses["random"]
+
+
+def distance_from_dense(model, text):
+    dense, total = dense_model(), 0.0
+    with torch.no_grad():
+        for batch in text:
+            logits = [net(batch.input_ids).logits.log_softmax(-1) for net in (dense, model)]
+            total += float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean())
+    return total
+
+
+def test_ranks_above_the_groups_keep_directions_that_can_still_learn():
+    model = attach(dense_model(), WideConfig(ffn_group_size=32, router_rank=8, router_start="fitted", router_bias=True))
+    fit_routers(model, batches(), ObjectiveConfig(sparsity=0.5))
+    router = attachment(model).routers()[1]
+    assert router.num_groups == 2
+    assert (router.up[:, 2:] == 0).all()
+    assert (router.down[2:].norm(dim=1) > 0).all()
+
+
+def test_stage_1_begins_with_clustered_groups_and_keeps_them_in_its_adapter(tmp_path):
+    model, ids = dense_model(), batches()[0].input_ids
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    prune(model, RandomSource(), config=CLUSTERED, stage=stage(batch_size=64, steps=4), output=tmp_path)
+    start = attachment(model).provenance["prune"]["start"]
+    assert (start["ffn_grouping"], start["tokens"], start["resumed"]) == ("clustered", 1024, False)
+    again = load(dense_model(), tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    orders = attachment(model).regrouped.orders()
+    assert any(not torch.equal(order, torch.arange(64)) for order in orders.values())
+    detach(model)
+    assert all(torch.equal(value, base[name]) for name, value in model.state_dict().items())
+
+
+def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path):
+    config = WideConfig(
+        ffn_group_size=16,
+        router_rank=4,
+        ffn_grouping="clustered",
+        router_start="fitted",
+        router_bias=True,
+        start_tokens=256,
+    )
+    whole = prune(
+        dense_model(), RandomSource(), config=config, stage=stage(batch_size=64, steps=8), output=tmp_path / "whole"
+    )
+    part = tmp_path / "part"
+
+    class Stopping(RandomSource):
+        def batch_at(self, step, **sizes):
+            if step == 6:
+                raise InterruptedError
+            return super().batch_at(step, **sizes)
+
+    with pytest.raises(InterruptedError):
+        prune(
+            dense_model(),
+            Stopping(),
+            config=config,
+            stage=stage(batch_size=64, steps=8, checkpoint_every=4),
+            output=part,
+        )
+    order = part / "channel_order.safetensors"
+    kept = order.read_bytes()
+    order.unlink()
+    options = {
+        "config": config,
+        "stage": stage(batch_size=64, steps=8, checkpoint_every=4),
+        "output": part,
+        "resume": True,
+    }
+    with pytest.raises(TrainingError, match="channel_order"):
+        prune(dense_model(), Stopping(), **options)
+    order.write_bytes(kept)
+
+    class Stopping(RandomSource):  # the same name: part of what a run is recognised by
+        pass
+
+    resumed = prune(dense_model(), Stopping(), **options)
+    assert attachment(resumed).provenance["prune"]["start"]["resumed"]
+    for one, other in zip(attachment(whole).routers(), attachment(resumed).routers(), strict=True):
+        assert torch.equal(one.up, other.up)
+        assert torch.equal(one.down, other.down)
+
+
+def test_without_noise_training_runs_what_inference_runs_and_gradients_still_flow():
+    model = attach(dense_model(), WideConfig(ffn_group_size=16, router_rank=4))
+    control, ids = attachment(model).control, batches()[0].input_ids
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for router in attachment(model).routers():
+        router.train()
+    control.noise, control.temperature = False, 0.7
+    with observe(model) as routing:
+        logits = model(ids).logits
+    assert torch.equal(logits, wanted)
+    logits.square().mean().backward()
+    for router in attachment(model).routers():
+        assert float(router.up.grad.abs().sum()) > 0
+    # d mask / d margin is that of a sigmoid at the temperature.
+    router = attachment(model).routers()[0]
+    hidden = torch.randn(3, 32)
+    margin = (router.logits(hidden) @ torch.tensor([1.0, -1.0])).detach().requires_grad_()
+    mask = router._trained_mask(torch.stack([margin, margin * 0], -1), margin)
+    (slope,) = torch.autograd.grad(mask.sum(), margin)
+    soft = (margin / 0.7).sigmoid()
+    torch.testing.assert_close(slope, soft * (1 - soft) / 0.7)
+    assert len(routing) == 2
+
+
+def test_the_last_steps_run_without_noise():
+    seen = []
+    model = attach(dense_model(), WideConfig(ffn_group_size=16, router_rank=4))
+    attachment(model).specs[0].attention.module.register_forward_pre_hook(
+        lambda *_: seen.append(attachment(model).control.noise) if torch.is_grad_enabled() else None
+    )
+    prune(model, RandomSource(), stage=stage(batch_size=64, steps=10, noise=0.7))
+    assert seen == [True] * 7 + [False] * 3
+
+
+def test_passes_hold_every_key_once_and_never_more_than_fits():
+    widths = dict.fromkeys(range(10), 1 << 20)
+    passes = in_passes(widths, 1 << 10)
+    assert [key for run in passes for key in run] == list(range(10))
+    assert {len(run) for run in passes} <= {4, 2}
+    assert in_passes({0: 1 << 40}, 8) == [[0]]
+    assert in_passes({}, 8) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ffn_grouping": "sorted"}, "ffn_grouping"),
+        ({"router_start": "warm"}, "router_start"),
+        ({"router_start": "fitted"}, "router_bias"),
+        ({"router_start": "fitted", "router_bias": True, "execute_bias": 1.0}, "execute_bias"),
+        ({"start_tokens": 0}, "start_tokens"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        WideConfig(**changes)
+
+
+@pytest.mark.parametrize("smoothing", [0.05, 0.2])
+def test_the_smooth_distance_joins_the_absolute_one(smoothing):
+    from wide.training.objective import _distance
+
+    far = torch.tensor([-0.5, 0.3], requires_grad=True)
+    assert torch.allclose(_distance(far, smoothing), far.abs() - smoothing / 2)
+    near = torch.tensor([smoothing / 4, 0.0, -smoothing / 2], requires_grad=True)
+    (slope,) = torch.autograd.grad(_distance(near, smoothing).sum(), near)
+    assert slope.tolist() == pytest.approx([0.25, 0.0, -0.5])
+    assert torch.equal(_distance(near, 0.0), near.abs())
+    assert math.isfinite(float(_distance(near.detach(), 1.0).sum()))

@@ -1,0 +1,54 @@
+"""Curves go to a tracker through its own library, and what cannot be used is refused before training."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from wide.errors import ConfigError, MissingExtraError
+from wide.training import trackers
+from wide.training.progress_log import ProgressLog
+from wide.training.trackers import require_tracker
+
+POINT = {"loss": 1.0, "lm_loss": 1.0, "sparsity.attention": 0.5, "sparsity.ffn": 0.5, "sparsity.target": 0.5}
+POINT |= {"temperature": 1.0, "tokens_per_second": 10.0}
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A tracker's library that keeps what it is told."""
+    seen = []
+
+    def init(**options):
+        seen.append(options)
+        run = SimpleNamespace()
+        run.log = lambda values, step: seen.append((step, values["loss"]))
+        run.finish = lambda: seen.append("finished")
+        return run
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    return seen
+
+
+def test_every_step_is_told(library, tmp_path):
+    log = ProgressLog("stage 1", steps=2, first_step=0, folder=tmp_path / "run" / "stage1", tracker="trackio")
+    log.add([(0, POINT), (1, POINT | {"loss": 2.0})])
+    log.close()
+    assert library == [{"project": "wide", "name": "run, stage 1"}, (0, 1.0), (1, 2.0), "finished"]
+
+
+def test_other_processes_tell_nothing(library, tmp_path):
+    log = ProgressLog("stage 1", steps=2, first_step=0, folder=tmp_path, tracker="trackio", silent=True)
+    log.add([(0, POINT)])
+    log.close()
+    assert library == []
+
+
+def test_what_is_not_installed_or_unknown_is_refused(monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="pip install wandb"):
+        require_tracker("wandb")
+    with pytest.raises(ConfigError, match="TensorBoard is --tensorboard"):
+        require_tracker("tensorboard")
+    require_tracker(None)
