@@ -39,11 +39,9 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
         tile = tiles.default_tile(facts, num_rows)
         names = {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g, "PRECISION": "ieee"}
         yield build(route._route, target, router | names, tile.num_warps, tile.num_stages, **TYPES)
-    tile = tiles.default_tile(facts, 16)
-    names = {"BLOCK_M": 16, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g, "PRECISION": "ieee"}
-    split = names | {"SHARE": 256, "NUM_SHARES": 16}
-    yield build(route._route_split, target, router | split, 4, 3, **TYPES)
-    few = {"BLOCK_D": 4096, "BLOCK_G": 128, "ROWS": 4, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
+    split = {"BLOCK_G": 128, "BLOCK_M": tiles.SMALLEST_BLOCK, "BLOCK_K": 256, "SHARE": 256, "NUM_SHARES": 16}
+    yield build(route._route_split, target, router | split | {"BLOCK_S": 16, "PRECISION": "ieee"}, 4, 3, **TYPES)
+    few = {"BLOCK_D": 4096, "BLOCK_G": 128, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
     flags = {"HAS_NORM": True, "HAS_ADDEND": True, "UNIT_OFFSET": False, "READS_RESIDUAL": False}
     yield build(route._route_few, target, router | few | flags, 4, 3, **TYPES)
 

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from wide.kernels.gemm_k import _gluon as gemm_k
+from wide.kernels.gemm_k import tiles as k_tiles
 from wide.kernels.gemm_mn import _gluon as gemm_mn
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -119,7 +120,7 @@ def k(name: str, tile: tuple[int, int, int], size: int, writes: int) -> dict[str
         "CONSUMER_REGISTERS": shape.consumer_registers,
         "PRODUCER_REGISTERS": shape.producer_registers,
     }
-    types = {} if writes == gemm_k.STORE else {"OUT": "*fp32"}
+    types = {} if writes == k_tiles.STORE else {"OUT": "*fp32"}
     return build(name, gemm_k._gemm_k_kernel, constants, shape.block_n, **types)
 
 
@@ -130,9 +131,9 @@ def main() -> None:
         mn("gate_up with zeros", (2, 256, 4, 1), gated=True, clears=True),
         mn("gate_up 192 rows", (3, 256, 4, 0), gated=True),
         mn("query 128 rows", (2, 256, 4, 1), gated=False),
-        k("down pairs", (2, 256, 4), 128, gemm_k.REDUCE_PAIRS),
-        k("down quads", (2, 256, 4), 128, gemm_k.REDUCE_QUADS),
-        k("output", (2, 256, 4), 512, gemm_k.STORE),
+        k("down pairs", (2, 256, 4), 128, k_tiles.REDUCE_PAIRS),
+        k("down quads", (2, 256, 4), 128, k_tiles.REDUCE_QUADS),
+        k("output", (2, 256, 4), 512, k_tiles.STORE),
     ):
         sys.stdout.write(json.dumps(result) + "\n")
 

@@ -89,14 +89,34 @@ def test_few_rows_decide_as_many_and_the_counter_is_left_at_zero() -> None:
     assert not weights.counter.any()
 
 
-def test_tiles_that_share_out_channels_decide_as_whole_ones() -> None:
+@pytest.mark.parametrize("num_rows", [17, 37])
+@pytest.mark.parametrize(("width", "num_groups", "rank"), [(600, 7, 4), (1056, 150, 40)])
+def test_programs_that_share_out_channels_decide_as_whole_ones(
+    num_rows: int, width: int, num_groups: int, rank: int
+) -> None:
     from wide.kernels.route import _triton
     from wide.kernels.route.tiles import RouteTile
 
-    weights, x = _router(), torch.randn(37, 64, device=DEVICE).half()
-    tile = RouteTile(16, 32, 32, 4, 3)
-    whole = _triton.route(x, *weights[:3], threshold=0.1, tile=tile)
-    assert torch.equal(_triton.route_split(x, *weights, threshold=0.1, tile=tile), whole)
+    up = torch.randn(2 * num_groups, rank, device=DEVICE)
+    weights = split_weights(torch.randn(rank, width, device=DEVICE), up, None, dtype=torch.float16)
+    x = torch.randn(num_rows, 2 * width, device=DEVICE).half()[:, :width]
+    whole = _triton.route(x, *weights[:3], threshold=0.1, tile=RouteTile(16, 32, 32, 4, 3))
+    assert torch.equal(_triton.route_split(x, *weights, threshold=0.1), whole)
+    assert not weights.counter.any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_routers_that_norm_decide_on_the_rows_that_they_return(num_rows: int) -> None:
+    weights = split_weights(
+        torch.randn(16, 1056, device=DEVICE), torch.randn(40, 16, device=DEVICE), None, dtype=torch.float16
+    )
+    x, addend = torch.randn(2, num_rows, 1056, device=DEVICE).half()
+    weight = torch.rand(1056, device=DEVICE).half()
+    total, normed, mask = norm_route(x, weight, weights, addend=addend, backend="triton")
+    wanted_total, wanted = rms_norm(x, weight, addend=addend, backend="triton")
+    assert torch.equal(total, wanted_total)
+    torch.testing.assert_close(normed, wanted)
+    assert torch.equal(mask, route(normed, weights, backend="triton"))
     assert not weights.counter.any()
 
 
@@ -125,13 +145,13 @@ def test_skipped_heads_may_hold_anything_and_other_places_stay() -> None:
 
 
 def test_wrong_inputs_are_named() -> None:
-    x, weights = torch.randn(5, 64, device=DEVICE).half(), _router()
-    with pytest.raises(ShapeError, match="1 to 4 rows"):
+    x, weights = torch.randn(17, 64, device=DEVICE).half(), _router()
+    with pytest.raises(ShapeError, match="1 to 16 rows"):
         norm_route(x, x[0], weights, backend="torch")
     with pytest.raises(ShapeError, match="split_weights"):
         route(x.float(), weights, backend="torch")
     with pytest.raises(ShapeError, match="rms_norm wants a weight"):
         rms_norm(x, x[0, :32], backend="torch")
-    heads, place = x.view(5, 1, 4, 16), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    heads, place = x.view(17, 1, 4, 16), torch.zeros(17, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ShapeError, match="both caches"):
         rope_to_cache(heads, heads, heads, x, x, place, heads[:4], heads[:4], backend="torch")

@@ -84,6 +84,19 @@ def test_similar_models_share_measurements_and_other_groups_do_not(tmp_path: Pat
     assert _table(tuning, is_stacked=False).how("gate_up", 4096) == "dense"
 
 
+@pytest.mark.usefixtures("on_gpu")
+def test_a_clear_win_carries_over_to_groups_twice_as_large_and_no_other(tmp_path: Path) -> None:
+    tuning = _measured(tmp_path)
+    key = tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5))
+    for median_us, how in ((7.0, "many"), (9.0, "dense")):
+        tuning.store(key, dataclasses.replace(SPARSE, median_us=median_us, dense_us=10.0))
+        assert _table(tuning).how("gate_up", 4096) == "many"
+        assert _table(tuning, ffn_groups=56).how("gate_up", 4096) == how
+        assert _table(tuning, ffn_width=12288, ffn_groups=48).how("gate_up", 4096) == how
+        for groups in (28, 32, 224):
+            assert _table(tuning, ffn_groups=groups).how("gate_up", 4096) == "dense"
+
+
 def test_devices_without_triton_run_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "triton_obstacle", lambda device: "no")
     table = _table(_measured(tmp_path))
@@ -101,6 +114,17 @@ def test_the_shipped_measurements_serve_llama(tmp_path: Path) -> None:
     table = _table(keyed)
     assert [table.how(name, 16384) for name in ("query", "gate_up", "attention")] == ["many"] * 3
     assert [table.how(name, 1) for name in ("query", "gate_up", "output", "down")] == ["few"] * 4
+    few = ("query", "gate_up", "output", "down")
+    assert [table.how(name, 2) for name in few] == ["few", "few", "dense", "dense"]
+    assert all(table.how(name, rows) == "dense" for name in few for rows in (3, 4))
+    assert table.how("output", 4096) == "many"
+    for stacked in (table, _table(keyed, is_stacked=False)):
+        assert all(stacked.how("gate_up", rows) == "many" for rows in (1024, 2048, 4096, 16384))
+    coarse = _table(keyed, ffn_groups=56)
+    assert [coarse.how(name, 1) for name in few] == ["few"] * 4
+    assert [coarse.how(name, 2) for name in few] == ["few", "few", "dense", "few"]
+    assert coarse.how("gate_up", 4096) == "many"
+    assert coarse.how("down", 4096) == "dense"
     everything = _table(keyed, (1.0, 1.0))
     assert all(everything.how(name, rows) == "dense" for name in OPERATORS for rows in (1, 4096, 16384))
 

@@ -92,6 +92,10 @@ def test_dense_wins_a_tie_within_the_noise() -> None:
     assert {choice.backend for _, _, choice in fastest(records).values()} == {"dense"}
 
 
+def test_a_dense_product_without_a_rival_is_no_choice() -> None:
+    assert fastest([_record("dense", 10.0), {"candidate": "operator", "median_us": 1.0}]) == {}
+
+
 def test_what_a_choice_decides_is_no_part_of_its_key() -> None:
     tiled = dataclasses.replace(CASE, sizes={**CASE.sizes, "block_m": 512, "groups_per_block": 3})
     assert shape_key("gemm_mn", tiled) == shape_key("gemm_mn", CASE)

@@ -6,6 +6,7 @@ from families import make, tokens
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
+from wide.kernels.measured import dense_table
 from wide.kernels.operator_table import OPERATORS, OperatorTable
 from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
@@ -16,7 +17,9 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 DENSE_TABLE = OperatorTable(backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())
 SPARSE_TABLE = OperatorTable(backend="torch", query=1, attention=1, output=1, gate_up=1, down=1, few=OPERATORS)
 MIXED_TABLE = OperatorTable(backend="torch", query=5, attention=1, output=None, gate_up=5, down=None, few=("gate_up",))
-TABLES = (DENSE_TABLE, SPARSE_TABLE, MIXED_TABLE)
+# As where nearly everything executes: attention over a cache skips no keys, but skipped heads must come out as zeros.
+UNSKIPPED_TABLE = dense_table()
+TABLES = (DENSE_TABLE, SPARSE_TABLE, MIXED_TABLE, UNSKIPPED_TABLE)
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 
 
@@ -63,6 +66,18 @@ def test_steps_after_a_padded_prefill_equal_the_full_forward(family, batch):
                 found = decoder.step(ids[rows, places], cache, run)
                 torch.testing.assert_close(found, whole[rows, places], **CLOSE)
             assert torch.equal(cache.lengths, lengths + 4)
+
+
+@pytest.mark.parametrize("attention_group_size", [8, 32])
+def test_steps_without_skipped_keys_leave_zeros_in_skipped_heads(attention_group_size):
+    # A head of its own for each group, so that a KV head serves several, or all heads in one.
+    model, ids = _attached("llama", attention_group_size=attention_group_size), tokens(2, 9)
+    decoder = Decoder(model, max_length=16)
+    run = Run(table=UNSKIPPED_TABLE)
+    whole = decoder.prefill_logits(ids, decoder.new_cache(2), run).view(2, 9, -1)
+    cache = decoder.new_cache(2)
+    decoder.prefill(ids[:, :8], torch.full((2,), 8, dtype=torch.int32), cache, run)
+    torch.testing.assert_close(decoder.step(ids[:, 8], cache, run), whole[:, 8], **CLOSE)
 
 
 @pytest.mark.parametrize("router_input", ["normed", "residual"])

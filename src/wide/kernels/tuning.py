@@ -19,9 +19,12 @@ from wide.kernels.contract import Case
 from wide.kernels.device import device_facts
 
 _CHOSEN = ("block_m", "groups_per_block")
-# Sizes that a tile is cut for.
-_SAME = ("group_size", "head_dim")
+# Sizes that a tile is cut for; a tile that fits a group fits two in a row, too.
+_SAME = "head_dim"
+_DOUBLED = "group_size"
 _NOISE = 1.02
+# What a choice must be ahead of dense by to serve groups that were not measured.
+_CLEAR = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +127,10 @@ class TuningTable:
     def nearest(self, operator: str, device: torch.device, case: Case, *, fewer_rows: bool) -> Choice | None:
         """Return the choice for a case, or that of the most similar case whose choice carries over, or None.
 
-        Dtype, options and group size must be the same and no other size may differ more than twofold. If more pairs
-        execute in the case than in what was measured, the measured time, in proportion, must still beat dense.
+        Dtype and options must be the same and no width may differ more than twofold. If more pairs execute in the case
+        than in what was measured, the measured time, in proportion, must still beat dense. Groups must be as large as
+        those measured or, where skipping won by a quarter, twice as large: tiles that fit small groups fit large ones,
+        and large ones waste less. Nothing carries over to smaller groups.
 
         Args:
             operator: Its name.
@@ -199,11 +204,24 @@ def _distance(wanted: str, key: str, choice: Choice, *, fewer_rows: bool) -> flo
     rows = rows if fewer_rows else -rows
     if rows < 0:
         return None
-    far = {name: abs(math.log2(size / second[3][name])) for name, size in first[3].items() if name != "num_rows"}
-    if max(far.values()) > 1.0 or any(far.get(name, 0.0) for name in _SAME):
+    widths = _widths(first[3]), _widths(second[3])
+    grown = {name: math.log2(size / widths[1][name]) for name, size in widths[0].items()}
+    far = {name: abs(growth) for name, growth in grown.items()}
+    if max(far.values()) > 1.0 or far.get(_SAME, 0.0):
+        return None
+    doubled = grown.get(_DOUBLED, 0.0)
+    if doubled and (doubled != 1.0 or not _still_pays(choice, _CLEAR)):
         return None
     # Sizes outweigh rates, rates outweigh rows.
     return 1e4 * sum(far.values()) + 1e2 * abs(more_active) + rows
+
+
+def _widths(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return sizes without rows; groups of channels count by the width that they make up."""
+    widths = {name: size for name, size in sizes.items() if name != "num_rows"}
+    if _DOUBLED in widths and "num_groups" in widths:
+        widths["num_groups"] *= widths[_DOUBLED]
+    return widths
 
 
 def _still_pays(choice: Choice, growth: float) -> bool:

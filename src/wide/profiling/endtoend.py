@@ -154,6 +154,12 @@ def _summary(records: list[dict[str, Any]], options: argparse.Namespace) -> list
     ]
 
 
+def _name(options: argparse.Namespace) -> str:
+    # A shape cut to fewer layers is another model: its figures must not stand for the whole one's.
+    cut = "" if options.layers is None or options.model is not None else f", {options.layers} layers"
+    return f"{options.model or options.shape}{cut}"
+
+
 class _Report:
     """What endtoend.json holds, written after every shape so that a stopped run keeps what it measured."""
 
@@ -164,7 +170,8 @@ class _Report:
         self.content: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
-            "model": options.model or options.shape,
+            "model": _name(options),
+            "quick": options.quick,
             "adapter": options.adapter,
             "checkpoint": options.checkpoint,
             **facts,

@@ -29,10 +29,12 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
     memory, which some tiles need.
 
     Args:
-        records: As `operators.run` and `attention.run` return them; those without a choice or a time are ignored.
+        records: As `operators.run` and `attention.run` return them; those without a choice or a time are ignored, and
+            so are shapes of which only the dense product was timed with a choice.
     """
     best: dict[str, tuple[str, Case, Choice]] = {}
     dense: dict[str, float] = {}
+    contested: set[str] = set()
     for record in records:
         if "choice" not in record or "median_us" not in record:
             continue
@@ -49,11 +51,14 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
             key = shape_key(described["operator"], case)
             if choice.backend == "dense":
                 dense[key] = choice.median_us
+            else:
+                contested.add(key)
             if key not in best or _cost(choice) < _cost(best[key][2]):
                 best[key] = (described["operator"], case, choice)
     return {
         key: (operator, case, replace(choice, dense_us=dense.get(key, 0.0)))
         for key, (operator, case, choice) in best.items()
+        if key in contested
     }
 
 

@@ -248,10 +248,12 @@ class Decoder:
         table = shared.run.table
         needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
         if shared.ends is not None:
-            # Without a mask every pair is read; skipped ones come back as zeros otherwise.
-            skips = mask if table.cache else None
+            # Without a mask every pair is read; skipped ones come back as zeros otherwise, which costs nothing where
+            # groups are whole KV heads. Smaller ones would share out each KV head over several programs.
+            zeroes = mask is not None and needs_zeros and k.shape[2] % mask.shape[1] == 0
+            skips = mask if table.cache or zeroes else None
             out = attention_decode(q[:, 0], k, v, shared.ends, skips, scale=weights.scale, backend=table.backend)
-            return _zeroed(out.unsqueeze(1), mask if needs_zeros and not table.cache else None)
+            return _zeroed(out.unsqueeze(1), mask if needs_zeros and skips is None else None)
         k, v = k[:, : shared.length], v[:, : shared.length]
         if mask is not None and table.how("attention", shared.length) == "many":
             sequences = _sequences(mask, order, shared.batch, table.backend)

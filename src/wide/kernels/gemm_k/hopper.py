@@ -34,7 +34,8 @@ def run(
     limited = options["packed"] is not None or options["deterministic"]
     obstacle = hopper_obstacle(h.device) or _obstacle(h.dtype, group_size, order.groups_per_block, limited)
     steps = (h.stride(0), weight.stride(0))
-    if obstacle is None and (width % chosen.block_n or chosen.slab % chosen.block_n or any(s % 8 for s in steps)):
+    columns = (width, chosen.slab)
+    if obstacle is None and (any(c % chosen.block_n for c in columns) or any(s % 8 for s in steps)):
         obstacle = f"{chosen} does not fit a width of {width} or rows {steps} elements apart"
     if obstacle is not None:
         raise UnsupportedBackendError(f"gemm_k: {obstacle}; choose backend='triton'")

@@ -6,6 +6,10 @@ import torch
 
 from wide.kernels.device import device_facts
 
+# How sums reach the output: stored in its type, or reduced into float32 by the consumers, 2 or 4 columns of a thread at
+# once.
+STORE, REDUCE_PAIRS, REDUCE_QUADS = 0, 1, 2
+
 
 class KTile(NamedTuple):
     """Tile of the Triton kernel; the rows of a tile come from `PatternReordering.block_m`.
@@ -52,7 +56,7 @@ class HopperKTile(NamedTuple):
 
 def default_hopper_tile(width: int) -> HopperKTile:
     """Return a tile that fits an output of this width; measured tables replace it."""
-    return HopperKTile(2, largest_tile(width, 256), 4, 0, 1)
+    return HopperKTile(2, largest_tile(width, 256), 4, 0, REDUCE_QUADS)
 
 
 def largest_tile(size: int, limit: int) -> int:

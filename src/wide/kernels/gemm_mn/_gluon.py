@@ -33,6 +33,8 @@ UNIT_ROWS = 64
 BLOCK_K = 64
 # Channels of a slot: 16 bytes, what one thread writes at once.
 SLOT = 8
+# Tiles of a program below which the zeros wait for the last of them.
+_FEW = gl.constexpr(6)
 
 
 class Shape(NamedTuple):
@@ -202,12 +204,13 @@ def _rows_of(LISTED, X, places, count, stride_x, ks):
 
 @gluon.jit
 def _skipped_slots(
-    OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G: gl.constexpr, PIECES: gl.constexpr
+    OUT, MASK, piece, sharers, num_slots, slots_per_row, stride_out, stride_m, stride_g, G: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
-    # What the mask says of the slots of some pieces (128 each, dealt out to the programs in turn), and where they are.
+    # What the mask says of the slots of some pieces (128 each, dealt out to the sharers in turn), and where they are.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     lanes = gl.arange(0, 128 * PIECES, layout=gl.SliceLayout(1, layout))
-    slots = (piece + (lanes // 128) * gl.num_programs(0)) * 128 + lanes % 128
+    slots = (piece + (lanes // 128) * sharers) * 128 + lanes % 128
     rows = slots // slots_per_row
     channels = (slots - rows * slots_per_row) * 8
     places = MASK + rows.to(gl.int64) * stride_m + (channels // G) * stride_g
@@ -225,10 +228,10 @@ def _clear(executes, targets):
 
 
 @gluon.jit
-def _clear_from(OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G: gl.constexpr):
-    for first in range(piece, (num_slots + 127) // 128, 8 * gl.num_programs(0)):
+def _clear_from(OUT, MASK, piece, sharers, num_slots, slots_per_row, stride_out, stride_m, stride_g, G: gl.constexpr):
+    for first in range(piece, (num_slots + 127) // 128, 8 * sharers):
         executes, targets = _skipped_slots(
-            OUT, MASK, first, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 8
+            OUT, MASK, first, sharers, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 8
         )  # fmt: skip
         _clear(executes, targets)
 
@@ -246,11 +249,16 @@ def _produce(
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     ks = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
     num_tiles = gl.load(NUM_TILES) * PARTS
+    num_pieces = (num_slots + 127) // 128
+    sharers = gl.num_programs(0)
     piece = gl.program_id(0)
     if CLEARS:
+        if num_tiles < _FEW * sharers:
+            # Nothing between two stages: the zeros of few rows cost less when the products are done.
+            piece = num_pieces
         # What the mask says of the next piece is loaded one step ahead, so that nobody waits for it.
         executes, targets = _skipped_slots(
-            OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 1
+            OUT, MASK, piece, sharers, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 1
         )  # fmt: skip
     stage = 0
     phase = 1
@@ -286,14 +294,22 @@ def _produce(
                 phase ^= 1
             # Only pairs that no tile lists are written here, so the order does not matter.
             if CLEARS:  # noqa: SIM102 (the inner condition is the device's)
-                if piece * 128 < num_slots:
+                if piece < num_pieces:
                     _clear(executes, targets)
-                    piece += gl.num_programs(0)
+                    piece += sharers
                     executes, targets = _skipped_slots(
-                        OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 1
+                        OUT, MASK, piece, sharers, num_slots, slots_per_row, stride_out, stride_m, stride_g, G, 1
                     )  # fmt: skip
     if CLEARS:
-        _clear_from(OUT, MASK, piece, num_slots, slots_per_row, stride_out, stride_m, stride_g, G)
+        if num_tiles < _FEW * sharers:
+            # Those without a tile in the last turn clear everything while the others multiply, if they are enough.
+            busy = num_tiles % sharers
+            if (sharers - busy) * 8 < sharers:
+                busy = 0
+            sharers -= busy
+            piece = gl.program_id(0) - busy
+        if piece >= 0:
+            _clear_from(OUT, MASK, piece, sharers, num_slots, slots_per_row, stride_out, stride_m, stride_g, G)
 
 
 @gluon.jit

@@ -1,21 +1,25 @@
 """Routers in Triton.
 
 Many rows: a program reads its rows once and multiplies them by both parts of the bottleneck matrix on tensor cores.
-Few rows: programs share out the channels, and the last one to finish decides; where the norm comes along, each program
-norms the rows again for itself, which is cheaper than another launch.
+Fewer rows: programs share out the channels of a tile of rows, and the last one to finish decides. Few rows: each row
+has such programs of its own, so that all rows wait at the same time; where the norm comes along, each program measures
+its row again for itself. Both are cheaper than another launch.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.route.tiles import RouteTile
+from wide.kernels.route.tiles import SMALLEST_BLOCK, RouteTile
 
-# Channels of a program where rows are few.
+# Channels of a program of one row.
 _FEW_BLOCK = 128
-_FEW_GROUP_BLOCK = 128
-# Programs that share out the channels of one tile of rows; the last one adds up as many parts.
+# Most programs that share out one tile of rows; the last one adds up as many parts.
 _MAX_SHARES = 16
+# Channels of a step of theirs, and entries of the bottleneck matrix that a step holds.
+_SPLIT_CHANNELS, _SPLIT_ENTRIES = 256, 16384
+# Entries of the second matrix that a program holds at a time.
+_DIFFERENCES = 4096
 
 
 @triton.jit
@@ -94,6 +98,7 @@ def _route_split(
     BLOCK_K: tl.constexpr,
     SHARE: tl.constexpr,
     NUM_SHARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -101,35 +106,38 @@ def _route_split(
     share = tl.program_id(1)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (rows < M)[:, None]
-    LANES: tl.constexpr = PARTS * BLOCK_R
-    places = tl.arange(0, LANES)
-    lane = places % BLOCK_R
-    in_lanes = lane < R
-    down = DOWN + ((places // BLOCK_R) * R + lane)[None, :] * D
+    lanes = tl.arange(0, BLOCK_R)
+    in_lanes = lanes < R
     x = X + rows.to(tl.int64)[:, None] * stride_xm
-    acc = tl.zeros([BLOCK_M, LANES], tl.float32)
+    # Column `place` of the products is lane `place % BLOCK_R` of part `place // BLOCK_R`.
+    places = tl.arange(0, PARTS * BLOCK_R)
+    down = DOWN + ((places // BLOCK_R) * R + places % BLOCK_R)[None, :] * D
+    in_places = (places % BLOCK_R < R)[None, :]
+    acc = tl.zeros([BLOCK_M, PARTS * BLOCK_R], tl.float32)
     for k in tl.static_range(0, SHARE, BLOCK_K):
-        ks = share * SHARE + k + tl.arange(0, BLOCK_K)
-        values = tl.load(x + ks[None, :], mask=in_rows & (ks < D)[None, :], other=0.0)
-        weights = tl.load(down + ks[:, None], mask=in_lanes[None, :] & (ks < D)[:, None], other=0.0)
+        own = share * SHARE + k + tl.arange(0, BLOCK_K)
+        values = tl.load(x + own[None, :], mask=in_rows & (own < D)[None, :], other=0.0)
+        weights = tl.load(down + own[:, None], mask=in_places & (own < D)[:, None], other=0.0)
         acc = tl.dot(values, weights, acc, input_precision=PRECISION)
-    cells = tl.arange(0, BLOCK_M)[:, None] * LANES + places[None, :]
-    partial = PARTIAL + tile * NUM_SHARES * BLOCK_M * LANES
-    tl.store(partial + share * BLOCK_M * LANES + cells, acc)
+    whole = tl.sum(tl.reshape(acc, [BLOCK_M, PARTS, BLOCK_R]), 1)
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_R
+    partial = PARTIAL + tile * NUM_SHARES * SIZE
+    tl.store(partial + share * SIZE + tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + lanes[None, :], whole, mask=in_rows)
     # Everything that this program wrote must be seen before its count is.
     tl.debug_barrier()
     finished = tl.atomic_add(COUNTER + tile, 1, sem="acq_rel")
     if finished == NUM_SHARES - 1:
-        total = tl.zeros([BLOCK_M, LANES], tl.float32)
-        for s in tl.static_range(NUM_SHARES):
-            # Past the first-level cache: other multiprocessors wrote this.
-            total += tl.load(partial + s * BLOCK_M * LANES + cells, cache_modifier=".cg")
+        shares = tl.arange(0, BLOCK_S)[:, None]
+        inner = tl.arange(0, SIZE)[None, :]
+        known = (shares < NUM_SHARES) & (tile * BLOCK_M + inner // BLOCK_R < M)
+        # All parts at once, past the first-level cache: other multiprocessors wrote them.
+        parts = tl.load(partial + shares * SIZE + inner, mask=known, other=0.0, cache_modifier=".cg")
+        total = tl.reshape(tl.sum(parts, 0), [BLOCK_M, BLOCK_R])
         for g in range(0, NUM_GROUPS, BLOCK_G):
             groups = g + tl.arange(0, BLOCK_G)
             in_groups = (groups < NUM_GROUPS)[None, :]
-            difference = tl.load(
-                DIFFERENCE + groups[None, :] * R + lane[:, None], mask=in_groups & in_lanes[:, None], other=0.0
-            )
+            second = DIFFERENCE + groups[None, :] * R + lanes[:, None]
+            difference = tl.load(second, mask=in_groups & in_lanes[:, None], other=0.0)
             margin = tl.dot(total, difference, input_precision="tf32x3")
             if HAS_OFFSET:
                 margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
@@ -162,7 +170,6 @@ def _route_few(
     PARTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    ROWS: tl.constexpr,
     SHARE: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -173,6 +180,8 @@ def _route_few(
     HAS_OFFSET: tl.constexpr,
 ):
     share = tl.program_id(0)
+    row = tl.program_id(1)
+    wide_row = row.to(tl.int64)
     own = share * SHARE + tl.arange(0, SHARE)
     in_own = own < D
     lanes = tl.arange(0, BLOCK_R)
@@ -182,49 +191,53 @@ def _route_few(
     down = tl.load(DOWN + lanes[:, None] * D + own[None, :], mask=cell, other=0.0).to(tl.float32)
     if PARTS == 2:
         down += tl.load(DOWN + (R + lanes)[:, None] * D + own[None, :], mask=cell, other=0.0).to(tl.float32)
-    for row in tl.static_range(ROWS):
-        values = tl.load(X + row * stride_xm + own, mask=in_own, other=0.0).to(tl.float32)
+    # Only the last program of a row decides, but then these are there already.
+    groups = tl.arange(0, BLOCK_G)
+    second = DIFFERENCE + groups[:, None] * R + lanes[None, :]
+    difference = tl.load(second, mask=(groups < NUM_GROUPS)[:, None] & in_lanes[None, :], other=0.0)
+    values = tl.load(X + wide_row * stride_xm + own, mask=in_own, other=0.0).to(tl.float32)
+    if HAS_ADDEND:
+        added = tl.load(ADDEND + wide_row * stride_ym + own, mask=in_own, other=0.0).to(tl.float32)
+        values = (values + added).to(dtype).to(tl.float32)
+    total = values
+    if HAS_NORM:
+        columns = tl.arange(0, BLOCK_D)
+        whole = tl.load(X + wide_row * stride_xm + columns, mask=columns < D, other=0.0).to(tl.float32)
         if HAS_ADDEND:
-            added = tl.load(ADDEND + row * stride_ym + own, mask=in_own, other=0.0).to(tl.float32)
-            values = (values + added).to(dtype).to(tl.float32)
-            tl.store(TOTAL + row * D + own, values.to(dtype), mask=in_own)
-        if HAS_NORM:
-            columns = tl.arange(0, BLOCK_D)
-            whole = tl.load(X + row * stride_xm + columns, mask=columns < D, other=0.0).to(tl.float32)
-            if HAS_ADDEND:
-                more = tl.load(ADDEND + row * stride_ym + columns, mask=columns < D, other=0.0).to(tl.float32)
-                whole = (whole + more).to(dtype).to(tl.float32)
-            weight = tl.load(WEIGHT + own, mask=in_own, other=0.0).to(tl.float32)
-            scaled = values * tl.rsqrt(tl.sum(whole * whole, 0) / D + eps)
-            if UNIT_OFFSET:
-                normed = (scaled * (1.0 + weight)).to(dtype)
-            else:
-                normed = (scaled.to(dtype).to(tl.float32) * weight).to(dtype)
-            tl.store(NORMED + row * D + own, normed, mask=in_own)
-            if not READS_RESIDUAL:
-                values = normed.to(tl.float32)
-        part = tl.sum(down * values[None, :], 1)
-        tl.store(PARTIAL + (share * ROWS + row) * BLOCK_R + lanes, part)
+            more = tl.load(ADDEND + wide_row * stride_ym + columns, mask=columns < D, other=0.0).to(tl.float32)
+            whole = (whole + more).to(dtype).to(tl.float32)
+        weight = tl.load(WEIGHT + own, mask=in_own, other=0.0).to(tl.float32)
+        scaled = values * tl.rsqrt(tl.sum(whole * whole, 0) / D + eps)
+        if UNIT_OFFSET:
+            normed = (scaled * (1.0 + weight)).to(dtype)
+        else:
+            normed = (scaled.to(dtype).to(tl.float32) * weight).to(dtype)
+        tl.store(NORMED + wide_row * D + own, normed, mask=in_own)
+        if not READS_RESIDUAL:
+            values = normed.to(tl.float32)
+    if HAS_ADDEND:
+        # Not earlier: no load moves before a store.
+        tl.store(TOTAL + wide_row * D + own, total.to(dtype), mask=in_own)
+    partial = PARTIAL + row * NUM_SHARES * BLOCK_R
+    tl.store(partial + share * BLOCK_R + lanes, tl.sum(down * values[None, :], 1))
     # Everything that this program wrote must be seen before its count is.
     tl.debug_barrier()
-    finished = tl.atomic_add(COUNTER, 1, sem="acq_rel")
+    finished = tl.atomic_add(COUNTER + row, 1, sem="acq_rel")
     if finished == NUM_SHARES - 1:
         shares = tl.arange(0, BLOCK_S)
-        for row in tl.static_range(ROWS):
-            at = PARTIAL + (shares[:, None] * ROWS + row) * BLOCK_R + lanes[None, :]
-            # Past the first-level cache: other multiprocessors wrote this.
-            parts = tl.load(at, mask=(shares < NUM_SHARES)[:, None], other=0.0, cache_modifier=".cg")
-            bottleneck = tl.sum(parts, 0)
-            for g in range(0, NUM_GROUPS, BLOCK_G):
-                groups = g + tl.arange(0, BLOCK_G)
-                in_groups = groups < NUM_GROUPS
-                at_groups = DIFFERENCE + groups[:, None] * R + lanes[None, :]
-                difference = tl.load(at_groups, mask=in_groups[:, None] & in_lanes[None, :], other=0.0)
-                margin = tl.sum(difference * bottleneck[None, :], 1)
-                if HAS_OFFSET:
-                    margin += tl.load(OFFSET + groups, mask=in_groups, other=0.0)
-                tl.store(MASK + row * NUM_GROUPS + groups, (margin >= threshold).to(tl.uint8), mask=in_groups)
-        tl.store(COUNTER, 0)
+        at = partial + shares[:, None] * BLOCK_R + lanes[None, :]
+        # Past the first-level cache: other multiprocessors wrote this.
+        parts = tl.load(at, mask=(shares < NUM_SHARES)[:, None], other=0.0, cache_modifier=".cg")
+        bottleneck = tl.sum(parts, 0)
+        for g in tl.static_range(0, NUM_GROUPS, BLOCK_G):
+            in_groups = g + groups < NUM_GROUPS
+            if g > 0:
+                difference = tl.load(second + g * R, mask=in_groups[:, None] & in_lanes[None, :], other=0.0)
+            margin = tl.sum(difference * bottleneck[None, :], 1)
+            if HAS_OFFSET:
+                margin += tl.load(OFFSET + g + groups, mask=in_groups, other=0.0)
+            tl.store(MASK + wide_row * NUM_GROUPS + g + groups, (margin >= threshold).to(tl.uint8), mask=in_groups)
+        tl.store(COUNTER + row, 0)
 
 
 def route(
@@ -273,17 +286,17 @@ def route_split(
     counter: torch.Tensor,
     *,
     threshold: float,
-    tile: RouteTile,
 ) -> torch.Tensor:
     """Run `route_reference` in one kernel whose programs share out the channels of each tile of rows."""
     num_rows, width = x.shape
     num_groups, rank = difference.shape
-    block_r, parts = max(16, triton.next_power_of_2(rank)), down.shape[0] // rank
-    num_tiles = triton.cdiv(num_rows, tile.block_m)
-    share = tile.block_k * triton.cdiv(triton.cdiv(width, _MAX_SHARES), tile.block_k)
+    block_r = max(16, triton.next_power_of_2(rank))
+    num_tiles = triton.cdiv(num_rows, SMALLEST_BLOCK)
+    block_k = max(32, min(_SPLIT_CHANNELS, _SPLIT_ENTRIES // (block_r * down.shape[0] // rank)))
+    share = block_k * triton.cdiv(triton.cdiv(width, _MAX_SHARES), block_k)
     num_shares = triton.cdiv(width, share)
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
-    partial = torch.empty(num_tiles, num_shares, tile.block_m, parts * block_r, dtype=torch.float32, device=x.device)
+    partial = torch.empty(num_tiles, num_shares, SMALLEST_BLOCK, block_r, dtype=torch.float32, device=x.device)
     _route_split[(num_tiles, num_shares)](
         x,
         down,
@@ -298,16 +311,17 @@ def route_split(
         D=width,
         R=rank,
         BLOCK_R=block_r,
-        PARTS=parts,
+        PARTS=down.shape[0] // rank,
         NUM_GROUPS=num_groups,
-        BLOCK_G=min(tile.block_g, max(16, triton.next_power_of_2(num_groups))),
-        BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
+        BLOCK_G=max(16, min(triton.next_power_of_2(num_groups), _DIFFERENCES // block_r)),
+        BLOCK_M=SMALLEST_BLOCK,
+        BLOCK_K=block_k,
         SHARE=share,
         NUM_SHARES=num_shares,
+        BLOCK_S=triton.next_power_of_2(num_shares),
         HAS_OFFSET=offset is not None,
         PRECISION="ieee",
-        num_warps=4,
+        num_warps=min(16, max(4, block_r // 8)),
     )
     return mask
 
@@ -332,10 +346,10 @@ def norm_route_few(
     num_shares = triton.cdiv(width, _FEW_BLOCK)
     block_r = triton.next_power_of_2(rank)
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
-    partial = torch.empty(num_shares, num_rows, block_r, dtype=torch.float32, device=x.device)
+    partial = torch.empty(num_rows, num_shares, block_r, dtype=torch.float32, device=x.device)
     total = x.new_empty((num_rows, width) if addend is not None else 0)
     normed = x.new_empty((num_rows, width) if weight is not None else 0)
-    _route_few[(num_shares,)](
+    _route_few[(num_shares, num_rows)](
         x,
         x if addend is None else addend,
         x if weight is None else weight,
@@ -358,8 +372,7 @@ def norm_route_few(
         PARTS=down.shape[0] // rank,
         NUM_GROUPS=num_groups,
         # No smaller than that each thread holds a product of its own.
-        BLOCK_G=max(min(_FEW_GROUP_BLOCK, triton.next_power_of_2(num_groups)), triton.cdiv(128, block_r)),
-        ROWS=num_rows,
+        BLOCK_G=max(min(triton.next_power_of_2(num_groups), _DIFFERENCES // block_r), triton.cdiv(128, block_r)),
         SHARE=_FEW_BLOCK,
         NUM_SHARES=num_shares,
         BLOCK_S=triton.next_power_of_2(num_shares),
@@ -368,6 +381,6 @@ def norm_route_few(
         UNIT_OFFSET=unit_offset,
         READS_RESIDUAL=reads_residual,
         HAS_OFFSET=offset is not None,
-        num_warps=4,
+        num_warps=4 if block_r <= 64 else 8,
     )
     return total, normed, mask

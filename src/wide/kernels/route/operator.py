@@ -12,8 +12,8 @@ from wide.kernels.route.reference import margins, norm_route_reference, route_re
 from wide.kernels.route.tiles import SMALLEST_BLOCK, default_tile
 from wide.kernels.route.weights import NUM_COUNTERS, RouteWeights, split_weights
 
-# Up to here the programs of a kernel share out the channels, above it the rows.
-MAX_FEW_ROWS = 4
+# Up to here each row has programs of its own, which share out its channels and norm it, too.
+MAX_FEW_ROWS = 16
 # Margins closer to the threshold than this may fall on either side.
 _NEAR = 1e-3
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -62,7 +62,7 @@ def norm_route(
     """Return (x + addend, RMSNorm of it, mask) for few rows, in one kernel.
 
     Args:
-        x: Residual stream, [M, D] with M in 1..4, last stride 1.
+        x: Residual stream, [M, D] with M in 1..16, last stride 1.
         weight: Of the norm, [D].
         weights: Of the router.
         addend: Output of the sub-layer before, as `x`.
@@ -116,8 +116,8 @@ def _run_route(
     from wide.kernels.route import _triton
 
     tile = default_tile(device_facts(x.device), x.shape[0])
-    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * tile.block_m and tile.block_m == SMALLEST_BLOCK:
-        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold, tile=tile)
+    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
+        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold)
     if x.shape[0] > MAX_FEW_ROWS:
         return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
     return _triton.norm_route_few(
@@ -314,6 +314,8 @@ NORM_ROUTE = Operator(
         _case((4, 300, 16, 140), has_addend=True, has_bias=True),
         _case((2, 256, 32, 9), has_addend=True, unit_offset=True, reads_residual=True),
         _case((3, 128, 16, 20), torch.float32, has_addend=True, threshold=-0.2),
+        _case((16, 200, 8, 12), has_addend=True),
+        _case((5, 128, 64, 140), has_bias=True),
     ),
     build=_build_norm,
     compare=_compare_norm,

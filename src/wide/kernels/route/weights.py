@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-# Tiles of rows that can be counted at a time.
+# Rows, or tiles of rows, that can be counted at a time.
 NUM_COUNTERS = 32
 
 

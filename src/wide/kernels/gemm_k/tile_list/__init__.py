@@ -1,0 +1,1 @@
+"""The list of tiles that the Hopper kernel of GEMM-K runs."""
