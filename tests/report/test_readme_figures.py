@@ -1,6 +1,7 @@
 """What the README says of quality and speed is what was measured: every figure is looked up among the records."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,7 +11,12 @@ ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/measurements/records"
 README = (ROOT / "README.md").read_text()
 QUALITY = json.loads((RECORDS / "lab-quality.json").read_text())
+RECIPES = {
+    (entry["run"], entry["stage"]): entry for entry in json.loads((RECORDS / "lab-recipes.json").read_text())["runs"]
+}
+BENCHMARK = json.loads((RECORDS / "lab-benchmark.json").read_text())
 FORWARDS = json.loads((RECORDS / "h200/endtoend.json").read_text())["records"]
+STEPS = json.loads((RECORDS / "h200/steps/endtoend.json").read_text())["records"]
 TARGETS = {"25 % nominal": "mean25", "50 % nominal": "mean50", "50 % of the linear FLOPs": "flops50"}
 
 
@@ -75,3 +81,61 @@ def test_the_cost_of_skipping_nothing_is_that_of_the_records():
     _, said, _ = rows("nothing skipped")[0]
     measured = [entry["speedup"] for entry in FORWARDS if entry["candidate"] == "all execute"]
     assert numbers(said) == [pytest.approx(min(measured), abs=0.005), pytest.approx(max(measured), abs=0.005)]
+
+
+def test_steps_of_other_sparsities_and_batches_are_those_of_the_records():
+    def step(rate, batch):
+        found = (entry for entry in STEPS if (entry["candidate"], entry["batch"]) == (f"routed {rate}/{rate}", batch))
+        return f"{next(found)['speedup']:.2f}"
+
+    rates = re.search(r"At 30 / 70 % a decode step \(2048 cached\) gains ([\d.]+)x / ([\d.]+)x", README)
+    assert list(rates.groups()) == [step(rate, 1) for rate in (0.3, 0.7)]
+    batches = re.search(r"2 / 32 / 64 sequences gain ([\d.]+)x / ([\d.]+)x / ([\d.]+)x", README)
+    assert list(batches.groups()) == [step(0.5, batch) for batch in (2, 32, 64)]
+
+
+def cell(row, target, metric="token_perplexity", *, stage="calibrated"):
+    wanted = {"row": row, "target": target, "seed": 17, "stage": stage}
+    cells = BENCHMARK["comparisons"]["nominal"]["cells"]
+    return next(entry[metric] for entry in cells if wanted.items() <= entry.items())
+
+
+def test_the_better_recipe_is_as_good_and_as_costly_as_measured():
+    published = next(run for run in BENCHMARK["runs"] if (run["run"], run["subject"]) == ("base", "stage 1"))
+    better, recovered = RECIPES["all_lr5e-3", "stage 1"], RECIPES["s2_lr1e-3", "stage 1+2"]
+    dense = json.loads((RECORDS / "lab-recipes.json").read_text())["dense_token_perplexity"]
+    gaps = [math.log(run["token_perplexity"] / dense) for run in (published, better)]
+    beside = RECIPES["smooth_lr5e-3", "stage 1"]
+    assert "smooth_lr5e-3" in better["together_with"]
+    cost = (better["training.seconds"] + better["start.seconds"]) / beside["training.seconds"]
+    whole = json.loads((RECORDS / "lab-recipes.json").read_text())
+    said = re.search(
+        r"([\d.]+)x the time, stage 1 ends at ([\d.]+) instead of ([\d.]+): the gap .* falls by (\d+) % "
+        r"\(three seeds: ([\d.]+) to ([\d.]+)\), and on WikiText-2 by (\d+) %\. With LoRA it ends at ([\d.]+);"
+        r"[^()]*\(a dense model\s+with the same: ([\d.]+)\)",
+        README,
+    )
+    seeds = [better["token_perplexity"], *(RECIPES[run, "stage 1"]["token_perplexity"] for run in ("fit18", "fit19"))]
+    beside_dense = {(entry["subject"], entry["metric"]): entry["value"] for entry in whole["dense_with_lora"]["values"]}
+    figures = [better["token_perplexity"], published["token_perplexity"], min(seeds), max(seeds)]
+    figures += [recovered["token_perplexity"], beside_dense["dense/0/17/recovered", "token_perplexity"]]
+    assert said[1] == f"{cost:.2f}"
+    assert [said[2], said[3], said[5], said[6], said[8], said[9]] == [f"{figure:.1f}" for figure in figures]
+    assert said[4] == f"{100 * (1 - gaps[1] / gaps[0]):.0f}"
+    words = [whole["tasks"][side]["wikitext"]["value"] for side in ("pruned", "dense")]
+    words.append(quality("flops50_g128", "stage 1", "wikitext2_word_perplexity"))
+    gaps = [math.log(words[index] / words[1]) for index in (0, 2)]
+    assert said[7] == f"{100 * (1 - gaps[0] / gaps[1]):.0f}"
+
+
+def test_first_results_are_those_of_the_benchmark():
+    said = re.search(
+        r"WIDE ([\d.]+) \(G = 128\), Týr ([\d.]+), DDP ([\d.]+), SliceGPT ([\d.]+), "
+        r"whole layers or half-layers\s+([\d.]+) to ([\d.]+)\. .*\(word perplexity ([\d.]+); WIDE ([\d.]+)\)",
+        README,
+    )
+    rows = ["wide-g128", "tyr", "ddp", "slicegpt"]
+    depth = [cell(row, 0.25) for row in ("blockpruner", "cooppruner", "shortened-ppl", "shortened-taylor")]
+    figures = [*(cell(row, 0.25) for row in rows), min(depth), max(depth)]
+    words = [cell(row, 0.25, "word_perplexity") for row in ("tyr", "wide-g128")]
+    assert list(said.groups()) == [f"{figure:.1f}" for figure in (*figures, *words)]

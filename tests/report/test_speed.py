@@ -209,3 +209,30 @@ def test_a_bench_alone_is_drawn_and_nothing_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds neither"):
         write_folder(tmp_path / "empty")
+
+
+def test_the_breakdown_grows_with_its_bars_and_leaves_batches_to_their_own_figure(tmp_path):
+    breakdown = next(figure for figure in SPEED_FIGURES if figure.name == "breakdown")
+    write_json(tmp_path / "endtoend.json", list(forwards(own=False)), model="M", ffn_group_size=64)
+    few = breakdown.size_of(read_profile(tmp_path))
+    batch = forward("prefill", "routed 0.5/0.5", 4000.0, skipped=(0.5, 0.5)) | {"batch": 8}
+    write_json(tmp_path / "profile/endtoend.json", [batch], model="M", ffn_group_size=64)
+    assert breakdown.size_of(read_profile(tmp_path)) == few
+    assert "batch 8" not in draw_svg(breakdown, read_profile(tmp_path))[1]
+    write_json(tmp_path / "bench/endtoend.json", list(forwards()), model="M", ffn_group_size=128)
+    more = breakdown.size_of(read_profile(tmp_path))
+    assert (more[0], more[1] > few[1]) == (few[0], True)
+
+
+def test_an_operator_timed_at_one_size_shows_its_usual_groups_at_half(tmp_path):
+    size = {"num_rows": 1.0}
+    records = []
+    for group_size, active, ours in ((64, 0.5, 90.0), (128, 0.3, 20.0), (128, 0.5, 50.0), (128, 0.7, 70.0)):
+        facts = size | {"sweep": f"down G={group_size} p={active} M=1", "group_size": group_size, "active": active}
+        records += [facts | {"candidate": "dense", "median_us": 100.0}, facts | {"candidate": "s=8", "median_us": ours}]
+    write_json(tmp_path / "operators.json", records)
+    operators = next(figure for figure in SPEED_FIGURES if figure.name == "operators")
+    _, words = draw_svg(operators, read_profile(tmp_path))
+    assert "down 2.00x at 1 (50 % skipped, G 128)" in words
+    assert "G 64" not in words
+    assert "30 % skipped" not in words

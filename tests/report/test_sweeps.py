@@ -103,3 +103,10 @@ def test_only_the_common_page_is_drawn(tmp_path, capsys):
     assert "Batched decode" in page
     assert main(["report", str(tmp_path / "bench"), "--only"]) == 2
     assert "name it" in capsys.readouterr().err
+
+
+def test_batches_leave_out_what_was_timed_at_one_batch_only(tmp_path):
+    write_all(tmp_path)
+    write_json(tmp_path / "profile/endtoend.json", [step("routed 0.3/0.3", 1, 1.2)], model="M", ffn_group_size=128)
+    rows = FIGURES["batches"].sheet(read_profile(tmp_path)).rows
+    assert {row[6] for row in rows} == {"dense", "routed 0.5/0.5"}

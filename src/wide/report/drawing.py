@@ -51,7 +51,7 @@ def draw_svg(figure: Figure[Source], source: Source) -> tuple[str, str]:
         MissingRecordsError: If records that it needs are missing.
     """
     with _style():
-        drawn = _new_figure(figure.size)
+        drawn = _new_figure(figure.size_of(source))
         description = figure.draw(drawn, source)
         return _as_svg(drawn), description
 
@@ -70,7 +70,7 @@ def save_figure(figure: Figure[Source], source: Source, folder: Path) -> tuple[s
     place = folder / FOLDER / figure.name
     values = figure.sheet(source).to_csv()
     with _style():
-        drawn = _new_figure(figure.size)
+        drawn = _new_figure(figure.size_of(source))
         description = figure.draw(drawn, source)
         svg = _as_svg(drawn)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ class Figure(Generic[Source]):
         draw: Draws into an empty figure of matplotlib and returns the sentence that says what there is to see, for
             those who cannot see it; raises `MissingRecordsError` where records that it needs are missing.
         sheet: Returns what is drawn as a table; raises the same error.
+        height: Returns the height in inches where it grows with the records; raises the same error.
     """
 
     name: str
@@ -49,3 +50,8 @@ class Figure(Generic[Source]):
     size: tuple[float, float]
     draw: Callable[[Any, Source], str]
     sheet: Callable[[Source], Sheet]
+    height: Callable[[Source], float] | None = None
+
+    def size_of(self, source: Source) -> tuple[float, float]:
+        """Return width and height in inches for these records."""
+        return self.size if self.height is None else (self.size[0], self.height(source))

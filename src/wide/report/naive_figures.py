@@ -16,7 +16,7 @@ _CANDIDATES = {
 }
 _AXES = {"M": "M, whole tokens", "N": "N, output groups", "K": "K, input groups"}
 _ROWS = (
-    ("active_tflops", 1.0, "executed TFLOP/s"),
+    ("active_tflops", 1.0, "TFLOP/s on executing pairs"),
     ("peak_memory_bytes", 2.0**20, "peak memory, MiB"),
     ("accounted_traffic_bytes", 2.0**20, "accounted traffic, MiB"),
 )

@@ -39,6 +39,9 @@ _PARTS = {
 }
 _PART_NAMES = {"gate_up": "gate and up", "gaps": "gaps between kernels"}
 _QUERY = ("query", "query or key and value")
+_BAR, _PANEL, _LEGEND = 0.3, 0.75, 0.7
+
+Series = dict[tuple[Any, ...], list[OperatorPoint]]
 
 
 def _points(profile: Profile) -> dict[str, list[OperatorPoint]]:
@@ -55,13 +58,13 @@ def _points(profile: Profile) -> dict[str, list[OperatorPoint]]:
 
 def _series(points: list[OperatorPoint]) -> Iterator[tuple[str, list[OperatorPoint]]]:
     """Yield the points of an operator by everything but their size, with a label."""
-    series: dict[tuple[Any, ...], list[OperatorPoint]] = {}
+    series: Series = {}
     for point in points:
         series.setdefault((point.device, point.group_size, point.batch, point.active), []).append(point)
     devices = {point.device for point in points}
     # Single points belong to sweeps over something else, which have figures of their own.
     several = {key: members for key, members in series.items() if len({point.tokens for point in members}) > 1}
-    for (device, group_size, batch, active), members in (several or series).items():
+    for (device, group_size, batch, active), members in (several or _typical(series)).items():
         words = [f"{100 * (1 - active):.0f} % skipped"]
         words += [] if group_size is None else [f"G {group_size}"]
         words += [] if batch is None else [f"B {batch}"]
@@ -69,14 +72,25 @@ def _series(points: list[OperatorPoint]) -> Iterator[tuple[str, list[OperatorPoi
         yield ", ".join(words), members
 
 
+def _typical(series: Series) -> Series:
+    """Return, of sweeps at one size, those at the share nearest to a half and the group size that has most shares."""
+    nearest = min((active for *_, active in series), key=lambda active: abs(active - 0.5))
+    sizes = [group_size for _, group_size, _, _ in series]
+    most = max(sizes, key=sizes.count)
+    return {key: members for key, members in series.items() if key[3] == nearest and key[1] == most}
+
+
 def _draw_operators(figure: Any, profile: Profile) -> str:
     found = _points(profile)
     rows = -(-len(found) // _COLUMNS)
     panels = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
     sentences = []
-    for axes, (operator, points) in zip(panels, found.items(), strict=False):
-        sizes = sorted({point.tokens for point in points})
-        for (label, members), (style, colour) in zip(_series(points), LINES * len(points), strict=False):
+    lines = {operator: list(_series(points)) for operator, points in found.items()}
+    most = max(map(len, lines.values()))
+    for axes, (operator, series) in zip(panels, lines.items(), strict=False):
+        shown = [point for _, members in series for point in members]
+        sizes = sorted({point.tokens for point in shown})
+        for (label, members), (style, colour) in zip(series, LINES * len(series), strict=False):
             places = [sizes.index(point.tokens) for point in members]
             axes.plot(places, [point.speedup for point in members], style, color=colour, label=label)
             ideal = [point.ideal for point in members]
@@ -84,11 +98,11 @@ def _draw_operators(figure: Any, profile: Profile) -> str:
             last = members[-1]
             sentences.append(f"{OPERATOR_NAMES.get(operator, operator)} {last.speedup:.2f}x at {last.tokens} ({label})")
         axes.axhline(1, color="black", linewidth=1)
-        axes.set_title(OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left")
+        axes.set_title(OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left", pad=8 + 13 * most)
         axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         axes.set_xlim(-0.5, len(sizes) - 0.5)
-        axes.set_ylim(0, 1.1 * max([2.0, *(point.ideal for point in points), *(point.speedup for point in points)]))
-        axes.legend(loc="lower center", fontsize="x-small", frameon=False)
+        axes.set_ylim(0, 1.1 * max([2.0, *(point.ideal for point in shown), *(point.speedup for point in shown)]))
+        legend_above(axes, columns=1)
     for axes in panels[len(found) :]:
         axes.set_axis_off()
     figure.supylabel("speed-up over the dense peer", fontsize="medium")
@@ -124,6 +138,23 @@ def _broken_down(profile: Profile) -> list[Forward]:
     return found
 
 
+def _bars(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
+    """Return the forwards that are drawn part by part, by model with group size, and shape; larger batches are not."""
+    found = _broken_down(profile)
+    least = min(forward.batch for forward in found)
+    panels: dict[tuple[str, str], list[Forward]] = {}
+    several = len({forward.group_size for forward in found}) > 1
+    for forward in found:
+        if forward.batch == least:
+            model = f"{forward.model}, G {forward.group_size}" if several else forward.model
+            panels.setdefault((model, forward.shape), []).append(forward)
+    return {key: sorted(bars, key=lambda bar: bar.mean_skipped or 0.0) for key, bars in panels.items()}
+
+
+def _breakdown_height(profile: Profile) -> float:
+    return _LEGEND + sum(_PANEL + _BAR * len(bars) for bars in _bars(profile).values())
+
+
 def _parts(forward: Forward) -> dict[str, float]:
     merged = {name: value for name, value in forward.parts.items() if name not in _QUERY}
     together = sum(value for name, value in forward.parts.items() if name in _QUERY)
@@ -131,12 +162,11 @@ def _parts(forward: Forward) -> dict[str, float]:
 
 
 def _draw_breakdown(figure: Any, profile: Profile) -> str:
-    forwards = _broken_down(profile)
-    shapes = list(dict.fromkeys((f.model, f.group_size, f.shape) for f in forwards))
-    panels = figure.subplots(len(shapes), 1, squeeze=False)[:, 0]
+    found = _bars(profile)
+    heights = [_PANEL + _BAR * len(bars) for bars in found.values()]
+    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     sentences = []
-    for axes, shape in zip(panels, shapes, strict=True):
-        bars = [forward for forward in forwards if (forward.model, forward.group_size, forward.shape) == shape]
+    for axes, ((model, shape), bars) in zip(panels, found.items(), strict=True):
         scale, unit = (1000.0, "ms") if bars[0].median_us >= 1000 else (1.0, "us")
         for place, forward in enumerate(bars):
             begin = 0.0
@@ -153,8 +183,7 @@ def _draw_breakdown(figure: Any, profile: Profile) -> str:
         axes.set_yticks(range(len(bars)), [forward.candidate for forward in bars])
         axes.invert_yaxis()
         axes.set_xlim(0, max(forward.median_us for forward in bars) / scale * 1.28)
-        model, _, words = shape
-        axes.set_title(f"{model}, {words}, {unit}", fontsize="medium", loc="left")
+        axes.set_title(f"{model}, {shape}, {unit}", fontsize="medium", loc="left")
         axes.grid(visible=False, axis="y")
     _legend_of_parts(figure)
     return "Time by part of the forward, and the measured beside the possible speed-up: " + "; ".join(sentences) + "."
@@ -272,7 +301,12 @@ SPEED_FIGURES: tuple[Figure[Profile], ...] = (
         sheet=_end_to_end_sheet,
     ),
     Figure(
-        name="breakdown", title="Where the time goes", size=(9.0, 6.4), draw=_draw_breakdown, sheet=_breakdown_sheet
+        name="breakdown",
+        title="Where the time goes",
+        size=(9.0, 6.4),
+        draw=_draw_breakdown,
+        sheet=_breakdown_sheet,
+        height=_breakdown_height,
     ),
     Figure(
         name="operators", title="Speed-up of operators", size=(9.0, 7.0), draw=_draw_operators, sheet=_operator_sheet

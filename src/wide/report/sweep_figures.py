@@ -31,7 +31,9 @@ def _series(profile: Profile, key: Key) -> dict[str, dict[str, list[OperatorPoin
     """Return the points by operator and by all else than what varies, where at least two values of it were timed."""
     found: dict[str, dict[str, list[OperatorPoint]]] = {}
     for point in profile.operators():
-        words = [f"{point.tokens:,} tokens"] + ([] if point.batch is None else [f"B {point.batch}"])
+        words = [f"{point.tokens:,} token{'' if point.tokens == 1 else 's'}"] + (
+            [] if point.batch is None else [f"B {point.batch}"]
+        )
         words += [f"G {point.group_size}"] if point.group_size is not None and key is not _group else []
         words += [f"{_sparsity(point):g} % skipped"] if key is not _sparsity else []
         if key(point) is not None:
@@ -61,6 +63,7 @@ def _draw_sweep(figure: Any, profile: Profile, key: Key, what: str, label: str) 
     columns = min(_COLUMNS, len(found))
     panels = figure.subplots(-(-len(found) // columns), columns, squeeze=False).flatten()
     sentences = []
+    most = max(map(len, found.values()))
     for axes, (operator, lines) in zip(panels, found.items(), strict=False):
         name = OPERATOR_NAMES.get(operator, operator)
         places = sorted({key(point) or 0 for points in lines.values() for point in points})
@@ -73,7 +76,7 @@ def _draw_sweep(figure: Any, profile: Profile, key: Key, what: str, label: str) 
             values = ", ".join(f"{point.speedup:.2f}x at {key(point):g}" for point in points)
             sentences.append(f"{name} ({shown}): {values}")
         axes.axhline(1, color="black", linewidth=1)
-        axes.set_title(name, fontsize="medium", loc="left", pad=10 + 12 * len(lines))
+        axes.set_title(name, fontsize="medium", loc="left", pad=8 + 13 * most)
         axes.set_xticks(range(len(places)), [f"{place:g}" for place in places])
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_ylim(0, None)
@@ -155,8 +158,9 @@ def _batches(profile: Profile) -> list[Forward]:
     kept = []
     for size in sizes:
         same = [f for f in steps if (f.model, f.adapter, f.group_size, f.tokens) == size]
-        if len({forward.batch for forward in same}) > 1:
-            kept += [forward for forward in steps if forward in same]
+        for candidate in dict.fromkeys(forward.candidate for forward in same):
+            line = [forward for forward in same if forward.candidate == candidate]
+            kept += line if len({forward.batch for forward in line}) > 1 else []
     if not kept:
         raise MissingRecordsError("no decode steps of several batches in endtoend.json; run wide profile --batch 1,2,4")
     return sorted(kept, key=lambda f: (f.model, f.adapter, f.group_size or 0, f.tokens, f.candidate, f.batch))
