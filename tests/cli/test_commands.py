@@ -99,6 +99,14 @@ def test_untrained_routers_are_compared_at_the_same_sparsity(finished):
     assert run.number("untrained", "sparsity.mean") == pytest.approx(0.5, abs=0.08)
 
 
+def test_untrained_routers_are_compared_with_a_run_that_begins_with_text(tiny_model_folder, prose_folder, tmp_path):
+    run = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    start = ["--ffn_grouping=clustered", "--router_start=fitted", "--router_bias=true", "--start_tokens=256"]
+    assert main([*run, *SHORT, *start, "--eval.untrained=true"]) == 0
+    records = Selection(*read_records(tmp_path / "run/records.jsonl"))
+    assert records.subjects() == ["dense", "untrained", "stage 1"]
+
+
 def test_resume_of_a_finished_run_measures_nothing_again(finished):
     before = read_records(finished / "records.jsonl")[0]
     assert main(["prune", "--config", str(finished / "config.yaml"), "--resume"]) == 0

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from wide.cli import compare, prune
+from wide.cli import compare, prune, recover
 from wide.cli.arguments import peek, resolved
 from wide.cli.budget import Budget
 from wide.cli.grid import GridOptions
@@ -14,7 +14,7 @@ from wide.cli.main import main
 from wide.cli.method_flags import SETTINGS, TRAINED
 from wide.cli.run_folder import RunFolder, save_config
 from wide.cli.usage import UsageError
-from wide.config import StageConfig
+from wide.config import ObjectiveConfig, StageConfig
 from wide.errors import ConfigError
 from wide.method_config import CoopPrunerConfig, DDPConfig, DenseConfig, TyrConfig, WandaConfig, WideMethodConfig
 from wide.methods.catalogue import get, names
@@ -56,6 +56,45 @@ def test_a_saved_comparison_is_recognised(tmp_path):
         RunFolder(tmp_path / "run", other, resume=True, overwrite=False)
 
 
+class Claims:
+    """Stands for what carries a run out: it takes the folder and does nothing."""
+
+    def __init__(self, *arguments, **_):
+        self._folder = next(each for each in arguments if isinstance(each, RunFolder))
+
+    def run(self, *_, **__):
+        self._folder.claim()
+
+    prune = recover = prune_by = run
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (prune, []),
+        (prune, ["--method", "skipgpt"]),
+        (recover, ["--adapter", "A"]),
+        (compare, ["--methods", "wide,tyr"]),
+    ],
+)
+def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tmp_path, monkeypatch):
+    for name in ("pipeline.Pipeline", "method_pipeline.MethodPipeline", "comparison_run.ComparisonRun"):
+        monkeypatch.setattr(f"wide.cli.{name}", Claims)
+    monkeypatch.setattr("wide.cli.loading.objective_after", lambda adapter, changes: ObjectiveConfig())
+    given = ["--model", "M", "--data", "D", "--output", str(tmp_path / "run"), *more]
+    command.run(given)
+    saved = tmp_path / "run" / "config.yaml"
+    whole = yaml.safe_load(saved.read_text())
+    older = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
+    del older["objective"]["smoothing"], older["recover"]["noise"], older["description"]
+    saved.write_text(yaml.safe_dump(older))
+    command.run([*given, "--resume"])
+    assert yaml.safe_load(saved.read_text()) == whole
+    saved.write_text(yaml.safe_dump(older))
+    with pytest.raises(ConfigError, match=r"recover.noise 1.0 -> 0.5"):
+        command.run([*given, "--resume", "--recover.noise", "0.5"])
+
+
 def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
     request = asked("--shortened-ppl.num_windows", "5", methods="shortened-ppl")
     assert request.settings["shortened-ppl"].num_windows == 5
@@ -91,6 +130,9 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["prune", "--method", "tyr", "--objective.weight", "1"], "for methods that train routers"),
         (["prune", "--method", "skipgpt", "--objective.target", "mean"], "skipgpt takes --match"),
         (["prune", "--wide.uniform", "true"], "without a prefix"),
+        (["prune", "--method", "skipgpt", "--tracker", "wandb"], "runs --method skipgpt --match nominal"),
+        (["prune", "--match", "linear_flops", "--tracker", "wandb"], "runs --method wide --match linear_flops"),
+        (["compare", "--methods", "wide", "--variants", "{a:"], "--variants cannot be read as YAML"),
         (["methods", "burn"], "cannot understand"),
     ],
 )
@@ -98,6 +140,15 @@ def test_misplaced_words_are_refused_with_the_reason(arguments, words, capsys):
     more = EVERYDAY if arguments[0] in ("prune", "compare") else []
     assert main([*arguments, *more]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_every_trained_method_takes_the_same_of_the_objective(method):
+    wanted = {"weight": 3.0, "distillation": 0.5, "ramp": 0.25, "smoothing": 0.05}
+    given = [word for name, value in wanted.items() for word in (f"--objective.{name}", str(value))]
+    alone = prune.request(prune.arguments(method).parse([*EVERYDAY, "--method", method, *given])).objective
+    together = asked(*given, methods=method).objective
+    assert alone == together == ObjectiveConfig(**wanted)
 
 
 def test_flags_of_other_methods_are_refused_in_files_too(tmp_path, capsys):
@@ -223,10 +274,20 @@ def test_variants_are_rows_of_their_own_with_the_settings_of_their_method(tmp_pa
 def test_settings_of_variants_are_converted_as_flags_are(tmp_path):
     given = {"tyr-short": {"method": "tyr", "stage_tokens": [64, 128], "survivors": [2], "copies_folder": None}}
     assert with_variants(tmp_path, "tyr-short", given).settings["tyr-short"].stage_tokens == (64, 128)
-    with pytest.raises(UsageError, match="ffn_group_size"):
+    with pytest.raises(UsageError, match=r"variants: g: .*ffn_group_size"):
         with_variants(tmp_path, "g", {"g": {"method": "wide", "ffn_group_size": "many"}})
-    with pytest.raises(ConfigError, match="survivors"):
+    with pytest.raises(ConfigError, match=r"variants: t: .*survivors"):
         with_variants(tmp_path, "t", {"t": {"method": "tyr", "survivors": [1]}})
+
+
+def test_variants_without_a_row_are_told(tmp_path, capsys):
+    file = tmp_path / "v.yaml"
+    file.write_text(yaml.safe_dump({"methods": "wide,wide-g32", "variants": VARIANTS}))
+    given = ["--config", str(file), "--model", "./nowhere", "--data", "D", "--output", str(tmp_path / "run")]
+    assert main(["compare", *given]) == 1
+    assert "--methods does not name are left out: wide-uniform\n" in capsys.readouterr().out
+    main(["compare", *given, "--methods", "wide-g32,wide-uniform"])
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_all_names_the_variants_too(tmp_path):
@@ -239,7 +300,8 @@ def test_all_names_the_variants_too(tmp_path):
     [
         ({"tyr": {"method": "wide"}}, "a name of its own"),
         ({"a/b": {"method": "wide"}}, "a name of its own"),
-        ({"a": {"method": "wied"}}, "did you mean wide?"),
+        ({"a": {"method": "wied"}}, "variants: a: there is no method 'wied'; did you mean wide?"),
+        ({"a": {"method": "dense"}}, "variants: a: the dense model has no variants"),
         ({"a": {"ffn_group_size": 32}}, "with the key 'method'"),
         ({"a": "wide"}, "with the key 'method'"),
         ({"a": {"method": "wide", "fnn_group_size": 32}}, "did you mean ffn_group_size?"),

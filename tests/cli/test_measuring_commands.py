@@ -29,6 +29,8 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["bench", "--out", "o", "--sparsity", "50"], 1, "0.5 skips half"),
         (["profile", "--out", "o", "--adapter", "a"], 2, "give --model"),
         (["profile", "--out", "o", "--checkpoint", "c"], 2, "give --model"),
+        (["profile", "--out", "o", "--model", "m", "--adapter", "a", "--checkpoint", "c"], 2, "give one of them"),
+        (["profile", "--out", "o", "--model", "m", "--checkpoint", "c", "--compiled_peer", "true"], 2, "routed models"),
         (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
         (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--out", "o", "--generate", "0"], 1, "at least 1"),

@@ -6,7 +6,7 @@ import torch
 from wide.config import WideConfig
 from wide.errors import ConfigError
 from wide.models.attach import attach
-from wide.profiling import endtoend_races, table_choice
+from wide.profiling import endtoend, endtoend_races, table_choice
 from wide.profiling.agreement_endtoend import check
 from wide.profiling.breakdown import sum_parts
 from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
@@ -137,3 +137,10 @@ def test_tables_are_chosen_by_the_clock(monkeypatch):
 def test_unknown_shapes_are_named():
     with pytest.raises(ConfigError, match="unknown shape 'x'"):
         random_model("x", num_layers=1, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_a_shape_cut_to_fewer_layers_has_a_name_of_its_own():
+    words = ["--shape", "llama-3.1-8b", "--out", "OUT"]
+    assert endtoend._name(endtoend._parser().parse_args(words)) == "llama-3.1-8b"
+    assert endtoend._name(endtoend._parser().parse_args([*words, "--layers", "8"])) == "llama-3.1-8b, 8 layers"
+    assert endtoend._name(endtoend._parser().parse_args([*words, "--model", "M", "--layers", "8"])) == "M"

@@ -7,6 +7,7 @@ import torch
 
 import wide
 from wide.config import WideConfig
+from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
@@ -18,13 +19,13 @@ from wide.report.profiles import read_profile
 CPU = torch.device("cpu")
 
 
-def tiny_model():
+def tiny_model(**changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa")).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes | heads | changes, attn_implementation="sdpa")).eval()
 
 
 @pytest.fixture
@@ -89,6 +90,40 @@ def test_a_materialised_checkpoint_is_raced_beside_its_base(static, host, tmp_pa
     content = json.loads((out / "endtoend.json").read_text())
     assert content["gate"]["materialised_error"] is None
     assert [record["candidate"] for record in content["records"]] == ["dense", "pruned"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 96}, "vocab_size 64 instead of 96"),
+        ({"hidden_size": 64}, "hidden_size 32 instead of 64"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers 3 instead of 1"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(changes, words, static, tmp_path):
+    base, adapter = static
+    wide.materialise(wide.load(str(base), adapter)).save_pretrained(tmp_path / "small")
+    tiny_model(**changes).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=words):
+        materialised.load_pair(str(tmp_path / "other"), str(tmp_path / "small"), dtype="float32", device=CPU)
+
+
+def test_a_checkpoint_without_some_layers_is_of_its_base(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    whole, gone = (LayerPlan(attention=half, ffn=half) for half in (Dense(), Skipped()))
+    attach(model, Plan((whole, gone, whole)))
+    wide.materialise(model).save_pretrained(tmp_path / "small")
+    pair = materialised.load_pair(str(tmp_path / "base"), str(tmp_path / "small"), dtype="float32", device=CPU)
+    assert (pair.dense.config.num_hidden_layers, pair.pruned.config.num_hidden_layers) == (3, 2)
+
+
+def test_a_compiled_peer_beside_a_static_plan_is_refused(static, host, tmp_path):
+    base, adapter = static
+    given = ["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "o")]
+    with pytest.raises(ConfigError, match="this plan is static"):
+        endtoend.main([*given, "--compiled-peer", "default"])
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_model_that_is_not_what_its_plan_says_is_not_timed(static, host, monkeypatch, tmp_path):

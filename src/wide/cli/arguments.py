@@ -112,6 +112,11 @@ class Arguments:
         parsed: dict[str, Any] = values.as_dict()
         return parsed
 
+    def defaults(self) -> dict[str, Any]:
+        """Return what every key means that is not given, groups as nested dictionaries; required ones are None."""
+        found: dict[str, Any] = self._parser.get_defaults(skip_validation=True).as_dict()
+        return found
+
     def known_keys(self) -> list[str]:
         """Return every key in dotted form."""
         return [action.dest for action in self._parser._actions if action.dest not in ("help", "print_config")]
@@ -183,11 +188,14 @@ def peek_mapping(arguments: Sequence[str], name: str) -> dict[str, Any]:
         name: The flag, without dashes; not of a group.
 
     Raises:
-        UsageError: If a configuration file cannot be read, or what stands there is not a mapping.
+        UsageError: If a configuration file or the flag cannot be read, or what stands there is not a mapping.
     """
     configs, _ = _split_configs(arguments)
     given = peek(arguments, name, "")
-    values: list[Any] = [yaml.safe_load(given)] if given else [_read_yaml(path).get(name) for path in configs]
+    try:
+        values: list[Any] = [yaml.safe_load(given)] if given else [_read_yaml(path).get(name) for path in configs]
+    except yaml.YAMLError as error:
+        raise UsageError(f"--{name} cannot be read as YAML: {_in_one_line(error)}") from error
     found: Any = next((value for value in reversed(values) if value is not None), {})
     if not isinstance(found, Mapping):
         raise UsageError(f"{name} must be a mapping, got {found!r}")

@@ -7,15 +7,21 @@ from typing import Any
 from wide.cli.arguments import Arguments, add_run_switches, build, keys_of_files, peek, peek_mapping, resolved
 from wide.cli.budget import Budget
 from wide.cli.compare_request import CompareRequest, ScoredTasks
-from wide.cli.console import num_processes
+from wide.cli.console import num_processes, say
 from wide.cli.grid import DENSE, GridOptions, method_names, method_of
-from wide.cli.method_flags import SETTINGS, add_method_flags, check_variants, settings_of, variant_settings
+from wide.cli.method_flags import (
+    OBJECTIVE,
+    SETTINGS,
+    add_method_flags,
+    check_variants,
+    settings_of,
+    variant_settings,
+)
 from wide.cli.options import EvalOptions, RunOptions
 from wide.cli.prune import RecoverSwitch
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-
-_SHARED = ("weight", "distillation", "ramp")
+from wide.errors import ConfigError
 
 
 def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) -> Arguments:
@@ -32,7 +38,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     add_run_switches(flags)
     add_method_flags(flags, methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
     flags.add_fields(StageConfig, prefix="train", skip=("seed",))
-    flags.add_fields(ObjectiveConfig, prefix="objective", only=_SHARED)
+    flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
     flags.add_fields(RecoverSwitch, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps", "seed"))
     flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
@@ -75,7 +81,12 @@ def request(values: dict[str, Any]) -> CompareRequest:
 def _settings(grid: GridOptions, name: str, values: dict[str, Any]) -> Any:
     """Return the settings of a row: those of its method, with a variant's own on top."""
     method = grid.method_of(name)
-    return settings_of(method, values, **variant_settings(method, grid.changes_of(name)))
+    if name == method:
+        return settings_of(method, values)
+    try:
+        return settings_of(method, values, **variant_settings(method, grid.changes_of(name)))
+    except ConfigError as error:
+        raise type(error)(f"variants: {name}: {error}") from error
 
 
 def run(given: Sequence[str]) -> None:
@@ -97,18 +108,27 @@ def run(given: Sequence[str]) -> None:
     methods = [name for name in SETTINGS if name in {method_of(row, variants) for row in rows}]
     # The saved configuration has underscores for dashes.
     keys = {key.replace("-", "_") for key in keys_of_files(given)}
-    values = arguments(methods, {name for name in SETTINGS if name.replace("-", "_") in keys}).parse(given)
+    flags = arguments(methods, {name for name in SETTINGS if name.replace("-", "_") in keys})
+    values = flags.parse(given)
     asked = request(values)
     if num_processes() > 1:
         raise UsageError("a comparison does not run under torchrun; start N processes with --shard 1/N to --shard N/N")
     if asked.grid.shard is not None and values["overwrite"]:
         raise UsageError("--overwrite would delete the cells of the other shards; remove the folder instead")
+    if asked.grid.unused_variants:
+        say(f"warning  variants that --methods does not name are left out: {', '.join(asked.grid.unused_variants)}")
     # Nothing heavier than the schema is imported until the command line is known to be right.
     from wide.cli.comparison_run import ComparisonRun
     from wide.cli.run_folder import RunFolder
 
     # Processes that share a folder all go on with what they find there.
     resume = bool(values["resume"]) or asked.grid.shard is not None
-    target = RunFolder(asked.run.output, resolved(values), resume=resume, overwrite=bool(values["overwrite"]))
+    target = RunFolder(
+        asked.run.output,
+        resolved(values),
+        resume=resume,
+        overwrite=bool(values["overwrite"]),
+        defaults=flags.defaults(),
+    )
     command = ["wide", "compare", *given]
     ComparisonRun(asked, target, command=command, debug=bool(values["debug"])).run()

@@ -73,6 +73,11 @@ class GridOptions:
         return {key: value for key, value in (self.variants or {}).get(name, {}).items() if key != "method"}
 
     @property
+    def unused_variants(self) -> list[str]:
+        """The variants that `methods` does not name, which therefore have no rows."""
+        return [name for name in self.variants or {} if name not in self.method_names]
+
+    @property
     def sparsity_values(self) -> list[float]:
         """The targets."""
         return [_number(word, "sparsities") for word in _words(self.sparsities)]

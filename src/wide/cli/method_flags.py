@@ -46,6 +46,8 @@ SETTINGS: Mapping[str, type[Any]] = {
 """The settings of each method by its name in the catalogue, which does not import them."""
 TRAINED = ("skipgpt", "skipgpt-original", "dllm", "dllm-original", "wide")
 """Methods that train routers, to which the flags of stage 1 apply."""
+OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
+"""What of the objective can be set for every method that trains routers; the target says the rest."""
 
 
 def check_method(name: str) -> str:
@@ -98,7 +100,7 @@ def settings_of(method: str, values: Mapping[str, Any], **changes: Any) -> Any:
 
 
 def check_variants(variants: Mapping[str, Any]) -> None:
-    """Refuse variants that name no method, or have the name of one.
+    """Refuse variants that name no method that prunes, or have the name of a method.
 
     Args:
         variants: By name, a mapping with the key 'method' and the settings in which the variant differs.
@@ -112,12 +114,21 @@ def check_variants(variants: Mapping[str, Any]) -> None:
             raise UsageError(f"{where}: a variant needs a name of its own, of letters, digits and . = + - _")
         if not isinstance(entry, Mapping) or not isinstance(entry.get("method"), str):
             raise UsageError(f"{where} must be a mapping with the key 'method', got {entry!r}")
-        known = [field.name for field in fields(SETTINGS[check_method(entry["method"])]) if field.name != "seed"]
+        if entry["method"] == "dense":
+            raise UsageError(f"{where}: the dense model has no variants; it is in every comparison, under its own name")
+        known = _own_settings(entry["method"], where)
         for key in entry:
             if key != "method" and key not in known:
                 close = get_close_matches(str(key), known, n=1, cutoff=0.4)
                 hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
                 raise UsageError(f"{where}: method {entry['method']} has no setting {key!r}{hint}")
+
+
+def _own_settings(method: str, where: str) -> list[str]:
+    try:
+        return [field.name for field in fields(SETTINGS[check_method(method)]) if field.name != "seed"]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def variant_settings(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:

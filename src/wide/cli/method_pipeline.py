@@ -5,7 +5,6 @@ from typing import Any
 from wide.cli.loading import require_lora
 from wide.cli.options import PruneRequest
 from wide.cli.pipeline import Pipeline
-from wide.cli.usage import UsageError
 from wide.data.batches import TokenBlocks
 from wide.methods.apply import apply
 from wide.methods.catalogue import get
@@ -25,8 +24,6 @@ class MethodPipeline(Pipeline):
         Raises:
             WideError: Whatever the method refuses.
         """
-        if self._options.tracker is not None:
-            raise UsageError("--tracker keeps the curves of --method wide; other methods write none")
         method = get(asked.method)
         target = Target(sparsity=asked.objective.sparsity, match=asked.match)
         if asked.recover is not None:

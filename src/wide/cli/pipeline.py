@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,8 @@ class Pipeline:
     ) -> None:
         if not is_main_process():
             return
-        attach(model, config)
+        # What stage 1 begins with may have read text already; untrained routers have not.
+        attach(model, replace(config, ffn_grouping="adjacent", router_start="random"))
         try:
             target = objective.sparsity
             calibrate_dial(

@@ -17,7 +17,7 @@ class ProfileOptions:
         out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile.
         model: Hub name or local folder of a real model; null takes --shape with random weights.
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
-        checkpoint: Folder of what wide.materialise left of the model, to be timed beside it.
+        checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
         shape: Model with random weights: llama-3.1-8b or tiny.
         layers: Only so many layers of the shape; null means all.
         batch: Sequences, one or more numbers separated by commas.
@@ -27,7 +27,7 @@ class ProfileOptions:
             an adapter's routers their own decisions are timed as well, and in a third run nothing is skipped. Of no
             matter to static plans and checkpoints.
         ffn_group_size: Channels in a group of the FFN, where routers are random.
-        compiled_peer: Race the compiled Hugging Face model, too.
+        compiled_peer: Race the compiled Hugging Face model, too; not with static plans and checkpoints.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
     """
@@ -83,14 +83,19 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If an adapter or checkpoint is named without its model.
+        UsageError: If an adapter or checkpoint is named without its model, or flags contradict.
         UnsupportedBackendError: If there is no GPU.
+        ConfigError: If the adapter is static and a compiled peer is asked for, or the checkpoint is of another model.
         EvaluationError: If the runtime does not compute what the model computes.
     """
     options = build(ProfileOptions, arguments().parse(given))
     for name in ("adapter", "checkpoint"):
         if getattr(options, name) is not None and options.model is None:
             raise UsageError(f"--{name} needs its base: give --model, too")
+    if options.adapter is not None and options.checkpoint is not None:
+        raise UsageError("--checkpoint is timed as it is, so --adapter would change nothing; give one of them")
+    if options.checkpoint is not None and options.compiled_peer:
+        raise UsageError("--compiled_peer is raced beside routed models only; leave it out with --checkpoint")
     require_gpu("profile")
     from wide.profiling.endtoend import main
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from wide.cli.arguments import Arguments, add_run_switches, build, peek, resolved
-from wide.cli.method_flags import TRAINED, add_method_flags, check_method, settings_of
+from wide.cli.method_flags import OBJECTIVE, TRAINED, add_method_flags, check_method, settings_of
 from wide.cli.options import EvalOptions, PruneRequest, RunOptions, SampleOptions
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
@@ -83,7 +83,7 @@ def _add_settings(flags: Arguments, method: str) -> None:
         flags.refuse(["train", "objective"], f"is for methods that train routers ({trained}), not for {method}")
         flags.add_fields(StageConfig, prefix="train", only=_TEXT)
     if method in TRAINED and method != _DEFAULT:
-        flags.add_fields(ObjectiveConfig, prefix="objective", only=("weight", "distillation", "ramp"))
+        flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
         for name in ("target", "include_fixed"):
             flags.refuse([f"objective.{name}"], f"is a flag of method wide; {method} takes --match")
 
@@ -92,16 +92,22 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
     """Return the run that parsed values describe.
 
     Raises:
-        UsageError: If the number of steps of stage 2 is negative.
+        UsageError: If the number of steps of stage 2 is negative, or a tracker is asked for where nothing feeds it.
         ConfigError: If a value is out of its range, or two of them contradict.
     """
     if values["recover"]["steps"] < 0:
         raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves stage 2 out")
+    method, match = values["method"], values["match"]
+    if values["tracker"] is not None and (method, match) != (_DEFAULT, "nominal"):
+        raise UsageError(
+            f"--tracker keeps the curves of --method {_DEFAULT} --match nominal only, and the command runs --method "
+            f"{method} --match {match}; leave it out"
+        )
     objective = build(ObjectiveConfig, values.get("objective", {}), sparsity=values["sparsity"])
     return PruneRequest(
         run=build(RunOptions, values),
-        method=values["method"],
-        match=values["match"],
+        method=method,
+        match=match,
         settings=_settings(values, objective),
         objective=objective,
         stage=build(StageConfig, values["train"]),
@@ -131,13 +137,19 @@ def run(given: Sequence[str]) -> None:
         UsageError: If there is no such method, or a flag is not for it.
     """
     method = check_method(peek(given, "method", _DEFAULT))
-    values = arguments(method).parse(given)
+    flags = arguments(method)
+    values = flags.parse(given)
     asked = request(values)
     # Nothing heavier than the schema is imported until the command line is known to be right.
     from wide.cli.run_folder import RunFolder
 
-    config = resolved(values)
-    folder = RunFolder(asked.run.output, config, resume=values["resume"], overwrite=values["overwrite"])
+    folder = RunFolder(
+        asked.run.output,
+        resolved(values),
+        resume=values["resume"],
+        overwrite=values["overwrite"],
+        defaults=flags.defaults(),
+    )
     command = ["wide", "prune", *given]
     if isinstance(asked.settings, WideConfig) and not isinstance(asked.settings, WideMethodConfig):
         from wide.cli.pipeline import Pipeline

@@ -48,7 +48,8 @@ def run(given: Sequence[str]) -> None:
     Raises:
         ConfigError: If the output folder holds the adapter itself.
     """
-    values = arguments().parse(given)
+    flags = arguments()
+    values = flags.parse(given)
     options, start = build(RunOptions, values), build(RecoverOptions, values)
     stage, scoring = build(RecoverConfig, values["recover"]), build(EvalOptions, values["eval"])
     sample = build(SampleOptions, values["sample"])
@@ -60,6 +61,10 @@ def run(given: Sequence[str]) -> None:
     objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     told = asdict(objective)
     config = resolved(values) | {"sparsity": told.pop("sparsity"), "objective": told}
-    folder = RunFolder(options.output, config, resume=values["resume"], overwrite=values["overwrite"])
+    # The objective's flags are null by default, which only says that stage 1 decides.
+    defaults = flags.defaults() | {"objective": asdict(ObjectiveConfig())}
+    folder = RunFolder(
+        options.output, config, resume=values["resume"], overwrite=values["overwrite"], defaults=defaults
+    )
     pipeline = Pipeline(options, scoring, sample, folder, command=["wide", "recover", *given])
     pipeline.recover(start.adapter, objective, stage)

@@ -30,6 +30,8 @@ class RunFolder:
         resume: Continue a run that lies there.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.
         resumable: Whether the command has --resume, for messages.
+        defaults: What keys mean that the run to be continued does not know, having been saved before they were there;
+            nested as `config` is. None means null for all.
 
     Raises:
         UsageError: If both are asked for.
@@ -38,13 +40,21 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: str | Path, config: Mapping[str, Any], *, resume: bool, overwrite: bool, resumable: bool = True
+        self,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        resume: bool,
+        overwrite: bool,
+        resumable: bool = True,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the folder without touching it."""
         self.path = Path(path)
         self.resume = resume
         self._config = dict(config)
         self._resumable = resumable
+        self._defaults = dict(defaults or {})
         if resume and overwrite:
             raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
         if is_main_process():
@@ -108,8 +118,8 @@ class RunFolder:
             before = flatten(yaml.safe_load(saved.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
-        # As it would be read again: YAML has no tuples.
-        now = flatten(yaml.safe_load(yaml.safe_dump(self._config)))
+        now = _as_read_again(self._config)
+        before = {key: value for key, value in _as_read_again(self._defaults).items() if key in now} | before
         keys = sorted(key for key in {*before, *now} - {"output"} if before.get(key) != now.get(key))
         if keys:
             words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)
@@ -131,6 +141,11 @@ def save_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a resolved configuration as YAML that `--config` reads."""
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     write_whole(path, f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}")
+
+
+def _as_read_again(config: Mapping[str, Any]) -> dict[str, Any]:
+    # YAML has no tuples.
+    return flatten(yaml.safe_load(yaml.safe_dump(dict(config))))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from wide.config import WideConfig
+from wide.errors import ConfigError
 from wide.profiling.agreement_endtoend import check
 from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, operator_table, prefill_race
 from wide.profiling.energy import EnergyCounter, energy_counter
@@ -52,8 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="llama-3.1-8b", help="a model with random weights")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--model", help="a real model instead: folder or name")
-    parser.add_argument("--adapter", help="its routers; without it they are random")
-    parser.add_argument("--checkpoint", help="what wide.materialise left of the real model, raced beside it")
+    pruned = parser.add_mutually_exclusive_group()
+    pruned.add_argument("--adapter", help="its routers; without it they are random")
+    pruned.add_argument("--checkpoint", help="what wide.materialise left of the real model, raced beside it")
     parser.add_argument("--text", type=Path, help="prompt of a real model; without it tokens are random")
     parser.add_argument("--out", type=Path, required=True, help="folder for endtoend.json")
     parser.add_argument(
@@ -204,8 +206,18 @@ def _shapes(options: argparse.Namespace) -> list[tuple[str, int, int]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the bench; return 1 if the runtime disagrees with the model."""
+    """Run the bench; return 1 if the runtime disagrees with the model.
+
+    Raises:
+        ConfigError: If a compiled peer is asked for beside a static plan, or a checkpoint is of another model.
+    """
     options = _parser().parse_args(arguments)
+    static = options.checkpoint is not None or (options.adapter is not None and is_static(Path(options.adapter)))
+    if static and options.compiled_peer:
+        raise ConfigError(
+            "the compiled peer is raced beside routed models only, and this plan is static: both models already run as "
+            "Hugging Face has them; leave the compiled peer out"
+        )
     if options.generate is not None:
         options.decode = [length + options.generate // 2 for length in options.prompt]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -213,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     energy = energy_counter() if options.energy else None
     if options.energy and energy is None:
         _say("energy is not measured: NVML has no energy counter for this GPU")
-    if options.checkpoint is not None or (options.adapter is not None and is_static(Path(options.adapter))):
+    if static:
         return _race_materialised(options, energy)
     return _race_routed(options, energy)
 
@@ -222,7 +234,8 @@ def _race_materialised(options: argparse.Namespace, energy: EnergyCounter | None
     device = torch.device(_DEVICE)
     pair: Pair
     if options.checkpoint is not None:
-        method = "wide" if options.adapter is None else method_of(Path(options.adapter))
+        # A checkpoint does not say what made it.
+        method = ""
         pair = load_pair(options.model, options.checkpoint, dtype="bfloat16", device=device)
     else:
         adapter = Path(options.adapter)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wide.errors import ConfigError
 from wide.profiling.endtoend_races import peak_memory, times_record
 from wide.profiling.energy import EnergyCounter, joules
 from wide.profiling.hugging_face import prefill_call, step_call
@@ -89,7 +90,17 @@ def materialise_pair(name: str, adapter: Path, ids: Tensor, *, dtype: str, devic
 
 
 def load_pair(name: str, checkpoint: str, *, dtype: str, device: torch.device) -> Pair:
-    """Return a base model and a checkpoint that `wide.materialise` left, as it lies on disk."""
+    """Return a base model and a checkpoint that `wide.materialise` left, as it lies on disk.
+
+    Args:
+        name: Of the base.
+        checkpoint: Folder.
+        dtype: Of the weights.
+        device: Where both go.
+
+    Raises:
+        ConfigError: If the checkpoint cannot be what was left of that base, by vocabulary, hidden size and layers.
+    """
     from wide.models.auto import load_checkpoint
     from wide.models.pretrained import is_pruned_checkpoint, load_pretrained
 
@@ -98,7 +109,24 @@ def load_pair(name: str, checkpoint: str, *, dtype: str, device: torch.device) -
         pruned = load_checkpoint(checkpoint, dtype=getattr(torch, dtype)).to(device)
     else:
         pruned = load_pretrained(checkpoint, dtype=dtype, device=str(device))
+    _check_same_base(dense.config, pruned.config, f"checkpoint {checkpoint} against base {name}")
     return Pair(dense=dense, pruned=pruned, error=None)
+
+
+def _check_same_base(base: Any, pruned: Any, where: str) -> None:
+    base, pruned = base.get_text_config(), pruned.get_text_config()
+    wrong = [
+        f"{field} {getattr(pruned, field)} instead of {getattr(base, field)}"
+        for field in ("vocab_size", "hidden_size", "num_hidden_layers")
+        if not _fits(field, getattr(base, field), getattr(pruned, field))
+    ]
+    if wrong:
+        raise ConfigError(f"{where}: {', '.join(wrong)}, so it is of another model; name the base it was made of")
+
+
+def _fits(field: str, of_base: int, of_pruned: int) -> bool:
+    # Layers that are skipped whole are not in the checkpoint.
+    return of_pruned <= of_base if field == "num_hidden_layers" else of_pruned == of_base
 
 
 def pair_race(
