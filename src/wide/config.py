@@ -37,7 +37,9 @@ class WideConfig:
             `start_tokens` for it).
         router_start: What stage 1 begins with: 'random' matrices (paper), or 'fitted' ones, which predict the groups
             that add most to the output at the target sparsity; needs `router_bias`.
-        start_tokens: Tokens of training text, at least, from which groups are clustered and routers fitted.
+            With a target of 'uniform', one threshold serves both kinds of halves, and training separates them.
+        start_tokens: Tokens of training text from which groups are clustered and routers fitted; the last sequence is
+            read whole.
     """
 
     ffn_group_size: int = 128

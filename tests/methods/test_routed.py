@@ -118,6 +118,29 @@ def test_target_zero_is_the_dense_model_without_training(tmp_path):
     assert torch.equal(load(dense_model(), tmp_path / "adapter")(input_ids=ids).logits, before)
 
 
+def test_target_zero_needs_no_text_for_a_start_that_changes_nothing():
+    model, ids = dense_model(), blocks().batch([0]).input_ids
+    before = model(input_ids=ids).logits
+    settings = dataclasses.replace(SETTINGS, ffn_grouping="clustered", router_start="fitted", router_bias=True)
+    effort, _ = train(model, blocks(), Target(sparsity=0.0), settings, stage=stage(), objective=OBJECTIVE)
+    assert (effort.tokens_forward, effort.tokens_backward) == (0, 0)
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_text_that_the_start_reads_counts_as_effort_of_the_run_and_of_its_continuation(tmp_path):
+    settings = dataclasses.replace(
+        SETTINGS, ffn_grouping="clustered", router_start="fitted", router_bias=True, start_tokens=512
+    )
+    run = {"stage": stage(steps=2, batch_size=16), "objective": OBJECTIVE, "output": tmp_path}
+    model = dense_model()
+    effort, _ = train(model, blocks(), Target(sparsity=0.4), settings, **run)
+    record = attachment(model).provenance["prune"]
+    assert effort.tokens_backward == 2 * 16 * 64 + 512
+    assert effort.tokens_forward == record["start"]["tokens_forward"] + record["inference"]["tokens_forward"]
+    again, _ = train(dense_model(), blocks(), Target(sparsity=0.4), settings, **run, resume=True)
+    assert again == effort
+
+
 def test_a_run_of_another_target_is_not_continued(tmp_path):
     run = {"stage": stage(steps=2, batch_size=16), "objective": OBJECTIVE, "output": tmp_path}
     train(dense_model(), blocks(), Target(sparsity=0.4), SETTINGS, **run)

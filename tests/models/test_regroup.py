@@ -10,13 +10,13 @@ from torch import nn
 from wide.config import WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
 from wide.models.adapter import ORDER_FILE, load, save
-from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.auto import load_checkpoint, save_checkpoint
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.models.optimize import deoptimize, optimize
-from wide.models.regroup import order_name
+from wide.models.regroup import RegroupedChannels, order_name
 from wide.runtime.decoder import Decoder
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered")
@@ -211,6 +211,24 @@ def test_quantised_layers_and_ffns_that_know_places_are_refused_and_left_alone()
         attach(model, CONFIG, orders=orders)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not is_attached(model)
+
+
+def test_weights_that_are_not_in_memory_are_refused():
+    model, orders = regrouped()
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach().to("meta"))
+    with pytest.raises(UnsupportedModelError, match=r"layer 1.*offloaded"):
+        attach(model, CONFIG, orders=orders)
+    assert not is_attached(model)
+
+
+def test_layers_that_share_their_ffn_are_put_back():
+    model, orders = regrouped()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    before = model.model.layers[0].mlp.down_proj.weight.detach().clone()
+    specs, plan = discover(model), plan_for(CONFIG, discover(model))
+    RegroupedChannels(specs, plan, {name: orders[name] for name in (order_name(0), order_name(1))}).restore()
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
 
 
 def test_damaged_orders_are_named(tmp_path):

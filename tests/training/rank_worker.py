@@ -5,14 +5,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny import RandomSource, batch, freeze_noise, routed_model, stage
+from tiny import RandomSource, batch, dense_model, freeze_noise, routed_model, stage
 
-from wide.config import ObjectiveConfig
+from wide.config import ObjectiveConfig, WideConfig
 from wide.data.batches import TokenBatch
 from wide.models.attach import attachment
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
+from wide.training.stages import prune
 from wide.training.trainer import RunOptions, Trainer
 
 
@@ -51,6 +52,9 @@ def main(folder):
         save_file(
             {n: p.detach() for n, p in model.named_parameters() if "wide_router" in n}, str(folder / "run.safetensors")
         )
+    clustered = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=128)
+    model = prune(dense_model(), RandomSource(), config=clustered, stage=stage(steps=1))
+    save_file(attachment(model).regrouped.orders(), str(folder / f"orders-{parallel.rank}.safetensors"))
     parallel.barrier()
     torch.distributed.destroy_process_group()
 

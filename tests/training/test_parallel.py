@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import RandomSource, freeze_noise, routed_model, stage
+from tiny import RandomSource, dense_model, freeze_noise, routed_model, stage
 
-from wide.config import ObjectiveConfig
+from wide.config import ObjectiveConfig, WideConfig
+from wide.models.attach import attachment
 from wide.training.objective import Objective
+from wide.training.stages import prune
 from wide.training.trainer import RunOptions, Trainer
 
 WORKER = Path(__file__).parent / "rank_worker.py"
@@ -63,3 +65,13 @@ def test_a_run_on_two_processes_ends_with_the_parameters_of_one_process(two_proc
         if "wide_router" in name:
             torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-3, atol=1e-5)
     assert len(list((two_processes / "run" / "checkpoints").iterdir())) == 2
+
+
+def test_processes_that_share_the_clustering_all_have_the_orders_of_one_process(two_processes):
+    config = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=128)
+    model = prune(dense_model(), RandomSource(), config=config, stage=stage(steps=1))
+    wanted = attachment(model).regrouped.orders()
+    assert len(wanted) == 2
+    for rank in range(2):
+        found = load_file(str(two_processes / f"orders-{rank}.safetensors"))
+        assert all(torch.equal(found[name], order) for name, order in wanted.items())

@@ -1,5 +1,7 @@
 """What stage 1 begins with: groups of channels that act together, and routers that skip what matters least."""
 
+import dataclasses
+import json
 import math
 
 import pytest
@@ -11,16 +13,18 @@ from tiny import RandomSource, dense_model, stage
 from wide.config import ObjectiveConfig, WideConfig
 from wide.errors import ConfigError, TrainingError
 from wide.models.adapter import load
-from wide.models.attach import attach, attachment, detach
+from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.dial import measure_sparsity
 from wide.models.observe import observe
+from wide.training import channel_groups, router_fit
 from wide.training.activations import first_batches, in_passes
-from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost
-from wide.training.router_fit import fit_routers, fitted_margins
+from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
+from wide.training.router_fit import fit_routers, fitted_margins, group_energy
 from wide.training.stages import prune
 
 CLUSTERED = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=256)
 FITTED = WideConfig(ffn_group_size=16, router_rank=4, router_start="fitted", router_bias=True, start_tokens=512)
+UNFITTED = dataclasses.replace(FITTED, router_start="random")
 
 
 def batches():
@@ -115,7 +119,7 @@ def test_fitted_routers_meet_the_target_and_skip_what_matters_least(measure):
     for kind in ("fitted", "random"):
         model = dense_model()
         torch.manual_seed(1)
-        attach(model, FITTED)
+        attach(model, UNFITTED)
         if kind == "fitted":
             weights = {name: p.detach().clone() for name, p in model.named_parameters() if "wide_" not in name}
             fit_routers(model, text, ObjectiveConfig(sparsity=0.4, target=measure))
@@ -142,7 +146,7 @@ def distance_from_dense(model, text):
 
 
 def test_ranks_above_the_groups_keep_directions_that_can_still_learn():
-    model = attach(dense_model(), WideConfig(ffn_group_size=32, router_rank=8, router_start="fitted", router_bias=True))
+    model = attach(dense_model(), WideConfig(ffn_group_size=32, router_rank=8, router_bias=True))
     fit_routers(model, batches(), ObjectiveConfig(sparsity=0.5))
     router = attachment(model).routers()[1]
     assert router.num_groups == 2
@@ -155,7 +159,7 @@ def test_stage_1_begins_with_clustered_groups_and_keeps_them_in_its_adapter(tmp_
     base = {name: value.clone() for name, value in model.state_dict().items()}
     prune(model, RandomSource(), config=CLUSTERED, stage=stage(batch_size=64, steps=4), output=tmp_path)
     start = attachment(model).provenance["prune"]["start"]
-    assert (start["ffn_grouping"], start["tokens"], start["resumed"]) == ("clustered", 1024, False)
+    assert (start["ffn_grouping"], start["tokens"], start["resumed"]) == ("clustered", 256, False)
     again = load(dense_model(), tmp_path / "adapter")
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
@@ -210,7 +214,12 @@ def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path):
         pass
 
     resumed = prune(dense_model(), Stopping(), **options)
-    assert attachment(resumed).provenance["prune"]["start"]["resumed"]
+    began, went_on = (attachment(m).provenance["prune"]["start"] for m in (whole, resumed))
+    assert went_on["resumed"]
+    assert {k: v for k, v in went_on.items() if k not in ("seconds", "resumed")} == {
+        k: v for k, v in began.items() if k not in ("seconds", "resumed")
+    }
+    assert went_on["seconds"] > 0
     for one, other in zip(attachment(whole).routers(), attachment(resumed).routers(), strict=True):
         assert torch.equal(one.up, other.up)
         assert torch.equal(one.down, other.down)
@@ -251,13 +260,16 @@ def test_the_last_steps_run_without_noise():
     assert seen == [True] * 7 + [False] * 3
 
 
-def test_passes_hold_every_key_once_and_never_more_than_fits():
-    widths = dict.fromkeys(range(10), 1 << 20)
-    passes = in_passes(widths, 1 << 10)
+def test_passes_hold_every_key_once_and_never_more_than_this_process_may_have(monkeypatch):
+    sizes = dict.fromkeys(range(10), 1 << 31)
+    passes = in_passes(sizes)
     assert [key for run in passes for key in run] == list(range(10))
-    assert {len(run) for run in passes} <= {4, 2}
-    assert in_passes({0: 1 << 40}, 8) == [[0]]
-    assert in_passes({}, 8) == []
+    assert [len(run) for run in passes] == [4, 4, 2]
+    assert in_passes({0: 1 << 44}) == [[0]]
+    assert in_passes({0: 0, 1: 0}) == [[0, 1]]
+    assert in_passes({}) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [len(run) for run in in_passes(sizes)] == [1] * 10
 
 
 @pytest.mark.parametrize(
@@ -286,3 +298,151 @@ def test_the_smooth_distance_joins_the_absolute_one(smoothing):
     assert slope.tolist() == pytest.approx([0.25, 0.0, -0.5])
     assert torch.equal(_distance(near, 0.0), near.abs())
     assert math.isfinite(float(_distance(near.detach(), 1.0).sum()))
+
+
+@pytest.mark.parametrize(("tokens", "shapes"), [(1, [1]), (16, [1]), (17, [2]), (100, [4, 3]), (129, [4, 4, 1])])
+def test_the_start_reads_as_many_whole_sequences_as_it_was_allowed(tokens, shapes):
+    pieces = first_batches(RandomSource(), batch_size=8, micro_batch_size=4, tokens=tokens)
+    assert [len(piece.input_ids) for piece in pieces] == shapes
+    whole = torch.cat([RandomSource().batch_at(step, batch_size=8).input_ids for step in range(2)])
+    assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), whole[: sum(shapes)])
+
+
+def test_the_budget_of_the_start_holds_however_large_the_batches_are():
+    config = dataclasses.replace(CLUSTERED, start_tokens=100)
+    model = prune(dense_model(), RandomSource(), config=config, stage=stage(batch_size=64, steps=1))
+    assert attachment(model).provenance["prune"]["start"]["tokens"] == 7 * 16
+
+
+def test_more_tokens_than_the_clustering_of_a_layer_can_hold_are_thinned_evenly(monkeypatch):
+    values = torch.arange(30.0).view(10, 3)
+    assert torch.equal(thinned(values), values)
+    monkeypatch.setattr(channel_groups, "_MOST_VALUES", 12)
+    assert torch.equal(thinned(values), values[::3])
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 5])
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
+def test_the_energy_of_groups_is_that_of_their_output_alone(num_groups, at_once, monkeypatch):
+    monkeypatch.setattr(router_fit, "_VALUES_AT_ONCE", at_once)
+    linear, rows = torch.nn.Linear(10, 4), torch.randn(23, 10, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(10).view(num_groups, -1)
+    wanted = [(rows[:, group] @ linear.weight[:, group].T).square().sum(-1) for group in groups]
+    torch.testing.assert_close(group_energy(linear, num_groups)(rows), torch.stack(wanted, -1))
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_recomputing_layers_changes_nothing_about_the_fit_and_nothing_stays_on(size):
+    found = []
+    for recompute in (False, True):
+        model = dense_model()
+        torch.manual_seed(1)
+        attach(model, dataclasses.replace(UNFITTED, ffn_group_size=size))
+        ran = []
+        layer = model.model.layers[1]
+        layer.mlp.register_forward_hook(lambda *_, layer=layer, ran=ran: ran.append(layer.gradient_checkpointing))
+        fit_routers(model, batches(), ObjectiveConfig(sparsity=0.4), gradient_checkpointing=recompute)
+        assert any(ran) == recompute
+        assert not any(module.training for module in model.modules())
+        assert not layer.gradient_checkpointing
+        found.append([router.up.detach().clone() for router in attachment(model).routers()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_nothing_to_skip_leaves_routers_that_decide_by_argmax():
+    model = attach(dense_model(), UNFITTED)
+    fit_routers(model, batches(), ObjectiveConfig(sparsity=0.0))
+    assert {router.threshold for router in attachment(model).routers()} == {0.0}
+
+
+def test_routers_are_fitted_by_training_only():
+    model = dense_model()
+    with pytest.raises(ConfigError, match=r"router_start='fitted'.*wide\.prune"):
+        attach(model, FITTED)
+    assert not is_attached(model)
+
+
+def test_a_start_at_the_target_and_a_ramp_toward_it_contradict():
+    with pytest.raises(ConfigError, match=r"objective\.ramp"):
+        prune(dense_model(), RandomSource(), config=FITTED, objective=ObjectiveConfig(ramp=0.1), stage=stage())
+
+
+class Counting(RandomSource):
+    """Says whether any text was read."""
+
+    reads = 0
+
+    def batch_at(self, step, **sizes):
+        self.reads += 1
+        return super().batch_at(step, **sizes)
+
+
+def test_a_target_out_of_reach_is_refused_before_text_is_read_and_the_model_is_left_alone():
+    model, source = dense_model(), Counting()
+    objective = ObjectiveConfig(sparsity=0.95, target="linear_flops", include_fixed=True)
+    with pytest.raises(ConfigError, match=r"out of reach.*gives"):
+        prune(model, source, config=CLUSTERED, objective=objective, stage=stage())
+    assert source.reads == 0
+    assert not is_attached(model)
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_run_that_is_interrupted_gives_the_model_back_without_routers(step, tmp_path):
+    class Stopping(Counting):
+        def batch_at(self, at, **sizes):
+            # The start reads two batches of four sequences.
+            if self.reads == step:
+                raise KeyboardInterrupt
+            return super().batch_at(at, **sizes)
+
+    model = dense_model()
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    run = {"config": dataclasses.replace(FITTED, ffn_grouping="clustered", start_tokens=128), "stage": stage(steps=8)}
+    with pytest.raises(KeyboardInterrupt):
+        prune(model, Stopping(), output=tmp_path, **run)
+    assert not is_attached(model)
+    assert model.state_dict().keys() == base.keys()
+    assert all(torch.equal(value, base[name]) for name, value in model.state_dict().items())
+    prune(model, RandomSource(), output=tmp_path / "again", **run)
+    assert is_attached(model)
+
+
+def test_a_run_with_another_start_is_not_continued(tmp_path):
+    run = {"stage": stage(steps=2), "output": tmp_path}
+    prune(dense_model(), RandomSource(), config=FITTED, **run)
+    recorded = json.loads((tmp_path / "start.json").read_text())
+    assert (recorded["router_start"], recorded["tokens"]) == ("fitted", 512)
+    for other in (UNFITTED, dataclasses.replace(FITTED, start_tokens=256)):
+        with pytest.raises(ConfigError, match="other settings"):
+            prune(dense_model(), RandomSource(), config=other, resume=True, **run)
+    (tmp_path / "start.json").unlink()
+    with pytest.raises(TrainingError, match=r"start\.json.*router_start"):
+        prune(dense_model(), RandomSource(), config=FITTED, resume=True, **run)
+
+
+def test_the_text_that_the_start_reads_is_counted():
+    model, source = dense_model(), RandomSource()
+    ran = {"forward": 0, "backward": 0}
+
+    def count(_module, args, kwargs):
+        ran["backward" if torch.is_grad_enabled() else "forward"] += kwargs["input_ids"].numel()
+
+    config = dataclasses.replace(FITTED, ffn_grouping="clustered")
+    handle = model.model.register_forward_pre_hook(count, with_kwargs=True)
+
+    class Ending(RandomSource):
+        def batch_at(self, step, **sizes):
+            handle.remove() if sizes.get("rank") is not None else None
+            return super().batch_at(step, **sizes)
+
+    source = Ending()
+    prune(model, source, config=config, stage=stage(batch_size=64, steps=1))
+    start = attachment(model).provenance["prune"]["start"]
+    assert (start["tokens_forward"], start["tokens_backward"]) == (ran["forward"], ran["backward"])
+    assert start["tokens_backward"] == 512
+    assert start["tokens_forward"] >= 3 * 512
+
+
+def test_noise_is_on_again_after_a_run_whose_last_steps_had_none():
+    model = prune(dense_model(), RandomSource(), config=UNFITTED, stage=stage(steps=4, noise=0.5))
+    assert attachment(model).control.noise

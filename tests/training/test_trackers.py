@@ -4,10 +4,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from tiny import CONFIG, RandomSource, dense_model, routed_model, stage
 
 from wide.errors import ConfigError, MissingExtraError
 from wide.training import trackers
 from wide.training.progress_log import ProgressLog
+from wide.training.stages import prune, recover
 from wide.training.trackers import require_tracker
 
 POINT = {"loss": 1.0, "lm_loss": 1.0, "sparsity.attention": 0.5, "sparsity.ffn": 0.5, "sparsity.target": 0.5}
@@ -43,6 +45,38 @@ def test_other_processes_tell_nothing(library, tmp_path):
     log.add([(0, POINT)])
     log.close()
     assert library == []
+
+
+@pytest.mark.parametrize(("name", "options"), [("wandb", {"exit_code": 1}), ("trackio", {})])
+def test_a_run_that_failed_is_not_called_finished(name, options, monkeypatch):
+    ends = []
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda **found: ends.append(found))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=lambda **_: run))
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+
+    class Failing(RandomSource):
+        fails = True
+
+        def batch_at(self, step, **sizes):
+            if self.fails and step == 1:
+                raise KeyboardInterrupt
+            return super().batch_at(step, **sizes)
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(dense_model(), Failing(), config=CONFIG, stage=stage(steps=2), tracker=name)
+    assert ends == [options]
+    Failing.fails = False
+    prune(dense_model(), Failing(), config=CONFIG, stage=stage(steps=2), tracker=name)
+    assert ends == [options, {}]
+
+
+def test_a_tracker_is_refused_before_a_model_is_loaded_or_text_read(monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="pip install wandb"):
+        prune("no/such/model", "no-such-text", tracker="wandb")
+    model = routed_model()
+    with pytest.raises(MissingExtraError, match="pip install wandb"):
+        recover(model, "no-such-text", tracker="wandb")
 
 
 def test_what_is_not_installed_or_unknown_is_refused(monkeypatch):

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import EvaluationError, MissingExtraError
-from wide.evaluation.inference import SkipMeter, judging, model_device
+from wide.evaluation.inference import SkipMeter, model_device
 from wide.evaluation.padding import RowLengths
 from wide.evaluation.tasks import ZERO_SHOT_TASKS, Task, find_task, write_local_task
 from wide.models.accounting import Sparsity
+from wide.models.observe import judging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,19 +13,6 @@ from wide.routing import LayerRouting
 
 
 @contextmanager
-def judging(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
 def dense(model: nn.Module) -> Iterator[None]:
     """Run the model without routing; a model without routers is left as it is."""
     with bypass(model) if is_attached(model) else nullcontext():

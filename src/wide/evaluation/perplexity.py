@@ -18,7 +18,8 @@ from wide.data.documents import Document
 from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary
 from wide.errors import EvaluationError
-from wide.evaluation.inference import SkipMeter, judging, model_device
+from wide.evaluation.inference import SkipMeter, model_device
+from wide.models.observe import judging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,10 +14,10 @@ from wide.data.progress import progress
 from wide.data.token_stream import stream_in_memory
 from wide.data.tokenizer import check_vocabulary, load_tokenizer
 from wide.errors import DataError, EvaluationError
-from wide.evaluation.inference import judging, longest_input, model_device
+from wide.evaluation.inference import longest_input, model_device
 from wide.evaluation.routing_counts import HalfCounter, mean_by_distance, mean_of_defined
 from wide.models.attach import attachment
-from wide.models.observe import observe
+from wide.models.observe import judging, observe
 from wide.models.router import EXECUTE, SKIP, Router
 from wide.routing import LayerRouting, Routing
 

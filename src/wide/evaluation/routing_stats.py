@@ -12,9 +12,9 @@ from wide.data.batches import TokenBatch, TokenBlocks, blocks_of_texts, load_blo
 from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary, load_tokenizer
 from wide.errors import DataError, EvaluationError
-from wide.evaluation.inference import judging, longest_input, model_device
+from wide.evaluation.inference import longest_input, model_device
 from wide.models.accounting import SkipCounter, Sparsity
-from wide.models.observe import observe
+from wide.models.observe import judging, observe
 from wide.routing import Routing
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from torch import nn
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import NotAttachedError
-from wide.evaluation.inference import SkipMeter, judging, model_device
+from wide.evaluation.inference import SkipMeter, model_device
 from wide.methods.method import Effort, Kind, Match, Method, Target
 from wide.models.accounting import Sparsity, static_sparsity
 from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.observe import judging
 from wide.training.modes import own_randomness
 
 PROVENANCE = "method"

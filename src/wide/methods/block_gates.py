@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from wide.data.progress import progress
 from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
-from wide.evaluation.inference import judging, model_device
+from wide.evaluation.inference import model_device
 from wide.methods.calibration import num_predicted, summed_nll
 from wide.methods.method import Effort
 from wide.models.attach import is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
+from wide.models.observe import judging
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 
 KeptSets = npt.NDArray[np.bool_]

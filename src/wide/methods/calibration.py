@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, EvaluationError
-from wide.evaluation.inference import judging, model_device
+from wide.evaluation.inference import model_device
 from wide.evaluation.perplexity import window_losses
 from wide.methods.method import Effort
+from wide.models.observe import judging
 
 _SHORTEST_WINDOW = 2
 # exp of more overflows float64.

@@ -1,12 +1,10 @@
 """Training the routers of a plan to a target of the benchmark, and what that consumed."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
@@ -15,7 +13,7 @@ from wide.errors import ConfigError
 from wide.methods.method import Effort, Target
 from wide.models.accounting import costs
 from wide.models.adapter import save
-from wide.models.attach import attach, attachment, is_attached, plan_for
+from wide.models.attach import attach, attachment, plan_for
 from wide.models.block_spec import BlockSpec
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
@@ -56,8 +54,8 @@ def train_routers(
         calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
 
     Returns:
-        Text consumed (by all processes, over all parts of a resumed run; calibration of the threshold counts as
-        forward), and sentences on how inference differs from argmax at the target.
+        Text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration of
+        the threshold read), and sentences on how inference differs from argmax at the target.
 
     Raises:
         ConfigError: If the target is out of reach, settings contradict, or `output` holds another run.
@@ -71,21 +69,18 @@ def train_routers(
     )
     if not target.sparsity:
         return _execute_everything(model, config, output), ()
-    with _counted(model) as calibration:
-        prune(
-            model,
-            blocks,
-            config=config,
-            objective=objective,
-            stage=stage,
-            output=output,
-            resume=resume,
-            calibrate_threshold=calibrate_threshold,
-        )
+    prune(
+        model,
+        blocks,
+        config=config,
+        objective=objective,
+        stage=stage,
+        output=output,
+        resume=resume,
+        calibrate_threshold=calibrate_threshold,
+    )
     record = attachment(model).provenance["prune"]
-    seen = int(record["tokens"])
-    effort = Effort(tokens_forward=(seen if objective.distillation else 0) + calibration.tokens, tokens_backward=seen)
-    return effort, _deviations(record["inference"], objective)
+    return _effort(record, objective), _deviations(record["inference"], objective)
 
 
 def objective_for(
@@ -120,6 +115,9 @@ def objective_for(
 
 
 def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str | Path | None) -> Effort:
+    if isinstance(config, WideConfig):
+        # Neither changes what a model does that executes everything.
+        config = dataclasses.replace(config, ffn_grouping="adjacent", router_start="random")
     attach(model, config)
     set_sparsity(model, 0.0)
     if output is not None:
@@ -127,28 +125,13 @@ def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str
     return Effort()
 
 
-@contextmanager
-def _counted(model: nn.Module) -> Iterator["_Reads"]:
-    """Count the tokens of forwards without gradient through the routed model, as calibration runs them."""
-    reads = _Reads(model)
-    handle = getattr(model, "base_model", model).register_forward_pre_hook(reads, with_kwargs=True)
-    try:
-        yield reads
-    finally:
-        handle.remove()
-
-
-class _Reads:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.tokens = 0
-
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The dense teacher of a distillation runs without gradient too, but without routing; what is read before
-        # there are routers is calibration again.
-        routes = not is_attached(self._model) or attachment(self._model).control.enabled
-        if routes and not torch.is_grad_enabled():
-            self.tokens += kwargs["input_ids"].numel()
+def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:
+    seen, start = int(record["tokens"]), record.get("start", {})
+    teacher = seen if objective.distillation else 0
+    return Effort(
+        tokens_forward=teacher + record["inference"].get("tokens_forward", 0) + start.get("tokens_forward", 0),
+        tokens_backward=seen + start.get("tokens_backward", 0),
+    )
 
 
 def _deviations(inference: dict[str, Any], objective: ObjectiveConfig) -> tuple[str, ...]:

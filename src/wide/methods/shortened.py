@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, EvaluationError, UnsupportedModelError
-from wide.evaluation.inference import judging, model_device
+from wide.evaluation.inference import model_device
 from wide.method_config import ShortenedConfig
 from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
 from wide.methods.calibration import dense_nll, json_number, num_predicted, windows
 from wide.methods.method import Decision, Effort, Method, Target
 from wide.models.block_spec import BlockSpec
+from wide.models.observe import judging
 from wide.training.token_loss import token_losses
 
 Scores = npt.NDArray[np.float64]

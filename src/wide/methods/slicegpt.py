@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, UnsupportedModelError
-from wide.evaluation.inference import judging
 from wide.method_config import SliceGPTConfig
 from wide.methods.calibration import windows
 from wide.methods.layer_runner import LayerRunner
@@ -34,6 +33,7 @@ from wide.methods.method import Decision, Effort, Method, Target
 from wide.methods.second_order import GramAccumulator
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
+from wide.models.observe import judging
 from wide.models.plan_check import check_plan
 from wide.plan import Dense, LayerPlan, Plan, Stream
 

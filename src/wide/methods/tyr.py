@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
-from wide.evaluation.inference import judging
 from wide.grouping import Grouping
 from wide.method_config import TyrConfig
 from wide.methods.allocation import Allocation, Evolution, evolve
@@ -29,6 +28,7 @@ from wide.methods.method import Decision, Effort, Method, Target
 from wide.methods.supernet import Copies, Levels, Projection, fill, projections
 from wide.methods.topk_divergence import TopKDivergence
 from wide.models.discovery import discover
+from wide.models.observe import judging
 from wide.plan import Dense, Half, Kept, LayerPlan, Plan, Skipped
 
 _DEVIATIONS = (

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, ShapeError
-from wide.evaluation.inference import judging
 from wide.methods.calibration import windows
 from wide.methods.edited_weights import EditedWeights
 from wide.methods.layer_runner import LayerRunner
@@ -19,6 +18,7 @@ from wide.methods.linear_work import feed_forward
 from wide.methods.method import Decision, Effort
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
+from wide.models.observe import judging
 from wide.plan import Dense, LayerPlan, Plan
 
 

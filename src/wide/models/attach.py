@@ -181,8 +181,8 @@ def attach(
     Raises:
         UnsupportedModelError: If the structure cannot be routed or pruned as the plan says.
         ShapeError: If a size, a tensor, a weight or an order does not fit; the message names those that do.
-        ConfigError: If the configuration asks for clustered groups and no orders are given, or orders come together
-            with weights.
+        ConfigError: If the configuration asks for clustered groups and no orders are given, or for fitted routers,
+            or orders come together with weights.
         NotAttachedError: If the model has routers or another plan already.
 
     Source: paper, section 3.1.
@@ -198,6 +198,7 @@ def attach(
     tensors = tensors or {}
     check_plan(plan, specs, tensors)
     _check_orders(config, orders, weights)
+    _check_start(config)
     base = fingerprint(model, specs)
     state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=base)
     state.replaced = ReplacedWeights(model, weights) if weights else None
@@ -251,6 +252,14 @@ def _check_orders(
         raise ConfigError(
             "ffn_grouping='clustered' needs text to see which channels act together: wide.prune reads it, or give "
             "orders= yourself"
+        )
+
+
+def _check_start(config: WideConfig | None) -> None:
+    if config is not None and config.router_start == "fitted":
+        raise ConfigError(
+            "router_start='fitted' needs text to fit the routers to: wide.prune reads it and attaches by itself; use "
+            "router_start='random' to attach routers that know nothing yet"
         )
 
 

@@ -17,7 +17,7 @@ from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
 from wide.models.measures import Measure, half_weights
-from wide.models.observe import observe
+from wide.models.observe import judging, observe
 from wide.routing import Routing
 
 DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -188,7 +188,7 @@ def _measure(
     model: nn.Module, batches: Sequence[TokenBatch], threshold: float, histogram: MarginHistogram
 ) -> MarginHistogram:
     device = next(model.parameters()).device
-    with _judging(model), _threshold(model, threshold), observe(model) as routing:
+    with judging(model), _threshold(model, threshold), observe(model) as routing:
         for batch in batches:
             moved = batch.to(device)
             _forward_without_head(model, moved.input_ids)
@@ -207,18 +207,6 @@ def _require_routers(model: nn.Module) -> None:
             "the plan of this model has no routers, so its sparsity cannot be set or measured on text; "
             "wide.models.accounting.static_sparsity tells what it prunes"
         )
-
-
-@contextmanager
-def _judging(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -3,11 +3,29 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
 from wide.routing import LayerRouting, Routing
+
+
+@contextmanager
+def judging(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards.
+
+    Args:
+        model: Attached or not.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager
@@ -85,6 +103,7 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
 def bypass(*models: nn.Module) -> Iterator[None]:
     """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation.
 
+    FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
     LoRA stays active.
 
     Raises:

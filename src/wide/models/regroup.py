@@ -36,7 +36,8 @@ class RegroupedChannels:
 
     Raises:
         ShapeError: If a name is unknown, an order is no permutation of the layer's channels, or its FFN is not routed.
-        UnsupportedModelError: If a layer is quantised or sharded, or its FFN is another function afterwards.
+        UnsupportedModelError: If a layer is quantised, sharded or offloaded, or its FFN is another function
+            afterwards.
     """
 
     def __init__(self, specs: Sequence[BlockSpec], plan: Plan, orders: Mapping[str, Tensor]) -> None:
@@ -71,7 +72,8 @@ class RegroupedChannels:
 
     def restore(self) -> None:
         """Put every channel back for good."""
-        for ffn, name in self._layers:
+        # Backwards: layers that share their weights have moved them twice.
+        for ffn, name in reversed(self._layers):
             _move(ffn, self._orders[name].argsort())
         self._layers = []
 
@@ -91,6 +93,11 @@ def _permutation(name: str, order: Tensor, width: int) -> Tensor:
 def _require_plain(index: int, ffn: FeedForwardSpec) -> None:
     for linear in (ffn.up, ffn.gate, ffn.down):
         weight = getattr(linear, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_meta:
+            raise UnsupportedModelError(
+                f"layer {index}: the weights of its FFN are not in memory (offloaded, or on the meta device), so its "
+                "channels cannot change places; load the model without offloading, or use ffn_grouping='adjacent'"
+            )
         if linear is None or (
             isinstance(linear, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
         ):
@@ -116,12 +123,9 @@ def _select(parameter: Any, dim: int, places: Tensor) -> None:
     parameter.data = parameter.data.index_select(dim, places.to(parameter.device))
 
 
-def _probe(ffn: FeedForwardSpec) -> Tensor | None:
-    """Return the FFN's output for a few random rows, whatever is attached to it; None on the meta device."""
-    down: Any = ffn.down
+def _probe(ffn: FeedForwardSpec) -> Tensor:
+    """Return the FFN's output for a few random rows, whatever is attached to it."""
     up: Any = ffn.up
-    if down.weight.is_meta:
-        return None
     drawn = torch.randn(1, _PROBE_ROWS, up.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     training = [module for module in ffn.module.modules() if module.training]
     ffn.module.eval()
@@ -134,10 +138,8 @@ def _probe(ffn: FeedForwardSpec) -> Tensor | None:
     return out.float()
 
 
-def _require_same(name: str, ffn: FeedForwardSpec, before: Tensor | None) -> None:
+def _require_same(name: str, ffn: FeedForwardSpec, before: Tensor) -> None:
     after = _probe(ffn)
-    if before is None or after is None:
-        return
     error = (after - before).norm() / before.norm().clamp_min(1e-12)
     if not error <= _SAME_TO:
         raise UnsupportedModelError(

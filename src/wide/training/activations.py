@@ -1,7 +1,9 @@
 """What chosen modules of a model read, kept while text runs through it."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -9,31 +11,65 @@ from torch import Tensor, nn
 
 from wide.data.batches import BatchSource, TokenBatch
 from wide.data.progress import progress
+from wide.models.observe import judging
 from wide.training.trainer import split_batch
 
 K = TypeVar("K")
-# Activations that are held at a time, bfloat16; more modules take more passes.
-_BYTES, _BYTES_PER_VALUE = 1 << 33, 2
+# What all processes of one machine hold at a time; more modules take more passes.
+_BYTES = 1 << 33
+BYTES_PER_ACTIVATION = 2  # bfloat16
+
+
+@dataclass(slots=True)
+class TokensRead:
+    """Tokens that ran through a model, padding included: through a forward alone, and with gradients."""
+
+    forward: int = 0
+    backward: int = 0
 
 
 @contextmanager
-def judging(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def counting(model: nn.Module, counts: TokensRead) -> Iterator[None]:
+    """Add the tokens of all forwards inside the block to `counts`.
+
+    Args:
+        model: Attached or not.
+        counts: Is added to.
+    """
+
+    def count(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read = kwargs["input_ids"].numel()
+        if torch.is_grad_enabled():
+            counts.backward += read
+        else:
+            counts.forward += read
+
+    handle = getattr(model, "base_model", model).register_forward_pre_hook(count, with_kwargs=True)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        handle.remove()
 
 
 def first_batches(source: BatchSource, *, batch_size: int, micro_batch_size: int, tokens: int) -> list[TokenBatch]:
-    """Return the batches that training reads first, at least so many tokens, in pieces that fit in memory."""
-    batches: list[TokenBatch] = []
-    while sum(batch.input_ids.numel() for batch in batches) < tokens:
-        batches.append(source.batch_at(len(batches), batch_size=batch_size))
-    return [piece for batch in batches for piece in split_batch(batch, micro_batch_size)]
+    """Return the sequences that training reads first, in pieces that fit in memory.
+
+    Args:
+        source: The training text.
+        batch_size: Sequences of an optimiser step.
+        micro_batch_size: Sequences of a piece, at most.
+        tokens: Budget; the sequence that reaches it is the last one, whole.
+    """
+    pieces: list[TokenBatch] = []
+    step = 0
+    while tokens > 0:
+        batch = source.batch_at(step, batch_size=batch_size)
+        length = batch.input_ids.shape[1]
+        (batch, *_) = split_batch(batch, -(-tokens // length))
+        pieces += split_batch(batch, micro_batch_size)
+        tokens -= batch.input_ids.numel()
+        step += 1
+    return pieces
 
 
 def read_inputs(
@@ -66,24 +102,28 @@ def read_inputs(
 
     device = next(model.parameters()).device
     decoder = getattr(model, "base_model", model)
-    with ExitStack() as hooks, judging(model), torch.no_grad():
+    with ExitStack() as hooks, judging(model):
         for key, module in modules.items():
             hooks.callback(module.register_forward_pre_hook(watch(key), with_kwargs=True).remove)
         for batch in progress(batches, title=title, unit="batch"):
             valid.append(batch.valid.flatten())
             decoder(input_ids=batch.input_ids.to(device), attention_mask=_mask(batch, device), use_cache=False)
-    return {key: torch.cat(pieces) for key, pieces in found.items()}
+    # One after the other: all of the pieces beside all of the wholes would be twice the memory.
+    return {key: torch.cat(found.pop(key)) for key in list(found)}
 
 
-def in_passes(widths: Mapping[K, int], tokens: int) -> list[list[K]]:
-    """Return the keys of inputs of these widths, cut into runs of which so many tokens fit into memory at a time."""
+def in_passes(sizes: Mapping[K, int]) -> list[list[K]]:
+    """Return the keys of things of these sizes in bytes, cut into runs that fit into memory at a time.
+
+    The memory is shared with the other processes of this machine under torchrun.
+    """
+    most = _BYTES // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     passes: list[list[K]] = []
     room = 0
-    for key, width in widths.items():
-        size = width * tokens * _BYTES_PER_VALUE
-        if size > room:
+    for key, size in sizes.items():
+        if not passes or size > room:
             passes.append([])
-            room = _BYTES
+            room = most
         passes[-1].append(key)
         room -= size
     return passes

@@ -20,6 +20,13 @@ _ROUNDS = 10
 # How far a price overshoots at first, of the mean difference between a channel's two cheapest groups, and by which
 # factor more from one bid to the next.
 _OVERSHOOT, _GROWTH = 0.1, 1.001
+# Of one layer: 4 GiB in float32, of which the clustering needs a few copies.
+_MOST_VALUES = 1 << 30
+
+
+def thinned(values: Tensor) -> Tensor:
+    """Return every n-th row of `[T, C]`, so that the clustering of one layer fits into memory; mostly all rows."""
+    return values[:: max(1, -(-values.numel() // _MOST_VALUES))]
 
 
 def channel_order(energy: Tensor, *, num_groups: int, skipped: float, seed: int) -> Tensor:

@@ -16,6 +16,7 @@ from wide.models.accounting import static_sparsity
 from wide.models.attach import attachment
 from wide.models.dial import DEFAULT_POINTS, calibrate_dial, measure_sparsity, set_sparsity
 from wide.models.measures import Measure
+from wide.training.activations import TokensRead, counting
 from wide.training.parallel import DataParallel
 from wide.training.trainer import split_batch
 
@@ -47,9 +48,10 @@ def meet_target(
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     if not attachment(model).plan.is_routed:
         return {"measure": "mean", "include_fixed": False, "sparsity": static_sparsity(model).mean}
-    target = objective.sparsity
+    target, read = objective.sparsity, TokensRead()
     points = sorted({*DEFAULT_POINTS, target} - {0.0})
-    dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)
+    with counting(model, read):
+        dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)
     argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
     threshold = attachment(model).routers()[0].threshold
     if adjust:
@@ -58,7 +60,10 @@ def meet_target(
         threshold = set_sparsity(model, target) if in_range and abs(argmax - target) > _TOLERANCE else 0.0
     reached = argmax
     if threshold != 0.0:
-        reached = measure_sparsity(model, batches, threshold, measure=measure, include_fixed=objective.include_fixed)
+        with counting(model, read):
+            reached = measure_sparsity(
+                model, batches, threshold, measure=measure, include_fixed=objective.include_fixed
+            )
     threshold = _agree(threshold, parallel)
     set_sparsity(model, threshold=threshold)
     attachment(model).dial = [(_agree(s, parallel), _agree(t, parallel)) for s, t in dial]
@@ -66,6 +71,7 @@ def meet_target(
         "measure": measure,
         "include_fixed": objective.include_fixed,
         "tokens": sum(int(batch.valid.sum()) for batch in batches),
+        "tokens_forward": read.forward,
         "argmax_sparsity": argmax,
         "threshold": threshold,
         "sparsity": reached,

@@ -56,7 +56,7 @@ def training_mode(model: nn.Module, *, routers: bool, gradient_checkpointing: bo
     for parameter, _ in gradients:
         parameter.requires_grad_(id(parameter) in chosen)
     try:
-        with _recomputation(model, enable=gradient_checkpointing):
+        with recomputation(model, enable=gradient_checkpointing):
             yield
     finally:
         for module, training in flags:
@@ -80,7 +80,16 @@ def forward_precision(model: nn.Module) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
+def recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
+    """Recompute decoder layers in the backward, never in the reentrant form; everything is put back afterwards.
+
+    Args:
+        model: An attached model.
+        enable: Whether to; where it is on already it stays on.
+
+    Raises:
+        ConfigError: As for `training_mode`.
+    """
     layers = [spec.layer for spec in attachment(model).specs]
     was_on = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
     if was_on:
@@ -94,11 +103,14 @@ def _recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
             raise ConfigError(f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing=false")
         typed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # A layer recomputes only while it is itself in training mode; its children, with their dropout, stay in evaluation.
+    modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
     try:
         yield
     finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
         if not was_on:
             typed.gradient_checkpointing_disable()
 

@@ -58,13 +58,13 @@ class DataParallel:
         dist.all_reduce(total)
         return total
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors with those of the first process."""
+    def broadcast(self, tensors: Iterable[Tensor], *, source: int = 0) -> None:
+        """Overwrite tensors with those of one process, the first unless told otherwise."""
         if self.world == 1:
             return
         with torch.no_grad():
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+                dist.broadcast(tensor.detach(), src=source)
 
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients over all processes in one collective."""

@@ -105,13 +105,17 @@ class ProgressLog:
             for at, values in points:
                 self._tracker.add(at, values)
 
-    def close(self) -> None:
-        """Finish the bar and the files."""
+    def close(self, *, failed: bool = False) -> None:
+        """Finish the bar and the files.
+
+        Args:
+            failed: Whether the run ended before its last step, so that no tracker calls it finished.
+        """
         self._bar.close()
         if self._board is not None:
             self._board.close()
         if self._tracker is not None:
-            self._tracker.close()
+            self._tracker.close(failed=failed)
 
 
 def _summary(values: dict[str, float]) -> str:

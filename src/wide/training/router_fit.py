@@ -10,7 +10,7 @@ Source: ours. Reduced-rank regression: Izenman (1975); a first-order estimate of
 (2017).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,11 +24,13 @@ from wide.models.attach import attachment
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.measures import Measure, half_weights
-from wide.models.observe import bypass
+from wide.models.observe import bypass, judging
 from wide.models.router import Router
-from wide.training.activations import in_passes, judging, read_inputs
+from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
+from wide.training.modes import recomputation
 from wide.training.objective import target_labels
 from wide.training.token_loss import token_losses
+from wide.training.trainer import split_batch
 
 # Of the mean variance of what a router reads.
 _RIDGE = 0.1
@@ -41,29 +43,45 @@ _LOGISTIC = 1.7
 _SMALLEST = 1e-30
 _TOKENS_WITH_GRADIENT = 4_096
 _VALUES_SORTED = 1 << 22
+# Float32 inputs of one half that are multiplied at a time: 256 MiB, and as much again for the products.
+_VALUES_AT_ONCE = 1 << 26
+_BYTES_PER_FLOAT = 4
 
 
-def fit_routers(model: nn.Module, batches: Sequence[TokenBatch], objective: ObjectiveConfig) -> None:
+def fit_routers(
+    model: nn.Module,
+    batches: Sequence[TokenBatch],
+    objective: ObjectiveConfig,
+    *,
+    gradient_checkpointing: bool = False,
+) -> None:
     """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
 
     Args:
         model: An attached model whose routers are bottlenecks with a bias; thresholds are 0 and the dial empty after.
         batches: Text, on the CPU.
         objective: Target and measure; 'uniform' is taken for the mean.
+        gradient_checkpointing: Whether layers are recomputed where gradients are taken, one sequence at a time.
+
+    Raises:
+        ConfigError: If layers are to be recomputed and cannot be.
     """
     state = attachment(model)
     routers = dict(enumerate(state.routers()))
     parts = {key: _part_of(model, router) for key, router in routers.items()}
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     weights = half_weights(model, measure, include_fixed=objective.include_fixed)
-    importance = _importance(model, routers, parts, batches)
+    gradients = _gradient_sizes(model, parts, batches, recompute=gradient_checkpointing)
+    importance = _importance(model, routers, parts, batches, gradients)
     for key, weight in enumerate(weights):
-        # Compared is what skipping costs for the work that it saves; what saves nothing is never skipped.
+        # Compared is what skipping costs for the work that it saves; what saves nothing is never skipped. Importance
+        # is the logarithm of a size, not of its square, and it is energy, the square, that is charged to the work:
+        # hence one half.
         importance[key] -= 0.5 * torch.tensor(weight / routers[key].num_groups).clamp_min(_SMALLEST).log()
     threshold = _threshold([importance[key] for key in routers], weights, objective.sparsity)
     tokens = len(importance[0])
-    widths = {key: state.specs[router.layer_index].hidden_size for key, router in routers.items()}
-    for keys in in_passes(widths, tokens):
+    width = {key: state.specs[router.layer_index].hidden_size for key, router in routers.items()}
+    for keys in in_passes({key: width[key] * tokens * BYTES_PER_ACTIVATION for key in routers}):
         # A router is asked while everything executes, whatever it would say itself.
         set_sparsity(model, 0.0)
         inputs = read_inputs(model, {key: routers[key] for key in keys}, batches, title="what routers read")
@@ -121,38 +139,75 @@ def _importance(
     routers: dict[int, Router],
     parts: dict[int, AttentionSpec | FeedForwardSpec],
     batches: Sequence[TokenBatch],
+    gradients: dict[int, float],
 ) -> dict[int, Tensor]:
     """Return the logarithm of what each group adds to the loss, per token, float32 `[tokens, N_G]` on the CPU."""
-    gradients = _gradient_sizes(model, parts, batches)
-    grams = {key: _gram(_output_of(part), routers[key].num_groups) for key, part in parts.items()}
-
-    def keep(key: int, rows: Tensor) -> Tensor:
-        gram = grams[key]
-        grouped = rows.float().unflatten(-1, gram.shape[:2]).transpose(0, 1)
-        energy = ((grouped @ gram) * grouped).sum(-1).T
-        return 0.5 * energy.clamp_min(_SMALLEST).log() + gradients[key]
-
     outputs = {key: _output_of(part) for key, part in parts.items()}
+    found: dict[int, Tensor] = {}
     with bypass(model):
-        return read_inputs(model, outputs, batches, title="what groups add", keep=keep)
+        for keys in in_passes({key: _gram_bytes(out, routers[key].num_groups) for key, out in outputs.items()}):
+            energies = {key: group_energy(outputs[key], routers[key].num_groups) for key in keys}
+
+            def keep(key: int, rows: Tensor, energies: dict[int, Callable[[Tensor], Tensor]] = energies) -> Tensor:
+                return 0.5 * energies[key](rows).clamp_min(_SMALLEST).log() + gradients[key]
+
+            read = {key: outputs[key] for key in keys}
+            found |= read_inputs(model, read, batches, title="what groups add", keep=keep)
+    return found
 
 
-def _gram(output: nn.Module, num_groups: int) -> Tensor:
-    """Return W_g^T W_g of every group's columns, float32 `[N_G, c, c]`."""
+def group_energy(output: nn.Module, num_groups: int) -> Callable[[Tensor], Tensor]:
+    """Return the function from what an output projection reads, `[t, C]`, to ||W_g h_g||^2, float32 `[t, N_G]`.
+
+    Args:
+        output: A linear whose input channels are cut into groups.
+        num_groups: Number of groups.
+    """
     weight: Any = output.weight
-    columns = weight.detach().float().unflatten(1, (num_groups, -1)).transpose(0, 1)
-    return columns.transpose(1, 2) @ columns
+
+    def columns() -> Tensor:
+        return weight.detach().float().unflatten(1, (num_groups, -1)).transpose(0, 1)
+
+    width = weight.shape[1]
+    # h_g^T (W_g^T W_g) h_g is the shorter way only where a group is narrower than the output.
+    gram = columns().transpose(1, 2) @ columns() if _gram_bytes(output, num_groups) else None
+
+    def energy(rows: Tensor) -> Tensor:
+        grouped = rows.float().unflatten(-1, (num_groups, -1)).transpose(0, 1)
+        if gram is None:
+            return (grouped @ columns().transpose(1, 2)).square().sum(-1).T
+        return ((grouped @ gram) * grouped).sum(-1).T
+
+    return lambda rows: torch.cat([energy(part) for part in rows.split(max(1, _VALUES_AT_ONCE // width))])
+
+
+def _gram_bytes(output: nn.Module, num_groups: int) -> int:
+    """Return the size of W_g^T W_g of every group, 0 where it is not made."""
+    weight: Any = output.weight
+    hidden, width = weight.shape
+    channels = width // num_groups
+    return width * channels * _BYTES_PER_FLOAT if channels <= hidden else 0
 
 
 def _gradient_sizes(
-    model: nn.Module, parts: dict[int, AttentionSpec | FeedForwardSpec], batches: Sequence[TokenBatch]
+    model: nn.Module,
+    parts: dict[int, AttentionSpec | FeedForwardSpec],
+    batches: Sequence[TokenBatch],
+    *,
+    recompute: bool,
 ) -> dict[int, float]:
     """Return the logarithm of the median size of the loss's gradient at the output of each half, per token."""
     found: dict[int, list[Tensor]] = {key: [] for key in parts}
     running: dict[int, Tensor] = {}
     typed: Any = model
     device = next(model.parameters()).device
-    with ExitStack() as hooks, judging(model), bypass(model), torch.enable_grad():
+    with (
+        ExitStack() as hooks,
+        judging(model),
+        recomputation(model, enable=recompute),
+        bypass(model),
+        torch.enable_grad(),
+    ):
         # The base may be frozen: the embedding's output is what gradients flow to.
         start = typed.get_input_embeddings()
         hooks.callback(start.register_forward_hook(lambda _m, _a, out: out.detach().requires_grad_()).remove)
@@ -161,15 +216,17 @@ def _gradient_sizes(
             hooks.callback(_output_of(part).register_forward_hook(note).remove)
         tokens = 0
         for batch in progress(batches, title="gradients of the halves", unit="batch"):
-            moved = batch.to(device)
-            mask = None if bool(batch.valid.all()) else moved.valid.long()
-            logits = typed(input_ids=moved.input_ids, attention_mask=mask, use_cache=False).logits
-            loss = token_losses(logits, target_labels(moved))[0]
-            gradients = torch.autograd.grad(loss, list(running.values()))
-            for key, gradient in zip(running, gradients, strict=True):
-                sizes = gradient.flatten(0, -2).float().norm(dim=-1)
-                found[key].append(sizes[moved.valid.flatten().to(sizes.device)].cpu())
-            running.clear()
+            # One sequence at a time: a model that fits only as a dense teacher must hold a backward here.
+            for sequence in split_batch(batch, 1):
+                moved = sequence.to(device)
+                mask = None if bool(sequence.valid.all()) else moved.valid.long()
+                logits = typed(input_ids=moved.input_ids, attention_mask=mask, use_cache=False).logits
+                loss = token_losses(logits, target_labels(moved))[0]
+                gradients = torch.autograd.grad(loss, list(running.values()))
+                for key, gradient in zip(running, gradients, strict=True):
+                    sizes = gradient.flatten(0, -2).float().norm(dim=-1)
+                    found[key].append(sizes[moved.valid.flatten().to(sizes.device)].cpu())
+                running.clear()
             tokens += int(batch.valid.sum())
             if tokens >= _TOKENS_WITH_GRADIENT:
                 break
@@ -214,6 +271,7 @@ def _meet(
 ) -> None:
     """Move the biases so that argmax skips the target while the masks are in force."""
     if not sparsity:
+        set_sparsity(model, threshold=0.0)
         return
     reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
     # Neighbours on both sides, so that the target lies inside the dial.

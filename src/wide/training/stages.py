@@ -12,7 +12,7 @@ from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.data.batches import BatchSource
 from wide.errors import ConfigError
 from wide.models.adapter import save
-from wide.models.attach import attach, attachment, is_attached, plan_for
+from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
@@ -27,11 +27,15 @@ from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.start import Start
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
-from wide.training.trackers import TrackerName
+from wide.training.trackers import TrackerName, require_tracker
 from wide.training.trainer import Outcome, RunOptions, Trainer, device_name, micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Settings that came later, and what they were before: left out of the hash at these values, so that a run from before
+# can still be continued.
+_LATER = {"smoothing": 0.0, "noise": 1.0, "evicts": False, "first_tokens": 0}
 
 
 def prune(
@@ -52,7 +56,9 @@ def prune(
     """Train routers until the model skips the wanted share (stage 1), and return the model.
 
     The base is frozen; it is attached first if it has no routers. Afterwards a sparsity dial is made on training text,
-    and the threshold of the routers is set so that inference, which samples no noise, meets the target too.
+    and the threshold of the routers is set so that inference, which samples no noise, meets the target too. Where it
+    fails or is interrupted, a model that came without routers is given back without them; with `output`, `resume`
+    continues from the checkpoint that was written.
 
     Args:
         model: A Hugging Face causal LM, trained in place, or the name or folder of one.
@@ -70,8 +76,9 @@ def prune(
         tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
 
     Raises:
-        ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not given, or the plan has no
-            router.
+        ConfigError: If settings contradict, the target is out of reach, `output` holds checkpoints and `resume` is not
+            given, or the plan has no router.
+        MissingExtraError: If the tracker is not installed.
         DataError: If the text is too short or does not fit the model's vocabulary.
         UnsupportedModelError: If the model cannot be routed.
         ShapeError: If a group size does not divide.
@@ -79,7 +86,9 @@ def prune(
 
     Source: paper, section 3.2 (router training) and section 4.1 (settings).
     """
+    require_tracker(tracker)
     objective = _objective(objective, sparsity)
+    _check_ramp(config, objective)
     stage = stage or StageConfig()
     folder = _free_folder(output, resume)
     model = _loaded(model)
@@ -94,18 +103,24 @@ def prune(
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
-    facts: dict[str, Any] = {}
+    start = None
     if not is_attached(model):
+        _check_reach(model, plan, objective)
         start = Start(model, plan, config, source, objective, stage, parallel, folder, resume=resume)
-        with own_randomness(_device(model)):
-            torch.manual_seed(stage.seed)
-            attach(model, config, orders=start.orders())
-            start.fit()
-        facts = start.facts()
-    run = _Run(model, "prune", "stage 1", source, objective, stage, parallel, folder)
-    run.begins_with(facts)
-    run.train(resume=resume, tensorboard=tensorboard, tracker=tracker, routers=True, anneal=True)
-    run.finish(calibrate_threshold=calibrate_threshold)
+    try:
+        if start is not None:
+            with own_randomness(_device(model)):
+                torch.manual_seed(stage.seed)
+                attach(model, _without_fit(config), orders=start.orders())
+                start.fit()
+        run = _Run(model, "prune", "stage 1", source, objective, stage, parallel, folder, start=start)
+        run.train(resume=resume, tensorboard=tensorboard, tracker=tracker, routers=True, anneal=True)
+        run.finish(calibrate_threshold=calibrate_threshold)
+    except BaseException:
+        # Ctrl-C, too: with routers of a run that did not end, the model could not be pruned again.
+        if start is not None and is_attached(model):
+            detach(model)
+        raise
     return model
 
 
@@ -151,6 +166,7 @@ def recover(
     Source: paper, section 3.2 (LoRA tuning) and section 4.1 (settings).
     """
     state = attachment(model)
+    require_tracker(tracker)
     stage = stage or RecoverConfig()
     train_routers = stage.train_routers and state.plan.is_routed
     if not state.plan.is_routed:
@@ -191,6 +207,8 @@ class _Run:
         stage: StageConfig,
         parallel: DataParallel,
         output: Path | None,
+        *,
+        start: Start | None = None,
     ) -> None:
         self._model, self._name, self._title = model, name, title
         self._source, self._data = source, describe_source(source)
@@ -198,11 +216,9 @@ class _Run:
         self._parallel, self._output = parallel, output
         self._objective = Objective(model, objective, parallel=parallel)
         self._outcome: Outcome | None = None
-        self._start: dict[str, Any] = {}
-
-    def begins_with(self, facts: dict[str, Any]) -> None:
-        """Record what was done before the first step."""
-        self._start = facts
+        # What was done before the first step, and the settings that it depends on.
+        self._start = {} if start is None else start.facts()
+        self._start_settings = {} if start is None else start.settings
 
     def continue_after(self, earlier: dict[str, Any]) -> None:
         """Leave out the blocks that the earlier stage read, if it read the same ones."""
@@ -269,11 +285,44 @@ class _Run:
         stage.pop("checkpoint_every")
         objective = dataclasses.asdict(self._config)
         facts = [self._name, base, state.plan.to_json(), objective, stage, self._data, self._parallel.world]
+        facts = _without_later(facts)
+        if self._start_settings:
+            facts.append(self._start_settings)
         if state.regrouped is not None:
             facts.append({name: order.tolist() for name, order in state.regrouped.orders().items()})
         static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
         zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
         return fingerprint([*facts, static, zeros] if static or zeros else facts)
+
+
+def _without_later(value: Any) -> Any:
+    """Return JSON-ready facts without the settings of `_LATER` that say nothing new."""
+    if isinstance(value, dict):
+        return {k: _without_later(v) for k, v in value.items() if k not in _LATER or v != _LATER[k]}
+    return [_without_later(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_ramp(config: WideConfig | Plan | None, objective: ObjectiveConfig) -> None:
+    if isinstance(config, WideConfig) and config.router_start == "fitted" and objective.ramp:
+        raise ConfigError(
+            f"router_start='fitted' begins at the target, and objective.ramp={objective.ramp:g} begins at 0; set "
+            "objective.ramp=0, or router_start='random'"
+        )
+
+
+def _check_reach(model: nn.Module, plan: Plan, objective: ObjectiveConfig) -> None:
+    """Refuse a target that this plan cannot reach, before text is read; the model is left as it was."""
+    with own_randomness(_device(model)):
+        attach(model, plan)
+        try:
+            Objective(model, objective)
+        finally:
+            detach(model)
+
+
+def _without_fit(config: WideConfig | Plan | None) -> WideConfig | Plan | None:
+    """Return what is attached before the routers are fitted."""
+    return dataclasses.replace(config, router_start="random") if isinstance(config, WideConfig) else config
 
 
 def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:

@@ -1,5 +1,6 @@
 """What stage 1 does before its first step: groups of channels, and routers that know something already."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
@@ -15,14 +16,14 @@ from wide.data.batches import BatchSource, TokenBatch
 from wide.errors import TrainingError
 from wide.models.discovery import discover
 from wide.plan import Plan
-from wide.training.activations import first_batches
+from wide.training.activations import TokensRead, counting, first_batches
 from wide.training.channel_clusters import cluster_channels
 from wide.training.checkpoint import CheckpointFolder
 from wide.training.parallel import DataParallel
 from wide.training.router_fit import fit_routers
 from wide.training.trainer import micro_batch_size
 
-_ORDER_FILE = "channel_order.safetensors"
+_ORDER_FILE, _FACTS_FILE = "channel_order.safetensors", "start.json"
 # Groups are made for skipping shares in between; at the ends nothing would tell them apart.
 _LEAST, _MOST = 0.1, 0.9
 
@@ -30,7 +31,8 @@ _LEAST, _MOST = 0.1, 0.9
 class Start:
     """The start of one run of stage 1: first `orders`, then, once the routers are attached, `fit`.
 
-    A run that continues from a checkpoint takes the orders that lie beside it, and leaves the routers to it.
+    A run that continues from a checkpoint takes the orders and the facts that lie beside it, and leaves the routers to
+    it.
 
     Args:
         model: Without routers.
@@ -65,58 +67,80 @@ class Start:
         self._continues = resume and checkpoints is not None and bool(checkpoints.steps())
         self._seconds = 0.0
         self._text: list[TokenBatch] = []
+        self._read = TokensRead()
+        self._recorded: dict[str, Any] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run's course depends on here; empty for the paper's start."""
+        config = self._config
+        if config.ffn_grouping == "adjacent" and config.router_start == "random":
+            return {}
+        return {
+            "ffn_grouping": config.ffn_grouping,
+            "router_start": config.router_start,
+            "start_tokens": config.start_tokens,
+        }
 
     def orders(self) -> dict[str, Tensor] | None:
         """Return the orders of the FFN channels, None where they stay as they are.
 
         Raises:
-            TrainingError: If a run is to be continued and its orders cannot be read.
+            TrainingError: If a run is to be continued and its orders, or the facts of its start, cannot be read.
         """
+        if self._continues and self.settings:
+            self._recorded = self._read_facts()
         if self._config.ffn_grouping == "adjacent":
             return None
         if self._continues:
             return self._read_orders()
         began = time.monotonic()
-        orders = cluster_channels(
-            self._model,
-            discover(self._model),
-            self._plan,
-            self._batches(),
-            skipped=min(max(self._objective.sparsity, _LEAST), _MOST),
-            seed=self._stage.seed,
-        )
-        orders = {name: order.to(self._parallel.device) for name, order in orders.items()}
-        self._parallel.broadcast(orders.values())
-        orders = {name: order.cpu() for name, order in orders.items()}
-        if self._folder is not None and self._parallel.is_first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # Whole or not there: a run that is killed here must not find half of it.
-            temporary = self._folder / f".{_ORDER_FILE}"
-            save_file(orders, str(temporary))
-            os.replace(temporary, self._folder / _ORDER_FILE)
+        with counting(self._model, self._read):
+            orders = cluster_channels(
+                self._model,
+                discover(self._model),
+                self._plan,
+                self._batches(),
+                skipped=min(max(self._objective.sparsity, _LEAST), _MOST),
+                seed=self._stage.seed,
+                parallel=self._parallel,
+            )
+        self._write(_ORDER_FILE, save(orders))
         self._seconds += time.monotonic() - began
         return orders
 
     def fit(self) -> None:
-        """Fit the routers of the attached model, if the configuration says so."""
-        if self._config.router_start == "random" or self._continues:
+        """Fit the routers of the attached model, if the configuration says so; then write what was done."""
+        if self._continues or not self.settings:
             return
-        began = time.monotonic()
-        fit_routers(self._model, self._batches(), self._objective)
-        if self._parallel.device.type == "cuda":
-            torch.cuda.synchronize(self._parallel.device)
-        self._seconds += time.monotonic() - began
+        if self._config.router_start == "fitted":
+            began = time.monotonic()
+            with counting(self._model, self._read):
+                fit_routers(
+                    self._model,
+                    self._batches(),
+                    self._objective,
+                    gradient_checkpointing=self._stage.gradient_checkpointing,
+                )
+            if self._parallel.device.type == "cuda":
+                torch.cuda.synchronize(self._parallel.device)
+            self._seconds += time.monotonic() - began
+        self._write(_FACTS_FILE, json.dumps(self.facts(), indent=2).encode())
 
     def facts(self) -> dict[str, Any]:
-        """Return what was done, JSON-ready; empty for the paper's start."""
-        if self._config.ffn_grouping == "adjacent" and self._config.router_start == "random":
+        """Return what was done, by this run or the one that it continues, JSON-ready; empty for the paper's start."""
+        if not self.settings:
             return {}
+        if self._recorded is not None:
+            return self._recorded | {"resumed": True}
         return {
             "ffn_grouping": self._config.ffn_grouping,
             "router_start": self._config.router_start,
             "tokens": sum(int(batch.valid.sum()) for batch in self._text),
+            "tokens_forward": self._read.forward,
+            "tokens_backward": self._read.backward,
             "seconds": self._seconds,
-            "resumed": self._continues,
+            "resumed": False,
         }
 
     def _batches(self) -> list[TokenBatch]:
@@ -129,6 +153,15 @@ class Start:
             )
         return self._text
 
+    def _write(self, name: str, content: bytes) -> None:
+        """Write a file whole or not at all: a run that is killed here must not find half of it."""
+        if self._folder is None or not self._parallel.is_first:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        temporary = self._folder / f".{name}"
+        temporary.write_bytes(content)
+        os.replace(temporary, self._folder / name)
+
     def _read_orders(self) -> dict[str, Tensor]:
         assert self._folder is not None
         file = self._folder / _ORDER_FILE
@@ -139,3 +172,15 @@ class Start:
                 f"{file} cannot be read ({error}), so the groups of the checkpoints beside it are not known; begin "
                 "anew in another folder"
             ) from error
+
+    def _read_facts(self) -> dict[str, Any]:
+        assert self._folder is not None
+        file = self._folder / _FACTS_FILE
+        try:
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TrainingError(
+                f"{file} cannot be read ({error}), so it is not known how the run beside it began; continue it with "
+                "its own ffn_grouping and router_start, or begin anew in another folder"
+            ) from error
+        return found

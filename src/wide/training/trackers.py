@@ -42,6 +42,7 @@ class Tracker:
     def __init__(self, name: TrackerName, title: str, folder: Path | None) -> None:
         """Begin the run."""
         require_tracker(name)
+        self._name = name
         library: Any = importlib.import_module(name)
         run = title if folder is None else f"{folder.resolve().parent.name}, {title}"
         self._run = library.init(project=_PROJECT, name=run)
@@ -50,6 +51,13 @@ class Tracker:
         """Keep the values of a step."""
         self._run.log(values, step=step)
 
-    def close(self) -> None:
-        """End the run and let the library send what it still holds."""
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        """End the run and let the library send what it still holds.
+
+        Args:
+            failed: Whether it ended before its last step; trackio has no word for that.
+        """
+        if failed and self._name == "wandb":
+            self._run.finish(exit_code=1)
+        else:
+            self._run.finish()

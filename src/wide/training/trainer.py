@@ -151,6 +151,7 @@ class Trainer:
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        failed = True
         try:
             with (
                 training_mode(
@@ -162,8 +163,11 @@ class Trainer:
                 for step in range(first, stage.steps):
                     self._step(step)
                     self._after(step, log, interrupt)
+            failed = False
         finally:
-            log.close()
+            # Of this run's last steps only; whoever trains the model next samples again.
+            attachment(self._model).control.noise = True
+            log.close(failed=failed)
         return self._outcome(first)
 
     def _resume(self) -> int:
