@@ -78,7 +78,8 @@ class Claims:
     ],
 )
 def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tmp_path, monkeypatch):
-    for name in ("pipeline.Pipeline", "method_pipeline.MethodPipeline", "comparison_run.ComparisonRun"):
+    # Those that import another first: a class that is made while its base is replaced would keep the replacement.
+    for name in ("method_pipeline.MethodPipeline", "pipeline.Pipeline", "comparison_run.ComparisonRun"):
         monkeypatch.setattr(f"wide.cli.{name}", Claims)
     monkeypatch.setattr("wide.cli.loading.objective_after", lambda adapter, changes: ObjectiveConfig())
     given = ["--model", "M", "--data", "D", "--output", str(tmp_path / "run"), *more]
