@@ -9,6 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import compile_kernels
 
+from wide.kernels.clear_skipped import _triton as clear_skipped
 from wide.kernels.device import DeviceFacts
 from wide.kernels.rms_norm import _triton as rms_norm
 from wide.kernels.rope import _triton as rope
@@ -29,6 +30,9 @@ STRIDES = ("stride_xm", "stride_ym", *(f"stride_{tensor}{dim}" for tensor in "qk
 def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile each kernel for shapes of an 8B model."""
     build = compile_kernels.build
+    for pairs, size, block in ((32, 512, 512), (128, 128, 128)):
+        sizes = {"G": size, "PAIRS": pairs, "BLOCK_C": block}
+        yield build(clear_skipped._clear_skipped, target, sizes, 4, 3, **TYPES)
     norm = {"D": 4096, "BLOCK_D": 4096, "HAS_ADDEND": True, "UNIT_OFFSET": False}
     yield build(rms_norm._rms_norm, target, norm, 4, 3, **TYPES)
     heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HEADS": 16, "HAS_NORM": True}

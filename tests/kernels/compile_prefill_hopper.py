@@ -48,6 +48,9 @@ def build(head_dim: int, block_n: int, stages: int, *, is_causal: bool, takes_tu
         "shared": compiled.metadata.shared,
         "stack": int(found.group(1)) if found else -1,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        # Where barriers are made, and where worker warps find their arguments.
+        "barriers": sorted(set(re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+\+(0x[0-9a-f]+)\]", code))),
+        "handed": sorted(set(re.findall(r"STS\.64 \[UR\d+\+(0x[0-9a-f]+)\]", code))),
         "code": {word: len(re.findall(word, code)) for word in ("HGMMA", "UTMALDG", "MUFU.EX2")},
     }
 

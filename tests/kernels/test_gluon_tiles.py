@@ -54,12 +54,3 @@ def test_items_name_the_groups_of_each_unit_and_fall_in_cost(
     assert len(items) == len(wanted)
     costs = [((u | u >> 8 | u >> 16) & 255).bit_count() for _, u in items]
     assert costs == sorted(costs, reverse=True)
-
-
-def test_skipped_channels_become_zeros_and_the_rest_stays() -> None:
-    from wide.kernels.gemm_mn import _gluon
-
-    mask = _mask(37, 3, 0.5)
-    out = torch.full((37, 48), 7.0)
-    _gluon.clear_skipped(out, mask)
-    assert torch.equal(out.view(37, 3, 16), mask.unsqueeze(2).expand(37, 3, 16) * 7.0)

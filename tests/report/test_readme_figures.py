@@ -16,7 +16,10 @@ RECIPES = {
 }
 BENCHMARK = json.loads((RECORDS / "lab-benchmark.json").read_text())
 FORWARDS = json.loads((RECORDS / "h200/endtoend.json").read_text())["records"]
-STEPS = json.loads((RECORDS / "h200/steps/endtoend.json").read_text())["records"]
+STEPS, BATCHES, *COMPILED = (
+    json.loads((RECORDS / f"h200/{name}/endtoend.json").read_text())["records"]
+    for name in ("steps", "batches", "compiled/decode", "compiled/prefill")
+)
 TARGETS = {"25 % nominal": "mean25", "50 % nominal": "mean50", "50 % of the linear FLOPs": "flops50"}
 
 
@@ -92,6 +95,19 @@ def test_steps_of_other_sparsities_and_batches_are_those_of_the_records():
     assert list(rates.groups()) == [step(rate, 1) for rate in (0.3, 0.7)]
     batches = re.search(r"2 / 32 / 64 sequences gain ([\d.]+)x / ([\d.]+)x / ([\d.]+)x", README)
     assert list(batches.groups()) == [step(0.5, batch) for batch in (2, 32, 64)]
+    most = max(entry["speedup"] for entry in BATCHES if entry["candidate"] == "routed 0.5/0.5")
+    assert re.search(r"4 to 16 at most ([\d.]+)x", README)[1] == f"{most:.2f}"
+    assert {entry["batch"] for entry in BATCHES} == {4, 8, 16}
+
+
+def test_gains_over_the_compiled_peer_are_those_of_the_records():
+    def gain(what, tokens):
+        found = {e["candidate"]: e for part in COMPILED for e in part if (e["what"], e["tokens"]) == (what, tokens)}
+        assert found["compiled default"]["speedup"] < 1
+        return f"{found['compiled default']['median_us'] / found['routed 0.5/0.5']['median_us']:.2f}"
+
+    said = re.search(r"a decode step gains ([\d.]+)x / ([\d.]+)x and a prefill of 4096 tokens ([\d.]+)x", README)
+    assert list(said.groups()) == [gain("decode", 2048), gain("decode", 16384), gain("prefill", 4096)]
 
 
 def cell(row, target, metric="token_perplexity", *, stage="calibrated"):

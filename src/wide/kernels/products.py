@@ -123,12 +123,6 @@ def sum_groups(
     )
 
 
-def select_groups(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` `[M, C]` with the channels of skipped groups set to zero; `mask` is bool `[M, N_G]`."""
-    grouped = values.unflatten(-1, (mask.shape[-1], -1))
-    return torch.where(mask.unsqueeze(-1), grouped, 0).flatten(-2)
-
-
 def _backend(choice: Choice, table: OperatorTable) -> str:
     """Return the backend of a sparse product: that of the table, unless a more special one was measured."""
     return choice.backend if choice.backend == "gluon" else table.backend

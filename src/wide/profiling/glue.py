@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wide.kernels.clear_skipped import CLEAR_SKIPPED
 from wide.kernels.rms_norm import RMS_NORM, rms_norm
 from wide.kernels.rope import ROPE, rope_to_cache
 from wide.kernels.route import NORM_ROUTE, ROUTE, RouteWeights, norm_route, route, split_weights
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     red = [
         verdict
         for verdict in verdicts(
-            (RMS_NORM, ROPE, ROUTE, NORM_ROUTE),
+            (RMS_NORM, ROPE, ROUTE, NORM_ROUTE, CLEAR_SKIPPED),
             torch.device("cuda"),
             backends=("triton",),
             dtypes=(torch.bfloat16, torch.float16),

@@ -13,8 +13,9 @@ from torch.profiler import record_function
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.kernels.attention_decode import attention_decode
+from wide.kernels.clear_skipped import clear_skipped
 from wide.kernels.operator_table import OperatorTable
-from wide.kernels.products import GatedWeights, gated_product, select_groups, sum_groups
+from wide.kernels.products import GatedWeights, gated_product, sum_groups
 from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
@@ -253,14 +254,14 @@ class Decoder:
             zeroes = mask is not None and needs_zeros and k.shape[2] % mask.shape[1] == 0
             skips = mask if table.cache or zeroes else None
             out = attention_decode(q[:, 0], k, v, shared.ends, skips, scale=weights.scale, backend=table.backend)
-            return _zeroed(out.unsqueeze(1), mask if needs_zeros and skips is None else None)
+            return _zeroed(out.unsqueeze(1), mask if needs_zeros and skips is None else None, table.backend)
         k, v = k[:, : shared.length], v[:, : shared.length]
         if mask is not None and table.how("attention", shared.length) == "many":
             sequences = _sequences(mask, order, shared.batch, table.backend)
             return attend_prompt(
                 q, k, v, sequences, table, length=shared.length, scale=weights.scale, zero_skipped=needs_zeros
             )
-        return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None)
+        return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None, table.backend)
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.run.table
@@ -292,11 +293,13 @@ def _sequences(mask: Tensor, order: Reordering | None, batch: int, backend: str)
     return reorder_sequences(mask.view(batch, mask.shape[0] // batch, -1), backend=backend)
 
 
-def _zeroed(heads: Tensor, mask: Tensor | None) -> Tensor:
-    """Return attention output [B, T, H_q, d] with skipped groups at zero; None leaves it."""
+def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    """Return attention output [B, T, H_q, d], just made, with skipped groups at zero; None leaves it."""
     if mask is None:
         return heads
-    return select_groups(heads.reshape(mask.shape[0], -1), mask).view(heads.shape)
+    values = heads.reshape(mask.shape[0], -1)
+    clear_skipped(values, mask, backend=backend)
+    return values.view(heads.shape)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -277,14 +277,17 @@ def _attention_prefill(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=2)
         mbarrier.init(v_empty.index(s), count=2)
-    for s in gl.static_range(2):
-        mbarrier.init(turns.index(s), count=1)
+    turns = k_full
+    if TAKES_TURNS:
+        # Only then: barriers that nobody uses would share their memory with what the compiler hands to the workers.
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(2):
+            mbarrier.init(turns.index(s), count=1)
     q_base = Q + b.to(gl.int64) * stride_qb
     out_stride_t = NUM_UNITS * HEADS * D
     out_base = OUT + b.to(gl.int64) * T_q * out_stride_t

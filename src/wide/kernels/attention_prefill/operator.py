@@ -15,6 +15,7 @@ from wide.kernels.attention_inputs import (
 )
 from wide.kernels.attention_prefill.reference import attention_prefill_reference, executed
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile, can_use_tma, default_tile
+from wide.kernels.clear_skipped import cleared
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
 from wide.kernels.device import device_facts, hopper_obstacle, triton_obstacle
 from wide.kernels.head_units import HeadUnits
@@ -177,11 +178,11 @@ def _run_dense(
         is_causal=is_causal,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
+    )
+    out = out.transpose(1, 2).contiguous()
     if zero_skipped:
-        mask = executed(index, counts, q.shape[1]).repeat_interleave(q.shape[2] // counts.shape[1], 2)
-        out = torch.where(mask.unsqueeze(-1), out, 0.0)
-    return out.contiguous()
+        cleared(out.view(q.shape[0] * q.shape[1], -1), executed(index, counts, q.shape[1]).flatten(0, 1))
+    return out
 
 
 def _check_lists(q: torch.Tensor, index: torch.Tensor, counts: torch.Tensor) -> None:

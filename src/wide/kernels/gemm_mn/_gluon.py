@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import device_facts
 from wide.kernels.reorder.reference import BAND
 from wide.kernels.reordering import Reordering
@@ -90,7 +91,7 @@ def gemm_mn(
     # The producer of three consumers has no registers left for zeros.
     clears = mask is not None and shape.units == 2
     if mask is not None and not clears:
-        clear_skipped(out, mask)
+        cleared(out, mask)
     raw = None if mask is None else mask.view(torch.uint8)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     weights = [
@@ -159,26 +160,6 @@ def _tiles_kernel(COUNTS, TILES, NUM_TILES, N_G, BLOCK_M: tl.constexpr, BAND: tl
         tl.store(TILES + 2 * (first + step) + 1, tl.zeros_like(groups) + band * BAND + step, mask=step < in_band)
     if band == 0:
         tl.store(NUM_TILES, tl.sum(row_tiles, 0))
-
-
-def clear_skipped(out: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write zeros to the skipped channels of `out` [M, N] under `mask` [M, N_G]."""
-    num_rows, num_groups = mask.shape
-    size = out.shape[1] // num_groups
-    raw = mask.view(torch.uint8)
-    _clear_kernel[(num_rows, triton.cdiv(out.shape[1], 2048))](
-        out, raw, out.shape[1], out.stride(0), *raw.stride(), G=size, BLOCK=2048, num_warps=4
-    )
-
-
-@triton.jit
-def _clear_kernel(OUT, MASK, N, stride_out, stride_m, stride_g, G: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channels < N
-    executes = tl.load(MASK + row * stride_m + (channels // G) * stride_g, mask=inside, other=1)
-    zeros = tl.zeros((BLOCK,), OUT.dtype.element_ty)
-    tl.store(OUT + row * stride_out + channels, zeros, mask=inside & (executes == 0))
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
+from wide.kernels.clear_skipped import cleared
 from wide.kernels.contract import (
     Backend,
     Case,
@@ -262,7 +263,7 @@ def _run_dense(
         values = torch.nn.functional.linear(x, weight, bias)
         if activation != "none":
             values = activate(values.float(), activation).to(x.dtype)
-        return values if mask is None else _select(values, mask)
+        return values if mask is None else cleared(values, mask)
     if _stacked(weight, up_weight) and bias is None and up_bias is None:
         width, depth = weight.shape
         both = x @ weight.as_strided((2 * width, depth), (depth, 1)).t()
@@ -275,12 +276,7 @@ def _run_dense(
         return _triton.gated_activation(both, activation, mask)
     gate, up = both.float().chunk(2, 1)
     values = (activate(gate, activation) * up).to(x.dtype)
-    return values if mask is None else _select(values, mask)
-
-
-def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    grouped = values.view(*mask.shape, -1)
-    return torch.where(mask.unsqueeze(2), grouped, 0).view_as(values)
+    return values if mask is None else cleared(values, mask)
 
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
