@@ -114,6 +114,10 @@ def test_skips_are_counted_on_real_tokens_only(attached_model, tokenizer, local_
 
 
 def test_the_model_the_tokenizer_and_the_random_state_are_left_alone(attached_model, tokenizer, local_data):
+    import lm_eval.evaluator
+    from lm_eval.utils import env
+
+    describe = lm_eval.evaluator.add_env_info
     attached_model.train()
     random.seed(5)
     torch.manual_seed(5)
@@ -122,6 +126,8 @@ def test_the_model_the_tokenizer_and_the_random_state_are_left_alone(attached_mo
     assert attached_model.training
     assert tokenizer.pad_token is None
     assert (random.random(), torch.rand(1)) == expected
+    assert lm_eval.evaluator.add_env_info is describe
+    assert "from_string" not in vars(env)
 
 
 def test_what_cannot_run_is_refused(plain_model, tokenizer, local_data):

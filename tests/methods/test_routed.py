@@ -90,7 +90,8 @@ def test_wide_meets_its_target_in_either_measure(match, uniform, tmp_path):
     assert effort.tokens_backward == 20 * 16 * 64
     # Every point of the dial and the threshold's check read the calibration text once.
     assert effort.tokens_forward % record["inference"]["tokens"] == 0
-    assert 5 <= effort.tokens_forward // record["inference"]["tokens"] <= 13
+    # Thresholds of attention and FFN each take up to three more.
+    assert 5 <= effort.tokens_forward // record["inference"]["tokens"] <= 13 + 3 * uniform
     again = load(dense_model(), tmp_path / "adapter")
     ids = text.batch([0]).input_ids
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)

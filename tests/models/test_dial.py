@@ -13,7 +13,7 @@ from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.accounting import SkipCounter, model_costs
 from wide.models.attach import attach, attachment
-from wide.models.dial import _bins, _edge, calibrate_dial, measure_sparsity, set_sparsity
+from wide.models.dial import _bins, _edge, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
 from wide.models.measures import half_weights
 from wide.models.observe import bypass, observe
 
@@ -55,6 +55,22 @@ def test_a_dial_made_for_a_wish_meets_it_even_where_sparsity_bends_between_point
     unsteady = attach(make("llama", initializer_range=0.3), WideConfig(ffn_group_size=8, router_rank=8))
     set_sparsity(unsteady, 0.72, data=batches(10, seed=0))
     assert counted(unsteady, batches(10, seed=100)).mean == pytest.approx(0.72, abs=0.01)
+
+
+def test_attention_and_ffn_skip_the_same_share_by_a_threshold_each(model):
+    before = [router.threshold for router in attachment(model).routers()]
+    thresholds = balanced_thresholds(model, batches(10, seed=0), 0.4, tolerance=0.005)
+    kinds = [router.half_layer for router in attachment(model).routers()]
+    assert len(set(zip(kinds, thresholds, strict=True))) == len(set(thresholds)) == 2
+    for measure in ("attention", "ffn", "mean"):
+        found = measure_sparsity(model, batches(10, seed=100), thresholds, measure=measure)
+        assert found == pytest.approx(0.4, abs=0.01)
+    assert [router.threshold for router in attachment(model).routers()] == before
+
+
+def test_kinds_that_are_met_stay_at_argmax(model):
+    argmax = measure_sparsity(model, batches(4, seed=0), 0.0)
+    assert set(balanced_thresholds(model, batches(4, seed=0), argmax, tolerance=1.0)) == {0.0}
 
 
 def test_padding_does_not_count(model):

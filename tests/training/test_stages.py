@@ -58,12 +58,34 @@ def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts,
     assert not pruned.training
 
 
+def test_a_target_for_attention_and_ffn_each_is_met_by_a_threshold_each(texts, tiny_tokenizer, tmp_path):
+    objective = ObjectiveConfig(sparsity=0.4, target="uniform", weight=0.0)
+    pruned = prune(
+        model(),
+        texts,
+        tokenizer=tiny_tokenizer,
+        config=CONFIG,
+        objective=objective,
+        stage=stage(steps=2),
+        output=tmp_path,
+    )
+    facts = attachment(pruned).provenance["prune"]["inference"]
+    thresholds = [router.threshold for router in attachment(pruned).routers()]
+    assert len(set(thresholds)) == 2
+    assert facts["threshold"] == {r.half_layer: r.threshold for r in attachment(pruned).routers()}
+    assert [router.threshold for router in attachment(load(model(), tmp_path / "adapter")).routers()] == thresholds
+    # LoRA on frozen routers leaves both as they are.
+    pytest.importorskip("peft")
+    recover(pruned, texts, tokenizer=tiny_tokenizer, stage=lora_stage(train_routers=False, steps=2))
+    assert [router.threshold for router in attachment(pruned).routers()] == thresholds
+
+
 def test_the_threshold_stays_at_argmax_when_asked(texts, tiny_tokenizer):
     pruned = prune(
         model(), texts, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=2), calibrate_threshold=False
     )
     facts = attachment(pruned).provenance["prune"]["inference"]
-    assert facts["threshold"] == 0.0
+    assert facts["threshold"] == {"attention": 0.0, "ffn": 0.0}
     assert facts["sparsity"] == facts["argmax_sparsity"]
     assert {router.threshold for router in attachment(pruned).routers()} == {0.0}
 

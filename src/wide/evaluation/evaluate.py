@@ -101,7 +101,7 @@ def evaluate(
         text_field: Field that holds the text, where rows have fields.
         window: Tokens that the model sees at once, in text and tasks; None means its maximum, at most 4096.
         stride: Step of the window over text; None means disjoint windows.
-        batch_size: Sequences per forward.
+        batch_size: Sequences per forward; of tasks with short texts, more.
         max_documents: Score only so many documents of the text.
         max_windows: Score only so many windows of the text.
         limit: Evaluate only so many items of each task.

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.inference import SkipMeter, model_device
-from wide.evaluation.padding import RowLengths
+from wide.evaluation.likelihood import log_likelihoods
 from wide.evaluation.tasks import ZERO_SHOT_TASKS, Task, find_task, write_local_task
 from wide.models.accounting import Sparsity
 from wide.models.observe import judging
@@ -139,7 +139,8 @@ def run_harness(
 ) -> HarnessResult:
     """Evaluate a live model, zero-shot, with the harness's own prompts and metrics.
 
-    The log-softmax is taken in float32 whatever the model's dtype (the harness's default is the model's).
+    Likelihoods are `wide.evaluation.likelihood`'s: the log-softmax is taken in float32 whatever the model's dtype (the
+    harness's default is the model's).
 
     Args:
         model: A Hugging Face causal LM, attached or not.
@@ -147,7 +148,7 @@ def run_harness(
         tokenizer: Of the model; not changed.
         local_data: Folder with copies of the data; None loads them from the Hugging Face hub.
         max_length: Tokens that the model sees at most at once; 4096 in the paper.
-        batch_size: Sequences per forward.
+        batch_size: Sequences per forward; short ones are more, see `log_likelihoods`.
         limit: Evaluate only so many items of each task; the result is labelled a subset.
         count_skips: Measure sparsity, if the model carries routers.
 
@@ -168,9 +169,8 @@ def run_harness(
                 tokenizer=copy.deepcopy(tokenizer),
                 max_length=max_length,
                 batch_size=batch_size,
-                softmax_dtype=torch.float32,
             )
-            with meter.watching(), _bars_on_terminals_only():
+            with meter.watching(), _bars_on_terminals_only(), _without_waste(lm_eval):
                 raw = _evaluate(lm_eval, lm, name, manager, limit)
             results.append(_task_result(task, name, raw, meter, lm.perplexity()))
     return HarnessResult(tasks=tuple(results), max_length=max_length, harness_version=str(lm_eval.__version__))
@@ -261,16 +261,33 @@ def _own_random_state(model: nn.Module) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+@contextmanager
+def _without_waste(lm_eval: Any) -> Iterator[None]:
+    """Keep the harness from what takes it minutes and serves nobody here; scores are the same.
+
+    It compiles its templates anew for every item, and lists the installed packages after every task.
+    """
+    from lm_eval.utils import env
+
+    describe, env.from_string = lm_eval.evaluator.add_env_info, cache(env.from_string)
+    lm_eval.evaluator.add_env_info = lambda storage: None
+    try:
+        yield
+    finally:
+        lm_eval.evaluator.add_env_info = describe
+        del env.from_string
+
+
 @cache
 def _counting_lm() -> type[Any]:
-    """Return the harness's model class, taught to count skips on real tokens, and the likelihood of what it scores."""
+    """Return the harness's model class with forwards of wide's own, which count skips and what was scored."""
     from lm_eval.models.huggingface import HFLM
 
     class CountingLM(HFLM):
         def __init__(self, meter: SkipMeter, **settings: Any) -> None:
             super().__init__(**settings)
             self._meter = meter
-            self._lengths: RowLengths | None = None
+            self._encoded: dict[Any, list[int]] = {}
             self._log_likelihood, self._scored = 0.0, 0
 
         def perplexity(self) -> float:
@@ -278,28 +295,24 @@ def _counting_lm() -> type[Any]:
             mean = -self._log_likelihood / max(self._scored, 1)
             return math.exp(mean) if mean < 700 else math.inf
 
+        def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
+            # The options of an item share their context.
+            key = string, args, tuple(sorted(kwargs.items()))
+            if key not in self._encoded:
+                self._encoded[key] = super().tok_encode(string, *args, **kwargs)
+            return self._encoded[key]
+
         def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            # The harness keeps the lengths of padded rows to itself.
-            self._lengths = RowLengths(requests, self.max_length)
-            try:
-                found = super()._loglikelihood_tokens(requests, *args, **kwargs)
-            finally:
-                self._lengths = None
+            found = log_likelihoods(
+                self.model,
+                [(context, continuation) for _, context, continuation in requests],
+                max_length=self.max_length,
+                batch_size=self.batch_size,
+                after_forward=self._meter.add,
+            )
             self._log_likelihood += math.fsum(log_likelihood for log_likelihood, _ in found)
             # The last part of a request are the tokens to be scored.
             self._scored += sum(len(request[-1]) for request in requests)
             return found
-
-        def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
-            logits = super()._model_call(inps, *args, **kwargs)
-            # Accuracies of a broken model look like bad accuracies; the harness does not check.
-            if bool(logits.isnan().any()):
-                raise EvaluationError(
-                    "the model's logits are not numbers; its weights or its dtype are at fault: try float32, and check "
-                    "the model without routing"
-                )
-            if self._lengths is not None:
-                self._meter.add(self._lengths.valid(inps))
-            return logits
 
     return CountingLM

@@ -136,10 +136,13 @@ def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:
 
 def _deviations(inference: dict[str, Any], objective: ObjectiveConfig) -> tuple[str, ...]:
     found = []
-    if inference["threshold"] != 0.0:
+    thresholds = inference["threshold"]
+    if any(thresholds.values()):
+        margins = {f"{value:.3f}" for value in thresholds.values()}
+        each = " and ".join(f"{value:.3f} ({kind})" for kind, value in thresholds.items())
         found.append(
-            f"groups execute from a margin of {inference['threshold']:.3f} instead of argmax, which skipped "
-            f"{inference['argmax_sparsity']:.1%}"
+            f"groups execute from a margin of {margins.pop() if len(margins) == 1 else each} instead of argmax, which "
+            f"skipped {inference['argmax_sparsity']:.1%}"
         )
     if abs(inference["sparsity"] - objective.sparsity) > _TOLERANCE:
         found.append(

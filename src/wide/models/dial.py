@@ -24,6 +24,7 @@ DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # The upper 17 bits of a float32 order the margins with 8 bits of mantissa, so that memory does not grow with tokens.
 _SHIFT = 15
 _POINTS_BETWEEN = 3
+_BALANCING_PASSES = 3
 _NUM_BINS = 1 << (32 - _SHIFT)
 
 
@@ -111,7 +112,9 @@ def calibrate_dial(
     reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
 
     def measured(threshold: float) -> MarginHistogram:
-        return _measure(model, kept, threshold, MarginHistogram(model, measure, include_fixed=include_fixed))
+        histogram = MarginHistogram(model, measure, include_fixed=include_fixed)
+        _measure(model, kept, threshold, histogram)
+        return histogram
 
     start = measured(0.0)
     passes = [(0.0, start)]
@@ -132,15 +135,52 @@ def calibrate_dial(
 def measure_sparsity(
     model: nn.Module,
     batches: Iterable[TokenBatch],
-    threshold: float,
+    threshold: float | Sequence[float],
     *,
     measure: Measure = "mean",
     include_fixed: bool = False,
 ) -> float:
-    """Return the sparsity that a threshold gives on calibration text; the thresholds in force are put back."""
-    return _measure(
-        model, list(batches), threshold, MarginHistogram(model, measure, include_fixed=include_fixed)
-    ).sparsity
+    """Return the sparsity that a threshold gives on calibration text; the thresholds in force are put back.
+
+    Args:
+        model: An attached model.
+        batches: Calibration text.
+        threshold: Of all routers, or of each in the order of `Attachment.routers()`.
+        measure: In which sparsity is counted, see `half_weights`.
+        include_fixed: See `half_weights`.
+    """
+    histogram = MarginHistogram(model, measure, include_fixed=include_fixed)
+    _measure(model, list(batches), threshold, histogram)
+    return histogram.sparsity
+
+
+def balanced_thresholds(
+    model: nn.Module, batches: Iterable[TokenBatch], sparsity: float, *, tolerance: float
+) -> list[float]:
+    """Return a threshold for each router, one for attention and one for FFN, so that both kinds skip the same share.
+
+    A threshold of one kind changes what the other reads, so both are measured with both in force, up to three times;
+    those that are met stay. The thresholds in force are put back.
+
+    Args:
+        model: An attached model whose attention and FFN have routers of their own.
+        batches: Calibration text, kept in memory for the passes.
+        sparsity: Wanted of either kind, in (0, 1).
+        tolerance: Distance of a kind's share from it up to which its threshold is left alone; at first that is 0, the
+            paper's argmax.
+    """
+    kept = list(batches)
+    kinds: tuple[Measure, ...] = ("attention", "ffn")
+    routers = attachment(model).routers()
+    chosen: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    for _ in range(_BALANCING_PASSES):
+        found = {kind: MarginHistogram(model, kind) for kind in kinds}
+        _measure(model, kept, [chosen[router.half_layer] for router in routers], *found.values())
+        missed = [kind for kind in kinds if abs(found[kind].sparsity - sparsity) > tolerance]
+        if not missed:
+            break
+        chosen |= {kind: found[kind].threshold(sparsity) for kind in missed}
+    return [chosen[router.half_layer] for router in routers]
 
 
 def set_sparsity(
@@ -151,7 +191,7 @@ def set_sparsity(
     data: Iterable[TokenBatch] | None = None,
     measure: Measure = "mean",
 ) -> float:
-    """Set the threshold of all routers and return it.
+    """Set the threshold of all routers and return it; where attention and FFN had their own, they lose them.
 
     Args:
         model: An attached model.
@@ -185,15 +225,15 @@ def set_sparsity(
 
 
 def _measure(
-    model: nn.Module, batches: Sequence[TokenBatch], threshold: float, histogram: MarginHistogram
-) -> MarginHistogram:
+    model: nn.Module, batches: Sequence[TokenBatch], threshold: float | Sequence[float], *histograms: MarginHistogram
+) -> None:
     device = next(model.parameters()).device
     with judging(model), _threshold(model, threshold), observe(model) as routing:
         for batch in batches:
             moved = batch.to(device)
             _forward_without_head(model, moved.input_ids)
-            histogram.add(routing, moved.valid)
-    return histogram
+            for histogram in histograms:
+                histogram.add(routing, moved.valid)
 
 
 def _forward_without_head(model: nn.Module, input_ids: Tensor) -> None:
@@ -210,12 +250,13 @@ def _require_routers(model: nn.Module) -> None:
 
 
 @contextmanager
-def _threshold(model: nn.Module, threshold: float) -> Iterator[None]:
+def _threshold(model: nn.Module, threshold: float | Sequence[float]) -> Iterator[None]:
     _require_routers(model)
     routers = attachment(model).routers()
     before = [router.threshold for router in routers]
-    for router in routers:
-        router.threshold = threshold
+    wanted = threshold if isinstance(threshold, Sequence) else [threshold] * len(routers)
+    for router, value in zip(routers, wanted, strict=True):
+        router.threshold = value
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from torch import nn
 from wide.models.accounting import model_costs
 from wide.models.attach import attachment
 
-Measure = Literal["mean", "linear_flops"]
+Measure = Literal["mean", "linear_flops", "attention", "ffn"]
 
 
 def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: bool = False) -> list[float]:
@@ -18,10 +18,13 @@ def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: 
     Args:
         model: An attached model.
         measure: 'mean': unweighted mean over layers of each kind of half, then over the two kinds (paper, section
-            3.2); 'linear_flops': the share of the prunable matrix-product work.
+            3.2); 'linear_flops': the share of the prunable matrix-product work; 'attention', 'ffn': the mean over the
+            halves of that kind alone.
         include_fixed: For 'linear_flops': count K, V and the output head into the total.
     """
     routers = attachment(model).routers()
+    if measure in ("attention", "ffn"):
+        return kind_weights(model, measure)
     if measure == "mean":
         kinds = [weights for weights in (kind_weights(model, kind) for kind in ("attention", "ffn")) if any(weights)]
         return [sum(weights) / len(kinds) for weights in zip(*kinds, strict=True)]

@@ -2,7 +2,7 @@
 
 Training samples with Gumbel noise, inference does not, so the two skip rates differ. What inference skips is measured
 on training text, a dial is made of it, and where it misses the target by more than half a point, the threshold is
-moved from 0 (the paper's argmax) to the dial's.
+moved from 0 (the paper's argmax) to the dial's. A target for attention and FFN each is met by a threshold for each.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from wide.config import ObjectiveConfig
 from wide.data.batches import BatchSource, TokenBatch
 from wide.models.accounting import static_sparsity
 from wide.models.attach import attachment
-from wide.models.dial import DEFAULT_POINTS, calibrate_dial, measure_sparsity, set_sparsity
+from wide.models.dial import DEFAULT_POINTS, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
 from wide.models.measures import Measure
 from wide.training.activations import TokensRead, counting
 from wide.training.parallel import DataParallel
@@ -41,8 +41,8 @@ def meet_target(
     Args:
         model: An attached model.
         batches: Calibration text, the same on all processes.
-        objective: Whose target is to be met; for 'uniform', the mean of the two halves.
-        adjust: Whether the threshold is chosen here, 0 or the dial's; otherwise it stays as it is.
+        objective: Whose target is to be met.
+        adjust: Whether the thresholds are chosen here, 0 or what meets the target; otherwise they stay as they are.
         parallel: The processes of the run; all end with the thresholds of the first.
     """
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
@@ -53,19 +53,19 @@ def meet_target(
     with counting(model, read):
         dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)
     argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
-    threshold = attachment(model).routers()[0].threshold
+    routers = attachment(model).routers()
+    thresholds = [router.threshold for router in routers]
     if adjust:
-        # A target beyond the dial's ends leaves the argmax routing, and the record says what it skips.
-        in_range = dial[0][0] - _TOLERANCE <= target <= dial[-1][0] + _TOLERANCE
-        threshold = set_sparsity(model, target) if in_range and abs(argmax - target) > _TOLERANCE else 0.0
+        with counting(model, read):
+            thresholds = _chosen(model, batches, objective, argmax, (dial[0][0], dial[-1][0]))
     reached = argmax
-    if threshold != 0.0:
+    if any(thresholds):
         with counting(model, read):
             reached = measure_sparsity(
-                model, batches, threshold, measure=measure, include_fixed=objective.include_fixed
+                model, batches, thresholds, measure=measure, include_fixed=objective.include_fixed
             )
-    threshold = _agree(threshold, parallel)
-    set_sparsity(model, threshold=threshold)
+    for router, threshold in zip(routers, thresholds, strict=True):
+        router.threshold = _agree(threshold, parallel)
     attachment(model).dial = [(_agree(s, parallel), _agree(t, parallel)) for s, t in dial]
     return {
         "measure": measure,
@@ -73,9 +73,35 @@ def meet_target(
         "tokens": sum(int(batch.valid.sum()) for batch in batches),
         "tokens_forward": read.forward,
         "argmax_sparsity": argmax,
-        "threshold": threshold,
+        "threshold": {router.half_layer: router.threshold for router in routers},
         "sparsity": reached,
     }
+
+
+def _chosen(
+    model: nn.Module,
+    batches: list[TokenBatch],
+    objective: ObjectiveConfig,
+    argmax: float,
+    ends: tuple[float, float],
+) -> list[float]:
+    """Return the threshold of each router with which inference meets the target.
+
+    Args:
+        model: An attached model with a dial.
+        batches: Calibration text.
+        objective: Whose target is to be met.
+        argmax: What thresholds of 0 skip.
+        ends: What the dial's first and last point skip.
+    """
+    target, routers = objective.sparsity, attachment(model).routers()
+    kinds = {router.half_layer for router in routers}
+    # A target beyond the dial's ends leaves the argmax routing, and the record says what it skips.
+    in_range = ends[0] - _TOLERANCE <= target <= ends[1] + _TOLERANCE
+    if in_range and objective.target == "uniform" and len(kinds) == 2:
+        return balanced_thresholds(model, batches, target, tolerance=_TOLERANCE)
+    moved = in_range and abs(argmax - target) > _TOLERANCE
+    return [set_sparsity(model, target) if moved else 0.0] * len(routers)
 
 
 def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micro_batch_size: int) -> list[TokenBatch]:
