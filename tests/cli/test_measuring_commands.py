@@ -31,6 +31,12 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--out", "o", "--checkpoint", "c"], 2, "give --model"),
         (["profile", "--out", "o", "--model", "m", "--adapter", "a", "--checkpoint", "c"], 2, "give one of them"),
         (["profile", "--out", "o", "--model", "m", "--checkpoint", "c", "--compiled_peer", "true"], 2, "routed models"),
+        (["profile"], 2, "--out is missing"),
+        (["profile", "--comparison", "c"], 2, "give --model"),
+        (["profile", "--model", "m", "--comparison", "c", "--out", "o"], 2, "--out does not go with --comparison"),
+        (["profile", "--model", "m", "--comparison", "c", "--adapter", "a"], 2, "--adapter does not go with"),
+        (["profile", "--model", "m", "--comparison", "c", "--compiled_peer", "true"], 2, "leave it out with"),
+        (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
         (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
         (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--out", "o", "--generate", "0"], 1, "at least 1"),
@@ -78,6 +84,38 @@ def test_profile_speaks_the_end_to_end_benchs_words(monkeypatch):
     assert (seen[0].prompt, seen[0].layers, seen[0].generate) == ([64, 128], 2, 128)
     assert (seen[1].model, seen[1].adapter, seen[1].generate) == ("M", "A", 8)
     assert (seen[2].model, seen[2].checkpoint, seen[2].adapter) == ("M", "C", None)
+
+
+def test_profile_times_what_each_cell_of_a_comparison_keeps(monkeypatch, tmp_path, capsys):
+    from wide.profiling.endtoend import _parser
+
+    cells = {name: tmp_path / "cells" / name for name in ("dense-0-seed17", "ddp-0.5-seed17", "tyr-0.5-seed17", "wide")}
+    for cell in cells.values():
+        (cell / "adapter").mkdir(parents=True)
+    done = cells["tyr-0.5-seed17"] / "profile"
+    done.mkdir()
+    (done / "endtoend.json").write_text('{"summary": []}')
+    cut = cells["wide"] / "profile"
+    cut.mkdir()
+    (cut / "endtoend.json").write_text('{"summary": [')
+    seen = []
+
+    def bench(given):
+        seen.append(_parser().parse_args(given))
+        if "ddp" in str(seen[-1].adapter):
+            raise MemoryError("no kernel fits")
+        return 0
+
+    monkeypatch.setattr(profile, "require_gpu", lambda command: None)
+    monkeypatch.setattr("wide.profiling.endtoend.main", bench)
+    with pytest.raises(EvaluationError, match=r"1 of 3 cells could not be timed: ddp-0.5-seed17: MemoryError"):
+        profile.run(["--model", "M", "--comparison", str(tmp_path), "--text", "t.txt", "--batch", "1,64"])
+    assert [options.out for options in seen] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]
+    assert seen[1].adapter == str(cells["wide"] / "adapter")
+    assert (seen[1].no_breakdown, seen[1].energy, str(seen[1].text), seen[1].batch) == (True, False, "t.txt", [1, 64])
+    told = capsys.readouterr().out
+    assert "[2/3] tyr-0.5-seed17: timed before" in told
+    assert "no kernel fits" in told
 
 
 def test_bench_keeps_coarse_sweeps_apart_and_asks_for_them(monkeypatch):

@@ -123,6 +123,21 @@ def test_a_race_on_the_host(decoder, monkeypatch, race):
     assert records[1]["ceiling"] > 1.0
 
 
+def test_trained_routers_decide_after_a_prompt_not_after_noise(decoder, monkeypatch):
+    monkeypatch.setattr(endtoend_races, "time_interleaved", _fake_clock)
+    monkeypatch.setattr(endtoend_races, "peak_memory", lambda call: {"peak_memory_bytes": 1})
+    prompts = []
+    prefill = Decoder.prefill
+    monkeypatch.setattr(Decoder, "prefill", lambda self, ids, *rest: prompts.append(ids) or prefill(self, ids, *rest))
+    ids = torch.randint(0, 64, (1, 96))
+    facts = {"decoder": decoder, "ids": ids, "rates": ((0.0, 0.0),), "quick": True, "backend": "torch", "parts": False}
+    records = decode_race(Bench(trained=True, **facts), 24, 2)
+    assert [prompt.tolist() for prompt in prompts] == [ids[:, :24].expand(2, -1).tolist()]
+    assert all("breakdown_us" not in record for record in records)
+    decode_race(Bench(trained=False, **facts), 24, 2)
+    assert len(prompts) == 1
+
+
 def test_tables_are_chosen_by_the_clock(monkeypatch):
     def clock(calls, **_):
         cost = {name: 10.0 + (3.0 if call().down is not None else 0.0) for name, call in calls.items()}

@@ -49,6 +49,7 @@ def comparison(*groups):
     return Comparison(Selection([record for group in groups for record in group]))
 
 
+FIGURES = {figure.name: figure for figure in COMPARISON_FIGURES}
 DENSE_CELL, WANDA = Cell(DENSE, 0.0, 17), Cell("wanda", 0.25, 17)
 
 
@@ -219,7 +220,7 @@ def test_quality_is_drawn_over_sparsity():
         measured(Cell("wanda", 0.5, 17), math.inf),
         measured(Cell("tyr", 0.5, 17), 15.0, recovered=True),
     )
-    figure = COMPARISON_FIGURES[0]
+    figure = FIGURES["quality-sparsity"]
     _, words = draw_svg(figure, found)
     assert "perplexity, x dense, wanda: 2.00 at 25 %; " in words
     assert "tyr + LoRA: 1.50 at 50 %" in words
@@ -241,9 +242,9 @@ def test_quality_is_drawn_over_the_size_of_groups():
     ]
     values = [record for cell, value in zip(rows, (12.0, 15.0, 30.0), strict=True) for record in measured(cell, value)]
     found = comparison(grid(["g32", "g128", "other"]), measured(DENSE_CELL, 10.0), values, texts)
-    figure = COMPARISON_FIGURES[1]
+    figure = FIGURES["quality-groups"]
     _, words = draw_svg(figure, found)
-    assert "25 %: 1.20 at 32, 1.50 at 128" in words
+    assert "ffn_group_size, 25 %: 1.20 at 32, 1.50 at 128" in words
     assert "other" not in figure.sheet(found).to_csv()
     with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
         draw_svg(figure, comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0)))

@@ -11,15 +11,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
 FOLDERS = ("decode-groups", "groups-256", "naive", "batches", "sparsity", ".", "steps", "sweeps")
-RESULTS = {"lab-88m": [DOCS / "results/lab-88m"], "h200": [H200 / name for name in FOLDERS]}
+NANO = DOCS / "results/nano-sweeps"
+RESULTS = {
+    "lab-88m": [DOCS / "results/lab-88m"],
+    "h200": [H200 / name for name in FOLDERS],
+    "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
+    "nano-sweeps/groups": [NANO / "groups"],
+}
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
     pytest.importorskip("matplotlib")
     sources, output = RESULTS[name], tmp_path / name
-    if name == "lab-88m":
-        output.mkdir()
+    if len(sources) == 1:
+        output.mkdir(parents=True)
         shutil.copy(sources[0] / "compare.jsonl", output)
         assert main(["report", str(output)]) == 0
     else:

@@ -11,8 +11,10 @@ from wide.report.drawing import FOLDER, draw_svg, save_figure
 from wide.report.evidence_page import read_evidence
 from wide.report.profiles import read_profile
 from wide.report.selection import MissingRecordsError
+from wide.report.speed_figures import SPEED_FIGURES
 from wide.report.sweep_figures import SWEEP_FIGURES
 
+SPEED = {figure.name: figure for figure in SPEED_FIGURES}
 FIGURES = {figure.name: figure for figure in SWEEP_FIGURES}
 
 
@@ -47,6 +49,9 @@ def write_all(folder):
     steps = [step("dense", 1, 1.0, energy_j=2.0), step("routed 0.5/0.5", 1, 1.5, energy_j=1.0, **skipped)]
     steps += [step("dense", 4, 1.0, energy_j=4.0), step("routed 0.5/0.5", 4, 1.1, energy_j=3.0, **skipped)]
     write_json(folder / "endtoend.json", [*steps, step("all execute", 4, 0.9)], model="M", ffn_group_size=128)
+    for place, size, speedup in (("profile", 32, 1.2), ("bench", 256, 1.6)):
+        other = step("routed 0.5/0.5", 1, speedup, **skipped)
+        write_json(folder / place / "endtoend.json", [other], model="M", ffn_group_size=size)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -65,6 +70,9 @@ def test_sweeps_hold_what_was_measured_and_are_the_same_every_time(name, tmp_pat
     if name == "decode-groups":
         assert "1.20x at 128, 1.90x at 512" in words
         assert {row["candidate"] for row in rows} == {"dense cudnn", "dense operator", "operator"}
+    if name == "end-to-end-groups":
+        assert [(row["group_size"], row["batch"]) for row in rows] == [("32", "1"), ("128", "1"), ("256", "1")]
+        assert "decode, M, 2048 cached, 0.5/0.5: 1.20x at 32, 1.50x at 128, 1.60x at 256" in words
     if name == "batches":
         assert "routed 0.5/0.5, 4 sequences: 1.10x" in words
         assert {row["energy_per_token_j"] for row in rows} == {"2.0", "1.0", "0.75"}
@@ -110,3 +118,17 @@ def test_batches_leave_out_what_was_timed_at_one_batch_only(tmp_path):
     write_json(tmp_path / "profile/endtoend.json", [step("routed 0.3/0.3", 1, 1.2)], model="M", ffn_group_size=128)
     rows = FIGURES["batches"].sheet(read_profile(tmp_path)).rows
     assert {row[6] for row in rows} == {"dense", "routed 0.5/0.5"}
+
+
+def test_a_sweep_over_groups_does_not_crowd_the_lines_over_sparsity(tmp_path):
+    write_all(tmp_path)
+    rates = [(0.0, 1.0), (0.3, 1.2), (0.7, 2.0)]
+    line = [
+        step(f"routed {rate:g}/{rate:g}", 1, speedup, skipped={"attention": rate, "ffn": rate}, ceiling=3.0)
+        for rate, speedup in rates
+    ]
+    write_json(tmp_path / "bench/coarse/endtoend.json", line, model="M", ffn_group_size=128)
+    _, words = draw_svg(SPEED["end-to-end"], read_profile(tmp_path))
+    assert "G 128: 2.00x at 70 %" in words
+    assert "G 32" not in words
+    assert "G 256" not in words

@@ -1,12 +1,19 @@
 """`wide profile`: time a whole model on a GPU, dense beside routed."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from wide.cli.arguments import Arguments, build
+from wide.cli.console import say
 from wide.cli.gpu import require_gpu
+from wide.cli.run_folder import ADAPTER, CELLS
 from wide.cli.usage import UsageError
-from wide.errors import ConfigError, EvaluationError
+from wide.errors import ConfigError, DataError, EvaluationError
+
+PROFILE = "profile"
+"""Folder of a run or a cell that holds its speed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,10 +21,16 @@ class ProfileOptions:
     """What is timed.
 
     Args:
-        out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile.
+        out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile. Null with
+            a comparison, whose cells keep their own.
         model: Hub name or local folder of a real model; null takes --shape with random weights.
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
         checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
+        comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
+            cell's folder, without energy and breakdown; wide report draws the comparison's quality against its speed.
+            Cells that were timed before are left alone.
+        text: File whose beginning is the prompt, so that an adapter's routers decide as they do on text; null takes
+            random tokens.
         shape: Model with random weights: llama-3.1-8b or tiny.
         layers: Only so many layers of the shape; null means all.
         batch: Sequences, one or more numbers separated by commas.
@@ -32,10 +45,12 @@ class ProfileOptions:
         description: What this profile is for, in a sentence.
     """
 
-    out: str
+    out: str | None = None
     model: str | None = None
     adapter: str | None = None
     checkpoint: str | None = None
+    comparison: str | None = None
+    text: str | None = None
     shape: str = "llama-3.1-8b"
     layers: int | None = None
     batch: str = "1"
@@ -89,23 +104,91 @@ def run(given: Sequence[str]) -> None:
         EvaluationError: If the runtime does not compute what the model computes.
     """
     options = build(ProfileOptions, arguments().parse(given))
-    for name in ("adapter", "checkpoint"):
+    _check(options)
+    cells = [] if options.comparison is None else _cells(Path(options.comparison))
+    require_gpu("profile")
+    if options.comparison is not None:
+        _time_cells(options, cells)
+        return
+    from wide.profiling.endtoend import main
+
+    if main([*_arguments(options), "--out", str(options.out), "--energy"]):
+        raise EvaluationError("the runtime does not compute what the model computes; see the gate above")
+
+
+def _check(options: ProfileOptions) -> None:
+    for name in ("adapter", "checkpoint", "comparison", "text"):
         if getattr(options, name) is not None and options.model is None:
             raise UsageError(f"--{name} needs its base: give --model, too")
     if options.adapter is not None and options.checkpoint is not None:
         raise UsageError("--checkpoint is timed as it is, so --adapter would change nothing; give one of them")
     if options.checkpoint is not None and options.compiled_peer:
         raise UsageError("--compiled_peer is raced beside routed models only; leave it out with --checkpoint")
-    require_gpu("profile")
+    if options.comparison is None:
+        if options.out is None:
+            raise UsageError("--out is missing: name the folder for endtoend.json")
+        return
+    for name in ("out", "adapter", "checkpoint"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
+    if options.compiled_peer:
+        raise UsageError("--compiled_peer is raced beside one model; leave it out with --comparison")
+
+
+def _cells(comparison: Path) -> list[Path]:
+    """Return the folders of a comparison's cells that kept an adapter; the dense model is every cell's peer.
+
+    Raises:
+        DataError: If there are none.
+    """
+    found = sorted(path.parent for path in (comparison / CELLS).glob(f"*/{ADAPTER}"))
+    cells = [cell for cell in found if not cell.name.startswith("dense-")]
+    if not cells:
+        raise DataError(
+            f"{comparison} holds no cells with adapters; name the --output of a wide compare that kept them "
+            "(--keep_adapters true)"
+        )
+    return cells
+
+
+def _time_cells(options: ProfileOptions, cells: Sequence[Path]) -> None:
+    """Time one cell after the other; what goes wrong with one costs no other.
+
+    Raises:
+        EvaluationError: If cells could not be timed; the others are.
+    """
     from wide.profiling.endtoend import main
 
-    if main(_arguments(options)):
-        raise EvaluationError("the runtime does not compute what the model computes; see the gate above")
+    failed = []
+    for number, cell in enumerate(cells, 1):
+        out = cell / PROFILE
+        if _is_timed(out):
+            say(f"[{number}/{len(cells)}] {cell.name}: timed before")
+            continue
+        say(f"[{number}/{len(cells)}] {cell.name}")
+        given = [*_arguments(options), "--adapter", str(cell / ADAPTER), "--out", str(out), "--no-breakdown"]
+        try:
+            if main(given):
+                failed.append(f"{cell.name} does not compute what the model computes")
+        # Kernels that do not fit a shape have errors of their own kinds.
+        except Exception as error:
+            say(f"{type(error).__name__}: {error}")
+            failed.append(f"{cell.name}: {type(error).__name__}")
+    if failed:
+        raise EvaluationError(f"{len(failed)} of {len(cells)} cells could not be timed: {'; '.join(failed)}")
+
+
+def _is_timed(out: Path) -> bool:
+    try:
+        # The summary comes last; a file that was cut while it was written is measured again.
+        return "summary" in json.loads((out / "endtoend.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _arguments(options: ProfileOptions) -> list[str]:
-    """Return the command line of the end-to-end bench."""
-    given = ["--out", options.out, "--batch", options.batch, "--prompt", options.prompt, "--energy"]
+    """Return the command line of the end-to-end bench, without where it writes."""
+    given = ["--batch", options.batch, "--prompt", options.prompt]
     given += ["--generate", str(options.generate), "--ffn-group-size", str(options.ffn_group_size)]
     given += ["--rates", *options.rates.split()]
     if options.model is None:
@@ -115,6 +198,7 @@ def _arguments(options: ProfileOptions) -> list[str]:
         from wide.cli.loading import find_adapter
 
         given += ["--model", options.model]
+        given += [] if options.text is None else ["--text", options.text]
         given += [] if options.adapter is None else ["--adapter", str(find_adapter(options.adapter))]
         given += [] if options.checkpoint is None else ["--checkpoint", options.checkpoint]
     given += ["--compiled-peer", "default"] if options.compiled_peer else []

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wide.cli.console import say
 from wide.cli.usage import UsageError
 from wide.errors import DataError
+
+if TYPE_CHECKING:
+    from wide.report.comparison import Comparison
 
 _USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR [--only]]
 
@@ -13,7 +17,8 @@ Draws the report of each folder into it, from its records alone: the --output of
 compare, or the --out of wide bench or wide profile. A run that was profiled (wide profile --model M --adapter RUN --out
 RUN/profile) shows its quality against its measured speed.
 
-  --output DIR   draw one page of all folders into DIR, too (not of comparisons, which are pages of their own)
+  --output DIR   draw one page of all folders into DIR, too; comparisons of one model share tables and figures, but not
+                 with runs and benches
   --only         with --output: draw that page alone and write nothing into the folders"""
 
 
@@ -41,10 +46,14 @@ def run(arguments: Sequence[str]) -> None:
         raise UsageError(f"--only draws the page of --output alone: name it\n{_USAGE}")
     for folder in () if only else folders:
         _draw(folder)
-    if output is not None:
-        from wide.report.evidence_page import write_evidence
+    if output is None:
+        return
+    if any(map(_is_comparison, folders)):
+        _draw_merged(folders, output)
+        return
+    from wide.report.evidence_page import write_evidence
 
-        say(f"drawn    {write_evidence(folders, output)}")
+    say(f"drawn    {write_evidence(folders, output)}")
 
 
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
@@ -66,12 +75,16 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
     return folders, output
 
 
-def _draw(folder: Path) -> None:
+def _is_comparison(folder: Path) -> bool:
     from wide.cli.run_folder import COMPARISON, GRID
 
     # The records of all cells in one file stand for a comparison, too: the cells need not be at hand.
-    if (folder / GRID).is_file() or (folder / COMPARISON).is_file():
-        _draw_comparison(folder)
+    return (folder / GRID).is_file() or (folder / COMPARISON).is_file()
+
+
+def _draw(folder: Path) -> None:
+    if _is_comparison(folder):
+        _write_comparison(_comparison(folder), folder)
         return
     from wide.report.evidence_page import write_folder
 
@@ -79,15 +92,34 @@ def _draw(folder: Path) -> None:
         say(f"drawn    {path}")
 
 
-def _draw_comparison(folder: Path) -> None:
+def _draw_merged(folders: Sequence[Path], output: Path) -> None:
+    from wide.report.comparison_merge import merge
+
+    others = [str(folder) for folder in folders if not _is_comparison(folder)]
+    if others:
+        raise DataError(f"{', '.join(others)} cannot share a page with comparisons; draw them with another --output")
+    if output.resolve() in [folder.resolve() for folder in folders]:
+        raise DataError(f"{output} holds a report of its own; choose another --output for the common page")
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise DataError(f"comparisons on one page are told apart by their folders' names, got {', '.join(names)}")
+    output.mkdir(parents=True, exist_ok=True)
+    _write_comparison(merge(dict(zip(names, map(_comparison, folders), strict=True))), output)
+
+
+def _comparison(folder: Path) -> "Comparison":
     from wide.cli.comparison_files import collect
     from wide.cli.run_folder import COMPARISON, GRID
+    from wide.report.comparison_page import read_comparison
+
+    return read_comparison(collect(folder) if (folder / GRID).is_file() else folder / COMPARISON)
+
+
+def _write_comparison(comparison: "Comparison", folder: Path) -> None:
     from wide.report.comparison_figures import COMPARISON_FIGURES
-    from wide.report.comparison_page import read_comparison, write_comparison
+    from wide.report.comparison_page import write_comparison
     from wide.report.page import figure_sections
 
-    records = collect(folder) if (folder / GRID).is_file() else folder / COMPARISON
-    comparison = read_comparison(records)
     more = "".join(figure_sections(COMPARISON_FIGURES, comparison, folder))
     for path in write_comparison(comparison, folder, more=more):
         say(f"drawn    {path}")

@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", type=_rates, nargs="+", default=[(0.5, 0.5)], help="skipped attention,FFN")
     parser.add_argument("--compiled-peer", choices=("default", "max-autotune-no-cudagraphs"), help="race it too")
     parser.add_argument("--quick", action="store_true", help="fewer samples; operators as measured one by one")
+    parser.add_argument("--no-breakdown", action="store_true", help="leave out where the time of a forward goes")
     parser.add_argument("--despite-red", action="store_true", help="time even what failed the gate")
     return parser
 
@@ -285,6 +286,7 @@ def _race_routed(options: argparse.Namespace, energy: EnergyCounter | None) -> i
         quick=options.quick,
         trained=bool(options.adapter),
         energy=energy,
+        parts=not options.no_breakdown,
     )
     for what, length, batch in _shapes(options):
         report.add((prefill_race if what == "prefill" else decode_race)(bench, length, batch))

@@ -43,3 +43,13 @@ def read_subject(subject: str) -> tuple[Cell, bool] | None:
         return Cell(parts[0], float(parts[1]), int(parts[2])), parts[3] == _RECOVERED
     except ValueError:
         return None
+
+
+def read_folder(name: str) -> Cell | None:
+    """Return the cell whose folder has this name, None where it is no cell's."""
+    method, _, rest = name.rpartition("-seed")
+    method, _, sparsity = method.rpartition("-")
+    try:
+        return Cell(method, float(sparsity), int(rest)) if method else None
+    except ValueError:
+        return None

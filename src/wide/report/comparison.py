@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from wide.errors import DataError
 from wide.report.bootstrap import Windows, perplexity_error, ratio_error
+from wide.report.cell_speeds import CellSpeed
 from wide.report.cells import Cell, read_subject
 from wide.report.selection import Selection
 
@@ -58,6 +59,7 @@ class Comparison:
 
     Args:
         run: Its records: those of all cells, and under the subject 'run' the grid that was asked for.
+        speeds: Of its cells, where they were measured.
 
     Attributes:
         sparsities: Targets, ascending.
@@ -67,9 +69,10 @@ class Comparison:
         DataError: If the records are not of a comparison.
     """
 
-    def __init__(self, run: Selection) -> None:
+    def __init__(self, run: Selection, speeds: Sequence[CellSpeed] = ()) -> None:
         """Index the cells."""
         self.run = run
+        self.speeds = tuple(speeds)
         try:
             methods = [str(name) for name in json.loads(run.text("run", "grid.methods"))]
             self.sparsities = sorted(float(sparsity) for sparsity in json.loads(run.text("run", "grid.sparsities")))

@@ -1,18 +1,17 @@
-"""The figures of a comparison: what each method is worth over sparsity, and over the size of groups."""
+"""The figures of a comparison: what each method is worth over sparsity, work, the size of groups, and speed."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wide.report.comparison import DENSE, RATIO, RETENTION, Comparison, Row, Value
 from wide.report.comparison_groups import GROUP_FIGURE
+from wide.report.comparison_speed import SPEED_FIGURE
+from wide.report.comparison_style import Styles, logarithmic, method_legend, method_styles
 from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
-# As many shapes as methods; they and the colours repeat after different numbers, so that pairs do not.
-_MARKERS = "os^DvPX*<>phd"
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
+_WORK = "sparsity.linear_flops_layers"
 _PANELS = ((RATIO, "perplexity, x dense"), (RETENTION, "average accuracy, share of dense"))
 
 
@@ -38,56 +37,43 @@ def _measured(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _draw(figure: Any, comparison: Comparison) -> str:
-    panels = _measured(comparison)
-    methods = [method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE]
-    styles = {
-        method: (_MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)])
-        for place, method in enumerate(methods)
-    }
-    sentences = []
+    panels, styles, sentences = _measured(comparison), method_styles(comparison), []
     for axes, (metric, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for row, points in _lines(comparison, metric):
-            marker, colour = styles[row.method]
-            axes.errorbar(
-                [100 * sparsity for sparsity, _ in points],
-                [value.mean for _, value in points],
-                yerr=[value.error or 0.0 for _, value in points],
-                fmt=marker + ("-" if row.recovered else "--"),
-                color=colour,
-                fillstyle="full" if row.recovered else "none",
-                capsize=3,
-            )
+            _plot(axes, row, styles, [100 * sparsity for sparsity, _ in points], [value for _, value in points])
             best = ", ".join(f"{value.mean:.2f} at {100 * sparsity:.3g} %" for sparsity, value in points)
             sentences.append(f"{label}, {_name(row)}: {best}")
-        axes.axhline(1, color="black", linewidth=1)
-        if metric == RATIO:
-            _logarithmic(axes)
+        _dense_lines(axes, comparison, metric)
         axes.set_xlabel("target sparsity, %")
         axes.set_ylabel(label)
-    _legend(figure, {row.method: styles[row.method] for metric, _ in panels for row, _ in _lines(comparison, metric)})
+    shown = {row.method: styles[row.method] for metric, _ in panels for row, _ in _lines(comparison, metric)}
+    method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows))
     return "Quality over sparsity; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
 
 
-def _logarithmic(axes: Any) -> None:
-    from matplotlib.ticker import LogLocator, ScalarFormatter
+def _plot(axes: Any, row: Row, styles: Styles, places: Sequence[float], values: Sequence[Value]) -> None:
+    marker, colour = styles[row.method]
+    axes.errorbar(
+        places,
+        [value.mean for value in values],
+        yerr=[value.error or 0.0 for value in values],
+        fmt=marker + ("-" if row.recovered else "--"),
+        color=colour,
+        fillstyle="full" if row.recovered else "none",
+        capsize=3,
+    )
 
-    axes.set_yscale("log")
-    # Powers of ten alone would leave most axes without two numbers.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_locator(LogLocator(subs=()))
 
-
-def _legend(figure: Any, styles: dict[str, tuple[str, str]]) -> None:
-    from matplotlib.lines import Line2D
-
-    entries = [
-        Line2D([], [], marker=marker, color=colour, linestyle="none", label=method)
-        for method, (marker, colour) in styles.items()
-    ]
-    entries.append(Line2D([], [], marker="o", color="black", fillstyle="none", linestyle="--", label="without LoRA"))
-    entries.append(Line2D([], [], marker="o", color="black", linestyle="-", label="with LoRA"))
-    figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize="small")
+def _dense_lines(axes: Any, comparison: Comparison, metric: str) -> None:
+    axes.axhline(1, color="black", linewidth=1)
+    adapted = comparison.value(Row(DENSE, True), 0.0, metric)
+    if adapted is not None:
+        # LoRA fits the calibration text, too: the dense model with the same LoRA is the fair partner of such rows.
+        axes.axhline(adapted.mean, color="black", linewidth=1, linestyle=":")
+        place = (axes.get_xlim()[0], adapted.mean)
+        axes.annotate("dense + LoRA", place, xytext=(2, 2), textcoords="offset points", fontsize="x-small")
+    if metric == RATIO:
+        logarithmic(axes)
 
 
 def _sheet(comparison: Comparison) -> Sheet:
@@ -100,8 +86,54 @@ def _sheet(comparison: Comparison) -> Sheet:
     return Sheet(("metric", "method", "recovered", "target", "mean", "error", "seeds"), tuple(rows))
 
 
+def _by_work(comparison: Comparison) -> Iterator[tuple[Row, list[tuple[float, float, Value]]]]:
+    """Yield the rows that skip matrix products, with (share of the layers' work, target, perplexity to dense)."""
+    for row, points in _lines(comparison, RATIO):
+        works = [(comparison.value(row, sparsity, _WORK), sparsity, value) for sparsity, value in points]
+        found = sorted(
+            ((work.mean, sparsity, value) for work, sparsity, value in works if work is not None and work.mean > 0.0),
+            key=lambda point: point[:2],
+        )
+        if found:
+            yield row, found
+
+
+def _measured_work(comparison: Comparison) -> list[tuple[Row, list[tuple[float, float, Value]]]]:
+    lines = list(_by_work(comparison))
+    if not lines:
+        raise MissingRecordsError(
+            f"no finished cell with '{_WORK}' above 0 and a 'token_perplexity' beside a dense one"
+        )
+    return lines
+
+
+def _draw_work(figure: Any, comparison: Comparison) -> str:
+    lines, styles, axes, sentences = _measured_work(comparison), method_styles(comparison), figure.subplots(), []
+    for row, points in lines:
+        _plot(axes, row, styles, [100 * work for work, _, _ in points], [value for _, _, value in points])
+        words = ", ".join(f"{value.mean:.2f} at {100 * work:.3g} %" for work, _, value in points)
+        sentences.append(f"{_name(row)}: {words}")
+    _dense_lines(axes, comparison, RATIO)
+    axes.set_xlabel("matrix products of the decoder layers that are skipped (measured), %")
+    axes.set_ylabel(_PANELS[0][1])
+    shown = {row.method: styles[row.method] for row, _ in lines}
+    method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows))
+    return "Perplexity over the work that is really left out; hollow without LoRA. " + "; ".join(sentences) + "."
+
+
+def _work_sheet(comparison: Comparison) -> Sheet:
+    rows = (
+        (row.method, int(row.recovered), target, work, value.mean, value.error)
+        for row, points in _measured_work(comparison)
+        for work, target, value in points
+    )
+    return Sheet(("method", "recovered", "target", "skipped_work", "ratio", "error"), tuple(rows))
+
+
 COMPARISON_FIGURES: tuple[Figure[Comparison], ...] = (
     Figure(name="quality-sparsity", title="Quality over sparsity", size=(9.0, 4.8), draw=_draw, sheet=_sheet),
+    Figure(name="quality-work", title="Quality over skipped work", size=(9.0, 4.8), draw=_draw_work, sheet=_work_sheet),
     GROUP_FIGURE,
+    SPEED_FIGURE,
 )
 """Figures of a comparison."""

@@ -1,4 +1,4 @@
-"""The figure of a comparison whose rows differ in the size of FFN groups."""
+"""The figure of a comparison whose rows differ in the size of groups, of the FFN or of attention."""
 
 import json
 import math
@@ -11,18 +11,27 @@ from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
 from wide.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, legend_above
 
-_SIZE = "ffn_group_size"
+_SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": "query channels of an attention group"}
 _STYLES = (("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", VERMILION), ("P", SKY))
+_FFN = "ffn_group_size"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """A row at one sparsity: its group size and what it is worth."""
+    """A row at one sparsity: the size of its groups and what it is worth."""
 
     row: Row
     sparsity: float
     size: int
     value: Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    """Rows that differ in one size alone, with what else they are set to."""
+
+    settings: Mapping[str, Any]
+    points: list[_Point]
 
 
 def _settings(comparison: Comparison, row: Row, sparsity: float) -> Mapping[str, Any]:
@@ -31,40 +40,69 @@ def _settings(comparison: Comparison, row: Row, sparsity: float) -> Mapping[str,
     return found if isinstance(found, dict) else {}
 
 
-def _lines(comparison: Comparison) -> dict[str, list[_Point]]:
-    """Return the rows that differ in the size of groups alone, where there are at least two sizes."""
-    lines: dict[tuple[Any, ...], list[_Point]] = {}
+def _lines(comparison: Comparison, key: str) -> dict[str, list[_Point]]:
+    """Return the rows that differ in one size alone, where there are at least two of it."""
+    lines: dict[tuple[Any, ...], _Line] = {}
     for row in comparison.rows:
         for sparsity in comparison.sparsities if row.method != DENSE else ():
             settings = _settings(comparison, row, sparsity)
             value = comparison.value(row, sparsity, RATIO)
-            size = settings.get(_SIZE)
+            size = settings.get(key)
             if size is None or value is None or not math.isfinite(value.mean):
                 continue
-            others = json.dumps({key: value for key, value in settings.items() if key != _SIZE}, sort_keys=True)
+            others = {name: value for name, value in settings.items() if name != key}
             point = _Point(row=row, sparsity=sparsity, size=int(size), value=value)
-            lines.setdefault((others, sparsity, row.recovered), []).append(point)
-    found = {}
-    for (_, sparsity, recovered), points in lines.items():
-        if len({point.size for point in points}) > 1:
-            name = f"{100 * sparsity:.4g} %{', with LoRA' if recovered else ''}"
-            name = name if name not in found else f"{name}, {points[0].row.method}"
-            found[name] = sorted(points, key=lambda point: (point.size, point.row.method))
-    if not found:
-        raise MissingRecordsError(
-            f"no rows that differ in {_SIZE} alone; compare variants of one method with several group sizes"
-        )
+            place = (json.dumps(others, sort_keys=True), sparsity, row.recovered)
+            lines.setdefault(place, _Line(settings=others, points=[])).points.append(point)
+    several = [line for line in lines.values() if len({point.size for point in line.points}) > 1]
+    found: dict[str, list[_Point]] = {}
+    for line in several:
+        first = line.points[0]
+        name = f"{100 * first.sparsity:.4g} %{_apart(line, several)}{', with LoRA' if first.row.recovered else ''}"
+        name = name if name not in found else f"{name}, {first.row.method}"
+        found[name] = sorted(line.points, key=lambda point: (point.size, point.row.method))
     return found
 
 
+def _apart(line: _Line, lines: list[_Line]) -> str:
+    """Return the words among a line's settings that other lines do not share."""
+    words = [
+        str(value)
+        for name, value in line.settings.items()
+        if isinstance(value, str) and any(other.settings.get(name) != value for other in lines)
+    ]
+    return "".join(f", {word}" for word in words)
+
+
+def _panels(comparison: Comparison) -> dict[str, dict[str, list[_Point]]]:
+    panels = {key: lines for key in _SIZES if (lines := _lines(comparison, key))}
+    if not panels:
+        raise MissingRecordsError(
+            f"no rows that differ in {_FFN} alone, or in attention_group_size; compare variants of one method with "
+            "several group sizes"
+        )
+    return panels
+
+
 def _draw(figure: Any, comparison: Comparison) -> str:
-    lines = _lines(comparison)
-    axes = figure.subplots()
+    panels, sentences = _panels(comparison), []
+    for axes, (key, lines) in zip(
+        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels.items(), strict=True
+    ):
+        _draw_panel(axes, lines, key)
+        sentences += [
+            f"{key}, {name}: " + ", ".join(f"{point.value.mean:.2f} at {point.size}" for point in points)
+            for name, points in lines.items()
+        ]
+        axes.set_ylabel("perplexity, x dense" if key == next(iter(panels)) else "")
+    return "Quality over the size of groups; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
+
+
+def _draw_panel(axes: Any, lines: Mapping[str, list[_Point]], key: str) -> None:
     sizes = sorted({point.size for points in lines.values() for point in points})
-    targets = sorted({points[0].sparsity for points in lines.values()})
-    sentences = []
+    kinds = list(dict.fromkeys(name.removesuffix(", with LoRA") for name in lines))
     for name, points in lines.items():
-        marker, colour = _STYLES[targets.index(points[0].sparsity) % len(_STYLES)]
+        marker, colour = _STYLES[kinds.index(name.removesuffix(", with LoRA")) % len(_STYLES)]
         recovered = points[0].row.recovered
         axes.errorbar(
             [sizes.index(point.size) for point in points],
@@ -76,24 +114,30 @@ def _draw(figure: Any, comparison: Comparison) -> str:
             capsize=3,
             label=name,
         )
-        sentences.append(f"{name}: " + ", ".join(f"{point.value.mean:.2f} at {point.size}" for point in points))
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_xlabel("channels of an FFN group")
-    axes.set_ylabel("perplexity, x dense")
-    legend_above(axes, columns=3)
-    return "Quality over the size of groups; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
+    axes.set_xlabel(_SIZES[key])
+    legend_above(axes, columns=2)
 
 
 def _sheet(comparison: Comparison) -> Sheet:
     rows = (
-        (point.row.method, int(point.row.recovered), point.sparsity, point.size, point.value.mean, point.value.error)
-        for points in _lines(comparison).values()
+        (
+            point.row.method,
+            int(point.row.recovered),
+            point.sparsity,
+            key,
+            point.size,
+            point.value.mean,
+            point.value.error,
+        )
+        for key, lines in _panels(comparison).items()
+        for points in lines.values()
         for point in points
     )
-    return Sheet(("method", "recovered", "target", _SIZE, "ratio", "error"), tuple(rows))
+    return Sheet(("method", "recovered", "target", "varied", "size", "ratio", "error"), tuple(rows))
 
 
 GROUP_FIGURE: Figure[Comparison] = Figure(
-    name="quality-groups", title="Quality over the size of groups", size=(9.0, 3.6), draw=_draw, sheet=_sheet
+    name="quality-groups", title="Quality over the size of groups", size=(9.0, 3.8), draw=_draw, sheet=_sheet
 )
-"""Perplexity over the size of FFN groups."""
+"""Perplexity over the size of FFN groups and of attention groups."""

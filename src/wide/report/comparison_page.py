@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from wide.records import read_records
+from wide.report.cell_speeds import read_speeds
 from wide.report.comparison import Comparison
 from wide.report.comparison_tables import comparison_title, to_csv, to_html, to_markdown
 from wide.report.page import document, facts
@@ -13,12 +14,12 @@ TABLE, SHEET, PAGE = "table.md", "table.csv", "report.html"
 
 
 def read_comparison(records: Path) -> Comparison:
-    """Return the comparison that a file of records describes.
+    """Return the comparison that a file of records describes, with the speeds that its cells hold beside it.
 
     Raises:
         DataError: If there are no readable records, or not those of a comparison.
     """
-    return Comparison(Selection(*read_records(records)))
+    return Comparison(Selection(*read_records(records)), read_speeds(records.parent))
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, more: str = "") -> list[Path]:

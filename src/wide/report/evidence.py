@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from wide.report.figure import Figure, Sheet
-from wide.report.profiles import Forward, Profile
+from wide.report.profiles import OWN, Forward, Profile
 from wide.report.selection import MissingRecordsError, Selection
 from wide.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from wide.report.table import NAMES, Table
 
-# What a run's own model is called: its routers deciding, or what a static plan left.
-_OWN = ("own routing", "pruned")
 _EARLIER = {"stage 1+2": "stage 1", "pruned + LoRA": "pruned"}
 _MARKERS = (("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", VERMILION), ("P", SKY))
 
@@ -91,7 +89,7 @@ def _distinct(forwards: Sequence[Forward]) -> list[Forward]:
 def _points(run: Run, forwards: Sequence[Forward]) -> list[Point]:
     points = []
     for forward in forwards:
-        if forward.candidate not in _OWN or forward.model != run.records.text("run", "model"):
+        if forward.candidate not in OWN or forward.model != run.records.text("run", "model"):
             continue
         subject = _subject(forward, run)
         dense, value = (run.records.number(name, "token_perplexity") for name in ("dense", subject))

@@ -9,6 +9,8 @@ from typing import Any
 from wide.errors import DataError
 
 OPERATORS, ATTENTION, END_TO_END, NAIVE = "operators.json", "attention.json", "endtoend.json", "naive.json"
+OWN = ("own routing", "pruned")
+"""What a pruned model itself is called among the candidates: its routers deciding, or what a static plan left."""
 _FILES = (OPERATORS, ATTENTION, END_TO_END, NAIVE)
 _PLACES = (".", "profile", "bench", "bench/coarse")
 # Only these candidates of the prefill attention are charged with the reordering that they need.

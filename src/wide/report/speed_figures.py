@@ -23,6 +23,8 @@ OPERATOR_NAMES = {
     "gemv output": "output, decode",
 }
 """Operators in words, in their order."""
+MANY_SIZES = 3
+"""From so many sizes of FFN groups on, forwards have a figure over them."""
 _COLUMNS = 4
 # Part -> colour and hatch; parts of one colour differ in hatch.
 _PARTS = {
@@ -224,6 +226,12 @@ def _measured_rates(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
             lines.setdefault((forward.what, name), []).append(forward)
     if not lines:
         raise MissingRecordsError("no routed candidate in endtoend.json; run wide profile on a GPU")
+    if len({forward.group_size for found in lines.values() for forward in found}) >= MANY_SIZES:
+        # Those at one share belong to the sweep over group sizes.
+        over = {
+            key: found for key, found in lines.items() if len({f.skipped for f in found if any(f.skipped or ())}) > 1
+        }
+        lines = over or lines
     return {key: sorted(found, key=lambda each: each.mean_skipped or 0.0) for key, found in lines.items()}
 
 

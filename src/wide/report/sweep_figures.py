@@ -6,7 +6,7 @@ from typing import Any
 from wide.report.figure import Figure, Sheet
 from wide.report.profiles import Forward, OperatorPoint, Profile
 from wide.report.selection import MissingRecordsError
-from wide.report.speed_figures import LINES, OPERATOR_NAMES
+from wide.report.speed_figures import LINES, MANY_SIZES, OPERATOR_NAMES
 from wide.report.style import BLUE, GREEN, GREY, ORANGE, legend_above
 
 _COLUMNS = 4
@@ -206,6 +206,60 @@ def _batch_sheet(profile: Profile) -> Sheet:
     return Sheet(header, tuple(tuple(getattr(each, name) for name in header) for each in _batches(profile)))
 
 
+def _group_sweeps(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
+    """Return routed forwards that differ in the size of FFN groups alone, by what and line, smallest group first."""
+    lines: dict[tuple[str, str], list[Forward]] = {}
+    for each in profile.forwards():
+        # Trained routers are another model at each size.
+        if (
+            each.skipped is not None
+            and not each.adapter
+            and each.candidate.startswith("routed")
+            and not each.is_variant
+        ):
+            name = f"{each.model}, {each.shape.partition(', ')[2]}, {each.candidate.removeprefix('routed ')}"
+            lines.setdefault((each.what, name), []).append(each)
+    several = {key: found for key, found in lines.items() if len({each.group_size for each in found}) >= MANY_SIZES}
+    if not several:
+        raise MissingRecordsError(
+            f"no forwards over {MANY_SIZES} sizes of FFN groups; run wide profile once for each --ffn_group_size"
+        )
+    return {key: sorted(found, key=lambda each: each.group_size or 0) for key, found in several.items()}
+
+
+def _draw_group_sweeps(figure: Any, profile: Profile) -> str:
+    lines, sentences = _group_sweeps(profile), []
+    kinds = list(dict.fromkeys(what for what, _ in lines))
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
+        chosen = [(name, found) for (what, name), found in lines.items() if what == kind]
+        sizes = sorted({each.group_size or 0 for _, found in chosen for each in found})
+        for (name, found), (style, colour) in zip(chosen, LINES * len(chosen), strict=False):
+            places = [sizes.index(each.group_size or 0) for each in found]
+            axes.plot(places, [each.speedup for each in found], style, color=colour, label=name)
+            ceilings = [each.ceiling for each in found]
+            axes.plot(places, ceilings, color=colour, linestyle=":", linewidth=1, marker="_", markersize=12)
+            values = ", ".join(f"{each.speedup:.2f}x at {each.group_size}" for each in found)
+            sentences.append(f"{kind}, {name}: {values}")
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+        axes.set_xlabel("channels of an FFN group")
+        axes.set_title(kind, fontsize="medium", pad=12 + 14 * len(chosen))
+        axes.set_ylim(0, None)
+        legend_above(axes, columns=1)
+    figure.supylabel("speed-up over dense", fontsize="medium")
+    return (
+        "Measured speed-up of whole forwards over the size of FFN groups, beside the ceiling if routing cost nothing "
+        "(dotted): " + "; ".join(sentences) + "."
+    )
+
+
+def _group_sweep_sheet(profile: Profile) -> Sheet:
+    names = "device model group_size what tokens batch candidate median_us speedup ceiling"
+    header = tuple(names.split())
+    forwards = [each for found in _group_sweeps(profile).values() for each in found]
+    return Sheet(header, tuple(tuple(getattr(each, name) for name in header) for each in forwards))
+
+
 SWEEP_FIGURES: tuple[Figure[Profile], ...] = (
     Figure(
         name="operators-groups",
@@ -227,6 +281,13 @@ SWEEP_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 3.8),
         draw=_draw_decode_groups,
         sheet=_decode_groups_sheet,
+    ),
+    Figure(
+        name="end-to-end-groups",
+        title="Whole forwards over the size of groups",
+        size=(9.0, 3.6),
+        draw=_draw_group_sweeps,
+        sheet=_group_sweep_sheet,
     ),
     Figure(name="batches", title="Batched decode", size=(9.0, 3.4), draw=_draw_batches, sheet=_batch_sheet),
 )

@@ -1,0 +1,52 @@
+"""What the figures of a comparison share: a marker and a colour for each method, and axes of perplexities."""
+
+from typing import Any
+
+from wide.report.comparison import DENSE, Comparison
+from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+
+# As many shapes as methods; they and the colours repeat after different numbers, so that pairs do not.
+_MARKERS = "os^DvPX*<>phd"
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
+Styles = dict[str, tuple[str, str]]
+
+
+def method_styles(comparison: Comparison) -> Styles:
+    """Return the marker and the colour of each method, the same in all figures of a comparison."""
+    methods = [method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE]
+    return {
+        method: (_MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)])
+        for place, method in enumerate(methods)
+    }
+
+
+def logarithmic(axes: Any) -> None:
+    """Let the vertical axis of perplexities be logarithmic, with numbers that can be read."""
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
+    axes.set_yscale("log")
+    # Powers of ten alone would leave most axes without two numbers.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(LogLocator(subs=()))
+
+
+def method_legend(figure: Any, styles: Styles, *, stages: bool) -> None:
+    """Put a legend of methods beside the axes, where it can hide no data.
+
+    Args:
+        figure: Of matplotlib.
+        styles: Of the methods that are drawn.
+        stages: Whether hollow and filled points tell rows without and with LoRA.
+    """
+    from matplotlib.lines import Line2D
+
+    entries = [
+        Line2D([], [], marker=marker, color=colour, linestyle="none", label=method)
+        for method, (marker, colour) in styles.items()
+    ]
+    if stages:
+        hollow = Line2D([], [], marker="o", color="black", fillstyle="none", linestyle="--", label="without LoRA")
+        entries.append(hollow)
+        entries.append(Line2D([], [], marker="o", color="black", linestyle="-", label="with LoRA"))
+    figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize="small")

@@ -1,0 +1,184 @@
+"""A comparison's cells against their measured speed and their work, and several comparisons as one."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from wide.cli.main import main
+from wide.errors import DataError
+from wide.records import Record, RecordFile
+from wide.report.cells import Cell, read_folder
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row
+from wide.report.comparison_figures import COMPARISON_FIGURES
+from wide.report.comparison_merge import merge
+from wide.report.comparison_page import read_comparison
+from wide.report.drawing import draw_svg
+from wide.report.page import facts
+from wide.report.selection import MissingRecordsError
+
+FIGURES = {figure.name: figure for figure in COMPARISON_FIGURES}
+DENSE_CELL = Cell(DENSE, 0.0, 17)
+
+
+def rows(name, text):
+    """Return the lines of a figure's sheet as dictionaries."""
+    return list(csv.DictReader(io.StringIO(FIGURES[name].sheet(text).to_csv())))
+
+
+def measured(cell, perplexity, *, work=0.4, settings=None, recovered=False):
+    subject = cell.subject(recovered=recovered)
+    yield Record(subject=subject, metric=PERPLEXITY, value=perplexity)
+    yield Record(subject=subject, metric="sparsity.linear_flops_layers", value=work)
+    if settings is not None:
+        yield Record(subject=subject, metric="settings", value=json.dumps(settings))
+    yield Record(subject=subject, metric="status", value=FINISHED)
+
+
+def write(folder, methods, *groups, dense=10.0, model="M", text="held out", recovers=False):
+    facts = {"model": model, "held-out text": text, "description": folder.name}
+    facts |= {"grid.methods": json.dumps(methods), "grid.sparsities": "[0.5, 0.25]"}
+    run = [Record(subject="run", metric=metric, value=value) for metric, value in facts.items()]
+    run.append(Record(subject="run", metric="grid.recovers", value=float(recovers)))
+    folder.mkdir(exist_ok=True)
+    RecordFile(folder / "compare.jsonl", device="cpu").append(
+        [*run, *measured(DENSE_CELL, dense, work=0.0), *(record for group in groups for record in group)]
+    )
+    return folder
+
+
+def time_cell(folder, cell, speedup, *, candidate="pruned", model="M", what="prefill", batch=1):
+    place = folder / "cells" / cell.folder / "profile"
+    place.mkdir(parents=True)
+    own = {"what": what, "tokens": 64, "batch": batch, "median_us": 5.0}
+    records = [own | {"candidate": "dense", "speedup": 1.0}, own | {"candidate": candidate, "speedup": speedup}]
+    (place / "endtoend.json").write_text(json.dumps({"device": "GPU", "model": model, "records": records}))
+
+
+@pytest.fixture
+def timed(tmp_path):
+    """A comparison of a static and a routed row, two of whose cells were timed."""
+    static, routed, untimed = Cell("tyr", 0.25, 17), Cell("wide", 0.5, 17), Cell("wide", 0.25, 17)
+    cells = (measured(static, 12.0), measured(routed, 14.0), measured(untimed, 11.0))
+    folder = write(tmp_path / "one", ["tyr", "wide"], *cells)
+    time_cell(folder, static, 1.25)
+    time_cell(folder, routed, 0.9, candidate="own routing", batch=4)
+    return folder
+
+
+def test_folders_name_their_cell():
+    for cell in (Cell("wide-g32", 0.25, 17), Cell("shortened-ppl", 0.5, 2)):
+        assert read_folder(cell.folder) == cell
+    for other in ("adapter", "wide-seed3", "wide-half-seed3", "wide-0.5-seedy"):
+        assert read_folder(other) is None
+
+
+def test_each_checkpoint_has_its_own_perplexity_and_speed(timed):
+    found = read_comparison(timed / "compare.jsonl")
+    svg, words = draw_svg(FIGURES["quality-speed"], found)
+    assert "prefill, 64 tokens, tyr: 1.25x at 12.0" in words
+    assert "prefill, 64 tokens, batch 4, wide: 0.90x at 14.0" in words
+    assert svg.startswith("<?xml")
+    lines = rows("quality-speed", found)
+    assert [(line["method"], line["sparsity"], line["batch"], line["speedup"]) for line in lines] == [
+        ("tyr", "0.25", "1", "1.25"),
+        ("wide", "0.5", "4", "0.9"),
+    ]
+
+
+def test_speeds_of_another_model_or_of_unfinished_cells_are_not_drawn(tmp_path):
+    finished, begun = Cell("tyr", 0.25, 17), Cell("tyr", 0.5, 17)
+    unfinished = [record for record in measured(begun, 20.0) if record.metric != "status"]
+    folder = write(tmp_path / "one", ["tyr"], measured(finished, 12.0), unfinished)
+    time_cell(folder, finished, 1.25, model="another")
+    time_cell(folder, begun, 1.5)
+    with pytest.raises(MissingRecordsError, match="--comparison DIR"):
+        draw_svg(FIGURES["quality-speed"], read_comparison(folder / "compare.jsonl"))
+
+
+def test_what_is_far_worse_is_an_arrow(tmp_path):
+    far = Cell("tyr", 0.5, 17)
+    folder = write(tmp_path / "one", ["tyr"], measured(far, 9000.0))
+    time_cell(folder, far, 2.0)
+    _, words = draw_svg(FIGURES["quality-speed"], read_comparison(folder / "compare.jsonl"))
+    assert "2.00x at 9000.0" in words
+
+
+def test_quality_is_drawn_over_the_measured_work(tmp_path):
+    cells = [measured(Cell("tyr", 0.25, 17), 12.0, work=0.2), measured(Cell("tyr", 0.5, 17), 20.0, work=0.4)]
+    unstructured = measured(Cell("wanda", 0.5, 17), 11.0, work=0.0)
+    found = read_comparison(write(tmp_path / "one", ["tyr", "wanda"], *cells, unstructured) / "compare.jsonl")
+    _, words = draw_svg(FIGURES["quality-work"], found)
+    assert "tyr: 1.20 at 20 %, 2.00 at 40 %" in words
+    assert [line["method"] for line in rows("quality-work", found)] == ["tyr", "tyr"]
+    nothing = read_comparison(write(tmp_path / "two", ["wanda"]) / "compare.jsonl")
+    with pytest.raises(MissingRecordsError, match="linear_flops_layers"):
+        draw_svg(FIGURES["quality-work"], nothing)
+
+
+def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
+    sizes = {"a": (32, 64), "b": (128, 64), "c": (128, 256)}
+    shared = {"ffn_grouping": "adjacent"}
+    settings = {name: {"ffn_group_size": f, "attention_group_size": a, **shared} for name, (f, a) in sizes.items()}
+    settings |= {f"{name}-own": value | {"ffn_grouping": "clustered"} for name, value in settings.items()}
+    cells = [
+        measured(Cell(name, 0.5, 17), 12.0 + place, settings=own) for place, (name, own) in enumerate(settings.items())
+    ]
+    found = read_comparison(write(tmp_path / "one", list(settings), *cells) / "compare.jsonl")
+    _, words = draw_svg(FIGURES["quality-groups"], found)
+    assert "ffn_group_size, 50 %, adjacent: 1.20 at 32, 1.30 at 128" in words
+    assert "attention_group_size, 50 %, clustered: 1.60 at 64, 1.70 at 256" in words
+    lines = rows("quality-groups", found)
+    assert {(line["varied"], line["size"]) for line in lines if line["method"] == "b"} == {
+        ("ffn_group_size", "128"),
+        ("attention_group_size", "64"),
+    }
+
+
+def test_comparisons_share_a_page(timed, tmp_path):
+    other = Cell("tyr", 0.25, 17), Cell("ddp", 0.5, 17)
+    cells = (measured(other[0], 13.0), measured(other[1], 15.0), measured(DENSE_CELL, 8.0, recovered=True))
+    second = write(tmp_path / "two", ["tyr", "ddp"], *cells, recovers=True)
+    time_cell(second, other[0], 1.5)
+    whole = merge({path.name: read_comparison(path / "compare.jsonl") for path in (timed, second)})
+    assert list(dict.fromkeys(row.method for row in whole.rows)) == [DENSE, "tyr (one)", "wide", "tyr (two)", "ddp"]
+    assert whole.value(Row("tyr (two)", False), 0.25, PERPLEXITY).mean == 13.0
+    assert whole.value(Row(DENSE, True), 0.0, PERPLEXITY).mean == 8.0
+    assert {(speed.cell.method, speed.forward.speedup) for speed in whole.speeds} == {
+        ("tyr (one)", 1.25),
+        ("tyr (two)", 1.5),
+        ("wide", 0.9),
+    }
+    assert whole.run.text("run", "description") == "one: one; two: two"
+    assert "versions" in facts(whole.run)
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(timed), str(second), "--output", str(tmp_path / "both"), "--only"]) == 0
+    assert "tyr (two)" in (tmp_path / "both/table.md").read_text()
+    assert (tmp_path / "both/figures/quality-speed.svg").is_file()
+    assert not (timed / "report.html").exists()
+
+
+def test_comparisons_of_different_models_or_texts_do_not_mix(tmp_path):
+    first = read_comparison(write(tmp_path / "a", ["tyr"]) / "compare.jsonl")
+    others = {"model": {"model": "N"}, "held-out text": {"text": "another"}, "perplexities differ": {"dense": 10.5}}
+    for place, (words, changes) in enumerate(others.items()):
+        other = read_comparison(write(tmp_path / f"b{place}", ["tyr"], **changes) / "compare.jsonl")
+        with pytest.raises(DataError, match=words):
+            merge({"a": first, "b": other})
+
+
+def test_a_page_of_comparisons_takes_nothing_else(timed, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    (bench / "endtoend.json").write_text('{"device": "GPU", "records": []}')
+    assert main(["report", str(timed), str(bench), "--output", str(tmp_path / "both"), "--only"]) == 1
+    assert "cannot share a page" in capsys.readouterr().err
+    assert main(["report", str(timed), "--output", str(timed), "--only"]) == 1
+    assert "another --output" in capsys.readouterr().err
+    twin = tmp_path / "deeper" / "one"
+    twin.parent.mkdir()
+    write(twin, ["tyr"])
+    assert main(["report", str(timed), str(twin), "--output", str(tmp_path / "both"), "--only"]) == 1
+    assert "told apart" in capsys.readouterr().err
