@@ -36,6 +36,8 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--model", "m", "--comparison", "c", "--out", "o"], 2, "--out does not go with --comparison"),
         (["profile", "--model", "m", "--comparison", "c", "--adapter", "a"], 2, "--adapter does not go with"),
         (["profile", "--model", "m", "--comparison", "c", "--compiled_peer", "true"], 2, "leave it out with"),
+        (["profile", "--model", "m", "--comparison", "c", "--optimised", "true"], 2, "leave it out with"),
+        (["profile", "--out", "o", "--optimised", "true", "--compiled_peer", "true"], 2, "leave out --compiled_peer"),
         (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
         (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
         (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),

@@ -41,6 +41,8 @@ class ProfileOptions:
             matter to static plans and checkpoints.
         ffn_group_size: Channels in a group of the FFN, where routers are random.
         compiled_peer: Race the compiled Hugging Face model, too; not with static plans and checkpoints.
+        optimised: Race the Hugging Face model itself instead of the runtime: dense, masked, and after wide.optimize,
+            each in a CUDA graph; the routers decide.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
     """
@@ -59,6 +61,7 @@ class ProfileOptions:
     rates: str = "0.5,0.5"
     ffn_group_size: int = 128
     compiled_peer: bool = False
+    optimised: bool = False
     quick: bool = False
     description: str = ""
 
@@ -124,6 +127,10 @@ def _check(options: ProfileOptions) -> None:
         raise UsageError("--checkpoint is timed as it is, so --adapter would change nothing; give one of them")
     if options.checkpoint is not None and options.compiled_peer:
         raise UsageError("--compiled_peer is raced beside routed models only; leave it out with --checkpoint")
+    if options.optimised and (options.compiled_peer or options.checkpoint is not None):
+        raise UsageError(
+            "--optimised races a routed model as Hugging Face runs it; leave out --compiled_peer, --checkpoint"
+        )
     if options.comparison is None:
         if options.out is None:
             raise UsageError("--out is missing: name the folder for endtoend.json")
@@ -131,8 +138,9 @@ def _check(options: ProfileOptions) -> None:
     for name in ("out", "adapter", "checkpoint"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
-    if options.compiled_peer:
-        raise UsageError("--compiled_peer is raced beside one model; leave it out with --comparison")
+    for name in ("compiled_peer", "optimised"):
+        if getattr(options, name):
+            raise UsageError(f"--{name} is raced beside one model; leave it out with --comparison")
 
 
 def _cells(comparison: Path) -> list[Path]:
@@ -202,4 +210,5 @@ def _arguments(options: ProfileOptions) -> list[str]:
         given += [] if options.adapter is None else ["--adapter", str(find_adapter(options.adapter))]
         given += [] if options.checkpoint is None else ["--checkpoint", options.checkpoint]
     given += ["--compiled-peer", "default"] if options.compiled_peer else []
+    given += ["--optimised"] if options.optimised else []
     return [*given, "--quick"] if options.quick else given

@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention-group-size", type=int)
     parser.add_argument("--rates", type=_rates, nargs="+", default=[(0.5, 0.5)], help="skipped attention,FFN")
     parser.add_argument("--compiled-peer", choices=("default", "max-autotune-no-cudagraphs"), help="race it too")
+    parser.add_argument(
+        "--optimised", action="store_true", help="race the Hugging Face model itself: dense, masked, wide.optimize"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer samples; operators as measured one by one")
     parser.add_argument("--no-breakdown", action="store_true", help="leave out where the time of a forward goes")
     parser.add_argument("--despite-red", action="store_true", help="time even what failed the gate")
@@ -210,7 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; return 1 if the runtime disagrees with the model.
 
     Raises:
-        ConfigError: If a compiled peer is asked for beside a static plan, or a checkpoint is of another model.
+        ConfigError: If a compiled peer or an optimised model is asked for beside a static plan, or a checkpoint is of
+            another model.
     """
     options = _parser().parse_args(arguments)
     static = options.checkpoint is not None or (options.adapter is not None and is_static(Path(options.adapter)))
@@ -218,6 +222,11 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigError(
             "the compiled peer is raced beside routed models only, and this plan is static: both models already run as "
             "Hugging Face has them; leave the compiled peer out"
+        )
+    if options.optimised and (static or options.compiled_peer):
+        raise ConfigError(
+            "--optimised races a routed model as Hugging Face runs it: leave out --compiled-peer, and name an adapter "
+            "with routers or none"
         )
     if options.generate is not None:
         options.decode = [length + options.generate // 2 for length in options.prompt]
@@ -228,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         _say("energy is not measured: NVML has no energy counter for this GPU")
     if static:
         return _race_materialised(options, energy)
-    return _race_routed(options, energy)
+    return (_race_optimised if options.optimised else _race_routed)(options, energy)
 
 
 def _race_materialised(options: argparse.Namespace, energy: EnergyCounter | None) -> int:
@@ -297,6 +306,32 @@ def _race_routed(options: argparse.Namespace, energy: EnergyCounter | None) -> i
         detach(model)
         for what, length, batch in _shapes(options):
             report.add(compiled_race(bench, model, what, length, batch, options.compiled_peer, report.records))
+    report.finish(options)
+    return 0 if gate["green"] else 1
+
+
+def _race_optimised(options: argparse.Namespace, energy: EnergyCounter | None) -> int:
+    from wide.profiling.optimised import optimised_forms, optimised_gate, optimised_race
+
+    device = torch.device(_DEVICE)
+
+    def make() -> Any:
+        torch.manual_seed(17)
+        return _model(options, device)
+
+    attention, ffn = options.rates[0]
+    forms = optimised_forms(make, backend="auto", executed=(1 - attention, 1 - ffn))
+    tokens = _tokens(options, forms.masked, max([_GATE_TOKENS, *options.prompt]), device)
+    gate = optimised_gate(forms, tokens[:, :_GATE_TOKENS])
+    _say(f"gate: {json.dumps(gate)}")
+    method = "wide" if options.adapter is None else method_of(Path(options.adapter))
+    report = _Report(options, method=method, gate=gate)
+    if not gate["green"] and not options.despite_red:
+        _say("RED: the optimised model does not compute what the masked one computes; nothing is timed")
+        return 1
+    for what, length, batch in _shapes(options):
+        ids = tokens[:, : length if what == "prefill" else 1].expand(batch, -1).contiguous()
+        report.add(optimised_race(forms, what, ids, length, quick=options.quick, energy=energy))
     report.finish(options)
     return 0 if gate["green"] else 1
 
