@@ -11,7 +11,7 @@ from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
-from wide.profiling import endtoend, materialised
+from wide.profiling import captured, endtoend, materialised
 from wide.profiling.hugging_face import prefill_call, step_call
 from wide.profiling.timing import Timing
 from wide.report.profiles import read_profile
@@ -58,8 +58,8 @@ def host(monkeypatch):
             for place, name in enumerate(calls)
         }
 
-    monkeypatch.setattr(materialised, "time_interleaved", clock)
-    monkeypatch.setattr(materialised, "peak_memory", lambda call: {"peak_memory_bytes": 1})
+    monkeypatch.setattr(captured, "time_interleaved", clock)
+    monkeypatch.setattr(captured, "peak_memory", lambda call: {"peak_memory_bytes": 1})
     monkeypatch.setattr(endtoend, "_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wide.errors import ConfigError
-from wide.profiling import endtoend, optimised
+from wide.profiling import captured, endtoend, optimised
 from wide.profiling.synthetic import SHAPES
 from wide.profiling.timing import Timing
 
@@ -24,8 +24,8 @@ def _fake_clock(calls, **_):
 def on_the_host(monkeypatch):
     monkeypatch.setitem(SHAPES, "small", SMALL | HEADS)
     monkeypatch.setattr(endtoend, "_DEVICE", "cpu")
-    monkeypatch.setattr(optimised, "time_interleaved", _fake_clock)
-    monkeypatch.setattr(optimised, "peak_memory", lambda call: {"peak_memory_bytes": 1})
+    monkeypatch.setattr(captured, "time_interleaved", _fake_clock)
+    monkeypatch.setattr(captured, "peak_memory", lambda call: {"peak_memory_bytes": 1})
     monkeypatch.setattr(
         endtoend,
         "random_model",

@@ -4,7 +4,6 @@ Both are captured in CUDA graphs, so that neither waits for the host, and neithe
 that of the models. Layers of unequal sizes are no obstacle.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ import torch
 from torch import Tensor
 
 from wide.errors import ConfigError
-from wide.profiling.endtoend_races import peak_memory, times_record
-from wide.profiling.energy import EnergyCounter, joules
-from wide.profiling.hugging_face import prefill_call, step_call
-from wide.profiling.timing import time_interleaved
+from wide.profiling.captured import captured_call, captured_race
+from wide.profiling.energy import EnergyCounter
 
 PRUNED = "pruned"
 """Name of the candidate that a static plan made smaller."""
-_SPARE_PLACES = 64
 # Two dense paths in bfloat16 stay within this on a deep model.
 _LIMIT = 6e-2
 
@@ -142,21 +138,7 @@ def pair_race(
         quick: Fewer samples.
         energy: The counter that joules are measured with; None leaves them out.
     """
-
-    def call_of(model: Any) -> Callable[[], Tensor]:
-        if what == "prefill":
-            return prefill_call(model, ids, None)
-        return step_call(model, ids, length=length, room=length + _SPARE_PLACES, mode=None)
-
-    calls = {"dense": call_of(pair.dense), PRUNED: call_of(pair.pruned)}
-    times = time_interleaved(calls, rounds=6 if quick else 20)
-    records = []
-    for name, call in calls.items():
-        record: dict[str, Any] = {"what": what, "metric": "TTFT" if what == "prefill" else "TPOT", "tokens": length}
-        record |= {"batch": ids.shape[0], "candidate": name, "runtime": "transformers in a CUDA graph"}
-        record |= times_record(times[name]) | {"speedup": times["dense"].median_us / times[name].median_us}
-        record |= peak_memory(call)
-        if energy is not None:
-            record["energy_j"] = joules(call, energy)
-        records.append(record)
-    return records
+    calls = {
+        name: captured_call(model, what, ids, length) for name, model in (("dense", pair.dense), (PRUNED, pair.pruned))
+    }
+    return captured_race(calls, what, length, ids.shape[0], quick=quick, energy=energy)

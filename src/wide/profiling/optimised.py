@@ -13,16 +13,12 @@ from torch import Tensor
 from wide.models.attach import attachment
 from wide.models.observe import bypass, force_routing
 from wide.models.optimize import optimize
-from wide.profiling.endtoend_races import peak_memory, times_record
-from wide.profiling.energy import EnergyCounter, joules
-from wide.profiling.hugging_face import prefill_call, step_call
-from wide.profiling.timing import time_interleaved
+from wide.profiling.captured import captured_call, captured_race
+from wide.profiling.energy import EnergyCounter
 from wide.routing import LayerRouting
 
-_SPARE_PLACES = 64
 # Two paths of one model in bfloat16 under the same masks stay within this on a deep model.
 _LIMIT = 6e-2
-Call = Callable[[], Tensor]
 
 
 class Forms(NamedTuple):
@@ -85,27 +81,11 @@ def optimised_race(
         quick: Fewer samples.
         energy: The counter that joules are measured with; None leaves them out.
     """
-
-    def call_of(model: Any) -> Call:
-        if what == "prefill":
-            return prefill_call(model, ids, None)
-        return step_call(model, ids, length=length, room=length + _SPARE_PLACES, mode=None)
-
-    masked = call_of(forms.masked)
+    masked = captured_call(forms.masked, what, ids, length)
 
     def dense() -> Tensor:
         with bypass(forms.masked):
             return masked()
 
-    calls: dict[str, Call] = {"dense": dense, "masked": masked, "optimised": call_of(forms.optimised)}
-    times = time_interleaved(calls, rounds=6 if quick else 20)
-    records = []
-    for name, call in calls.items():
-        record: dict[str, Any] = {"what": what, "metric": "TTFT" if what == "prefill" else "TPOT", "tokens": length}
-        record |= {"batch": ids.shape[0], "candidate": name, "runtime": "transformers in a CUDA graph"}
-        record |= times_record(times[name]) | {"speedup": times["dense"].median_us / times[name].median_us}
-        record |= peak_memory(call)
-        if energy is not None:
-            record["energy_j"] = joules(call, energy)
-        records.append(record)
-    return records
+    calls = {"dense": dense, "masked": masked, "optimised": captured_call(forms.optimised, what, ids, length)}
+    return captured_race(calls, what, length, ids.shape[0], quick=quick, energy=energy)
