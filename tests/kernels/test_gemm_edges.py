@@ -11,8 +11,10 @@ from wide.kernels.gemm_mn import MnTile, gemm_mn
 from wide.kernels.gemm_mn.operator import executed
 from wide.kernels.reorder import reorder, reorder_patterns
 
-ROWS = (1, 3, 17, 64, 127)
 MASKS = ("random", "all", "none", "one row", "one group")
+# Many rows in large tiles and under two masks only: the interpreter takes its time for every tile.
+SHAPES = [(rows, kind, 16) for rows in (1, 3, 17, 64, 127) for kind in MASKS]
+SHAPES += [(1000, "random", 128), (1000, "one group", 128)]
 DEPTH, SIZE, GROUPS = 48, 16, 3
 NAN = float("nan")
 
@@ -34,25 +36,23 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("num_rows", ROWS)
-def test_gemm_mn_equals_masked_dense(num_rows: int, kind: str) -> None:
+@pytest.mark.parametrize(("num_rows", "kind", "block_m"), SHAPES)
+def test_gemm_mn_equals_masked_dense(num_rows: int, kind: str, block_m: int) -> None:
     mask = make_mask(kind, num_rows)
     x, weight = values(num_rows, DEPTH), values(GROUPS * SIZE, DEPTH, seed=1)
     # A row that executes nothing must not be needed: whatever it holds.
     x[~mask.any(1)] = NAN
-    order = reorder(mask, block_m=16, backend="triton")
+    order = reorder(mask, block_m=block_m, backend="triton")
     got = gemm_mn(x, weight, order, backend="triton", mask=mask)
     wanted = torch.where(mask.repeat_interleave(SIZE, 1), x @ weight.t(), 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("num_rows", ROWS)
-def test_gemm_mn_packed_rows_lie_behind_their_offsets(num_rows: int, kind: str) -> None:
+@pytest.mark.parametrize(("num_rows", "kind", "block_m"), SHAPES)
+def test_gemm_mn_packed_rows_lie_behind_their_offsets(num_rows: int, kind: str, block_m: int) -> None:
     mask = make_mask(kind, num_rows)
     x, weight = values(num_rows, DEPTH), values(GROUPS * SIZE, DEPTH, seed=1)
-    order = reorder(mask, block_m=16, backend="triton")
+    order = reorder(mask, block_m=block_m, backend="triton")
     arguments: dict[str, Any] = {"order": order, "mask": None}
     packed = gemm_mn(x, weight, order, packed=True, backend="triton")
     plain = gemm_mn(x, weight, order, packed=False, backend="torch")
@@ -65,14 +65,17 @@ def test_gemm_mn_packed_rows_lie_behind_their_offsets(num_rows: int, kind: str) 
 
 
 @pytest.mark.parametrize("groups_per_block", [1, 2, 3])
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("num_rows", ROWS)
-def test_gemm_k_equals_dense_on_zeros(num_rows: int, kind: str, groups_per_block: int) -> None:
+@pytest.mark.parametrize(("num_rows", "kind", "block_m"), SHAPES)
+def test_gemm_k_equals_dense_on_zeros(num_rows: int, kind: str, block_m: int, groups_per_block: int) -> None:
     mask = make_mask(kind, num_rows)
     channels = mask.repeat_interleave(SIZE, 1)
     h, weight = values(num_rows, GROUPS * SIZE), values(32, GROUPS * SIZE, seed=1)
     order = reorder_patterns(
-        mask, groups_per_block=groups_per_block, block_m=16, keeps_empty=groups_per_block == GROUPS, backend="triton"
+        mask,
+        groups_per_block=groups_per_block,
+        block_m=block_m,
+        keeps_empty=groups_per_block == GROUPS,
+        backend="triton",
     )
     got = gemm_k(torch.where(channels, h, NAN), weight, order, group_size=SIZE, backend="triton")
     torch.testing.assert_close(got, torch.where(channels, h, 0) @ weight.t(), rtol=1e-4, atol=1e-4)

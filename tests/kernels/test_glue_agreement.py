@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.errors import ShapeError
 from wide.kernels.contract import Case, Operator
 from wide.kernels.rms_norm import RMS_NORM, rms_norm
 from wide.kernels.rope import ROPE, rope_to_cache
 from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route, split_weights
+from wide.kernels.route.weights import RouteWeights
 
 OPERATORS = (RMS_NORM, ROPE, ROUTE, NORM_ROUTE)
 HAS_GPU = torch.cuda.is_available()
@@ -69,6 +71,52 @@ def test_opcheck(backend: str) -> None:
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator.default, arguments)
+
+
+def _glue(
+    x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, cache: torch.Tensor, weights: RouteWeights, backend: str
+) -> Any:
+    """Run the operators between the products of a decode step: norm and router, turned heads, norm, router."""
+    total, normed, first = norm_route(x, weight, weights, addend=x, backend=backend)
+    heads, places = normed.view(3, 1, 4, 16), torch.zeros(3, dtype=torch.int32, device=x.device)
+    keys, values = cache.clone(), cache.clone()
+    turned = rope_to_cache(heads, heads[:, :, :2], heads[:, :, 2:], table, table, places, keys, values, backend=backend)
+    total, normed = rms_norm(turned.reshape(3, 64), weight, addend=total, backend=backend)
+    return total, normed, first, route(normed, weights, backend=backend), keys, values
+
+
+def _glue_inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    shapes = ((3, 64), (64,), (9, 16), (3, 9, 2, 16))
+    return [torch.randn(shape, generator=generator).half().to(DEVICE) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_they_trace_as_one_graph_and_give_the_same(backend: str) -> None:
+    compiled = torch.compile(_glue, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(
+        compiled(*_glue_inputs(), _router(), backend), _glue(*_glue_inputs(), _router(), backend), strict=True
+    ):
+        assert torch.equal(got, wanted)
+
+
+def test_fakes_have_the_shapes_and_dtypes_of_results() -> None:
+    x, weight, table, cache = _glue_inputs()
+    weights, places = _router(), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    real = [*rms_norm(x, weight, addend=x, backend="torch"), *norm_route(x, weight, weights, addend=x, backend="torch")]
+    heads = x.view(3, 1, 4, 16)
+    parts = heads[:, :, :2], heads[:, :, 2:]
+    real += [route(x, weights, backend="torch")]
+    real += [rope_to_cache(heads, *parts, table, table, places, cache, cache.clone(), backend="torch")]
+    with FakeTensorMode() as mode:
+        x, weight, table, cache, places, heads = map(mode.from_tensor, (x, weight, table, cache, places, heads))
+        weights = RouteWeights(*(None if part is None else mode.from_tensor(part) for part in weights))
+        fakes = [*rms_norm(x, weight, addend=x, backend="triton")]
+        fakes += norm_route(x, weight, weights, addend=x, backend="triton")
+        fakes += [route(x, weights, backend="triton")]
+        parts = heads[:, :, :2], heads[:, :, 2:]
+        fakes += [rope_to_cache(heads, *parts, table, table, places, cache, cache.clone(), backend="triton")]
+    assert [(f.shape, f.dtype) for f in fakes] == [(r.shape, r.dtype) for r in real]
 
 
 def test_split_weights_keep_more_than_half_precision() -> None:

@@ -1,13 +1,16 @@
 """Laws of reordering, on random masks."""
 
 import itertools
+from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
 from wide.kernels.reorder.reference import gray_rank
+from wide.kernels.reordering import PatternReordering, Reordering
 
 BACKENDS = st.sampled_from(["torch", "triton"])
 
@@ -72,6 +75,27 @@ def test_pattern_sort_is_a_stable_sort_by_gray_rank(
         assert keys == sorted(keys)
         listed = torch.ones(len(mask), dtype=torch.bool) if keeps_empty else part.any(1)
         assert sorted(rows.tolist()) == listed.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("active", [0.5, 1.0])
+def test_a_thousand_rows_are_listed_as_the_reference_lists_them(active: float) -> None:
+    mask = torch.rand(1000, 9, generator=torch.Generator().manual_seed(4)) < active
+    lists, patterns = ([call(backend) for backend in ("triton", "torch")] for call in (_lists(mask), _patterns(mask)))
+    assert torch.equal(lists[0].counts, lists[1].counts)
+    assert torch.equal(lists[0].offsets, lists[1].offsets)
+    for group, count in enumerate(lists[0].counts.tolist()):
+        assert torch.equal(lists[0].index[group, :count], lists[1].index[group, :count])
+    for block, count in enumerate(patterns[0].counts.tolist()):
+        assert count == patterns[1].counts[block]
+        assert torch.equal(patterns[0].index[block, :count], patterns[1].index[block, :count])
+
+
+def _lists(mask: torch.Tensor) -> Callable[[str], Reordering]:
+    return lambda backend: reorder(mask, block_m=128, backend=backend)
+
+
+def _patterns(mask: torch.Tensor) -> Callable[[str], PatternReordering]:
+    return lambda backend: reorder_patterns(mask, groups_per_block=4, block_m=128, backend=backend)
 
 
 def test_neighbouring_gray_ranks_differ_in_one_bit() -> None:

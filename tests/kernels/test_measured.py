@@ -129,6 +129,17 @@ def test_the_shipped_measurements_serve_llama(tmp_path: Path) -> None:
     assert all(everything.how(name, rows) == "dense" for name in OPERATORS for rows in (1, 4096, 16384))
 
 
+@pytest.mark.usefixtures("on_gpu")
+def test_attention_over_a_cache_skips_only_where_that_was_measured(tmp_path: Path) -> None:
+    tuning = _measured(tmp_path)
+    assert all(_table(tuning, attention_groups=groups).cache for groups in (1, 2, 4, 8))
+    assert not any(_table(tuning, attention_groups=groups).cache for groups in (16, 32))
+    assert not _table(tuning, (0.96, 0.5)).cache
+    assert not _table(TuningTable(tmp_path / "none.json")).cache
+    assert tuning.knows(CPU)
+    assert not TuningTable(tmp_path / "none.json").knows(CPU)
+
+
 def _any_case() -> measured.Case:
     return gemm_case("down", LLAMA, 1, 0.5)
 

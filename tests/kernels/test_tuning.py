@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from wide.errors import ConfigError, UnsupportedBackendError
+from wide.errors import ConfigError
 from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.kernel_set import KernelSet
-from wide.kernels.reorder import REORDER
 from wide.kernels.tuning import Choice, TuningTable, bucket, shape_key, shipped_path, tuning_key
 from wide.profiling.tune import fastest, main
 
@@ -48,24 +46,12 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
         TuningTable(path)
 
 
-def test_auto_follows_the_table_and_else_never_loses_to_dense(tmp_path: Path) -> None:
+def test_what_was_measured_is_found_by_shape(tmp_path: Path) -> None:
     table = TuningTable(tmp_path / "tuning.json")
-    kernels = KernelSet(device=CPU, table=table)
-    assert kernels.choose(GEMM_MN, CASE).backend == "dense"
+    assert table.measured(GEMM_MN.name, CPU, CASE) is None
     measured = Choice(backend="triton", tile=(32, 32, 2, 4, 1, 0), block_m=32)
     table.store(tuning_key(GEMM_MN.name, CPU, CASE), measured)
-    assert kernels.choose(GEMM_MN, CASE) == measured
-    assert kernels.choose(REORDER, REORDER.cases[0]).backend == "triton"
-
-
-def test_named_backends_run_or_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = TuningTable(tmp_path / "tuning.json")
-    assert KernelSet(device=CPU, backend="torch", table=table).choose(GEMM_MN, CASE) == Choice(backend="torch")
-    with pytest.raises(ConfigError, match="has no backend"):
-        KernelSet(device=CPU, backend="cuda", table=table).choose(GEMM_MN, CASE)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(UnsupportedBackendError, match="CUDA device"):
-        KernelSet(device=CPU, backend="triton", table=table).choose(GEMM_MN, CASE)
+    assert table.measured(GEMM_MN.name, CPU, CASE) == measured
 
 
 def _record(backend: str, median_us: float, **more: Any) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The table of targets: every row is found where benches write it, and nothing is made up."""
 
 import json
+from pathlib import Path
 
 from wide.profiling.targets import fill, main, targets
+
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
 
 
 def _write(folder, name, records, **more):
@@ -57,3 +60,22 @@ def test_the_file_has_the_required_fields(tmp_path, capsys):
     wanted = {"what", "value", "floor", "goal", "unit", "device", "date", "commit", "command"}
     assert all(wanted <= row.keys() for row in json.loads(out.read_text()))
     assert "not measured" in capsys.readouterr().out
+
+
+def test_the_committed_rows_are_the_targets_and_say_truly_what_is_reached():
+    rows = json.loads((MEASUREMENTS / "targets" / "operators.json").read_text(encoding="utf-8"))
+    assert [(r["what"], r["floor"], r["goal"], r["unit"]) for r in rows] == [
+        (target.what, target.floor, target.goal, target.unit) for target in targets()
+    ]
+    for row in rows:
+        sign = -1 if row["unit"] == "us" else 1
+        steps = [name for name in ("floor", "goal") if sign * row["value"] >= sign * row[name]]
+        assert row["reached"] == ["missed", *steps][-1], row["what"]
+
+
+def test_the_prefill_row_is_what_its_record_says():
+    rows = json.loads((MEASUREMENTS / "targets" / "operators.json").read_text(encoding="utf-8"))
+    row = _row(rows, "prefill attention")
+    target = next(target for target in targets() if target.what == row["what"])
+    records = json.loads((MEASUREMENTS / row["record"]).read_text(encoding="utf-8"))["records"]
+    assert abs(target.value(records) - row["value"]) < 1e-4

@@ -9,6 +9,9 @@ from wide.cli.gpu import require_gpu
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError, EvaluationError
 
+_ROWS = "1024,4096,16384"
+_TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse")
+_BACKENDS = "triton,gluon"
 # Which bench serves an operator.
 _BENCHES = {
     "reorder": "operators",
@@ -34,7 +37,10 @@ class BenchOptions:
             heads of a group), gemv, glue (norm, rope and router), naive (products by gathering and scattering beside
             fused ones), coarse (all operators with their default tiles over numbers of tokens, group sizes and
             sparsities); 'all' means all but coarse.
-        rows: Numbers of tokens for reorder, gemm_mn and gemm_k, separated by commas.
+        rows: Numbers of tokens for reorder, gemm_mn, gemm_k and coarse, separated by commas; null means
+            1024,4096,16384. Sequences and caches of the others have lengths of their own, and gemv 1, 2 and 4 rows.
+        backends: Timed beside the dense peers, separated by commas: triton, and gluon where the GPU is a Hopper and the
+            operator has it (gemm_mn, gemm_k, prefill). Not for glue, naive and coarse.
         group_size: Channels in a group of the FFN; null means the usual ones.
         sparsity: Share that random masks skip; null means the usual ones.
         quick: Fewer shapes, tiles and rounds.
@@ -43,7 +49,8 @@ class BenchOptions:
 
     out: str
     operators: str = "all"
-    rows: str = "1024,4096,16384"
+    rows: str | None = None
+    backends: str = _BACKENDS
     group_size: int | None = None
     sparsity: float | None = None
     quick: bool = False
@@ -51,7 +58,8 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""
-        if not all(word.strip().isdigit() and int(word) > 0 for word in self.rows.split(",")):
+        words = (self.rows or _ROWS).split(",")
+        if not all(word.strip().isdigit() and int(word) > 0 for word in words):
             raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
         if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
@@ -78,7 +86,8 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If an operator is unknown.
+        UsageError: If an operator is unknown, or does not take a flag that was given.
+        ConfigError: If a backend is unknown, or an operator has none of those named.
         UnsupportedBackendError: If there is no GPU.
         EvaluationError: If an operator disagrees with its reference.
     """
@@ -86,12 +95,30 @@ def run(given: Sequence[str]) -> None:
     unknown = sorted(set(options.names) - set(_BENCHES))
     if unknown:
         raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
+    _check_flags(options)
     require_gpu("bench")
     if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive", "coarse")):
         raise EvaluationError(
             f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
             "nothing"
         )
+
+
+def _check_flags(options: BenchOptions) -> None:
+    if options.rows is not None and not set(options.names) & set(_TAKE_ROWS):
+        raise UsageError(
+            f"--rows does not go with {', '.join(options.names)}: it says how many tokens {', '.join(_TAKE_ROWS)} get"
+        )
+    if options.backends == _BACKENDS:
+        return
+    from wide.profiling.backends import parse_backends
+
+    others = sorted(name for name in options.names if _BENCHES[name] not in ("operators", "attention"))
+    if others:
+        raise UsageError(
+            f"--backends does not go with {', '.join(others)}; name the operators it is for in --operators"
+        )
+    parse_backends(options.backends, options.names)
 
 
 def _carry_out(bench: str, options: BenchOptions) -> int:
@@ -107,13 +134,15 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
         from wide.profiling.coarse import main as coarse
 
         # Beside the files of the other benches, whose names are the same.
-        return coarse(["--out", str(Path(options.out) / "coarse"), "--rows", options.rows])
+        return coarse(["--out", str(Path(options.out) / "coarse"), "--rows", options.rows or _ROWS])
     given += [] if bench == "naive" else ["--operators", ",".join(names)]
     given += ["--quick"] if options.quick else []
     if options.group_size is not None:
         given += ["--group-size", str(options.group_size)]
     if options.sparsity is not None:
         given += ["--sparsity", str(options.sparsity)]
+    if options.backends != _BACKENDS:
+        given += ["--backends", options.backends]
     if bench == "naive":
         from wide.profiling.naive import main as naive
 
@@ -124,4 +153,4 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
         return attention(given)
     from wide.profiling.operators import main as operators
 
-    return operators([*given, "--rows", options.rows])
+    return operators([*given, "--rows", options.rows or _ROWS])

@@ -120,6 +120,11 @@ def run(given: Sequence[str]) -> None:
 
 
 def _check(options: ProfileOptions) -> None:
+    if options.model is None:
+        from wide.profiling.synthetic import SHAPES
+
+        if options.shape not in SHAPES:
+            raise UsageError(f"unknown shape {options.shape!r}; choose one of {', '.join(sorted(SHAPES))}, or --model")
     for name in ("adapter", "checkpoint", "comparison", "text"):
         if getattr(options, name) is not None and options.model is None:
             raise UsageError(f"--{name} needs its base: give --model, too")

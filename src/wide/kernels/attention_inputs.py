@@ -28,7 +28,7 @@ def check_backend(
         return
     if backend != "triton" and backend not in hopper:
         raise UnsupportedBackendError(f"{operator} has the backends {('triton', *hopper, *others)}, got {backend!r}")
-    reason = hopper_obstacle(tensor.device) if backend in hopper else triton_obstacle(tensor.device)
+    reason = hopper_obstacle(tensor.device) if backend in hopper else triton_obstacle(tensor.device, tensor.dtype)
     if reason is None and tensor.dtype not in _HALF and not (interprets_triton() and tensor.dtype == torch.float32):
         reason = f"the kernels take float16 and bfloat16, got {tensor.dtype}"
     if reason is not None:

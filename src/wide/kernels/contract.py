@@ -1,12 +1,10 @@
-"""What an operator promises: one description that tests, profiling, tuning and `kernel_set` all read."""
+"""What an operator promises: one description that tests, profiling and tuning all read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from wide.errors import UnsupportedBackendError
 
 Run = Callable[..., Any]
 
@@ -87,20 +85,6 @@ class Operator:
         if backend not in self.backends:
             return f"unknown backend; {self.name} has {sorted(self.backends)}"
         return self.backends[backend].supports(device, case)
-
-    def require(self, backend: str, device: torch.device, case: Case) -> Backend:
-        """Return the named backend.
-
-        Raises:
-            UnsupportedBackendError: If it cannot run the case here; nothing else is tried instead.
-        """
-        reason = self.supports(backend, device, case)
-        if reason is not None:
-            raise UnsupportedBackendError(
-                f"{self.name}: backend {backend!r} cannot run on {device}: {reason}; "
-                f"choose one of {sorted(self.backends)} or 'auto'"
-            )
-        return self.backends[backend]
 
 
 def anywhere(device: torch.device, case: Case) -> str | None:

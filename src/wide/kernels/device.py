@@ -51,10 +51,18 @@ def interprets_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def triton_obstacle(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on `device`, or None if they can."""
+def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Return why Triton kernels cannot run on `device`, or None if they can.
+
+    Args:
+        device: Of the tensors.
+        dtype: Of the matrices that the kernels multiply; None if they multiply none.
+    """
     if interprets_triton():
-        return None
+        if dtype != torch.bfloat16:
+            return None
+        # It keeps bfloat16 as 16-bit integers, and its matrix products multiply those: errors of 1e9 without a word.
+        return "Triton's interpreter (TRITON_INTERPRET=1) multiplies bfloat16 wrongly; use float16 or float32"
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device (or TRITON_INTERPRET=1), not {device.type}"
     capability = device_facts(device).capability

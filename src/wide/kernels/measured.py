@@ -7,10 +7,10 @@ import torch
 
 from wide.errors import ConfigError
 from wide.kernels.contract import Case
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import device_facts, triton_obstacle
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
-from wide.kernels.tuning import Choice, TuningTable
+from wide.kernels.tuning import Choice, TuningTable, machine_key, shipped_path
 
 _FEW_ROWS = (1, 2, 4)
 _MANY_ROWS = tuple(1 << power for power in range(3, 19))
@@ -79,7 +79,36 @@ def measured_table(
         found = [(1, DENSE)] if name == "attention" else _few(name, sizes, known, device, active)
         found += _many(name, sizes, known, device, active)
         rules.append((name, _merged(found)))
-    return OperatorTable(backend="triton", cache=executed[0] < _NEARLY_ALL, rules=tuple(rules))
+    # Groups finer than a KV head leave keys to be read for the heads that stay: measured slower than dense.
+    whole_heads = sizes.num_kv_heads % sizes.attention_groups == 0
+    skips_cache = executed[0] < _NEARLY_ALL and whole_heads and known.knows(device)
+    return OperatorTable(backend="triton", cache=skips_cache, rules=tuple(rules))
+
+
+def unmeasured(device: torch.device, dtype: torch.dtype, *, tuning: TuningTable | None = None) -> str | None:
+    """Return in words why a GPU runs dense products only, None where measurements choose or there is no GPU.
+
+    Args:
+        device: Where a model runs.
+        dtype: Of its weights.
+        tuning: As in `measured_table`.
+    """
+    if device.type != "cuda":
+        return None
+    known, name = tuning or TuningTable(), device_facts(device).name
+    obstacle = triton_obstacle(device)
+    if obstacle is None and dtype not in _HALVES:
+        obstacle = f"the kernels take float16 and bfloat16, this model is in {dtype}"
+    if obstacle is None and known.knows(device):
+        return None
+    start = f"backend 'auto' on {name}: dense products run, and the routers come on top, so the model is slower than"
+    if obstacle is not None:
+        return f"{start} without pruning ({obstacle}). Convert the model, or choose another device"
+    return (
+        f"{start} without pruning: no measurements of this device in {known.path} (for {machine_key(device)}) or "
+        f"{shipped_path(name)}. Measure with `python -m wide.profiling.tune --out {known.path}`, or choose "
+        "backend='triton'"
+    )
 
 
 def dense_table(backend: str = "torch") -> OperatorTable:

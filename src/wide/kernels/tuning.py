@@ -124,6 +124,11 @@ class TuningTable:
         here = self.lookup(tuning_key(operator, device, case))
         return here or _shipped(device_facts(device).name).get(shape_key(operator, case))
 
+    def knows(self, device: torch.device) -> bool:
+        """Return whether anything was measured here, or ships for this kind of device."""
+        start = machine_key(device) + " | "
+        return bool(_shipped(device_facts(device).name)) or any(key.startswith(start) for key in self._choices)
+
     def nearest(self, operator: str, device: torch.device, case: Case, *, fewer_rows: bool) -> Choice | None:
         """Return the choice for a case, or that of the most similar case whose choice carries over, or None.
 

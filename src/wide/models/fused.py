@@ -12,13 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wide.errors import NotAttachedError
 from wide.kernels.attention_decode import attention_decode
+from wide.kernels.clear_skipped import cleared
 from wide.kernels.operator_table import OperatorTable
 from wide.kernels.products import GatedWeights, gated_product, project_queries, sum_groups
 from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
+from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
+from wide.models.fused_keys import VisibleKeys
 from wide.models.router import Router
+
+# Options of an attention function that change what is computed, and that wide's attention does not know.
+_UNKNOWN_OPTIONS = ("s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_indices")
 
 
 class FusedFeedForward:
@@ -41,6 +48,7 @@ class FusedFeedForward:
         mask = self.router.mask
         if mask is None:
             return self.original(hidden)
+        _require_inference(mask)
         self.router.mask = None
         rows, groups = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1, mask.shape[-1])
         return self._run(rows, groups).view(hidden.shape)
@@ -69,18 +77,22 @@ class FusedAttention:
         spec: Parts of the attention.
         router: Its router, which holds the pending mask.
         table: Which operator runs when.
+        keys: Which keys the running forward sees, shared by all layers of the model.
     """
 
-    def __init__(self, spec: AttentionSpec, router: Router, table: OperatorTable) -> None:
+    def __init__(self, spec: AttentionSpec, router: Router, table: OperatorTable, keys: VisibleKeys) -> None:
         """Keep the parts; weights are read at every call."""
-        self.spec, self.router, self.table = spec, router, table
+        self.spec, self.router, self.table, self.keys = spec, router, table, keys
         self.original_query: Callable[[Tensor], Tensor] = spec.query.forward
         self.original_output: Callable[[Tensor], Tensor] = spec.output.forward
         self.mask: Tensor | None = None
+        self._order: Reordering | None = None
 
     def query(self, hidden: Tensor) -> Tensor:
         """Return the query projection (with K and V where fused) `[..., N]`, skipped query groups unspecified."""
-        mask = self.router.mask
+        mask, self._order = self.router.mask, None
+        if mask is not None:
+            _require_inference(mask)
         rows = hidden.reshape(-1, hidden.shape[-1])
         if mask is None or self.spec.q_norm == "width" or self.table.how("query", rows.shape[0]) == "dense":
             # A norm over the whole query width needs every query channel.
@@ -89,7 +101,7 @@ class FusedAttention:
         width = self.spec.query_width
         bias = None if linear.bias is None else linear.bias[:width]
         groups = mask.reshape(-1, mask.shape[-1])
-        query = project_queries(rows, linear.weight[:width], bias, groups, self.table)[0]
+        query, self._order = project_queries(rows, linear.weight[:width], bias, groups, self.table)
         if linear.weight.shape[0] > width:
             rest = functional.linear(rows, linear.weight[width:], None if linear.bias is None else linear.bias[width:])
             query = torch.cat([query, rest], dim=-1)
@@ -108,7 +120,8 @@ class FusedAttention:
         """Return attention output `[B, T, H, d]`; skipped groups hold zeros or unspecified memory.
 
         Args:
-            function: The dense attention function, for shapes at which gathering does not pay.
+            function: The dense attention function, for sizes at which skipping does not pay, and for masks that wide's
+                attention does not know.
             module: The attention module.
             q: Queries `[B, H_q, T, d]`.
             k: Keys `[B, H_k, S, d]`.
@@ -117,48 +130,61 @@ class FusedAttention:
             options: Further keyword arguments of the dense function.
         """
         mask = self.mask = self.router.take()
+        order, self._order = self._order, None
         if mask is None:
             return function(module, q, k, v, bias, **options)
-        bounds = self.router.control.prefill
-        if q.shape[2] == 1 and self.table.cache:
-            return self._attend_step(q, k, v, bias, mask, options), None
-        length = q.shape[2]
-        if length == 1 or bounds is None or self.table.how("attention", length) == "dense":
-            out, weights = function(module, q, k, v, bias, **options)
-            return torch.where(self._per_head(mask, out), out, 0), weights
-        num_keys = bounds.past + length
-        rows = mask.shape[0] * mask.shape[1]
-        out = attend_prompt(
+        if _is_plain(module, bias, options):
+            if q.shape[2] == 1 and self.keys.step and self.table.cache:
+                return self._attend_step(q, k, v, bias, mask, options), None
+            if q.shape[2] > 1 and self.keys.prefill and self.table.how("attention", q.shape[2]) != "dense":
+                return self._attend_prompt(q, k, v, mask, order, options), None
+        out, weights = function(module, q, k, v, bias, **options)
+        return _select(out, mask), weights
+
+    def _attend_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, order: Reordering | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Return the attention output `[B, T, H, d]` of several tokens, skipped groups zero or unspecified."""
+        assert self.keys.prefill is not None
+        past, starts = self.keys.prefill
+        length, rows = q.shape[2], mask.shape[0] * mask.shape[1]
+        num_keys = past + length
+        if k.shape[2] < num_keys and starts is not None:
+            # A sliding layer's cache has dropped the oldest keys.
+            starts = (starts - (num_keys - k.shape[2])).clamp(min=0)
+        return attend_prompt(
             q.transpose(1, 2),
             k[:, :, :num_keys].transpose(1, 2),
             v[:, :, :num_keys].transpose(1, 2),
-            reorder_sequences(mask, backend=self.table.backend),
+            _sequence_order(mask, order, self.table.backend),
             self.table,
             length=length,
-            starts=bounds.starts,
+            starts=starts,
             window=options.get("sliding_window"),
             soft_cap=options.get("softcap"),
             scale=options.get("scaling"),
             zero_skipped=self.table.how("output", rows) == "dense",
         )
-        return out, None
 
     def _attend_step(self, q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Tensor, options: dict[str, Any]) -> Tensor:
         """Return the attention output `[B, 1, H, d]` of one new token a sequence, skipped groups zero."""
-        lengths, starts = _bounds(bias, k)
+        bounds = self.keys.bounds(bias, k)
         out = attention_decode(
             q[:, :, 0],
             k.transpose(1, 2),
             v.transpose(1, 2),
-            lengths,
+            bounds.ends,
             mask[:, 0],
-            starts=starts,
+            starts=bounds.starts,
             # The bounds of a sliding layer's mask hold its window already.
             window=options.get("sliding_window") if bias is None else None,
             soft_cap=options.get("softcap"),
             scale=options.get("scaling"),
             backend=self.table.backend,
         )
+        if bounds.is_broken is not None:
+            # The mask was promised to leave one run of keys; where it does not, no number is right.
+            out.masked_fill_(bounds.is_broken[:, None, None], torch.nan)
         return out.unsqueeze(1)
 
     def output(self, heads: Tensor) -> Tensor:
@@ -172,18 +198,36 @@ class FusedAttention:
         out = sum_groups("output", rows, linear.weight, linear.bias, groups, self.table)
         return out.view(*heads.shape[:-1], -1)
 
-    def _per_head(self, mask: Tensor, heads: Tensor) -> Tensor:
-        return mask.repeat_interleave(heads.shape[-2] // mask.shape[-1], dim=-1).unsqueeze(-1)
+
+def _is_plain(module: nn.Module, bias: Any, options: dict[str, Any]) -> bool:
+    """Return whether an attention function is asked for what wide's attention computes, as far as the layer knows."""
+    if bias is not None and not (isinstance(bias, Tensor) and bias.dim() == 4 and bias.shape[1] == 1):
+        return False
+    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
+        return False
+    return all(options.get(name) is None for name in _UNKNOWN_OPTIONS)
 
 
-def _bounds(bias: Any, k: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return per sequence the end and start of the keys that a single query sees, int32 `[B]`, on the device."""
-    batch, length = k.shape[0], k.shape[2]
-    if bias is None:
-        return torch.full((batch,), length, dtype=torch.int32, device=k.device), None
-    seen = bias[:, 0, -1, :length]
-    seen = seen if seen.dtype == torch.bool else seen == 0
-    places = torch.arange(1, length + 1, device=k.device, dtype=torch.int32)
-    ends = (seen * places).amax(-1).to(torch.int32)
-    starts = length - (seen * places.flip(0)).amax(-1).to(torch.int32)
-    return ends.expand(batch).contiguous(), starts.expand(batch).contiguous()
+def _sequence_order(mask: Tensor, order: Reordering | None, backend: str) -> SequenceReordering:
+    """Return the positions that execute in each sequence; of a single one, those that the query product gathered."""
+    if order is None or mask.shape[0] > 1:
+        return reorder_sequences(mask, backend=backend)
+    return SequenceReordering(order.index.unsqueeze(0), order.counts.unsqueeze(0))
+
+
+def _select(heads: Tensor, mask: Tensor) -> Tensor:
+    """Return attention output `[B, T, H, d]` with zeros for skipped groups, in place where gradients are off."""
+    if not torch.is_grad_enabled() and heads.is_contiguous():
+        cleared(heads.view(mask.shape[0] * mask.shape[1], -1), mask.flatten(0, 1))
+        return heads
+    per_head = mask.repeat_interleave(heads.shape[-2] // mask.shape[-1], dim=-1).unsqueeze(-1)
+    return torch.where(per_head, heads, 0)
+
+
+def _require_inference(mask: Tensor) -> None:
+    """Refuse the float masks of routers in training mode."""
+    if mask.dtype != torch.bool:
+        raise NotAttachedError(
+            f"this model is optimised, which is for inference, and a router in training mode gave a mask of "
+            f"{mask.dtype}; call wide.deoptimize(model) first, or model.eval()"
+        )

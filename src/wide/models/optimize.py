@@ -1,19 +1,22 @@
 """Turn a routed model into one that runs wide's operators, and back."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.kernels.measured import LayerSizes, dense_table, measured_table
+from wide.kernels.measured import LayerSizes, dense_table, measured_table, unmeasured
 from wide.kernels.operator_table import OperatorTable
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
 from wide.models.fused import FusedAttention, FusedFeedForward
+from wide.models.fused_keys import VisibleKeys
+from wide.models.fused_router import FusedRouter
 from wide.models.gates import router_of
-from wide.models.router import Prefill
+from wide.models.optimize_checks import require_kernels, require_plain
 from wide.models.stacking import stack_linears, unstack_linears
 from wide.plan import Following, Routed
 
@@ -68,6 +71,11 @@ def optimize(
     masked form: call `deoptimize` first. Separate gate and up projections move into one buffer that both view;
     `deoptimize` gives each its own memory again.
 
+    Attention skips under causal masks with left padding and sliding windows. For packed sequences, holes, right padding
+    and masks of the caller's own the family's attention function runs, which a warning says once. On a GPU the mask of
+    a step of decoding is not read (but for the first step of a cache): one that hides keys which it showed before
+    gives NaN. Router weights that are written through `.data` while the model is optimised are not seen.
+
     Args:
         model: An attached model in evaluation mode, LoRA merged, with plain linear layers.
         backend: 'auto' follows measurements of this kind of device, by shape and expected rates, with dense products
@@ -78,8 +86,9 @@ def optimize(
     Raises:
         ConfigError: If the backend is unknown.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
-        UnsupportedModelError: If a layer is quantised or sharded, its FFN is not the standard one, or the plan has
-            something else than dense halves and bottleneck routers.
+        UnsupportedModelError: If a layer is quantised, sharded, offloaded or of several dtypes, its FFN is not the
+            standard one, or the plan has something else than dense halves and bottleneck routers.
+        UnsupportedBackendError: If the kernels cannot run on the layers' device, in their dtype, or with their groups.
     """
     state = attachment(model)
     require_routing_alone(state)
@@ -93,10 +102,19 @@ def optimize(
         raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
     if table is None and backend != "auto":
         table = OperatorTable(backend=backend)
+    require_plain(model, state)
+    if table is not None:
+        require_kernels(state, table)
+    else:
+        _warn_if_unmeasured(state)
+    keys = VisibleKeys(model)
     fused = [
-        _fuse(spec, state, index, table or _measured(spec, state, index, executed))
+        _fuse(spec, state, index, table or _measured(spec, state, index, executed), keys)
         for index, spec in enumerate(state.specs)
     ]
+    for part in (part for pair in fused for part in pair if part is not None):
+        if part.table.backend == "triton":
+            state.handles_fused.append(_Replaced(part.router, FusedRouter(part.router, "triton")))
     for index, (attention, ffn) in enumerate(fused):
         if attention is not None:
             attention.router.fused = attention
@@ -109,7 +127,8 @@ def optimize(
             if isinstance(ffn.spec.gate, nn.Linear) and isinstance(ffn.spec.up, nn.Linear):
                 state.handles_fused.append(_Stacked((ffn.spec.gate, ffn.spec.up), f"layer {index}: FFN"))
     state.fused = True
-    state.handles_fused.append(model.register_forward_pre_hook(_note_prefill, with_kwargs=True))
+    state.handles_fused.append(model.register_forward_pre_hook(keys.before, with_kwargs=True))
+    state.handles_fused.append(model.register_forward_hook(keys.after, always_call=True))
     return model
 
 
@@ -156,8 +175,14 @@ def deoptimize(model: ModelT) -> ModelT:
         handle.remove()
     state.handles_fused = []
     state.fused = False
-    state.control.prefill = None
     return model
+
+
+def _warn_if_unmeasured(state: Attachment) -> None:
+    weight: Any = state.specs[0].attention.query.weight
+    reason = unmeasured(weight.device, weight.dtype)
+    if reason is not None:
+        warnings.warn(reason, stacklevel=3)
 
 
 def _measured(spec: BlockSpec, state: Attachment, index: int, executed: tuple[float, float]) -> OperatorTable:
@@ -182,30 +207,16 @@ def _measured(spec: BlockSpec, state: Attachment, index: int, executed: tuple[fl
 
 
 def _fuse(
-    spec: BlockSpec, state: Attachment, index: int, table: OperatorTable
+    spec: BlockSpec, state: Attachment, index: int, table: OperatorTable, keys: VisibleKeys
 ) -> tuple[FusedAttention | None, FusedFeedForward | None]:
     layer = state.plan.layers[index]
     attention, ffn = None, None
     if isinstance(layer.attention, Routed):
-        for linear in (spec.attention.query, spec.attention.output):
-            _require_plain(index, linear)
-        attention = FusedAttention(spec.attention, router_of(spec.attention.module), table)
+        attention = FusedAttention(spec.attention, router_of(spec.attention.module), table, keys)
     if isinstance(layer.ffn, Routed) and spec.ffn is not None:
-        for part in (spec.ffn.up, spec.ffn.gate, spec.ffn.down):
-            if part is not None:
-                _require_plain(index, part)
         ffn = FusedFeedForward(spec.ffn, router_of(spec.ffn.module), _activation(index, spec.ffn), table)
         _require_standard(index, ffn, spec.hidden_size)
     return attention, ffn
-
-
-def _require_plain(index: int, linear: nn.Module) -> None:
-    weight = getattr(linear, "weight", None)
-    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or not weight.is_floating_point():
-        raise UnsupportedModelError(
-            f"layer {index}: {type(linear).__name__} with a {type(weight).__name__} weight is not a plain linear "
-            "layer; quantised, sharded and LoRA-wrapped layers cannot run fused: merge LoRA, load the model unquantised"
-        )
 
 
 def _activation(index: int, spec: FeedForwardSpec) -> str:
@@ -234,24 +245,3 @@ def _require_standard(index: int, ffn: FusedFeedForward, hidden_size: int) -> No
             f"layer {index}: {type(ffn.spec.module).__name__} does not compute down(act(gate(x)) * up(x)); its output "
             f"differs by {float(error):.1%}, so it cannot run fused"
         )
-
-
-def _note_prefill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward over several tokens, note how many are cached and where padded sequences start."""
-    control = attachment(model).control
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    if ids is None or ids.shape[1] == 1 or torch.compiler.is_compiling():
-        return
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        # A captured forward keeps what the capturing runtime has set; reading the device is not allowed here.
-        return
-    valid, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    if valid is not None and (not isinstance(valid, Tensor) or valid.dim() != 2):
-        # A mask of the caller's own making: only the dense attention function knows what to do with it.
-        control.prefill = None
-        return
-    starts = None
-    if valid is not None and not bool(valid.all()):
-        starts = valid.to(torch.int32).argmax(-1).to(torch.int32)
-    control.prefill = Prefill(0 if cache is None else int(cache.get_seq_length()), starts)

@@ -1,7 +1,7 @@
 """The router: hidden states to per-group decisions (paper, section 3.1), and its forms in other methods."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,6 @@ EXECUTE, SKIP = 0, 1
 # D-LLM's routers begin by executing about 87 % of the tokens.
 _DLLM_EXECUTE, _DLLM_SKIP = 2.0, 0.1
 _NORM_EPS = 1e-6
-
-
-class Prefill(NamedTuple):
-    """What the coming forward over several tokens stands on.
-
-    Args:
-        past: Tokens in the cache before it.
-        starts: First real token of each left-padded sequence, int32 `[B]`; None without padding.
-    """
-
-    past: int
-    starts: Tensor | None
 
 
 class RoutingControl:
@@ -50,7 +38,6 @@ class RoutingControl:
         self.keep_history = False
         self.forced: list[LayerRouting] | None = None
         self.forced_position: dict[tuple[int, str], int] = {}
-        self.prefill: Prefill | None = None
         # Which tokens of the running forward are the first ones of their sequence, bool [B, T]; for routers that care.
         self.first: Tensor | None = None
 

@@ -19,6 +19,7 @@ class Verdict:
         case: What was run.
         error: Relative error on executed places; inf if any of them is not finite.
         tolerance: Largest error allowed.
+        failure: What a backend raised that had said it runs the case; its error is inf.
     """
 
     operator: str
@@ -26,6 +27,7 @@ class Verdict:
     case: Case
     error: float
     tolerance: float
+    failure: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -72,11 +74,20 @@ def verdicts(
 
 
 def _verdict(operator: Operator, backend: str, case: Case, device: torch.device) -> Verdict:
+    failure = ""
     with PoisonedMemory():
         arguments = operator.build(case, device)
         wanted = operator.reference(**arguments)
-        got = operator.backends[backend].run(**arguments)
-        error = operator.compare(arguments, got, wanted)
+        # One that fails is as red as one that is wrong, and the others are still to be checked.
+        try:
+            error = operator.compare(arguments, operator.backends[backend].run(**arguments), wanted)
+        except Exception as raised:
+            error, failure = float("inf"), f"{type(raised).__name__}: {str(raised)[:300]}"
     return Verdict(
-        operator=operator.name, backend=backend, case=case, error=error, tolerance=operator.tolerance[case.dtype]
+        operator=operator.name,
+        backend=backend,
+        case=case,
+        error=error,
+        tolerance=operator.tolerance[case.dtype],
+        failure=failure,
     )

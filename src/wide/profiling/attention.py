@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.contract import Operator
 from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.profiling.accuracy import describe_accuracy, measure_accuracy
 from wide.profiling.agreement import PoisonedMemory, verdicts
+from wide.profiling.backends import TIMED, add_backend_flag, only_backends, parse_backends
 from wide.profiling.decode_groups import group_races
 from wide.profiling.described import add_shape_flags, describe_case, only_shape
 from wide.profiling.gemv_races import gemv_races
@@ -48,14 +50,14 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def check(names: list[str]) -> list[dict[str, Any]]:
-    """Return the red verdicts of the named operators on the GPU, with poisoned memory."""
+def check(names: list[str], backends: Sequence[str] = TIMED) -> list[dict[str, Any]]:
+    """Return the red verdicts of the named operators and backends on the GPU, with poisoned memory."""
     operators = list({operator.name: operator for name in names for operator in _OPERATORS[name]}.values())
     found = [
-        (v.operator, str(v.case), v.error, v.tolerance)
-        for v in verdicts(operators, torch.device("cuda"), backends=("triton", "dense"), dtypes=_DTYPES)
+        (v.operator, f"{v.backend} {v.case} {v.failure}".strip(), v.error, v.tolerance)
+        for v in verdicts(operators, torch.device("cuda"), backends=(*backends, "dense"), dtypes=_DTYPES)
     ]
-    if "prefill" in names:
+    if "prefill" in names and "triton" in backends:
         found += list(_tile_verdicts())
     red = [
         {"operator": operator, "case": case, "error": error, "tolerance": tolerance}
@@ -142,7 +144,7 @@ def _table(records: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the bench; return 1 if any operator disagrees with its reference."""
+    """Run the bench; return 1 if any operator disagrees with its reference or rounds worse than the dense path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operators", default="prefill,decode,gemv", help="comma-separated names")
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.json")
@@ -151,15 +153,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--timed-only", action="store_true", help="check agreement at the timed shapes alone, not in all cases"
     )
     add_shape_flags(parser)
+    add_backend_flag(parser)
     options = parser.parse_args(arguments)
     names = options.operators.split(",")
+    backends = parse_backends(options.backends, names)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)
-    red = [] if options.timed_only else check(names)
+    red = [] if options.timed_only else check(names, backends)
+    accurate = [] if options.timed_only else measure_accuracy(names, device=torch.device("cuda"), backends=backends)
+    for entry in accurate:
+        _say(describe_accuracy(entry))
     records: list[dict[str, Any]] = []
     for name in names:
         for race in _RACES[name](quick=options.quick, only=only_shape(options)):
-            found = run(race, 10 if options.quick else 20)
+            chosen = dataclasses.replace(race, candidates=only_backends(race.candidates, backends))
+            found = run(chosen, 10 if options.quick else 20)
             records += found
             _say(_table(found))
             result = {
@@ -167,12 +175,13 @@ def main(arguments: list[str] | None = None) -> int:
                 "torch": torch.__version__,
                 "agreement": "timed shapes" if options.timed_only else "all cases",
                 "red": red,
+                "accuracy": accurate,
                 "records": records,
             }
             # Written after every race, so that a stopped run keeps what it measured.
             (options.out / "attention.json").write_text(json.dumps(result, indent=1))
             torch.cuda.empty_cache()
-    return 1 if red else 0
+    return int(bool(red) or not all(entry["within"] for entry in accurate))
 
 
 if __name__ == "__main__":

@@ -8,20 +8,23 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from wide.kernels.contract import Operator, relative_error
-from wide.kernels.gemm_k import GEMM_K, gemm_k
-from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
-from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES, reorder, reorder_patterns
+from wide.kernels.contract import Operator
+from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES
+from wide.profiling.accuracy import describe_accuracy, measure_accuracy
 from wide.profiling.agreement import verdicts
+from wide.profiling.backends import TIMED, add_backend_flag, only_backends, parse_backends
 from wide.profiling.described import add_shape_flags, describe_case, only_shape
+from wide.profiling.hopper_cases import with_hopper_cases
 from wide.profiling.reorder_sweeps import reorder_sweeps
-from wide.profiling.sweeps import FFN, GATE, HIDDEN, Sweep, gemm_k_sweeps, gemm_mn_sweeps
+from wide.profiling.sweeps import GATE, Sweep, gemm_k_sweeps, gemm_mn_sweeps
 from wide.profiling.timing import time_interleaved
 
 _OPERATORS: dict[str, tuple[Operator, ...]] = {
@@ -39,13 +42,13 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def check(names: list[str]) -> list[dict[str, Any]]:
-    """Return the red verdicts of the named operators on the GPU in bfloat16 and float16."""
-    operators = [operator for name in names for operator in _OPERATORS[name]]
+def check(names: list[str], backends: Sequence[str] = TIMED) -> list[dict[str, Any]]:
+    """Return the red verdicts of the named operators and backends on the GPU in bfloat16 and float16."""
+    operators = [with_hopper_cases(operator) for name in names for operator in _OPERATORS[name]]
     dtypes = (torch.bfloat16, torch.float16)
     red = []
     total = 0
-    for verdict in verdicts(operators, torch.device("cuda"), backends=("triton", "dense"), dtypes=dtypes):
+    for verdict in verdicts(operators, torch.device("cuda"), backends=(*backends, "dense"), dtypes=dtypes):
         total += 1
         if not verdict.agrees:
             red.append(
@@ -55,34 +58,13 @@ def check(names: list[str]) -> list[dict[str, Any]]:
                     "case": str(verdict.case),
                     "error": verdict.error,
                     "tolerance": verdict.tolerance,
+                    **({"failure": verdict.failure} if verdict.failure else {}),
                 }
             )
     _say(f"agreement: {total - len(red)} of {total} cases agree")
     for entry in red[:20]:
         _say(f"  RED {entry}")
     return red
-
-
-def accuracy() -> list[dict[str, Any]]:
-    """Return the errors against float64 of the sparse and the dense bfloat16 path, and their ratio, on 512 rows."""
-    torch.manual_seed(5)
-    mask = torch.rand(512, FFN // 128, device="cuda") < 0.5
-    x, down = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for n, d in ((512, HIDDEN), (HIDDEN, FFN)))
-    gate, up = torch.randn(2, FFN, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
-    channels = mask.repeat_interleave(128, 1)
-    exact_gate, exact_up = x.double() @ gate.double().t(), x.double() @ up.double().t()
-    exact = torch.where(channels, torch.nn.functional.silu(exact_gate) * exact_up, 0)
-    order = reorder(mask, backend="triton")
-    patterns = reorder_patterns(mask, groups_per_block=8, backend="triton")
-    options: dict[str, Any] = {"up_weight": up, "activation": "silu", "mask": mask}
-    h = {b: gemm_mn(x, gate, order, **options, backend=b) for b in ("triton", "dense")}
-    y = {b: gemm_k(h["triton"], down, patterns, group_size=128, backend=b) for b in ("triton", "dense")}
-    results = []
-    for name, wanted, got in (("gemm_mn", exact, h), ("gemm_k", h["triton"].double() @ down.double().t(), y)):
-        ours, dense = (relative_error(got[backend], wanted) for backend in ("triton", "dense"))
-        results.append({"operator": name, "error": ours, "dense_error": dense, "ratio": ours / dense})
-        _say(f"accuracy: {name} error {ours:.3e}, dense {dense:.3e}, ratio {ours / dense:.3f}")
-    return results
 
 
 def sweeps(
@@ -97,8 +79,18 @@ def sweeps(
         yield from gemm_k_sweeps(tuple(n for n in rows if not quick or n >= _LEAST_ROWS_K), quick, only)
 
 
+def least_bytes(sweep: Sweep) -> int:
+    """Return the bytes that a sweep's operator must move at least: inputs and weights once, executing outputs once."""
+    if sweep.case is None:
+        return 0
+    operator = {"gemm_mn": GEMM_MN, "gemm_k": GEMM_K}[sweep.operator]
+    work = operator.work(sweep.case)
+    return work.bytes_read + work.bytes_written
+
+
 def run(sweep: Sweep, rounds: int) -> list[dict[str, Any]]:
     """Check each candidate of a sweep against its peer, time those that agree, return one record each."""
+    moved = least_bytes(sweep)
     wanted = sweep.candidates[sweep.wanted or sweep.peer]()
     errors: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -128,6 +120,8 @@ def run(sweep: Sweep, rounds: int) -> list[dict[str, Any]]:
             record |= {"median_us": timing.median_us, "low_us": timing.low_us, "high_us": timing.high_us}
             record["speedup"] = times[sweep.peer].median_us / timing.median_us
             record["active_tflops"] = sweep.flop / timing.median_us / 1e6
+            if moved:
+                record["active_gbytes_per_s"] = moved / timing.median_us / 1e3
         records.append(record)
     return records
 
@@ -143,7 +137,8 @@ def _table(records: list[dict[str, Any]]) -> str:
         lines.append(f"== {name}")
         lines += [
             f"  {e['candidate']:36s} {e['median_us']:9.1f} us [{e['low_us']:.1f}-{e['high_us']:.1f}] "
-            f"x{e['speedup']:.3f} {e['active_tflops']:6.0f} TF err {e['error']:.1e}"
+            f"x{e['speedup']:.3f} {e['active_tflops']:6.0f} TF {e.get('active_gbytes_per_s', 0):6.0f} GB/s "
+            f"err {e['error']:.1e}"
             for e in shown
         ]
         lines += [f"  RED {e['candidate']} error {e['error']}" for e in entries if e.get("error", 0) > GATE]
@@ -152,7 +147,7 @@ def _table(records: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the bench; return 1 if any operator disagrees with its reference."""
+    """Run the bench; return 1 if any operator disagrees with its reference or rounds worse than the dense path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operators", default="reorder,gemm_mn,gemm_k", help="comma-separated names")
     parser.add_argument("--out", type=Path, required=True, help="folder for operators.json")
@@ -162,16 +157,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--timed-only", action="store_true", help="check agreement at the timed shapes alone, not in all cases"
     )
     add_shape_flags(parser)
+    add_backend_flag(parser)
     options = parser.parse_args(arguments)
     names = options.operators.split(",")
+    backends = parse_backends(options.backends, names)
     rows = tuple(int(r) for r in options.rows.split(",")) if options.rows else (1024, 4096, 16384)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)
-    red = [] if options.timed_only else check(names)
-    accurate = [] if options.timed_only else accuracy()
+    red = [] if options.timed_only else check(names, backends)
+    accurate = [] if options.timed_only else measure_accuracy(names, device=torch.device("cuda"), backends=backends)
+    for entry in accurate:
+        _say(describe_accuracy(entry))
     records: list[dict[str, Any]] = []
     for sweep in sweeps(names, rows, options.quick, only_shape(options)):
-        found = run(sweep, 10 if options.quick else 20)
+        chosen = dataclasses.replace(sweep, candidates=only_backends(sweep.candidates, backends))
+        found = run(chosen, 10 if options.quick else 20)
         records += found
         _say(_table(found))
         result = {
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         # Written after every sweep, so that a stopped run keeps what it measured.
         (options.out / "operators.json").write_text(json.dumps(result, indent=1))
-    return 1 if red else 0
+    return int(bool(red) or not all(entry["within"] for entry in accurate))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from wide.kernels.attention_inputs import (
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
 from wide.kernels.device import device_facts, triton_obstacle
 from wide.kernels.head_units import HeadUnits
+from wide.kernels.registration import implement
 
 _NAME = "attention_decode"
 # Every program counts all (sequence, unit) pairs in its registers.
@@ -105,7 +106,7 @@ def _check_mask(q: torch.Tensor, mask: torch.Tensor | None, num_kv_heads: int) -
         )
 
 
-@torch.library.impl(_LIBRARY, _NAME, "CompositeExplicitAutograd")
+@implement(_LIBRARY, _NAME)
 def _impl(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -140,8 +141,7 @@ def _fake(q: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
-    del case
-    return triton_obstacle(device)
+    return triton_obstacle(device, case.dtype)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:

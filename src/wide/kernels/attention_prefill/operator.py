@@ -19,6 +19,7 @@ from wide.kernels.clear_skipped import cleared
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
 from wide.kernels.device import device_facts, hopper_obstacle, triton_obstacle
 from wide.kernels.head_units import HeadUnits
+from wide.kernels.registration import implement
 from wide.kernels.reordering import SequenceReordering
 
 _NAME = "attention_prefill"
@@ -196,7 +197,7 @@ def _check_lists(q: torch.Tensor, index: torch.Tensor, counts: torch.Tensor) -> 
             raise ShapeError(f"{_NAME}: {name} must be contiguous int32 on {q.device}, got {tensor.dtype}")
 
 
-@torch.library.impl(_LIBRARY, _NAME, "CompositeExplicitAutograd")
+@implement(_LIBRARY, _NAME)
 def _impl(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -244,8 +245,7 @@ def _fake(q: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
-    del case
-    return triton_obstacle(device)
+    return triton_obstacle(device, case.dtype)
 
 
 def _gluon_supports(device: torch.device, case: Case) -> str | None:

@@ -9,6 +9,7 @@ from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.clear_skipped.reference import clear_skipped_reference
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values
 from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import implement
 
 _NAME = "clear_skipped"
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
@@ -67,7 +68,7 @@ def _check(values: torch.Tensor, mask: torch.Tensor, backend: str) -> None:
         raise UnsupportedBackendError(f"{_NAME} has the backends 'torch' and 'triton', got {backend!r}")
 
 
-@torch.library.impl(_LIBRARY, _NAME, "CompositeExplicitAutograd")
+@implement(_LIBRARY, _NAME)
 def _impl(values: torch.Tensor, mask: torch.Tensor, backend: str) -> None:
     _check(values, mask, backend)
     if backend == "torch":

@@ -20,6 +20,7 @@ from wide.kernels.device import triton_obstacle
 from wide.kernels.gemm_k import hopper
 from wide.kernels.gemm_k.reference import gemm_k_reference
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile, default_tile
+from wide.kernels.registration import implement
 from wide.kernels.reordering import PatternReordering, Reordering
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
@@ -30,7 +31,7 @@ _LIBRARY.define(
 )
 
 
-@torch.library.impl(_LIBRARY, "gemm_k", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "gemm_k")
 def _impl(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -199,7 +200,7 @@ def _run_triton(
     **options: Any,
 ) -> torch.Tensor:
     _check(h, weight, order, **options)
-    obstacle = triton_obstacle(h.device)
+    obstacle = triton_obstacle(h.device, h.dtype)
     if obstacle is not None:
         raise UnsupportedBackendError(f"gemm_k: {obstacle}; choose backend='torch'")
     from wide.kernels.gemm_k import _triton
@@ -260,7 +261,8 @@ def _run_dense(
 def _triton_supports(device: torch.device, case: Case) -> str | None:
     size, width = case.sizes["group_size"], case.sizes["width"]
     fits = size % 16 == 0 and width % 16 == 0
-    return triton_obstacle(device) or (None if fits else f"groups of {size}, width {width}; 16 must divide both")
+    unfit = None if fits else f"groups of {size}, width {width}; 16 must divide both"
+    return triton_obstacle(device, case.dtype) or unfit
 
 
 def _dense_supports(device: torch.device, case: Case) -> str | None:

@@ -21,6 +21,7 @@ from wide.kernels.device import interprets_triton, triton_obstacle
 from wide.kernels.gemm_mn import hopper
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
 from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile, default_tile
+from wide.kernels.registration import implement
 from wide.kernels.reordering import Reordering
 
 _WEIGHTS_BY_TMA_STACKED = 2
@@ -34,7 +35,7 @@ _LIBRARY.define(
 )
 
 
-@torch.library.impl(_LIBRARY, "gemm_mn", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "gemm_mn")
 def _impl(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -192,7 +193,7 @@ def _run_triton(
     x: torch.Tensor, weight: torch.Tensor, order: Reordering, *, tile: Sequence[int] | None = None, **options: Any
 ) -> torch.Tensor:
     _check(x, weight, order, **options)
-    obstacle = triton_obstacle(x.device)
+    obstacle = triton_obstacle(x.device, x.dtype)
     if obstacle is not None:
         raise UnsupportedBackendError(f"gemm_mn: {obstacle}; choose backend='torch'")
     from wide.kernels.gemm_mn import _triton
@@ -281,7 +282,8 @@ def _run_dense(
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
     size = case.sizes["group_size"]
-    return triton_obstacle(device) or (None if size % 16 == 0 else f"groups of {size} channels; 16 must divide them")
+    unfit = None if size % 16 == 0 else f"groups of {size} channels; 16 must divide them"
+    return triton_obstacle(device, case.dtype) or unfit
 
 
 def _dense_supports(device: torch.device, case: Case) -> str | None:

@@ -12,6 +12,7 @@ from wide.kernels.device import device_facts, interprets_triton, triton_obstacle
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate
 from wide.kernels.gemv.reference import gemv_k_reference, gemv_mn_reference
 from wide.kernels.gemv.tiles import GemvTile, default_k_tile, default_mn_tile
+from wide.kernels.registration import implement
 
 MAX_ROWS = 4
 _LONG_SUM = 8192
@@ -185,7 +186,7 @@ def _check_parts(name: str, x: torch.Tensor, parts: Mapping[str, tuple[torch.Ten
             )
 
 
-@torch.library.impl(_LIBRARY, "gemv_mn", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "gemv_mn")
 def _mn_impl(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -218,7 +219,7 @@ def _mn_impl(
     return GEMV_MN.backends[backend].run(x, weight, mask, **options)  # type: ignore[no-any-return]
 
 
-@torch.library.impl(_LIBRARY, "gemv_k", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "gemv_k")
 def _k_impl(
     h: torch.Tensor,
     weight: torch.Tensor,

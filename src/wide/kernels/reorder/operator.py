@@ -8,6 +8,7 @@ import torch
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask
 from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import implement
 from wide.kernels.reorder.reference import (
     reorder_patterns_reference,
     reorder_reference,
@@ -70,20 +71,20 @@ def _check_block(block_m: int) -> None:
         raise ShapeError(f"block_m must be a power of two, got {block_m}; 64 and 128 are usual")
 
 
-@torch.library.impl(_LIBRARY, "reorder", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "reorder")
 def _reorder_impl(mask: torch.Tensor, block_m: int, with_rank: bool, backend: str) -> Tensors:
     _check_mask(mask, 2, backend)
     _check_block(block_m)
     return REORDER.backends[backend].run(mask, block_m=block_m, with_rank=with_rank)  # type: ignore[no-any-return]
 
 
-@torch.library.impl(_LIBRARY, "reorder_sequences", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "reorder_sequences")
 def _sequences_impl(mask: torch.Tensor, backend: str) -> Tensors:
     _check_mask(mask, 3, backend)
     return REORDER_SEQUENCES.backends[backend].run(mask)  # type: ignore[no-any-return]
 
 
-@torch.library.impl(_LIBRARY, "reorder_patterns", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "reorder_patterns")
 def _patterns_impl(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Tensors:
     _check_mask(mask, 2, backend)
     _check_block(block_m)

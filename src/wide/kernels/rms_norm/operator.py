@@ -8,6 +8,7 @@ import torch
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_values, relative_error
 from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import implement
 from wide.kernels.rms_norm.reference import rms_norm_reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -63,7 +64,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None, b
         raise UnsupportedBackendError(f"rms_norm has the backends 'torch' and 'triton', got {backend!r}")
 
 
-@torch.library.impl(_LIBRARY, "rms_norm", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "rms_norm")
 def _impl(
     x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None, eps: float, unit_offset: bool, backend: str
 ) -> Pair:

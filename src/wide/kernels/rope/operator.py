@@ -9,6 +9,7 @@ from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.attention_inputs import check_per_sequence
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_values, relative_error
 from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import implement
 from wide.kernels.rope.reference import rope_to_cache_reference
 
 _NAME = "rope_to_cache"
@@ -93,7 +94,7 @@ def _check_shapes(
         )
 
 
-@torch.library.impl(_LIBRARY, _NAME, "CompositeExplicitAutograd")
+@implement(_LIBRARY, _NAME)
 def _impl(
     q: torch.Tensor,
     k: torch.Tensor,

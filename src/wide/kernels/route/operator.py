@@ -8,6 +8,7 @@ import torch
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_values, relative_error
 from wide.kernels.device import device_facts, interprets_triton, triton_obstacle
+from wide.kernels.registration import implement
 from wide.kernels.route.reference import margins, norm_route_reference, route_reference
 from wide.kernels.route.tiles import SMALLEST_BLOCK, default_tile
 from wide.kernels.route.weights import NUM_COUNTERS, RouteWeights, split_weights
@@ -95,7 +96,7 @@ def _check(x: torch.Tensor, weights: RouteWeights, backend: str) -> None:
     if not all(t is None or t.is_contiguous() for t in weights):
         raise ShapeError("route wants contiguous weights, as split_weights makes them")
     if backend == "triton":
-        obstacle = triton_obstacle(x.device)
+        obstacle = triton_obstacle(x.device, x.dtype)
         if obstacle is None and x.dtype == torch.float32 and not interprets_triton():
             obstacle = "the kernels take float16 and bfloat16, got torch.float32"
         if obstacle is not None:
@@ -135,7 +136,7 @@ def _run_route(
     )[2]
 
 
-@torch.library.impl(_LIBRARY, "route", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "route")
 def _route_impl(
     x: torch.Tensor,
     down: torch.Tensor,
@@ -157,7 +158,7 @@ def _route_fake(x: torch.Tensor, down: torch.Tensor, difference: torch.Tensor, *
     return x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool)
 
 
-@torch.library.impl(_LIBRARY, "norm_route", "CompositeExplicitAutograd")
+@implement(_LIBRARY, "norm_route")
 def _norm_route_impl(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -212,7 +213,7 @@ def _norm_route_fake(
 def _triton_supports(device: torch.device, case: Case) -> str | None:
     if case.dtype == torch.float32 and not interprets_triton():
         return "the kernels take float16 and bfloat16"
-    return triton_obstacle(device)
+    return triton_obstacle(device, case.dtype)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:

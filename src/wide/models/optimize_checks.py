@@ -1,0 +1,132 @@
+"""What a model must be for its layers to run wide's operators: refused before anything is changed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from wide.errors import UnsupportedBackendError, UnsupportedModelError
+from wide.grouping import Grouping
+from wide.kernels.device import interprets_triton, triton_obstacle
+from wide.kernels.operator_table import OperatorName, OperatorTable
+from wide.models.attach import Attachment
+from wide.models.block_spec import BlockSpec
+from wide.plan import LayerPlan, Routed
+
+_HALVES = (torch.float16, torch.bfloat16)
+# Tiles of the gathered products are cut in steps of it.
+_STEP = 16
+_SOME_ROWS = tuple(1 << power for power in range(3, 21))
+
+
+def require_plain(model: nn.Module, state: Attachment) -> None:
+    """Refuse projections that are not plain linear layers in memory, of one dtype and device a half-layer.
+
+    Raises:
+        UnsupportedModelError: The message names layer, projection, what it is and the way out.
+    """
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            "this model is sharded by FSDP, and wide's operators read whole weights; optimise the "
+            "model before sharding, or load the checkpoint without FSDP"
+        )
+    for spec, layer in zip(state.specs, state.plan.layers, strict=True):
+        present = set(spec.layer.modules())
+        for half, parts in _halves(spec, layer):
+            where = f"layer {spec.index}: {half}"
+            for name, part in parts.items():
+                if part not in present:
+                    raise UnsupportedModelError(
+                        f"{where}: the {name} projection was replaced after wide.attach, and the layer now holds "
+                        f"{_linear_types(present)}; quantised layers cannot run fused: load the model unquantised"
+                    )
+                _require_plain_linear(where, name, part)
+            _require_alike(where, parts)
+
+
+def require_kernels(state: Attachment, table: OperatorTable) -> None:
+    """Refuse a table of Triton kernels where they cannot run, instead of failing in the middle of a forward.
+
+    Raises:
+        UnsupportedBackendError: The message names the device, dtype or group size.
+    """
+    if table.backend != "triton":
+        return
+    for spec, layer in zip(state.specs, state.plan.layers, strict=True):
+        for half, parts in _halves(spec, layer):
+            weight: Any = next(iter(parts.values())).weight
+            reason = triton_obstacle(weight.device, weight.dtype)
+            if reason is None and weight.dtype not in _HALVES and not interprets_triton():
+                reason = f"the kernels take float16 and bfloat16, got {weight.dtype}; convert the model, or"
+            if reason is not None:
+                raise UnsupportedBackendError(
+                    f"layer {spec.index}: {half}: backend 'triton' cannot run on {weight.device}: {reason}; choose "
+                    "backend='torch' or 'auto'"
+                )
+        _require_tiles(spec, layer, table)
+
+
+def _halves(spec: BlockSpec, layer: LayerPlan) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    if isinstance(layer.attention, Routed):
+        yield "attention", {"query": spec.attention.query, "output": spec.attention.output}
+    if isinstance(layer.ffn, Routed) and spec.ffn is not None:
+        named = {"gate": spec.ffn.gate, "up": spec.ffn.up, "down": spec.ffn.down}
+        yield "FFN", {name: part for name, part in named.items() if part is not None}
+
+
+def _linear_types(modules: set[nn.Module]) -> list[str]:
+    """Return where the classes of what replaces linear layers come from."""
+    types = {type(module) for module in modules} - {nn.Linear}
+    return sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in types if "Linear" in cls.__qualname__)
+
+
+def _require_plain_linear(where: str, name: str, linear: nn.Module) -> None:
+    weight = getattr(linear, "weight", None)
+    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or not weight.is_floating_point():
+        raise UnsupportedModelError(
+            f"{where}: the {name} projection, {type(linear).__name__} with a {type(weight).__name__} weight, is not a "
+            "plain linear layer; quantised, sharded and LoRA-wrapped layers cannot run fused: merge LoRA, load the "
+            "model unquantised and unsharded"
+        )
+    if weight.is_meta or weight.numel() != linear.in_features * linear.out_features:
+        what = "lies on the meta device (offloaded, or not loaded yet)" if weight.is_meta else "is sharded"
+        raise UnsupportedModelError(
+            f"{where}: the weight of the {name} projection {what}, and wide's operators read whole weights; load the "
+            "model so that all of it fits the device, without offloading"
+        )
+
+
+def _require_alike(where: str, parts: dict[str, nn.Module]) -> None:
+    for fact in ("dtype", "device"):
+        found = {name: str(getattr(part.weight, fact)) for name, part in parts.items()}
+        if len(set(found.values())) > 1:
+            raise UnsupportedModelError(
+                f"{where}: the projections must have one {fact}, got {found}; move or convert them to one"
+            )
+    biased = {name: part.bias is not None for name, part in parts.items() if name in ("gate", "up")}
+    if len(set(biased.values())) > 1:
+        raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none, got {biased}")
+
+
+def _require_tiles(spec: BlockSpec, layer: LayerPlan, table: OperatorTable) -> None:
+    """Refuse groups that the gathered products of the table would not take."""
+    for name, grouping in _grouped(spec, layer):
+        if not any(table.how(name, rows) == "many" for rows in _SOME_ROWS):
+            continue
+        size = grouping.group_size
+        if size % _STEP or (name in ("output", "down") and spec.hidden_size % _STEP):
+            raise UnsupportedBackendError(
+                f"layer {spec.index}: {name}: groups of {size} channels and {spec.hidden_size} hidden channels; "
+                f"backend 'triton' wants multiples of {_STEP}: choose backend='torch' or 'auto', or other group sizes"
+            )
+
+
+def _grouped(spec: BlockSpec, layer: LayerPlan) -> Iterator[tuple[OperatorName, Grouping]]:
+    if isinstance(layer.attention, Routed):
+        if spec.attention.q_norm != "width":
+            yield "query", layer.attention.grouping
+        yield "output", layer.attention.grouping
+    if isinstance(layer.ffn, Routed) and spec.ffn is not None:
+        yield "gate_up", layer.ffn.grouping
+        yield "down", layer.ffn.grouping

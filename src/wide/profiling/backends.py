@@ -1,0 +1,51 @@
+"""Which implementations a bench times beside the dense peers."""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from wide.errors import ConfigError
+
+TIMED = ("triton", "gluon")
+"""Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
+WITH_GLUON = ("gemm_mn", "gemm_k", "prefill")
+"""Operators, as benches name them, that have a Hopper kernel."""
+Calls = TypeVar("Calls")
+
+
+def backend_of(candidate: str) -> str:
+    """Return 'dense', 'gluon' or 'triton' from the name of a candidate of a bench."""
+    if candidate.startswith("dense"):
+        return "dense"
+    return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
+
+
+def only_backends(candidates: Mapping[str, Calls], backends: Iterable[str]) -> dict[str, Calls]:
+    """Return the dense peers and the candidates of the named backends."""
+    wanted = {"dense", *backends}
+    return {name: calls for name, calls in candidates.items() if backend_of(name) in wanted}
+
+
+def parse_backends(text: str, operators: Sequence[str]) -> tuple[str, ...]:
+    """Return the named backends.
+
+    Args:
+        text: Names separated by commas.
+        operators: That are to be timed, as benches name them.
+
+    Raises:
+        ConfigError: If a backend is unknown, or an operator has none of those named.
+    """
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = sorted(set(names) - set(TIMED))
+    if unknown:
+        raise ConfigError(f"backends are {' and '.join(TIMED)}, beside the dense peers that always run; got {unknown}")
+    without = sorted(set(operators) - set(WITH_GLUON))
+    if "triton" not in names and without:
+        raise ConfigError(f"{', '.join(without)} have no gluon backend; add triton, or time {', '.join(WITH_GLUON)}")
+    return names
+
+
+def add_backend_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that `parse_backends` reads."""
+    parser.add_argument("--backends", default=",".join(TIMED), help="timed beside the dense peers, comma-separated")

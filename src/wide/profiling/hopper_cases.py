@@ -1,0 +1,50 @@
+"""Cases on which the Hopper products must agree: those of the contracts are too small for them."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import Case, Operator
+
+_BLOCK_M = 128
+
+
+def with_hopper_cases(operator: Operator) -> Operator:
+    """Return an operator with cases for its Hopper kernel beside its own; one without such a kernel as it is."""
+    return dataclasses.replace(operator, cases=(*operator.cases, *_CASES.get(operator.name, ())))
+
+
+def _case(sizes: dict[str, int], active: float, **options: Any) -> Case:
+    return Case(sizes={**sizes, "block_m": _BLOCK_M}, dtype=torch.bfloat16, active=active, options=options)
+
+
+def _mn(rows: int, groups: int, size: int, active: float = 0.5, **options: Any) -> Case:
+    sizes = {"num_rows": rows, "num_groups": groups, "group_size": size, "depth": 320}
+    return _case(sizes, active, **options)
+
+
+def _k(rows: int, groups: int, size: int, groups_per_block: int, active: float = 0.5, **options: Any) -> Case:
+    sizes = {"num_rows": rows, "num_groups": groups, "group_size": size, "width": 512}
+    return _case({**sizes, "groups_per_block": groups_per_block}, active, **options)
+
+
+_GATED: dict[str, Any] = {"gated": True, "activation": "silu"}
+_CASES = {
+    "gemm_mn": (
+        _mn(1, 1, 128, 1.0, **_GATED),
+        _mn(127, 3, 128, zeroed=True, **_GATED),
+        _mn(200, 2, 64, gated=True, activation="gelu_tanh", biased=True),
+        _mn(130, 2, 128, 0.0, zeroed=True, **_GATED),
+        _mn(300, 2, 512),
+        _mn(127, 2, 256, 1.0, biased=True, packed=True),
+    ),
+    "gemm_k": (
+        _k(1, 1, 128, 1, 1.0),
+        _k(127, 3, 128, 2),
+        _k(200, 5, 64, 4, biased=True),
+        _k(130, 4, 128, 4, 0.0),
+        _k(300, 3, 512, 8, keeps_empty=True),
+        _k(300, 4, 256, 4, 1.0),
+    ),
+}

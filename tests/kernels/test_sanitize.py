@@ -1,0 +1,57 @@
+"""The program for compute-sanitizer knows every operator and tells right from wrong."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import wide.kernels
+from wide.kernels.device import interprets_triton
+
+FILE = Path(__file__).parents[2] / "tools" / "sanitize.py"
+
+
+@pytest.fixture(scope="module")
+def sanitize() -> ModuleType:
+    """Return the program as a module."""
+    spec = importlib.util.spec_from_file_location("sanitize", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_operator_is_there(sanitize: ModuleType) -> None:
+    files = Path(wide.kernels.__file__).parent.glob("*/operator.py")
+    declared = sum(file.read_text(encoding="utf-8").count(" = Operator(\n") for file in files)
+    assert len(sanitize.OPERATORS) == declared
+
+
+@pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
+def test_right_results_are_counted_and_wrong_ones_are_red(
+    sanitize: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--device", "cpu", "--operators", "clear_skipped"]
+    assert sanitize.main(given) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "6 cases, 0 red"
+    right = sanitize.OPERATORS["clear_skipped"]
+    wrong = dataclasses.replace(right, reference=lambda values, mask: values + 1)
+    monkeypatch.setitem(sanitize.OPERATORS, "clear_skipped", wrong)
+    assert sanitize.main([*given, "--limit", "0"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("RED clear_skipped triton inf")
+    assert lines[-1] == "1 cases, 1 red"
+
+
+def test_persistent_kernels_get_few_programs(sanitize: ModuleType) -> None:
+    assert sanitize.few_programs(2)(torch.device("cpu")).num_sms == 2
+
+
+def test_unknown_operators_are_refused(sanitize: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sanitize.main(["--operators", "gemm"])
+    assert "unknown operators ['gemm']" in capsys.readouterr().err

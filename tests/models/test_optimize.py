@@ -1,0 +1,196 @@
+"""What cannot run fused is refused by name before anything changes, and nothing is slower without a word."""
+
+import warnings
+
+import pytest
+import torch
+from families import make, tokens
+from torch import nn
+
+from wide.config import WideConfig
+from wide.errors import NotAttachedError, UnsupportedBackendError, UnsupportedModelError
+from wide.kernels import measured
+from wide.kernels.device import DeviceFacts
+from wide.kernels.operator_table import OperatorTable
+from wide.models import fused as fused_module
+from wide.models import optimize as optimize_module
+from wide.models import optimize_checks
+from wide.models.attach import attach, attachment
+from wide.models.fused_router import FusedRouter
+from wide.models.observe import capture_routing, force_routing
+from wide.models.optimize import deoptimize, optimize
+
+CONFIG = WideConfig(ffn_group_size=16)
+SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+
+
+def refused(model, error, match, **options):
+    """Check that `optimize` refuses a model and leaves it as it was."""
+    before = {name: module.forward for name, module in model.named_modules()}
+    with pytest.raises(error, match=match):
+        optimize(model, **(options or {"table": SMALL}))
+    assert not attachment(model).fused
+    assert not attachment(model).handles_fused
+    assert {name: module.forward for name, module in model.named_modules()} == before
+
+
+def test_weights_that_are_not_in_memory_are_refused():
+    model = attach(make("llama"), CONFIG)
+    model.model.layers[1].mlp.down_proj.to("meta")
+    refused(model, UnsupportedModelError, "layer 1: FFN: the weight of the down projection lies on the meta device")
+
+
+def test_dynamic_quantisation_is_named():
+    model = attach(make("llama"), CONFIG)
+    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
+    refused(model, UnsupportedModelError, "query projection was replaced after .*torch.*quantized.dynamic")
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_projections_of_several_dtypes_are_refused(name):
+    model = attach(make("llama"), CONFIG)
+    getattr(model.model.layers[1].mlp, name).double()
+    refused(model, UnsupportedModelError, "layer 1: FFN: the projections must have one dtype, got .*float64")
+
+
+def test_other_classes_and_odd_biases_are_refused():
+    class Linear8bitLt(nn.Linear):
+        pass
+
+    model = attach(make("llama"), CONFIG)
+    model.model.layers[1].mlp.down_proj.__class__ = Linear8bitLt
+    refused(model, UnsupportedModelError, "down projection, Linear8bitLt with a Parameter weight")
+
+    model = attach(make("llama"), CONFIG)
+    model.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.zeros(64))
+    refused(model, UnsupportedModelError, "layer 0: FFN: some of the projections have a bias")
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("keeps_parameters", [False, True])
+def test_sharded_models_are_refused(keeps_parameters):
+    model = attach(make("llama"), CONFIG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.fsdp.FullyShardedDataParallel(
+            model, use_orig_params=keeps_parameters, device_id=torch.device("cpu")
+        )
+    with pytest.raises(UnsupportedModelError, match="shard"):
+        optimize(model, table=SMALL)
+    assert not attachment(model).fused
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = attach(make("llama"), CONFIG)
+    match = "layer 0: attention: backend 'triton' cannot run on cpu: .*choose backend='torch' or 'auto'"
+    refused(model, UnsupportedBackendError, match, backend="triton")
+    refused(model, UnsupportedBackendError, match, table=OperatorTable())
+
+
+def test_groups_that_the_kernels_do_not_take_are_refused(monkeypatch):
+    monkeypatch.setattr(optimize_checks, "triton_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(optimize_checks, "interprets_triton", lambda: True)
+    model = attach(make("llama"), WideConfig(ffn_group_size=8))
+    match = "layer 0: gate_up: groups of 8 channels .* wants multiples of 16"
+    refused(model, UnsupportedBackendError, match, backend="triton")
+    few_only = OperatorTable(query=None, output=None, gate_up=None)
+    assert attachment(optimize(model, table=few_only)).fused
+    model = attach(make("llama"), CONFIG)
+    assert attachment(optimize(model, backend="triton")).fused
+
+
+def test_training_while_optimised_says_what_to_do():
+    model, ids = optimize(attach(make("llama"), CONFIG), table=SMALL), tokens(2, 12)
+    for part in (model, model.model.layers[0].mlp):
+        part.train()
+        with pytest.raises(NotAttachedError, match=r"call wide\.deoptimize\(model\) first, or model\.eval"):
+            model(ids)
+        model.eval()
+    with pytest.raises(NotAttachedError, match=r"no gradients; call wide\.deoptimize"):
+        model(ids, labels=ids).loss.backward()
+    deoptimize(model)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.model.layers[0].mlp.up_proj.parameters())
+
+
+def test_auto_says_when_nothing_is_measured(monkeypatch, tmp_path):
+    model = attach(make("llama"), CONFIG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        deoptimize(optimize(model))
+
+    a100 = DeviceFacts(name="NVIDIA A100", capability=80, num_sms=108, shared_memory_bytes=1 << 17, l2_bytes=1 << 25)
+    monkeypatch.setenv("WIDE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured, "device_facts", lambda device: a100)
+    monkeypatch.setattr("wide.kernels.tuning.device_facts", lambda device: a100)
+    monkeypatch.setattr(measured, "triton_obstacle", lambda device: None)
+    gpu = torch.device("cuda", 0)
+    said = measured.unmeasured(gpu, torch.bfloat16)
+    for part in ("NVIDIA A100", "tuning.json", "python -m wide.profiling.tune --out", "backend='triton'"):
+        assert part in said
+    assert "float32" in measured.unmeasured(gpu, torch.float32)
+    monkeypatch.setattr(optimize_module, "unmeasured", lambda device, dtype: said)
+    with pytest.warns(UserWarning, match="NVIDIA A100") as caught:
+        deoptimize(optimize(model))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimize(model, table=SMALL)
+
+
+def test_zeros_of_skipped_heads_do_not_depend_on_gradients():
+    model, ids = attach(make("llama"), CONFIG), tokens(2, 3)
+    with torch.no_grad(), capture_routing(model):
+        masked = model(ids).logits
+    optimize(model, table=SMALL)
+    with torch.no_grad():
+        without = model(ids).logits
+    torch.testing.assert_close(without, masked, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(ids).logits, without, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_router_decides_by_the_kernel_and_follows_its_parameters(bias, monkeypatch):
+    model = attach(make("llama"), WideConfig(ffn_group_size=16, router_bias=bias))
+    router = attachment(model).routers()[0]
+    fused, hidden = FusedRouter(router, "torch"), torch.randn(2, 5, 32)
+    called = []
+    monkeypatch.setattr(fused, "original", lambda x: called.append(1) or router(x))
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(fused(hidden), router(hidden))
+            router.threshold = 0.1
+            assert torch.equal(fused(hidden), router(hidden))
+            router.up.mul_(-1)
+            router.threshold = 0.0
+        router.down = nn.Parameter(torch.randn_like(router.down))
+    assert not called
+    with torch.no_grad(), capture_routing(model):
+        fused(hidden)
+    fused(hidden)
+    assert len(called) == 2
+
+
+def test_one_sequence_is_put_in_order_once(monkeypatch):
+    for batch in (1, 2):
+        model, ids = attach(make("llama"), CONFIG), tokens(batch, 20)
+        with torch.no_grad(), capture_routing(model) as routing:
+            masked = model(ids).logits
+        optimize(model, table=SMALL)
+        made, original = [], fused_module.reorder_sequences
+        monkeypatch.setattr(
+            fused_module,
+            "reorder_sequences",
+            lambda mask, backend, made=made, original=original: made.append(1) or original(mask, backend=backend),
+        )
+        with torch.no_grad(), force_routing(model, routing):
+            torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
+        assert len(made) == (0 if batch == 1 else 2)
