@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Read by Triton when it and each kernel are imported, which any test module may do first.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 # Threads cost tiny models more than they give, above all where several processes share the cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

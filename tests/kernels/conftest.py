@@ -1,14 +1,9 @@
-"""Kernels run in Triton's interpreter where there is no GPU; uninitialised memory holds NaN."""
+"""Uninitialised memory holds NaN."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-# Read by Triton when a kernel is decorated, so before any `_triton` module is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
