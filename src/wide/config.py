@@ -137,6 +137,9 @@ class StageConfig:
         noise: Share of the steps, from the first on, that sample masks; in those after them masks are what inference
             executes, with the same straight-through gradient. 1 is the paper's.
         gradient_checkpointing: Trade a second forward for memory (always non-reentrant).
+        compile: Whether `torch.compile` fuses the forward and its backward: worth its minutes in long runs. Noise is
+            then another sample of the same distribution; a resumed run no longer repeats an interrupted one exactly.
+            Not together with gradient checkpointing.
         checkpoint_every: Steps between resumable checkpoints; 0 writes none but the last.
         seed: Of initialisation, data order and Gumbel noise.
     """
@@ -153,6 +156,7 @@ class StageConfig:
     temperature_end: float = 0.5
     noise: float = 1.0
     gradient_checkpointing: bool = False
+    compile: bool = False
     checkpoint_every: int = 500
     seed: int = 17
 
@@ -171,6 +175,11 @@ class StageConfig:
         _require(
             self.temperature_start > 0 and self.temperature_end > 0,
             f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}",
+        )
+        _require(
+            not (self.compile and self.gradient_checkpointing),
+            "compile and gradient_checkpointing cannot both be on: masks that are observed inside a recomputed layer "
+            "cannot be compiled; set one of them to false",
         )
         _require(0.0 <= self.noise <= 1.0, f"noise must lie in [0, 1], got {self.noise}")
         _require(self.checkpoint_every >= 0, f"checkpoint_every must not be negative, got {self.checkpoint_every}")

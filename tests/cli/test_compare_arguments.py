@@ -120,6 +120,8 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["compare", "--methods", "tyr", "--sparsities", "half"], "must be numbers"),
         (["compare", "--methods", "tyr", "--seeds", "1.5"], "whole numbers"),
         (["compare", "--methods", "tyr", "--shard", "3/2"], "1 <= I <= N"),
+        (["compare", "--methods", "tyr", "--shard", "last"], "must be 'next', or I/N"),
+        (["compare", "--methods", "tyr", "--shard", "next", "--overwrite"], "remove the folder"),
         (["compare", "--methods", "tyr", "--shard", "1/2", "--overwrite"], "remove the folder"),
         (["compare", "--methods", "tyr", "--eval.tokens", "0"], "nothing to compare by"),
         (["compare", "--methods", "tyr", "--recover.steps", "-1"], "0 leaves LoRA out"),

@@ -11,7 +11,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 
 
 @NO_GPU
-@pytest.mark.parametrize("command", [["bench", "--out", "o"], ["profile", "--out", "o"]])
+@pytest.mark.parametrize("command", [["bench", "--out", "o"], ["profile", "--out", "o"], ["tune", "--model", "m"]])
 def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(command) == 1
@@ -42,6 +42,10 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
         (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--out", "o", "--generate", "0"], 1, "at least 1"),
+        (["tune"], 2, "model"),
+        (["tune", "--model", "m", "--rows", "0"], 1, "positive numbers"),
+        (["tune", "--model", "m", "--executed", "0.5"], 1, "two shares"),
+        (["tune", "--model", "m", "--adapter", "a", "--ffn_group_size", "64"], 2, "the adapter says"),
     ],
 )
 def test_bad_values_are_refused_before_the_device_is_looked_at(command, code, words, capsys):

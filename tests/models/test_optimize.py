@@ -134,13 +134,20 @@ def test_auto_says_when_nothing_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "triton_obstacle", lambda device: None)
     gpu = torch.device("cuda", 0)
     said = measured.unmeasured(gpu, torch.bfloat16)
-    for part in ("NVIDIA A100", "tuning.json", "python -m wide.profiling.tune --out", "backend='triton'"):
+    for part in ("NVIDIA A100", "measurements of this device", "tuning.json", "backend='triton'"):
         assert part in said
     assert "float32" in measured.unmeasured(gpu, torch.float32)
-    monkeypatch.setattr(optimize_module, "unmeasured", lambda device, dtype: said)
+    ask = measured.unmeasured
+    monkeypatch.setattr(optimize_module, "unmeasured", lambda device, dtype, **named: ask(gpu, torch.bfloat16, **named))
+    # The table itself is asked for the host, where there is nothing to choose.
+    monkeypatch.setattr(optimize_module, "measured_table", lambda sizes, **named: measured.dense_table())
+    model.config._name_or_path = "models/mine"
     with pytest.warns(UserWarning, match="NVIDIA A100") as caught:
-        deoptimize(optimize(model))
+        deoptimize(optimize(model, executed=(0.34, 0.5)))
     assert len(caught) == 1
+    sizes = [half.grouping.group_size for _, half in attachment(model).plan.layers[0].halves()]
+    command = f"wide tune --model models/mine --attention_group_size {sizes[0]} --ffn_group_size {sizes[1]}"
+    assert f"`{command} --executed 0.34,0.5`" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimize(model, table=SMALL)

@@ -110,6 +110,20 @@ def test_gains_over_the_compiled_peer_are_those_of_the_records():
     assert list(said.groups()) == [gain("decode", 2048), gain("decode", 16384), gain("prefill", 4096)]
 
 
+def test_the_optimised_model_and_its_dense_peer_are_those_of_the_records():
+    records = json.loads((RECORDS / "h200/optimised/endtoend.json").read_text())["records"]
+    found = {(entry["what"], entry["candidate"]): entry for entry in records}
+    said = re.search(
+        r"after `wide\.optimize` keeps .*: ([\d.]+)x in prefill \(4096 tokens\) and ([\d.]+)x in a decode step.*\s.*"
+        r"\(([\d.]+) against ([\d.]+) ms, ([\d.]+) against ([\d.]+) ms\)",
+        README,
+    )
+    assert [said[1], said[2]] == [f"{found[what, 'optimised']['speedup']:.2f}" for what in ("prefill", "decode")]
+    for number, (what, length, digits) in ((3, ("prefill", 4096, 0)), (5, ("decode", 2048, 1))):
+        peers = (found[what, "dense"], forward(what, length, candidate="dense"))
+        assert [said[number], said[number + 1]] == [f"{peer['median_us'] / 1e3:.{digits}f}" for peer in peers]
+
+
 def cell(row, target, metric="token_perplexity", *, stage="calibrated"):
     wanted = {"row": row, "target": target, "seed": 17, "stage": stage}
     cells = BENCHMARK["comparisons"]["nominal"]["cells"]

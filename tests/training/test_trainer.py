@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from tiny import RandomSource, batch, routed_model, stage
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, TrainingError
@@ -29,6 +31,21 @@ def trainer(model, folder=None, *, source=None, config=None, resume=False, finge
 
 def router_values(model):
     return torch.cat([p.detach().flatten() for r in attachment(model).routers() for p in r.parameters()])
+
+
+def test_a_compiled_run_is_one_graph_and_the_same_run(monkeypatch):
+    changes = {"steps": 5, "temperature_start": 4.0}
+    plain, model = routed_model(), routed_model()
+    trainer(plain, **changes).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    compiled = trainer(model, compile=True, **changes)
+    compiled.train()
+    assert counter.frame_count == 1
+    torch.testing.assert_close(router_values(model), router_values(plain))
+    assert isinstance(attachment(model).control.temperature, float)
+    with pytest.raises(ConfigError, match="cannot both be on"):
+        stage(compile=True, gradient_checkpointing=True)
 
 
 def test_training_reaches_the_target_sparsity_and_lowers_the_loss():

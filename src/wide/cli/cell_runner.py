@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class CellRunner:
         self._cells = cells
         self._tokenizer = tokenizer
         self._fingerprint = config_fingerprint
+        # As records write it.
+        self._began = datetime.now(UTC).isoformat(timespec="seconds")
         self._model: Any = None
         self._text: tuple[tuple[int, int], TokenBlocks] | None = None
         self.documents: list[Any] | None = None
@@ -87,10 +90,21 @@ class CellRunner:
 
     def is_finished(self, cell: Cell, recovered: bool) -> bool:
         """Return whether a stage of a cell has been measured."""
-        file = self._cells / cell.folder / RECORDS
-        if not file.is_file():
-            return False
-        return Selection(*read_records(file)).text(cell.subject(recovered=recovered), "status") == FINISHED
+        status = self._status(cell, recovered)
+        return status is not None and status.value == FINISHED
+
+    def is_over(self, cell: Cell) -> bool:
+        """Return whether a cell is measured, or failed since this process began: here, or in one that shares the run.
+
+        What failed for one process would fail for the next.
+        """
+        found = [self._status(cell, recovered) for recovered in self.stages(cell)]
+        failed = [status for status in found if status is not None and status.value != FINISHED]
+        return any(status.time >= self._began for status in failed) or (None not in found and not failed)
+
+    def folder(self, cell: Cell) -> Path:
+        """Return the folder of a cell, which need not exist."""
+        return self._cells / cell.folder
 
     def run(self, cell: Cell, recovered: bool) -> str:
         """Run a stage of a cell, and return in words what came out.
@@ -98,7 +112,7 @@ class CellRunner:
         Raises:
             WideError: Whatever the method, the training or the evaluation refuses.
         """
-        folder = self._cells / cell.folder
+        folder = self.folder(cell)
         self._bring(cell, folder)
         subject = cell.subject(recovered=recovered)
         if recovered:
@@ -132,7 +146,7 @@ class CellRunner:
     def remove_weights(self, cell: Cell) -> None:
         """Delete adapters and checkpoints of a finished cell; its records stay."""
         for name in (ADAPTER, _RECOVERED, _TRAINING):
-            shutil.rmtree(self._cells / cell.folder / name, ignore_errors=True)
+            shutil.rmtree(self.folder(cell) / name, ignore_errors=True)
 
     def _bring(self, cell: Cell, folder: Path) -> None:
         """Attach what the method decided: as it is, from disk, or by letting it decide now."""
@@ -178,9 +192,15 @@ class CellRunner:
         )
         return held_out.measure(self._model, subject)
 
+    def _status(self, cell: Cell, recovered: bool) -> Record | None:
+        """Return what became of a stage of a cell: finished, or why it failed; None where neither is recorded."""
+        file = self.folder(cell) / RECORDS
+        if not file.is_file():
+            return None
+        return Selection(*read_records(file)).record(cell.subject(recovered=recovered), "status")
+
     def _records(self, cell: Cell) -> RecordFile:
-        path = self._cells / cell.folder / RECORDS
-        return RecordFile(path, config_fingerprint=self._fingerprint, device=self.device)
+        return RecordFile(self.folder(cell) / RECORDS, config_fingerprint=self._fingerprint, device=self.device)
 
     def _stage_records(self, subject: str, provenance: dict[str, Any], recovered: bool) -> Iterator[Record]:
         """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""

@@ -112,9 +112,11 @@ def run(given: Sequence[str]) -> None:
     values = flags.parse(given)
     asked = request(values)
     if num_processes() > 1:
-        raise UsageError("a comparison does not run under torchrun; start N processes with --shard 1/N to --shard N/N")
+        raise UsageError(
+            "a comparison does not run under torchrun; start as many processes as you like with --shard next"
+        )
     if asked.grid.shard is not None and values["overwrite"]:
-        raise UsageError("--overwrite would delete the cells of the other shards; remove the folder instead")
+        raise UsageError("--overwrite would delete the cells of the other processes; remove the folder instead")
     if asked.grid.unused_variants:
         say(f"warning  variants that --methods does not name are left out: {', '.join(asked.grid.unused_variants)}")
     # Nothing heavier than the schema is imported until the command line is known to be right.

@@ -1,18 +1,22 @@
-"""Runs the cells of a comparison, or of one shard of it; what one cell does wrong costs no other."""
+"""Runs the cells of a comparison, or a share of them; what one cell does wrong costs no other."""
 
 import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 
 from wide.cli.cell_runner import CellRunner
+from wide.cli.cell_sharing import free_cells
 from wide.cli.compare_request import CompareRequest
 from wide.cli.comparison_files import draw
 from wide.cli.console import say
+from wide.cli.grid import NEXT
 from wide.cli.loading import held_out_documents, require_lora
 from wide.cli.pipeline import device_name
 from wide.cli.run_folder import CELLS, GRID, RunFolder
+from wide.cli.termination import terminable
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
@@ -45,19 +49,38 @@ class ComparisonRun:
 
         Raises:
             EvaluationError: If cells failed; the others are measured and the tables drawn then.
+            KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
         """
-        runner = self._prepare()
-        grid = self._request.grid
-        own = grid.own(grid.cells(recovers=self._request.recover is not None))
-        say(f"cells    {len(own)} of this process\n")
-        finished = [self._run_cell(runner, cell, f"[{n}/{len(own)}] {cell.title}") for n, cell in enumerate(own, 1)]
-        say()
-        draw(self._folder.path)
+        with terminable():
+            runner = self._prepare()
+            finished = self._run_cells(runner)
+            say()
+            draw(self._folder.path)
         if not all(finished):
             raise EvaluationError(
-                f"{finished.count(False)} of {len(own)} cells failed, see the table; the same command with --resume "
-                "runs them again"
+                f"{finished.count(False)} of {len(finished)} cells failed, see the table; {self._again} runs them again"
             )
+
+    def _run_cells(self, runner: CellRunner) -> list[bool]:
+        """Run the cells of this process, and return of each whether it is complete now."""
+        grid = self._request.grid
+        own = grid.own(grid.cells(recovers=self._request.recover is not None))
+        titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
+        if grid.shard != NEXT:
+            say(f"cells    {len(own)} of this process\n")
+            return [self._run_cell(runner, cell, titles[cell]) for cell in own]
+        say(f"cells    {len(own)}, of which this process takes one after the other that is free\n")
+        with closing(free_cells(own, runner.folder, runner.is_over)) as free:
+            finished = [self._run_cell(runner, cell, titles[cell]) for cell in free]
+        others = sum(not runner.is_over(cell) for cell in own)
+        if others:
+            say(f"left     {others} of {len(own)} cells to the processes that hold them")
+        return finished
+
+    @property
+    def _again(self) -> str:
+        # Processes that share a folder go on with what they find there, whether told so or not.
+        return "the same command" if self._request.grid.shard else "the same command with --resume"
 
     def _prepare(self) -> CellRunner:
         """Check everything that can be checked, then claim the folder."""
@@ -131,8 +154,8 @@ class ComparisonRun:
             found = runner.run(cell, recovered)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
-                f"{name} {interrupt or 'stopped'}; finished cells are kept in {self._folder.path}, and the same "
-                "command with --resume goes on from there"
+                f"{name} {interrupt or 'stopped'}; finished cells are kept in {self._folder.path}, and {self._again} "
+                "goes on from there"
             ) from interrupt
         except Exception as error:
             runner.note_failure(cell, recovered, error)

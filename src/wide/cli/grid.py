@@ -4,11 +4,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from wide.cli.method_flags import SETTINGS, check_method, check_variants
+from wide.cli.method_flags import SETTINGS, TRAINED, check_method, check_variants
 from wide.cli.usage import UsageError
 from wide.report.cells import Cell
 
 DENSE = "dense"
+NEXT = "next"
+"""The shard of a process that takes one free cell after the other."""
+_SEARCHING, _TRAINING = ("tyr",), ("ddp", *TRAINED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +27,9 @@ class GridOptions:
         match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product
             work of all decoder layers, keys and values included, the output head not.
         seeds: Seeds separated by commas; with several, the table shows means and standard deviations.
-        shard: 'I/N' runs only every N-th cell beginning with the I-th, so that N processes share a grid and a folder;
-            null runs all. Cells that are finished are left alone.
+        shard: How processes share a grid and a folder: 'next' takes the next cell that is not finished and that no
+            living process holds, expensive methods first, until none is free; 'I/N' runs only every N-th cell beginning
+            with the I-th; null runs all. Cells that are finished are left alone.
         keep_adapters: Whether adapters and checkpoints of finished cells stay; those of some methods are as large as
             the model.
         table: Folder of a comparison whose tables are drawn anew; nothing is run, and other flags are not needed.
@@ -92,12 +96,13 @@ class GridOptions:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which share of the cells is run, (I, N), from (1, 1)."""
-        if self.shard is None:
+        """Which share of the cells may be run, (I, N), from (1, 1)."""
+        if self.shard in (None, NEXT):
             return 1, 1
+        assert self.shard is not None
         index, _, count = self.shard.partition("/")
         if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-            raise UsageError(f"shard must be I/N with 1 <= I <= N, such as 1/4, got {self.shard!r}")
+            raise UsageError(f"shard must be 'next', or I/N with 1 <= I <= N, such as 1/4, got {self.shard!r}")
         return int(index), int(count)
 
     def cells(self, *, recovers: bool) -> list[Cell]:
@@ -113,9 +118,19 @@ class GridOptions:
         return cells
 
     def own(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells that this process runs."""
+        """Return the cells that this process runs; those that it shares one by one, in the order to take them in."""
+        if self.shard == NEXT:
+            return sorted(cells, key=self._rank)
         index, count = self.part
         return list(cells[index - 1 :: count])
+
+    def _rank(self, cell: Cell) -> int:
+        """Return when a cell's turn is: what takes longest begins early, lest one process be left alone with it."""
+        method = self.method_of(cell.method)
+        if method == DENSE:
+            # All other rows are relative to it.
+            return 0
+        return 1 if method in _SEARCHING else 2 if method in _TRAINING else 3
 
 
 def method_names(text: str, variants: Collection[str] = ()) -> list[str]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "methods": "list the methods of the benchmark, what they remove, and where they come from",
     "generate": "continue a prompt",
     "bench": "time the operators against dense peers on a GPU, agreement first",
+    "tune": "measure which operator pays at a model's own shapes on this GPU, for wide.optimize",
     "profile": "time a whole model on a GPU, dense beside routed: TTFT, TPOT, TTLT, energy, memory",
     "report": "draw reports again from the records of runs, comparisons and benches; several on one page",
     "inspect": "what a model can be pruned to, or what an adapter holds",

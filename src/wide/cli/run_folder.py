@@ -11,7 +11,7 @@ import yaml
 from wide.cli.console import is_main_process
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError
-from wide.report.writing import write_whole
+from wide.report.writing import is_unfinished, write_whole
 from wide.version import __version__
 
 CONFIG, ADAPTER, RECORDS = "config.yaml", "adapter", "records.jsonl"
@@ -91,7 +91,8 @@ class RunFolder:
         self._check_writable()
         if not self.path.exists():
             return
-        if not any(self.path.iterdir()):
+        # What another process that shares the folder is just claiming it with does not make it anybody's.
+        if all(is_unfinished(entry) for entry in self.path.iterdir()):
             return
         saved = self.path / CONFIG
         if not saved.is_file():

@@ -1,6 +1,7 @@
 """Operator tables made from measurements: for each operator the fastest way at every number of tokens."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +86,24 @@ def measured_table(
     return OperatorTable(backend="triton", cache=skips_cache, rules=tuple(rules))
 
 
-def unmeasured(device: torch.device, dtype: torch.dtype, *, tuning: TuningTable | None = None) -> str | None:
+def unmeasured(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    layers: Sequence[LayerSizes] = (),
+    executed: tuple[float, float] = (0.5, 0.5),
+    command: str = "wide tune --model MODEL",
+    tuning: TuningTable | None = None,
+) -> str | None:
     """Return in words why a GPU runs dense products only, None where measurements choose or there is no GPU.
 
     Args:
         device: Where a model runs.
         dtype: Of its weights.
+        layers: Its layers; of no shape near theirs anything may be known, though the device is. None asks for the
+            device alone.
+        executed: As in `measured_table`.
+        command: What to run to measure them.
         tuning: As in `measured_table`.
     """
     if device.type != "cuda":
@@ -99,16 +112,30 @@ def unmeasured(device: torch.device, dtype: torch.dtype, *, tuning: TuningTable 
     obstacle = triton_obstacle(device)
     if obstacle is None and dtype not in _HALVES:
         obstacle = f"the kernels take float16 and bfloat16, this model is in {dtype}"
-    if obstacle is None and known.knows(device):
+    is_known = known.knows(device)
+    if obstacle is None and is_known and (not layers or any(_knows(s, known, device, executed) for s in layers)):
         return None
     start = f"backend 'auto' on {name}: dense products run, and the routers come on top, so the model is slower than"
     if obstacle is not None:
         return f"{start} without pruning ({obstacle}). Convert the model, or choose another device"
+    what = "this model's shapes" if is_known else "this device"
     return (
-        f"{start} without pruning: no measurements of this device in {known.path} (for {machine_key(device)}) or "
-        f"{shipped_path(name)}. Measure with `python -m wide.profiling.tune --out {known.path}`, or choose "
-        "backend='triton'"
+        f"{start} without pruning: no measurements of {what} in {known.path} (for {machine_key(device)}) or "
+        f"{shipped_path(name)}. Measure with `{command}`, or choose backend='triton'"
     )
+
+
+def _knows(sizes: LayerSizes, known: TuningTable, device: torch.device, executed: tuple[float, float]) -> bool:
+    """Return whether any linear operator of a layer was measured, dense winning included."""
+    for name in OPERATORS:
+        if name == "attention":
+            continue
+        active = executed[0] if name in ("query", "output") else executed[1]
+        few, many = ("gemv_mn", "gemm_mn") if name in ("query", "gate_up") else ("gemv_k", "gemm_k")
+        one, most = gemv_case(name, sizes, 1, active), gemm_case(name, sizes, _MANY_ROWS[-1], active)
+        if known.nearest(few, device, one, fewer_rows=False) or known.nearest(many, device, most, fewer_rows=True):
+            return True
+    return False
 
 
 def dense_table(backend: str = "torch") -> OperatorTable:

@@ -24,7 +24,15 @@ PROVENANCE = "method"
 """Key of the report in an attachment's provenance."""
 # Where a number is a choice of the machine or of chance, not of the method.
 _FREE = frozenset(
-    {"seed", "micro_batch_size", "search_batch_size", "gradient_checkpointing", "checkpoint_every", "copies_folder"}
+    {
+        "seed",
+        "micro_batch_size",
+        "search_batch_size",
+        "gradient_checkpointing",
+        "compile",
+        "checkpoint_every",
+        "copies_folder",
+    }
 )
 _MEASURED_TOKENS, _TOKENS_PER_FORWARD = 16_384, 4_096
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.kernels.measured import LayerSizes, dense_table, measured_table, unmeasured
+from wide.kernels.measured import dense_table, measured_table, unmeasured
 from wide.kernels.operator_table import OperatorTable
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
@@ -16,6 +16,7 @@ from wide.models.fused import FusedAttention, FusedFeedForward
 from wide.models.fused_keys import VisibleKeys
 from wide.models.fused_router import FusedRouter
 from wide.models.gates import router_of
+from wide.models.layer_sizes import layer_sizes, tune_command
 from wide.models.optimize_checks import require_kernels, require_plain
 from wide.models.stacking import stack_linears, unstack_linears
 from wide.plan import Following, Routed
@@ -79,7 +80,8 @@ def optimize(
     Args:
         model: An attached model in evaluation mode, LoRA merged, with plain linear layers.
         backend: 'auto' follows measurements of this kind of device, by shape and expected rates, with dense products
-            as candidates; 'triton' skips from fixed numbers of tokens on; 'torch' is the reference, for any device.
+            as candidates (`wide tune` measures a model's own shapes); 'triton' skips from fixed numbers of tokens on;
+            'torch' is the reference, for any device.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
 
@@ -106,7 +108,7 @@ def optimize(
     if table is not None:
         require_kernels(state, table)
     else:
-        _warn_if_unmeasured(state)
+        _warn_if_unmeasured(model, state, executed)
     keys = VisibleKeys(model)
     fused = [
         _fuse(spec, state, index, table or _measured(spec, state, index, executed), keys)
@@ -178,31 +180,24 @@ def deoptimize(model: ModelT) -> ModelT:
     return model
 
 
-def _warn_if_unmeasured(state: Attachment) -> None:
+def _warn_if_unmeasured(model: nn.Module, state: Attachment, executed: tuple[float, float]) -> None:
     weight: Any = state.specs[0].attention.query.weight
-    reason = unmeasured(weight.device, weight.dtype)
+    layers = list(zip(state.specs, state.plan.layers, strict=True))
+    reason = unmeasured(
+        weight.device,
+        weight.dtype,
+        layers=[layer_sizes(*layer) for layer in layers],
+        executed=executed,
+        command=tune_command(model, layers, executed),
+    )
     if reason is not None:
         warnings.warn(reason, stacklevel=3)
 
 
 def _measured(spec: BlockSpec, state: Attachment, index: int, executed: tuple[float, float]) -> OperatorTable:
     """Return what measurements say of a layer's shapes."""
-    attention, ffn, plan = spec.attention, spec.ffn, state.plan.layers[index]
-    weight: Any = attention.query.weight
-    groups = [half.grouping.num_groups if isinstance(half, Routed) else 1 for half in (plan.attention, plan.ffn)]
-    is_gated = ffn is not None and (ffn.gate is not None or ffn.fused_gate)
-    sizes = LayerSizes(
-        hidden_size=spec.hidden_size,
-        query_width=attention.query_width,
-        head_dim=attention.head_dim,
-        num_kv_heads=attention.num_kv_heads,
-        attention_groups=groups[0],
-        ffn_width=groups[1] if ffn is None else ffn.width,
-        ffn_groups=groups[1],
-        is_gated=is_gated,
-        # Either the model fuses them or `optimize` lays them together.
-        is_stacked=is_gated,
-    )
+    weight: Any = spec.attention.query.weight
+    sizes = layer_sizes(spec, state.plan.layers[index])
     return measured_table(sizes, device=weight.device, dtype=weight.dtype, executed=executed)
 
 

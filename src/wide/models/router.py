@@ -31,7 +31,8 @@ class RoutingControl:
         """Start enabled, at temperature 1, observed by nobody."""
         self.num_layers = num_layers
         self.enabled = True
-        self.temperature = 1.0
+        # Of the Gumbel-softmax: a number, or a float32 scalar on the model's device where a compiled graph reads it.
+        self.temperature: float | Tensor = 1.0
         # Whether masks in training mode are sampled; otherwise they are those of inference.
         self.noise = True
         self.observed: list[LayerRouting] | None = None
@@ -158,7 +159,8 @@ class Router(nn.Module):
     def _trained_mask(self, logits: Tensor, margin: Tensor) -> Tensor:
         heat = self.control.temperature
         if self.control.noise:
-            return functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]
+            # Typed as a number there; it divides only.
+            return functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]  # type: ignore[arg-type]
         soft = (margin / heat).sigmoid()
         return (margin >= self.threshold).to(soft.dtype) + (soft - soft.detach())
 

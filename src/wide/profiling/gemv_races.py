@@ -29,7 +29,7 @@ from wide.profiling.races import (
 
 
 def _sizes(group_size: int) -> LayerSizes:
-    """Return the shapes with other groups in the FFN (512 is the attention's own)."""
+    """Return Llama-3.1-8B's shapes with other groups in the FFN (512 is the attention's own)."""
     return SIZES if group_size == ATTENTION_GROUP else dataclasses.replace(SIZES, ffn_groups=FFN // group_size)
 
 
@@ -37,7 +37,7 @@ def _matrix_vector(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.mv(weight, x[0])[None]
 
 
-_GEMV_TILES = tuple(
+GEMV_TILES = tuple(
     GemvTile(block_n=n, block_k=k, num_warps=w)
     for n, k, w in (
         (4, 2048, 4),
@@ -61,7 +61,7 @@ _GEMV_TILES = tuple(
 
 def gemv_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iterator[Race]:
     """Time the decode GEMMs against cuBLAS, on rotating copies of the weights."""
-    tiles = _GEMV_TILES[:11] if quick else _GEMV_TILES
+    tiles = GEMV_TILES[:11] if quick else GEMV_TILES
     for num_rows in (1,) if quick else (1, 2, 4):
         size, active = only or (128, 0.5)
         yield gemv_mn_race("gate_up", num_rows, FFN, size, active, tiles)
@@ -83,10 +83,18 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Sequence[
 
 
 def gemv_mn_race(
-    name: OperatorName, num_rows: int, width: int, size: int, active: float, tiles: Sequence[GemvTile]
+    name: OperatorName,
+    num_rows: int,
+    width: int,
+    size: int,
+    active: float,
+    tiles: Sequence[GemvTile],
+    *,
+    sizes: LayerSizes | None = None,
 ) -> Race:
     """Return the race of a decode product over output groups; arguments as of `gemv_k_race`."""
-    width_in, is_gated = HIDDEN, name == "gate_up"
+    width_in = HIDDEN if sizes is None else sizes.hidden_size
+    is_gated = name == "gate_up" and (sizes is None or sizes.is_gated)
     mask = half_mask(num_rows, width // size, active=active)
     union = mask.any(0).float().mean().item()
     weights = _weights(2 if is_gated else 1, width, width_in, union)
@@ -115,13 +123,20 @@ def gemv_mn_race(
         bytes_moved=union * weights[0].numel() * 2,
         facts={"num_rows": num_rows, "group_size": size, "active": active, "union": union},
         operator="gemv_mn",
-        case=gemv_case(name, _sizes(size), num_rows, active),
-        choices=choices_of("dense cublas", tiles),
+        case=gemv_case(name, sizes or _sizes(size), num_rows, active),
+        choices=choices_of((name for name in candidates if name.startswith("dense")), tiles),
     )
 
 
 def gemv_k_race(
-    name: OperatorName, num_rows: int, width_in: int, size: int, active: float, tiles: Sequence[GemvTile]
+    name: OperatorName,
+    num_rows: int,
+    width_in: int,
+    size: int,
+    active: float,
+    tiles: Sequence[GemvTile],
+    *,
+    sizes: LayerSizes | None = None,
 ) -> Race:
     """Return the race of a decode product over input groups.
 
@@ -132,8 +147,9 @@ def gemv_k_race(
         size: Channels of a group.
         active: Share of (sequence, group) pairs that execute.
         tiles: To compare beside the default one.
+        sizes: Of the layer; None takes Llama-3.1-8B's with groups of `size`.
     """
-    width = HIDDEN
+    width = HIDDEN if sizes is None else sizes.hidden_size
     mask = half_mask(num_rows, width_in // size, active=active)
     union = mask.any(0).float().mean().item()
     weights = _weights(1, width, width_in, union)
@@ -156,6 +172,6 @@ def gemv_k_race(
         bytes_moved=union * weights[0].numel() * 2,
         facts={"num_rows": num_rows, "group_size": size, "active": active, "union": union},
         operator="gemv_k",
-        case=gemv_case(name, _sizes(size), num_rows, active),
-        choices=choices_of("dense cublas", tiles),
+        case=gemv_case(name, sizes or _sizes(size), num_rows, active),
+        choices=choices_of((name for name in candidates if name.startswith("dense")), tiles),
     )

@@ -1,7 +1,7 @@
 """What the attention and decode bench runs: inputs of Llama-3.1-8B shape, dense peers, and tiles to compare."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -72,15 +72,15 @@ SIZES = LayerSizes(
 )
 
 
-def choices_of(dense: str, tiles: Sequence[tuple[int, ...]]) -> dict[str, Choice]:
-    """Return what candidates stand for in a tuning table."""
+def choices_of(dense: Iterable[str], tiles: Sequence[tuple[int, ...]]) -> dict[str, Choice]:
+    """Return what candidates stand for in a tuning table: the dense peers by name, and the tiles."""
     found = {
         tile_name(tile): Choice(
             backend="gluon" if isinstance(tile, HopperTile) else "triton", tile=tuple(int(value) for value in tile)
         )
         for tile in tiles
     }
-    return {dense: Choice(backend="dense"), **found}
+    return {**dict.fromkeys(dense, Choice(backend="dense")), **found}
 
 
 def half_mask(*shape: int, active: float) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _reorder_and_attend(
     return attention_prefill(q, k, v, reorder_sequences(mask, backend="triton"), backend=backend, tile=tile)
 
 
-_PREFILL_TILES = (
+PREFILL_TILES = (
     PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=2, uses_tma=True),
     PrefillTile(block_m=128, block_n=128, num_warps=8, num_stages=3, uses_tma=True),
     PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3, uses_tma=True),
@@ -149,23 +149,25 @@ def prefill_races(*, quick: bool, only: tuple[int, float] | None = None) -> Iter
     shapes = _HALF if quick else [(1024, 0.5), *_HALF, (4096, 0.34), (16384, 0.34)]
     shapes = shapes if only is None else [(length, only[1]) for length, _ in _HALF]
     for length, active in shapes:
-        yield prefill_race(length, active, _PREFILL_TILES[:4] if quick else _PREFILL_TILES)
+        yield prefill_race(length, active, PREFILL_TILES[:4] if quick else PREFILL_TILES)
 
 
-def prefill_race(length: int, active: float, tiles: Sequence[PrefillTile]) -> Race:
+def prefill_race(length: int, active: float, tiles: Sequence[PrefillTile], *, sizes: LayerSizes | None = None) -> Race:
     """Return the race of one sequence of `length` tokens.
 
     Args:
         length: Tokens.
         active: Share of (token, group) pairs that execute.
         tiles: To compare, with the order known; empty compares the default tiles alone.
+        sizes: Of the layer; None takes Llama-3.1-8B's.
     """
-    q = normal(1, length, QUERY_HEADS, HEAD_DIM)
-    k, v = normal(1, length, KV_HEADS, HEAD_DIM), normal(1, length, KV_HEADS, HEAD_DIM)
-    mask = half_mask(1, length, KV_HEADS, active=active)
+    heads, kv_heads, groups, head_dim = _heads(sizes)
+    q = normal(1, length, heads, head_dim)
+    k, v = normal(1, length, kv_heads, head_dim), normal(1, length, kv_heads, head_dim)
+    mask = half_mask(1, length, groups, active=active)
     order = reorder_sequences(mask, backend="triton")
     heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-    repeated = [heads_first[0], *(t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) for t in heads_first[1:])]
+    repeated = [heads_first[0], *(t.repeat_interleave(heads // kv_heads, 1) for t in heads_first[1:])]
     dense = reorder_sequences(torch.ones_like(mask), backend="triton")
     candidates: dict[str, Sequence[Call]] = {
         "dense cudnn": [partial(_sdpa, "cudnn", *heads_first, is_causal=True)],
@@ -187,14 +189,21 @@ def prefill_race(length: int, active: float, tiles: Sequence[PrefillTile]) -> Ra
         name=f"prefill T={length} p={active}",
         candidates=candidates,
         wanted=partial(_token_major_flash, *repeated),
-        executes=mask.repeat_interleave(QUERY_HEADS // KV_HEADS, 2),
-        flop=active * 2.0 * length * (length + 1) * QUERY_HEADS * HEAD_DIM,
+        executes=mask.repeat_interleave(heads // groups, 2),
+        flop=active * 2.0 * length * (length + 1) * heads * head_dim,
         bytes_moved=0.0,
         facts={"length": length, "active": active},
         operator="attention_prefill",
-        case=attention_case(SIZES, length, active),
-        choices=choices_of("dense cudnn", every),
+        case=attention_case(sizes or SIZES, length, active),
+        choices=choices_of(("dense cudnn", "dense flash"), every),
     )
+
+
+def _heads(sizes: LayerSizes | None) -> tuple[int, int, int, int]:
+    """Return query heads, KV heads, groups and channels of a head."""
+    if sizes is None:
+        return QUERY_HEADS, KV_HEADS, KV_HEADS, HEAD_DIM
+    return sizes.query_width // sizes.head_dim, sizes.num_kv_heads, sizes.attention_groups, sizes.head_dim
 
 
 _DECODE_TILES = tuple(

@@ -70,8 +70,8 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 MnTiles = tuple[tuple[int, MnTile | HopperMnTile], ...]
-_MN_HOPPER_TILES: MnTiles = ((128, HopperMnTile(2, 256, 4, 1)), (128, HopperMnTile(3, 256, 4, 0)))
-_MN_GATED_TILES: MnTiles = (
+MN_HOPPER_TILES: MnTiles = ((128, HopperMnTile(2, 256, 4, 1)), (128, HopperMnTile(3, 256, 4, 0)))
+MN_GATED_TILES: MnTiles = (
     (128, MnTile(128, 64, 4, 8, 1, 2)),
     (128, MnTile(128, 64, 3, 8, 1, 2)),
     (128, MnTile(128, 64, 4, 8, 1, 1)),
@@ -81,7 +81,7 @@ _MN_GATED_TILES: MnTiles = (
     (64, MnTile(128, 64, 4, 4, 1, 1)),
     (64, MnTile(64, 64, 4, 4, 2, 2)),
 )
-_MN_PLAIN_TILES: MnTiles = (
+MN_PLAIN_TILES: MnTiles = (
     (128, MnTile(256, 64, 4, 8, 1, 1)),
     (128, MnTile(256, 64, 3, 8, 1, 1)),
     (128, MnTile(128, 64, 3, 4, 2, 1)),
@@ -108,9 +108,9 @@ def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] |
     query = normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
         x = normal(num_rows, HIDDEN)
-        gated, plain = _MN_GATED_TILES, _MN_PLAIN_TILES
+        gated, plain = MN_GATED_TILES, MN_PLAIN_TILES
         if hopper_obstacle(x.device) is None:
-            gated, plain = (*gated, *_MN_HOPPER_TILES), (*plain, *_MN_HOPPER_TILES)
+            gated, plain = (*gated, *MN_HOPPER_TILES), (*plain, *MN_HOPPER_TILES)
         for group_size, active in shapes:
             yield mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, gated)
         yield mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], plain)
@@ -126,6 +126,7 @@ def mn_sweep(
     tiles: MnTiles,
     *,
     with_variants: bool = True,
+    zeroed: bool = False,
 ) -> Sweep:
     """Return the sweep of one product over output groups.
 
@@ -138,10 +139,11 @@ def mn_sweep(
         active: Share of (row, group) pairs that execute.
         tiles: Rows of a tile, and the rest of it.
         with_variants: Whether the first tile also runs packed and with skipped places at zero.
+        zeroed: Whether every tile writes zeros to skipped places, as a dense product that reads them needs.
     """
     num_groups = weight.shape[0] // group_size
     mask = random_rows(x.shape[0], num_groups, active)
-    candidates, choices = _mn_candidates(x, weight, up_weight, mask, tiles, with_variants)
+    candidates, choices = _mn_candidates(x, weight, up_weight, mask, tiles, with_variants, zeroed)
 
     def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
         chosen = wanted.view(*mask.shape, group_size)
@@ -181,6 +183,7 @@ def _mn_candidates(
     mask: torch.Tensor,
     tiles: MnTiles,
     with_variants: bool,
+    every_zeroed: bool,
 ) -> tuple[dict[str, Run], dict[str, Choice]]:
     """Return the calls by name, and what those stand for that a table may choose."""
     activation = "none" if up_weight is None else "silu"
@@ -209,7 +212,7 @@ def _mn_candidates(
     choices = {"dense": Choice(backend="dense")}
     for block_m, tile in tiles:
         candidate = f"{block_m}x{_fields(tile)}"
-        candidates[candidate] = sparse(block_m, tile, False, False)
+        candidates[candidate] = sparse(block_m, tile, False, every_zeroed)
         choices[candidate] = Choice(backend=_backend(tile), tile=tuple(tile), block_m=block_m)
     if with_variants:
         block_m, tile = tiles[0]
@@ -226,7 +229,7 @@ def _fields(tile: tuple[int, ...]) -> str:
     return ("gluon " if _backend(tile) == "gluon" else "") + "x".join(str(value) for value in tile)
 
 
-_DOWN_TILES = (
+DOWN_TILES = (
     (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
     (64, KTile(128, 64, 3, 4, 2, 1, run=8)),
     (64, KTile(128, 64, 3, 4, 3, 1)),
@@ -235,7 +238,7 @@ _DOWN_TILES = (
     (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
     (128, KTile(256, 64, 4, 8, 1, 1)),
 )
-_OUTPUT_TILES = (
+OUTPUT_TILES = (
     (64, KTile(128, 64, 4, 4, 2, 1)),
     (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
     (64, KTile(256, 64, 4, 4, 1, 1)),
@@ -244,20 +247,20 @@ _OUTPUT_TILES = (
     (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
     (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
 )
-_K_HOPPER_TILES = (HopperKTile(2, 256, 4, 0, 1), HopperKTile(2, 256, 4, HIDDEN, 1), HopperKTile(2, 256, 4, 0, 2))
+K_HOPPER_TILES = (HopperKTile(2, 256, 4, 0, 1), HopperKTile(2, 256, 4, HIDDEN, 1), HopperKTile(2, 256, 4, 0, 2))
 _HOPPER_BLOCKS = {128: (6, 7, 8), 256: (4, 5)}
 # Groups in a super-block that are worth trying, by group size.
-_DOWN_BLOCKS = {128: (4, 5, 6, 8), 256: (3, 4, 5)}
+DOWN_BLOCKS = {128: (4, 5, 6, 8), 256: (3, 4, 5)}
 _DOWN_BLOCKS_QUICK = {128: (4, 6), 256: (4,)}
 
 
 def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | None = None) -> Iterator[Sweep]:
     """Time down and O against cuBLAS; arguments as of `gemm_mn_sweeps`."""
-    blocks_by_size = _DOWN_BLOCKS_QUICK if quick else _DOWN_BLOCKS
+    blocks_by_size = _DOWN_BLOCKS_QUICK if quick else DOWN_BLOCKS
     active = 0.5
     if only is not None:
         size, active = only
-        blocks_by_size = {size: _DOWN_BLOCKS.get(size, (4, 6, 8))}
+        blocks_by_size = {size: DOWN_BLOCKS.get(size, (4, 6, 8))}
     down = normal(HIDDEN, FFN, scale=FFN**-0.5)
     output = normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
@@ -265,14 +268,14 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | 
         slabs = sorted({min(HIDDEN, 2**22 // num_rows), min(HIDDEN, 2**23 // num_rows)})
         for group_size, blocks in blocks_by_size.items():
             variants: list[tuple[int, int, KTile | HopperKTile]]
-            variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in _DOWN_TILES for slab in slabs]
+            variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in DOWN_TILES for slab in slabs]
             if hopper_obstacle(down.device) is None:
-                variants += [(s, 128, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for t in _K_HOPPER_TILES]
+                variants += [(s, 128, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for t in K_HOPPER_TILES]
             yield k_sweep("down", down, num_rows, group_size, active, variants)
-        variants = [(8, m, t) for m, t in _OUTPUT_TILES]
-        variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (_DOWN_TILES[0], _DOWN_TILES[3], _DOWN_TILES[5])]
+        variants = [(8, m, t) for m, t in OUTPUT_TILES]
+        variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (DOWN_TILES[0], DOWN_TILES[3], DOWN_TILES[5])]
         if hopper_obstacle(output.device) is None:
-            variants += [(s, 128, t) for s in (8, 4) for t in _K_HOPPER_TILES]
+            variants += [(s, 128, t) for s in (8, 4) for t in K_HOPPER_TILES]
         yield k_sweep("o", output, num_rows, ATTENTION_GROUP, active, variants)
 
 

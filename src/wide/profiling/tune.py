@@ -1,12 +1,13 @@
 """Fills a tuning table with the fastest measured candidate of each shape, dense included.
 
-Usage: python -m wide.profiling.tune --out FILE [--records operators.json attention.json] [--quick]
+`wide tune` measures the shapes of a model into the user's table. Records of benches become a table of the package:
+Usage: python -m wide.profiling.tune --records operators.json attention.json --out FILE
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 
 from wide.kernels.contract import Case
 from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key
-from wide.profiling.operators import run, sweeps
+from wide.profiling.layer_shapes import TunedLayer, layer_measurements
 
 _STACKED = 2
 # A candidate must beat dense by more than the noise of a run.
 _NOISE = 1.02
+_ROUNDS, _QUICK_ROUNDS = 20, 10
 
 
 def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, Choice]]:
@@ -50,7 +52,8 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
             )
             key = shape_key(described["operator"], case)
             if choice.backend == "dense":
-                dense[key] = choice.median_us
+                # The strongest of several dense peers is the one to beat.
+                dense[key] = min(choice.median_us, dense.get(key, choice.median_us))
             else:
                 contested.add(key)
             if key not in best or _cost(choice) < _cost(best[key][2]):
@@ -74,25 +77,71 @@ def _variants(described: Mapping[str, Any], choice: Choice) -> list[dict[str, An
     return [stacked] if choice.tile and choice.tile[-1] == _STACKED else [options, stacked]
 
 
+def tune(
+    layers: Sequence[TunedLayer],
+    *,
+    table: TuningTable,
+    device: torch.device,
+    rows: Sequence[int],
+    executed: tuple[float, float] = (0.5, 0.5),
+    quick: bool = False,
+    say: Callable[[str], None],
+) -> dict[str, Choice]:
+    """Measure the operators of layers and keep the fastest choices, under the keys that `wide.optimize` looks up.
+
+    Equal layers are measured once. The table is written after every shape, so that a stopped run keeps what it
+    measured. A shape that cannot be measured, for example for want of memory, is named and stays dense.
+
+    Args:
+        layers: Of the model.
+        table: Where choices are kept.
+        device: The GPU; must be the current one.
+        rows: Numbers of tokens of a prompt.
+        executed: Shares of (token, group) pairs that execute, in attention and FFN.
+        quick: Fewer tiles and rounds.
+        say: Takes a line for each shape.
+
+    Returns:
+        The choices by key.
+    """
+    kept: dict[str, Choice] = {}
+    for layer in dict.fromkeys(layers):
+        for measurement in layer_measurements(layer, rows, executed, quick=quick):
+            try:
+                records = measurement.run(_QUICK_ROUNDS if quick else _ROUNDS)
+            # Kernels and libraries that do not take a shape have errors of their own kinds.
+            except Exception as error:
+                say(f"{measurement.name}: not measured, stays dense ({type(error).__name__}: {str(error)[:160]})")
+                continue
+            found = fastest(records)
+            choices = {tuning_key(name, device, case): choice for name, case, choice in found.values()}
+            table.store_all(choices)
+            kept |= choices
+            say(f"{measurement.name}: {_verdict(list(choices.values()), records)}")
+            torch.cuda.empty_cache()
+    return kept
+
+
+def _verdict(choices: Sequence[Choice], records: Sequence[Mapping[str, Any]]) -> str:
+    if not choices:
+        failures = [record["failure"] for record in records if "failure" in record]
+        return f"no kernel fits, stays dense{f' ({failures[0][:160]})' if failures else ''}"
+    best = min(choices, key=_cost)
+    if best.backend == "dense":
+        return f"dense, {best.median_us:.1f} us"
+    gain = f", {best.dense_us / best.median_us:.2f}x of dense" if best.dense_us else ""
+    return f"{best.backend} {'x'.join(map(str, best.tile))}, {best.median_us:.1f} us{gain}"
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Tune on this machine's GPU, or turn records of an earlier run into the table the package ships."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Turn records of an earlier run into the table that the package ships."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the table to add to")
-    parser.add_argument("--records", type=Path, nargs="*", help="records of earlier runs; none: measure GEMMs now")
-    parser.add_argument("--rows", default="1024,4096,16384", help="comma-separated numbers of tokens")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes and variants")
+    parser.add_argument("--records", type=Path, nargs="+", required=True, help="records of earlier runs")
     options = parser.parse_args(arguments)
-    if options.records:
-        found = fastest(record for path in options.records for record in json.loads(path.read_text())["records"])
-        # Shipped entries name no versions: they are the layer below what a user measures.
-        choices = {key: choice for key, (_, _, choice) in found.items()}
-    else:
-        torch.manual_seed(17)
-        rows = tuple(int(count) for count in options.rows.split(","))
-        measured = [run(sweep, 10) for sweep in sweeps(["gemm_mn", "gemm_k"], rows, options.quick)]
-        found = fastest(record for records in measured for record in records)
-        device = torch.device("cuda")
-        choices = {tuning_key(name, device, case): choice for name, case, choice in found.values()}
+    found = fastest(record for path in options.records for record in json.loads(path.read_text())["records"])
+    # Shipped entries name no versions: they are the layer below what a user measures.
+    choices = {key: choice for key, (_, _, choice) in found.items()}
     TuningTable(options.out).store_all(choices)
     for key, choice in sorted(choices.items()):
         sys.stdout.write(f"{choice.median_us:9.1f} us {choice.backend} {choice.block_m} {choice.tile}: {key}\n")

@@ -23,12 +23,21 @@ class Sheet:
     rows: tuple[tuple[Value, ...], ...]
 
     def to_csv(self) -> str:
-        """Return the values unrounded as CSV; what there is not stays empty."""
+        """Return the values as CSV, to 12 digits; what there is not stays empty.
+
+        Further digits are those of a machine's order of summation: the same records must give the same file.
+        """
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(self.header)
-        writer.writerows(["" if value is None else value for value in row] for row in self.rows)
+        writer.writerows([_in_csv(value) for value in row] for row in self.rows)
         return stream.getvalue()
+
+
+def _in_csv(value: Value) -> str | float | int:
+    if value is None:
+        return ""
+    return float(f"{value:.12g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+_SUFFIX = ".writing"
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old or the new text, never a part.
@@ -13,9 +15,14 @@ def write_whole(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes that write the same file at the same time must not share the unfinished one.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a file is one that `write_whole` is writing, or was when its process was killed."""
+    return path.name.startswith(".") and path.name.endswith(_SUFFIX)

@@ -14,7 +14,10 @@ micro-batch and averaged over them, because the rate of the step is unknown unti
 the joint batch while all micro-batches lie on the same side of the target.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +78,7 @@ class Objective:
     def __init__(self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None) -> None:
         """Compute what each half-layer weighs."""
         self._model = model
+        self._forward: Callable[..., Any] = model
         self.config = config
         self._parallel = parallel or DataParallel()
         self._routers = attachment(model).routers()
@@ -110,7 +114,7 @@ class Objective:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.valid.long() if padded else None}
         teacher = self._dense_logits(inputs) if self.config.distillation else None
         with observe(self._model) as routing, forward_precision(self._model):
-            logits = self._model(**inputs, use_cache=False).logits
+            logits = self._forward(**inputs, use_cache=False).logits
         labels = target_labels(batch)
         token_sum, entropy, divergence = token_losses(
             logits, labels, teacher=teacher, distillation=self.config.distillation
@@ -138,6 +142,20 @@ class Objective:
             attention=rates[-2],
             ffn=rates[-1],
         )
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Let `torch.compile` fuse the model's forward and backward inside the block, as one graph.
+
+        Shapes are compiled one by one. Afterwards everything that was compiled in this process is forgotten, because
+        there is a limit for graphs of one function. The dense model of distillation runs as it is.
+        """
+        self._forward = torch.compile(self._model, fullgraph=True, dynamic=False)
+        try:
+            yield
+        finally:
+            self._forward = self._model
+            torch.compiler.reset()
 
     def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
         """Return how many groups' worth of tokens each routed half executes, `[halves]` float32, with gradient."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Settings that came later, and what they were before: left out of the hash at these values, so that a run from before
 # can still be continued.
-_LATER = {"smoothing": 0.0, "noise": 1.0, "evicts": False, "first_tokens": 0}
+_LATER = {"smoothing": 0.0, "noise": 1.0, "evicts": False, "first_tokens": 0, "compile": False}
 
 
 def prune(

@@ -7,6 +7,7 @@ Every step seeds its own noise from (seed, step, rank), so a resumed run repeats
 import hashlib
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -158,6 +159,7 @@ class Trainer:
                     self._model, routers=options.train_routers, gradient_checkpointing=stage.gradient_checkpointing
                 ),
                 own_randomness(self._device),
+                self._objective.compiled() if stage.compile else nullcontext(),
                 Interrupt() as interrupt,
             ):
                 for step in range(first, stage.steps):
@@ -166,7 +168,8 @@ class Trainer:
             failed = False
         finally:
             # Of this run's last steps only; whoever trains the model next samples again.
-            attachment(self._model).control.noise = True
+            control = attachment(self._model).control
+            control.noise, control.temperature = True, float(control.temperature)
             log.close(failed=failed)
         return self._outcome(first)
 
@@ -187,7 +190,9 @@ class Trainer:
         stage, parallel, control = self._stage, self._parallel, attachment(self._model).control
         torch.manual_seed(_seed(stage.seed, step, parallel.rank))
         schedule = self._schedule(step)
-        control.temperature = schedule["temperature"]
+        heat = schedule["temperature"]
+        # A number would be a constant of the compiled graph, which would be compiled again in each step.
+        control.temperature = torch.full((), heat, device=self._device) if stage.compile else heat
         control.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
         parts = split_batch(batch, self._micro_size)

@@ -1,0 +1,144 @@
+"""`wide tune`: measure on this machine's GPU which operator pays at a model's own shapes, for `wide.optimize`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wide.cli.arguments import Arguments, build
+from wide.cli.console import say
+from wide.cli.gpu import require_gpu
+from wide.cli.usage import UsageError
+from wide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wide.profiling.layer_shapes import TunedLayer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """What is measured.
+
+    Args:
+        model: Hub name or local folder; only its configuration is read, weights are random.
+        adapter: Folder of routers, or of a run that holds them, whose groups are measured; null takes the sizes below.
+        ffn_group_size: Channels in a group of the FFN; not with an adapter.
+        attention_group_size: Channels in a group of the attention; null means the queries of a KV head. Not with an
+            adapter.
+        rows: Numbers of tokens of a prompt, separated by commas; steps of one to four rows are measured beside them.
+            What pays at some number counts for all larger ones.
+        executed: Expected shares of (token, group) pairs that execute, 'attention,FFN'; give `wide.optimize` the same.
+        out: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
+        quick: Fewer tiles and rounds.
+    """
+
+    model: str
+    adapter: str | None = None
+    ffn_group_size: int | None = None
+    attention_group_size: int | None = None
+    rows: str = "1024,4096,16384"
+    executed: str = "0.5,0.5"
+    out: str | None = None
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        if not all(word.strip().isdigit() and int(word) > 0 for word in self.rows.split(",")):
+            raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
+        if len(self.shares) != 2 or not all(0.0 < share <= 1.0 for share in self.shares):
+            raise ConfigError(f"executed must be two shares in (0, 1] like 0.34,0.7, got {self.executed!r}")
+        if self.adapter is not None and (self.ffn_group_size, self.attention_group_size) != (None, None):
+            raise UsageError("the adapter says how large its groups are; leave out --ffn_group_size and its like")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The expected shares; empty if they are no numbers."""
+        try:
+            return tuple(float(word) for word in self.executed.split(","))
+        except ValueError:
+            return ()
+
+
+def arguments() -> Arguments:
+    """Return the flags of the command."""
+    flags = Arguments(
+        "tune",
+        "Measure which operator pays at a model's own shapes on this GPU, dense products included; wide.optimize and "
+        "wide eval --fused follow it.",
+    )
+    flags.add_fields(TuneOptions)
+    return flags
+
+
+def run(given: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If an adapter comes with group sizes of one's own.
+        UnsupportedBackendError: If there is no GPU.
+        UnsupportedModelError: If the model cannot be routed, with the reason.
+        ConfigError: If the table is damaged, or no tokens skip anything.
+    """
+    options = build(TuneOptions, arguments().parse(given))
+    require_gpu("tune")
+    import torch
+
+    from wide.kernels.tuning import TuningTable
+    from wide.profiling.tune import tune
+
+    table = TuningTable(None if options.out is None else Path(options.out))
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(17)
+    attention, ffn = options.shares
+    choices = tune(
+        tuned_layers(options),
+        table=table,
+        device=device,
+        rows=[int(word) for word in options.rows.split(",")],
+        executed=(attention, ffn),
+        quick=options.quick,
+        say=say,
+    )
+    sparse = sum(choice.backend != "dense" for choice in choices.values())
+    say(f"{table.path}: {len(choices)} choices of which {sparse} skip; wide.optimize(model) follows them")
+
+
+def tuned_layers(options: TuneOptions) -> "list[TunedLayer]":
+    """Return the layers whose operators are measured.
+
+    Raises:
+        ConfigError: If there is none in which tokens skip anything.
+    """
+    from wide.config import WideConfig
+    from wide.models.attach import plan_for
+    from wide.models.discovery import discover
+    from wide.models.layer_sizes import layer_sizes
+    from wide.models.pretrained import load_skeleton
+    from wide.plan import Plan, Routed
+    from wide.profiling.layer_shapes import TunedLayer
+
+    specs = discover(load_skeleton(options.model))
+    if options.adapter is not None:
+        from wide.cli.loading import find_adapter
+        from wide.models.adapter import read_config
+
+        plan = Plan.from_json(read_config(find_adapter(options.adapter))["plan"])
+    else:
+        config = WideConfig(attention_group_size=options.attention_group_size)
+        if options.ffn_group_size is not None:
+            config = replace(config, ffn_group_size=options.ffn_group_size)
+        plan = plan_for(config, specs)
+    if len(plan.layers) != len(specs):
+        raise ConfigError(f"{options.model} has {len(specs)} layers and the adapter {len(plan.layers)}; name its base")
+    found = [
+        TunedLayer(
+            sizes=layer_sizes(spec, layer),
+            attention=isinstance(layer.attention, Routed),
+            ffn=isinstance(layer.ffn, Routed) and spec.ffn is not None,
+        )
+        for spec, layer in zip(specs, plan.layers, strict=True)
+    ]
+    routed = [layer for layer in found if layer.attention or layer.ffn]
+    if not routed:
+        raise ConfigError("no tokens skip anything under this plan, so there is nothing to measure; name routers")
+    return routed

@@ -1,0 +1,239 @@
+"""Processes that share a comparison cell by cell, and processes that are told to end in the middle of one."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import pytest
+import yaml
+
+from wide.cli import cell_runner
+from wide.cli.cell_sharing import free_cells, held
+from wide.cli.grid import GridOptions
+from wide.cli.main import main
+from wide.cli.run_folder import RunFolder
+from wide.cli.termination import terminable
+from wide.errors import ConfigError
+from wide.models.attach import attachment
+from wide.records import Record, RecordFile, read_records
+from wide.report.cells import Cell, read_subject
+from wide.report.selection import Selection
+from wide.training import trainer
+
+SHORT = [
+    *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=wanda,wide"),
+    *("--train.steps=4", "--train.batch_size=2", "--train.sequence_length=32", "--eval.tokens=128", "--eval.window=32"),
+    *("--recover.steps=4", "--recover.batch_size=2", "--recover.sequence_length=32"),
+]
+A, B, C = (Cell(name, 0.5, 1) for name in "abc")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_calibration():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
+        yield
+
+
+@pytest.fixture(scope="module")
+def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
+    settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
+    wide = {"ffn_group_size": 16, "router_rank": 4}
+    settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}, "wide": wide}))
+    where = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--config", str(settings)]
+    return ["compare", *SHORT, *where, "--shard=next"]
+
+
+def status(folder, subject):
+    cell, _ = read_subject(subject)
+    return Selection(*read_records(folder / "cells" / cell.folder / "records.jsonl")).text(subject, "status")
+
+
+def test_one_process_holds_a_cell(tmp_path):
+    with held(tmp_path / "cell") as mine:
+        assert mine
+        with held(tmp_path / "cell") as again, held(tmp_path / "other") as other:
+            assert (again, other) == (False, True)
+    with held(tmp_path / "cell") as mine:
+        assert mine
+
+
+def test_a_killed_process_holds_nothing(tmp_path):
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom wide.cli.cell_sharing import held\n"
+        "with held(Path(sys.argv[1])) as mine:\n    print(mine, flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline().strip() == "True"
+        with held(tmp_path) as mine:
+            assert not mine
+        other.kill()
+    with held(tmp_path) as mine:
+        assert mine
+
+
+def test_file_systems_without_locks_are_refused_with_the_way_out(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"No locks available.*--shard I/N"), held(tmp_path):
+        pass
+
+
+def test_free_cells_leave_out_what_is_over_or_held_and_come_back_to_what_was_let_go(tmp_path):
+    found, over = [], {A}
+    with ExitStack() as others:
+        assert others.enter_context(held(tmp_path / "b"))
+        for cell in free_cells([A, B, C], lambda cell: tmp_path / cell.method, over.__contains__):
+            found.append(cell)
+            with held(tmp_path / cell.method) as mine:
+                assert not mine
+            # Its process dies; a cell that the other one has finished meanwhile is asked for after that.
+            others.close()
+    assert found == [C, B]
+    assert list(free_cells([A, B, C], lambda cell: tmp_path / cell.method, {A, B, C}.__contains__)) == []
+
+
+def test_what_takes_longest_is_begun_first():
+    grid = GridOptions(
+        methods="slicegpt,wide,tyr-few,ddp",
+        variants={"tyr-few": {"method": "tyr", "generations": 2}},
+        sparsities="0.25,0.5",
+        shard="next",
+    )
+    cells = grid.own(grid.cells(recovers=False))
+    names = [(cell.method, cell.sparsity) for cell in cells]
+    assert names[:3] == [("dense", 0.0), ("tyr-few", 0.25), ("tyr-few", 0.5)]
+    assert names[3:7] == [("wide", 0.25), ("ddp", 0.25), ("wide", 0.5), ("ddp", 0.5)]
+    assert names[7:] == [("slicegpt", 0.25), ("slicegpt", 0.5)]
+
+
+def test_a_folder_that_another_process_is_claiming_is_nobodys(tmp_path):
+    (tmp_path / ".config.yaml.1.writing").write_text("half")
+    RunFolder(tmp_path, {}, resume=True, overwrite=False)
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no run"):
+        RunFolder(tmp_path, {}, resume=True, overwrite=False)
+
+
+def test_held_cells_are_left_to_their_process(everyday, tmp_path, monkeypatch, capsys):
+    given = [*everyday, "--output", str(tmp_path / "run"), "--recover.steps=0"]
+    claim = RunFolder.claim
+    with ExitStack() as other, monkeypatch.context() as patch:
+        place = tmp_path / "run/cells/wide-0.5-seed17"
+        patch.setattr(RunFolder, "claim", lambda self: (claim(self), other.enter_context(held(place))))
+        assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "[3/3] wanda 0.5 seed 17: " in said
+    assert "left     1 of 3 cells to the processes that hold them" in said
+    assert not (place / "records.jsonl").exists()
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "[2/3] wide 0.5 seed 17: " in said
+    assert "finished before" not in said
+    assert "left  " not in said
+
+
+def test_what_failed_is_tried_again_by_the_next_run_only(everyday, tmp_path, monkeypatch, capsys):
+    given = [*everyday, "--output", str(tmp_path / "run"), "--recover.steps=0"]
+    real, tried = cell_runner.apply, []
+
+    def fail(model, method, *args, **kwargs):
+        tried.append(method.name)
+        if method.name == "wide":
+            raise ConfigError("no luck")
+        return real(model, method, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_runner, "apply", fail)
+        assert main(given) == 1
+    assert tried == ["dense", "wide", "wanda"]
+    assert "1 of 3 cells failed, see the table; the same command runs them again" in capsys.readouterr().err
+    records = RecordFile(tmp_path / "run/cells/wide-0.5-seed17/records.jsonl")
+    claim = RunFolder.claim
+
+    def fail_elsewhere(self):
+        claim(self)
+        records.append([Record(subject="wide/0.5/17/calibrated", metric="status", value="no luck elsewhere")])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "claim", fail_elsewhere)
+        assert main(given) == 0
+    assert status(tmp_path / "run", "wide/0.5/17/calibrated") == "no luck elsewhere"
+    # As if this had been long before the next run, and not within the same second.
+    records.path.write_text(records.path.read_text().replace('"time": "2', '"time": "1'))
+    assert main(given) == 0
+    assert status(tmp_path / "run", "wide/0.5/17/calibrated") == "finished"
+
+
+@pytest.mark.parametrize(("stage", "folder"), [("stage 1", "training"), ("stage 1+2", "recovered")])
+def test_sigterm_in_training_keeps_a_checkpoint_and_the_same_command_goes_on(
+    stage, folder, everyday, tmp_path, monkeypatch, capsys
+):
+    given = [*everyday, "--output", str(tmp_path / "run"), "--methods=wide"]
+    real, steps = trainer.Trainer._step, []
+
+    def step(self, number):
+        real(self, number)
+        if self._options.title == stage and attachment(self._model).plan.is_routed:
+            steps.append(number)
+            if len(steps) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(trainer.Trainer, "_step", step)
+    assert main(given) == 130
+    said = capsys.readouterr().err
+    assert "wide 0.5 seed 17" in said
+    assert "stopped after step 2 of 4; finished cells are kept" in said
+    assert "the same command goes on from there" in said
+    checkpoints = tmp_path / "run/cells/wide-0.5-seed17" / folder / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    assert main(given) == 0
+    assert steps == [0, 1, 2, 3]
+    assert all(status(tmp_path / "run", f"wide/0.5/17/{stage}") == "finished" for stage in ("calibrated", "recovered"))
+
+
+def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path, monkeypatch, capsys):
+    given = [*everyday, "--output", str(tmp_path / "run"), "--methods=wanda"]
+    real, real_apply, decided = cell_runner.HeldOut.measure, cell_runner.apply, []
+
+    def measure(self, model, subject):
+        if subject == "wanda/0.5/17/calibrated":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, subject)
+
+    def note(model, method, *args, **kwargs):
+        decided.append(method.name)
+        return real_apply(model, method, *args, **kwargs)
+
+    monkeypatch.setattr(cell_runner, "apply", note)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_runner.HeldOut, "measure", measure)
+        assert main(given) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    said = capsys.readouterr().err
+    assert "wide: interrupted: [2/2] wanda 0.5 seed 17 stopped by SIGTERM; finished cells are kept" in said
+    assert main(given) == 0
+    assert decided == ["dense", "wanda"]
+    assert "wanda 0.5 seed 17: finished before" not in capsys.readouterr().out
+    assert status(tmp_path / "run", "wanda/0.5/17/recovered") == "finished"
+
+
+def test_sigterm_outside_the_main_thread_is_left_alone():
+    before, found = signal.getsignal(signal.SIGTERM), []
+
+    def look():
+        with terminable():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]

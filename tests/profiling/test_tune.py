@@ -1,0 +1,155 @@
+"""`wide tune` on the host: what it measures for a model's own shapes is what `wide.optimize` looks up and runs."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from wide.cli import tune as command
+from wide.config import WideConfig
+from wide.kernels import measured
+from wide.kernels.measured import measured_table, unmeasured
+from wide.kernels.operator_table import OPERATORS
+from wide.kernels.tuning import TuningTable
+from wide.models.attach import attach, attachment
+from wide.models.optimize import optimize
+from wide.profiling import attention, layer_shapes, operators
+from wide.profiling.layer_shapes import TunedLayer
+from wide.profiling.timing import Timing
+from wide.profiling.tune import tune
+
+CPU = torch.device("cpu")
+ROWS = (16, 32)
+
+
+def tiny(folder, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "max_position_embeddings": 256}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | heads | changes, attn_implementation="sdpa"))
+    model.save_pretrained(folder / "tiny")
+    return str(folder / "tiny"), model.bfloat16().eval()
+
+
+def clock(dense_us):
+    """Return a clock by which every sparse candidate takes 10 us."""
+
+    def time(calls, **_):
+        for call in calls.values():
+            (call if callable(call) else call[0])()
+        return {
+            name: Timing(
+                median_us=dense_us if name.startswith("dense") else 10.0, low_us=9.0, high_us=99.0, num_samples=1
+            )
+            for name in calls
+        }
+
+    return time
+
+
+@pytest.fixture
+def on_the_host(host, monkeypatch, tmp_path):
+    monkeypatch.setenv("WIDE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(layer_shapes, "normal", lambda *shape, scale=1.0: torch.randn(*shape) * scale)
+    monkeypatch.setattr(measured, "triton_obstacle", lambda device: None)
+    return tmp_path
+
+
+def tuned(layers, monkeypatch, dense_us=30.0, **options):
+    for module in (operators, attention):
+        monkeypatch.setattr(module, "time_interleaved", clock(dense_us))
+    lines = []
+    table = TuningTable()
+    options = {"executed": (0.5, 0.5), "quick": True} | options
+    tune(layers, table=table, device=CPU, rows=ROWS, say=lines.append, **options)
+    return table, lines
+
+
+def layers_of(model, **flags):
+    return command.tuned_layers(command.TuneOptions(model=model, **flags))
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize(("ffn_groups", "attention_groups"), [(64, None), (32, 32)])
+def test_every_operator_of_a_models_own_shape_is_found(quick, ffn_groups, attention_groups, on_the_host, monkeypatch):
+    name, _ = tiny(on_the_host)
+    layers = layers_of(name, ffn_group_size=ffn_groups, attention_group_size=attention_groups)
+    assert len(set(layers)) == 1
+    _, lines = tuned(layers, monkeypatch, quick=quick)
+    assert not [line for line in lines if "stays dense" in line]
+    table = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16)
+    few = [name for name in OPERATORS if name != "attention"]
+    assert {name: table.how(name, 1) for name in few} == dict.fromkeys(few, "few")
+    if not quick:
+        assert {table.how(name, rows) for name in few for rows in (2, 4)} == {"few"}
+    for rows in (*ROWS, 1000):
+        assert {name: table.how(name, rows) for name in OPERATORS} == dict.fromkeys(OPERATORS, "many")
+    assert {table.how(name, 8) for name in OPERATORS} == {"dense"}
+
+
+def test_dense_stays_where_it_is_faster_and_that_is_no_reason_to_warn(on_the_host, monkeypatch):
+    layers = layers_of(tiny(on_the_host)[0], ffn_group_size=64)
+    table, lines = tuned(layers, monkeypatch, dense_us=5.0)
+    assert all("dense, 5.0 us" in line for line in lines)
+    found = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16)
+    assert {found.how(name, rows) for name in OPERATORS for rows in (1, 32)} == {"dense"}
+    sizes = [layer.sizes for layer in layers]
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(measured, "device_facts", lambda device: measured_facts(CPU))
+    monkeypatch.setattr("wide.kernels.tuning.device_facts", lambda device: measured_facts(CPU))
+    assert unmeasured(gpu, torch.bfloat16, layers=sizes, tuning=table) is None
+    other = [dataclasses.replace(sizes[0], hidden_size=1024)]
+    said = unmeasured(gpu, torch.bfloat16, layers=other, command="wide tune --model m", tuning=table)
+    assert "measurements of this model's shapes" in said
+    assert "`wide tune --model m`" in said
+
+
+measured_facts = measured.device_facts
+
+
+def test_an_optimised_model_follows_what_was_tuned(on_the_host, monkeypatch):
+    name, model = tiny(on_the_host)
+    attach(model, WideConfig(ffn_group_size=64))
+    tuned(layers_of(name, ffn_group_size=64), monkeypatch)
+    optimize(model)
+    fused = attachment(model).routers()[0].fused
+    assert [fused.table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
+
+
+def test_only_routed_halves_are_measured_and_other_rates_have_entries_of_their_own(on_the_host, monkeypatch):
+    layer = layers_of(tiny(on_the_host)[0], ffn_group_size=64)[0]
+    alone = TunedLayer(sizes=layer.sizes, attention=False, ffn=True)
+    _, lines = tuned([alone, alone], monkeypatch, executed=(0.5, 0.7))
+    assert len(lines) == 2 * (1 + len(ROWS))
+    assert {line.split(",")[0] for line in lines} == {"gate_up", "down"}
+    table = measured_table(layer.sizes, device=CPU, dtype=torch.bfloat16, executed=(0.5, 0.7))
+    assert (table.how("gate_up", 32), table.how("query", 32)) == ("many", "dense")
+
+
+def test_a_shape_that_cannot_be_measured_is_named_and_costs_no_other(on_the_host, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("2 GiB wanted")
+
+    monkeypatch.setattr(layer_shapes, "prefill_race", full)
+    layers = layers_of(tiny(on_the_host)[0], ffn_group_size=64)
+    _, lines = tuned(layers, monkeypatch)
+    assert sum("not measured, stays dense (OutOfMemoryError: 2 GiB wanted)" in line for line in lines) == len(ROWS)
+    table = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16)
+    assert (table.how("attention", 32), table.how("query", 32)) == ("dense", "many")
+
+
+def test_models_without_a_gate_and_adapters_are_measured_as_they_are(on_the_host, monkeypatch):
+    import wide
+
+    name, model = tiny(on_the_host)
+    attach(model.float(), WideConfig(ffn_group_size=32))
+    wide.save(model, on_the_host / "adapter")
+    layers = layers_of(name, adapter=str(on_the_host / "adapter"))
+    assert layers[0].sizes.ffn_groups == 6
+    plain = TunedLayer(
+        sizes=dataclasses.replace(layers[0].sizes, is_gated=False, is_stacked=False), attention=False, ffn=True
+    )
+    tuned([plain], monkeypatch)
+    table = measured_table(plain.sizes, device=CPU, dtype=torch.bfloat16)
+    assert [table.how("gate_up", rows) for rows in (1, 32)] == ["few", "many"]
