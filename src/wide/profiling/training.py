@@ -1,6 +1,6 @@
 """Training throughput: stages 1 and 2 against a plain forward and backward through the frozen base.
 
-Usage: python -m wide.profiling.training --model M [--batch_size 16] [--sequence_length 1024] [--out FILE]
+Usage: python -m wide.profiling.training --model M [--batch_size 16] [--sequence_length 1024] [--compile] [--out FILE]
 
 The plain pass differentiates the LM loss with respect to the embeddings, so that its backward runs through every
 layer as the routers' does; no weight of the base gets a gradient in either.
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,17 @@ def plain_step(model: Any, batch: TokenBatch) -> Step:
     return run
 
 
-def stage_step(model: Any, batch: TokenBatch) -> Step:
-    """Return a step of the objective with an AdamW update of whatever is trainable."""
+def stage_step(model: Any, batch: TokenBatch, *, compiled: ExitStack | None = None) -> Step:
+    """Return a step of the objective with an AdamW update of whatever is trainable.
+
+    Args:
+        model: Attached, in training mode.
+        batch: Without padding.
+        compiled: Lets `torch.compile` fuse the step for as long as this is open; None leaves it as it is.
+    """
     objective = Objective(model, ObjectiveConfig())
+    if compiled is not None:
+        compiled.enter_context(objective.compiled())
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=parameters[0].is_cuda)
 
@@ -73,6 +82,21 @@ def measure(step: Step, *, rounds: int, device: torch.device) -> dict[str, float
     return {"seconds": statistics.median(seconds), "peak_memory_bytes": float(peak)}
 
 
+def _measure_stage(
+    found: dict[str, dict[str, float]], name: str, model: Any, batch: TokenBatch, options: argparse.Namespace
+) -> None:
+    device = batch.input_ids.device
+    found[name] = measure(stage_step(model, batch), rounds=options.rounds, device=device)
+    if not options.compile:
+        return
+    with ExitStack() as compiled:
+        step = stage_step(model, batch, compiled=compiled)
+        start = time.perf_counter()
+        step()
+        first = time.perf_counter() - start
+        found[f"{name}, compiled"] = measure(step, rounds=options.rounds, device=device) | {"first_step_seconds": first}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure the three steps on one batch of random tokens and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -82,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ffn_group_size", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="measure both stages compiled, too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     model = load_pretrained(options.model, dtype=options.dtype)
@@ -94,17 +119,17 @@ def main(arguments: list[str] | None = None) -> int:
     found = {"plain": measure(plain_step(model, batch), rounds=options.rounds, device=device)}
     attach(model, WideConfig(ffn_group_size=options.ffn_group_size))
     model.train()
-    found["stage 1"] = measure(stage_step(model, batch), rounds=options.rounds, device=device)
+    _measure_stage(found, "stage 1", model, batch, options)
     add_lora(model)
     for router in attachment(model).routers():
         router.requires_grad_(True)
     model.train()
-    found["stage 1+2"] = measure(stage_step(model, batch), rounds=options.rounds, device=device)
+    _measure_stage(found, "stage 1+2", model, batch, options)
     for name, values in found.items():
         values["tokens_per_second"] = tokens / values["seconds"]
         values["ratio_to_plain"] = found["plain"]["seconds"] / values["seconds"]
         print(
-            f"{name:10s} {values['seconds'] * 1e3:8.1f} ms  {values['tokens_per_second']:10.0f} tokens/s  "
+            f"{name:20s} {values['seconds'] * 1e3:8.1f} ms  {values['tokens_per_second']:10.0f} tokens/s  "
             f"{values['peak_memory_bytes'] / 2**30:6.2f} GiB  ratio {values['ratio_to_plain']:.3f}"
         )
     if options.out is not None:
