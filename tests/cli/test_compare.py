@@ -140,7 +140,8 @@ def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
     pytest.importorskip("lm_eval")
     choices = [{"goal": f"Open {n}", "sol1": "Turn the lid", "sol2": "Sleep", "label": n % 2} for n in range(6)]
     (tmp_path / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in choices))
-    (tmp_path / "test.pages.jsonl").write_text(json.dumps({"page": " = A page = \n\n Some text with words . \n"}))
+    pages = [" = A page = \n\n Some text with words . \n", " = Another = \n\n Text of other words . \n"]
+    (tmp_path / "test.pages.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
     tasks = ["--eval.tokens=0", "--eval.tasks=wikitext,piqa", "--eval.local_data", str(tmp_path)]
     assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=wanda", *tasks]) == 0
     dense, wanda = rows(tmp_path / "run").values()
@@ -150,27 +151,37 @@ def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
     assert float(wanda["accuracy.retention"]) == pytest.approx(accuracies[0] / accuracies[1])
     assert float(wanda["accuracy.average.error"]) > 0
     assert wanda["token_perplexity"] == ""
+    for name in ("word_perplexity", "wikitext.token_perplexity", "accuracy.piqa (6-item subset)"):
+        assert float(wanda[f"{name}.error"]) > 0
     table = (tmp_path / "run" / "table.md").read_text()
     assert "50 %: retention %" in table
     assert "50 %: ppl" not in table
+    assert "PIQA (6-item subset)" in table
 
 
 def test_variants_of_a_method_are_rows_of_one_table(everyday, tmp_path):
     file = tmp_path / "variants.yaml"
-    variants = {"wide-g8": {"method": "wide", "ffn_group_size": 8}, "wide-even": {"method": "wide", "uniform": True}}
+    variants = {
+        "wide-g8": {"method": "wide", "ffn_group_size": 8},
+        "wide-even": {"method": "wide", "uniform": True},
+        "wide-flops": {"method": "wide", "match": "linear_flops"},
+    }
+    targets = {"wide": "mean", "wide-g8": "mean", "wide-even": "uniform", "wide-flops": "linear_flops"}
     file.write_text(yaml.safe_dump({"variants": variants}))
-    given = [*everyday, "--config", str(file), "--output", str(tmp_path / "run"), "--methods=wide,wide-g8,wide-even"]
+    given = [*everyday, "--config", str(file), "--output", str(tmp_path / "run"), "--methods", ",".join(targets)]
     assert main(given) == 0
     found = rows(tmp_path / "run")
-    assert [method for method, _ in found] == ["dense", "wide", "wide-g8", "wide-even"]
+    assert [method for method, _ in found] == ["dense", *targets]
     sizes = {}
-    for name in ("wide", "wide-g8", "wide-even"):
+    for name in targets:
         adapter = tmp_path / "run" / "cells" / f"{name}-0.5-seed17" / "adapter" / "wide_config.json"
         config = json.loads(adapter.read_text())
         sizes[name] = config["plan"]["layers"][0]["ffn"]["grouping"]["group_size"]
-        assert config["provenance"]["prune"]["objective"]["target"] == ("uniform" if name == "wide-even" else "mean")
-    assert sizes == {"wide": 16, "wide-g8": 8, "wide-even": 16}
-    assert "wide-g8: settings: ffn_group_size 8" in (tmp_path / "run" / "table.md").read_text()
+        assert config["provenance"]["prune"]["objective"]["target"] == targets[name]
+    assert sizes == {"wide": 16, "wide-g8": 8, "wide-even": 16, "wide-flops": 16}
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert "wide-g8: settings: ffn_group_size 8" in table
+    assert "wide-flops: the target counts linear FLOPs of the decoder layers, in the other rows as the method" in table
     assert main([*given, "--resume"]) == 0
 
 

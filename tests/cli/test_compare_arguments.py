@@ -274,6 +274,17 @@ def test_variants_are_rows_of_their_own_with_the_settings_of_their_method(tmp_pa
     assert request.grid.method_of("wide-g32") == "wide"
 
 
+def test_a_variant_may_count_its_sparsity_otherwise(tmp_path):
+    variants = VARIANTS | {"wide-flops": {"method": "wide", "match": "linear_flops", "ffn_group_size": 32}}
+    request = with_variants(tmp_path, "wide,wide-g32,wide-flops", variants)
+    assert request.settings["wide-flops"] == request.settings["wide-g32"]
+    assert [request.grid.match_of(name) for name in ("wide", "wide-g32", "wide-flops")] == [
+        "nominal",
+        "nominal",
+        "linear_flops",
+    ]
+
+
 def test_settings_of_variants_are_converted_as_flags_are(tmp_path):
     given = {"tyr-short": {"method": "tyr", "stage_tokens": [64, 128], "survivors": [2], "copies_folder": None}}
     assert with_variants(tmp_path, "tyr-short", given).settings["tyr-short"].stage_tokens == (64, 128)
@@ -309,6 +320,7 @@ def test_all_names_the_variants_too(tmp_path):
         ({"a": "wide"}, "with the key 'method'"),
         ({"a": {"method": "wide", "fnn_group_size": 32}}, "did you mean ffn_group_size?"),
         ({"a": {"method": "tyr", "seed": 3}}, "has no setting 'seed'"),
+        ({"a": {"method": "wide", "match": "flops"}}, "match must be one of nominal, linear_flops, got 'flops'"),
         (["wide"], "must be a mapping"),
     ],
 )

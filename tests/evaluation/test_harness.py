@@ -79,6 +79,30 @@ def test_scores_are_the_stock_harness_s(plain_model, tokenizer, local_data, tmp_
     assert piqa.other_metrics["acc"] == raw["piqa_local"]["acc,none"]
 
 
+def test_perplexities_have_the_error_of_their_documents(plain_model, tokenizer, local_data):
+    pages = [
+        ROWS["test.pages.jsonl"][0]["page"],
+        " = Other = \n\n Much less is said here . \n",
+        " = Third = \n\n No . \n",
+    ]
+
+    def errors(texts):
+        (local_data / "test.pages.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in texts))
+        task = run_harness(plain_model, ["wikitext"], tokenizer=tokenizer, local_data=local_data).tasks[0]
+        return task, task.stderr / task.value, task.token_stderr / task.token_perplexity
+
+    task, per_word, per_token = errors(pages)
+    assert min(per_word, per_token) > 0
+    assert json.loads(json.dumps(task.to_json()))["token_stderr"] == task.token_stderr
+    # Four times the documents: half of the error, but for n - 1.
+    again, *halves = errors(4 * pages)
+    assert again.value == pytest.approx(task.value, rel=1e-4)
+    shrink = math.sqrt((12 / 11) / (3 / 2)) / 2
+    assert halves == pytest.approx([shrink * per_word, shrink * per_token], rel=1e-3)
+    alone = run_harness(plain_model, ["wikitext"], tokenizer=tokenizer, local_data=local_data, limit=1).tasks[0]
+    assert (alone.stderr, alone.token_stderr) == (None, None)
+
+
 def test_other_layouts_are_converted_and_subsets_are_labelled(plain_model, tokenizer, local_data):
     result = run_harness(
         plain_model, ["hellaswag", "boolq", "arc_easy", "winogrande"], tokenizer=tokenizer, local_data=local_data

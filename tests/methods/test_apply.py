@@ -180,6 +180,15 @@ def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks, monkey
     assert attachment(model).provenance["prune"]["stage"]["seed"] == 23
 
 
+def test_time_of_the_earlier_parts_of_a_run_counts(model, blocks):
+    def go_on(model, blocks, target, settings, **options):
+        wide.attach(model, wide.WideConfig(ffn_group_size=16, router_rank=4))
+        return Effort(seconds_before=1e6), ()
+
+    resumed = Method(name="fake", kind="dynamic", summary="-", source="-", settings=FakeConfig, train=go_on)
+    assert 1e6 < apply(model, resumed, blocks, HALF, seed=17).seconds < 2e6
+
+
 @pytest.mark.parametrize("decide", [keep_half, skip_last_layer, zero_rows])
 def test_lora_works_on_every_kind_and_what_is_pruned_stays(model, blocks, decide, tmp_path):
     before = apply(model, fake(decide, "unstructured" if decide is zero_rows else "width"), blocks, HALF, seed=17)

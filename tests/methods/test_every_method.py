@@ -6,8 +6,10 @@ import pytest
 import torch
 from depth_toys import blocks_of, own_text, toy_model
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from wide.config import RecoverConfig, StageConfig
+from wide.errors import UnsupportedModelError
 from wide.evaluation.evaluate import evaluate
 from wide.method_config import (
     BlockPrunerConfig,
@@ -31,6 +33,9 @@ from wide.methods.recovery import recover_row
 from wide.models.accounting import SkipCounter
 from wide.models.adapter import load, save
 from wide.models.attach import attachment
+from wide.models.auto import load_checkpoint
+from wide.models.materialise.checkpoint import SlicedMixin
+from wide.models.materialise.physical import materialise
 from wide.models.observe import capture_routing
 
 LENGTH = 32
@@ -136,6 +141,25 @@ def test_the_same_seed_decides_the_same_and_files_keep_it(name, tmp_path):
     save(model, tmp_path / "adapter")
     loaded = load(fresh(), tmp_path / "adapter")
     torch.testing.assert_close(logits(loaded, ids()), logits(model, ids()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["sliced", "masked"])
+@pytest.mark.parametrize("name", sorted(set(ROWS) - ROUTED))
+def test_what_is_cut_out_computes_what_the_masks_do(name, how, tmp_path):
+    decided, _ = at_half(name)
+    wanted = logits(decided, ids())
+    save(decided, tmp_path / "adapter")
+    model = load(fresh(), tmp_path / "adapter")
+    if (name, how) == ("slicegpt", "masked"):
+        with pytest.raises(UnsupportedModelError, match="sliced"):
+            materialise(model, how)
+        return
+    materialise(model, how).save_pretrained(tmp_path / "checkpoint")
+    sliced = isinstance(model, SlicedMixin)
+    assert not sliced or (how == "sliced" and name in {"blockpruner", "slicegpt", "tyr", "ddp"})
+    again = (load_checkpoint if sliced else AutoModelForCausalLM.from_pretrained)(tmp_path / "checkpoint")
+    for physical in (model, again):
+        torch.testing.assert_close(logits(physical.eval(), ids()), wanted, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ROWS)

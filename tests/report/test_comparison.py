@@ -9,13 +9,24 @@ import numpy as np
 import pytest
 
 from wide.errors import DataError
+from wide.evaluation.tasks import ZERO_SHOT_TASKS
 from wide.records import Record, RecordFile
 from wide.report.bootstrap import perplexity_error, ratio_error
 from wide.report.cells import Cell, read_subject
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_page import read_comparison, write_comparison
-from wide.report.comparison_tables import facts_table, footnotes, quality_table, to_csv, to_markdown, to_text
+from wide.report.comparison_tables import (
+    TASK_NAMES,
+    facts_table,
+    footnotes,
+    quality_table,
+    tasks_table,
+    to_csv,
+    to_html,
+    to_markdown,
+    to_text,
+)
 from wide.report.drawing import draw_svg
 from wide.report.selection import MissingRecordsError, Selection
 
@@ -122,7 +133,7 @@ def test_a_cell_that_failed_and_then_succeeded_has_succeeded():
     failed = [Record(subject=subject, metric="status", value="OSError: disk")]
     found = comparison(grid(), failed, measured(WANDA, 20.0))
     assert found.failures() == []
-    assert found.seeds(Row("wanda", False), 0.25) == 1
+    assert found.seeds(Row("wanda", False), 0.25) == [17]
 
 
 def test_a_cell_without_an_end_does_not_count():
@@ -156,6 +167,39 @@ def test_facts_have_a_line_for_each_target_and_dense_only_one():
     ]
     wanda = dict(zip(table.header, table.rows[1], strict=True))
     assert (wanda["nominal %"], wanda["tokens fwd"], wanda["seconds"]) == ("25.0", "262 k", "123")
+
+
+def test_facts_name_the_seeds():
+    seeds = [measured(Cell("wanda", 0.25, seed), 20.0, sparsity__mean=0.25) for seed in (19, 17)]
+    found = comparison(grid(recovers=False), measured(DENSE_CELL, 10.0), *seeds)
+    assert [line[2] for line in facts_table(found).rows] == ["17", "17, 19", "-", "-", "-"]
+    assert next(csv.DictReader(to_csv(found).splitlines()[:1] + to_csv(found).splitlines()[2:]))["seed"] == "17 19"
+
+
+def test_single_tasks_are_a_table_as_in_the_papers_appendix():
+    tasks = {"accuracy.hellaswag (302-item subset)": 0.3, "accuracy.arc_easy": 0.45, "accuracy.arc_easy.stderr": 0.02}
+    tasks |= {"accuracy.average": 0.375, "word_perplexity": 70.0, "word_perplexity.stderr": 1.5}
+    found = comparison(grid(recovers=False), measured(DENSE_CELL, 10.0, **tasks), measured(WANDA, 20.0, **tasks))
+    table = tasks_table(found)
+    names = ("word ppl", "ARC-E", "HellaSwag (302-item subset)", "accuracy %", "retention %")
+    assert table.header == ("method", "target %", *names)
+    assert table.rows[0] == ("dense", "-", "70.00 ± 1.50", "45.0 ± 2.0", "30.0", "37.5", "100.0")
+    assert table.rows[1][:2] == ("wanda", "25")
+    assert table.rows[2] == ("tyr", "25", "-", "-", "-", "-", "-")
+    for text in (to_text(found), to_markdown(found), to_html(found)):
+        assert "ARC-E" in text
+    line = next(csv.DictReader(io.StringIO(to_csv(found))))
+    assert (line["accuracy.arc_easy"], line["accuracy.arc_easy.error"]) == ("0.45", "0.02")
+
+
+def test_without_tasks_there_is_no_table_of_them():
+    found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0))
+    assert tasks_table(found) is None
+    assert "Zero-shot" not in to_html(found)
+
+
+def test_tasks_are_those_of_the_evaluation():
+    assert tuple(TASK_NAMES) == ZERO_SHOT_TASKS
 
 
 def test_sheet_holds_unrounded_figures():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from wide.records import read_records
+
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/measurements/records"
 README = (ROOT / "README.md").read_text()
@@ -15,6 +17,10 @@ RECIPES = {
     (entry["run"], entry["stage"]): entry for entry in json.loads((RECORDS / "lab-recipes.json").read_text())["runs"]
 }
 BENCHMARK = json.loads((RECORDS / "lab-benchmark.json").read_text())
+EQUAL_LORA = {
+    (record.subject, record.metric): record.value
+    for record in read_records(ROOT / "docs/results/lab-88m/n50/compare.jsonl")[0]
+}
 FORWARDS = json.loads((RECORDS / "h200/endtoend.json").read_text())["records"]
 STEPS, BATCHES, *COMPILED = (
     json.loads((RECORDS / f"h200/{name}/endtoend.json").read_text())["records"]
@@ -169,3 +175,29 @@ def test_first_results_are_those_of_the_benchmark():
     figures = [*(cell(row, 0.25) for row in rows), min(depth), max(depth)]
     words = [cell(row, 0.25, "word_perplexity") for row in ("tyr", "wide-g128")]
     assert list(said.groups()) == [f"{figure:.1f}" for figure in (*figures, *words)]
+
+
+def test_rows_with_the_same_lora_are_those_of_their_records():
+    def recovered(row, metric="token_perplexity"):
+        return EQUAL_LORA[f"{row}/0.5/17/recovered", metric]
+
+    said = re.search(
+        r"same LoRA \(dense ([\d.]+)\): WIDE ([\d.]+) \(G = 32\) and ([\d.]+) \(G = 128\), Týr ([\d.]+), DDP ([\d.]+);"
+        r"\s.*\(([\d.]+) %; WIDE ([\d.]+) and ([\d.]+) %\)",
+        README,
+    )
+    perplexities = [EQUAL_LORA["dense/0/17/recovered", "token_perplexity"]]
+    perplexities += [recovered(row) for row in ("wide-32", "wide", "tyr", "ddp")]
+    work = [100 * recovered(row, "sparsity.linear_flops_layers") for row in ("tyr", "wide-32", "wide")]
+    assert list(said.groups()) == [f"{figure:.1f}" for figure in (*perplexities, *work)]
+
+
+def test_small_models_and_the_dense_perplexity_are_those_of_the_records():
+    profile = json.loads((ROOT / "docs/results/lab-88m/runs/fitted-50-routers/profile/endtoend.json").read_text())
+    own = next(
+        entry for entry in profile["records"] if (entry["what"], entry["candidate"]) == ("prefill", "own routing")
+    )
+    said = re.search(r"Small models gain nothing: .*\(prefill ([\d.]+)x\)", README)
+    assert said[1] == f"{own['speedup']:.2f}"
+    dense = json.loads((RECORDS / "lab-recipes.json").read_text())["dense_token_perplexity"]
+    assert f"{dense:.1f}" in re.findall(r"\(dense (\d+\.\d+)\)", README)

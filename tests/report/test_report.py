@@ -148,7 +148,9 @@ def test_tokens_are_coloured_by_what_they_execute(drawn):
 def test_missing_records_are_named_instead_of_drawn(tmp_path):
     page, picture = write(tmp_path, [record("run", "model", "M", "text")])
     text = page.read_text()
-    assert text.count('class="missing"') == len(FIGURES) + 1
+    # Beside the figures, the table and the speed.
+    assert text.count('class="missing"') == len(FIGURES) + 2
+    assert "speed of this model was not measured" in text
     assert "token_perplexity" in text
     assert "routing.sample" in text
     assert picture.exists()

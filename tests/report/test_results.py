@@ -1,11 +1,14 @@
 """The results in docs are drawn from committed records, and drawing them again changes nothing."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from wide.cli.main import main
+from wide.records import read_records
 
 DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
@@ -14,9 +17,11 @@ FOLDERS = ("decode-groups", "groups-256", "naive", "batches", "sparsity", ".", "
 NANO = DOCS / "results/nano-sweeps"
 RESULTS = {
     "lab-88m": [DOCS / "results/lab-88m"],
+    "lab-88m/n50": [DOCS / "results/lab-88m/n50"],
     "h200": [H200 / name for name in FOLDERS],
     "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
     "nano-sweeps/groups": [NANO / "groups"],
+    "nano-sweeps/layers": [NANO / "layers"],
 }
 
 
@@ -34,3 +39,12 @@ def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
     committed = {path.name: path.read_text() for path in (DOCS / "results" / name / "figures").glob("*.csv")}
     assert drawn == committed, f"draw docs/results/{name} again; its README says how"
     assert (DOCS / "results" / name / "report.html").stat().st_size < 2 * 2**20
+
+
+def test_the_committed_configuration_is_still_understood_and_asks_for_the_rows_of_its_records(tmp_path, capsys):
+    folder = DOCS / "results/lab-88m/n50"
+    given = ["compare", "--config", str(folder / "n50.yaml"), "--output", str(tmp_path), "--print_config"]
+    assert main(given) == 0
+    asked = yaml.safe_load(capsys.readouterr().out)
+    rows = next(r.value for r in read_records(folder / "compare.jsonl")[0] if r.metric == "grid.methods")
+    assert asked["methods"].split(",") == json.loads(rows)

@@ -124,21 +124,40 @@ def test_a_full_disk_is_reported_and_the_earlier_checkpoint_survives(tmp_path, m
     assert trainer(routed_model(), tmp_path, checkpoint_every=2, resume=True).train().steps == 12
 
 
-def test_ctrl_c_finishes_the_step_writes_a_checkpoint_and_can_be_resumed(tmp_path):
+@pytest.mark.parametrize("last", [5, 12])
+def test_ctrl_c_finishes_the_step_writes_a_checkpoint_and_can_be_resumed(last, tmp_path):
     class Interrupting(RandomSource):
         def batch_at(self, step, **options):
-            if step == 4:
+            if step == last - 1:
                 os.kill(os.getpid(), signal.SIGINT)
             return super().batch_at(step, **options)
 
     whole = routed_model()
     trainer(whole).train()
-    with pytest.raises(KeyboardInterrupt, match="after step 5 of 12"):
+    with pytest.raises(KeyboardInterrupt, match=f"after step {last} of 12"):
         trainer(routed_model(), tmp_path, source=Interrupting()).train()
-    assert CheckpointFolder(tmp_path / "checkpoints", fingerprint="same").steps() == [5]
+    folder = CheckpointFolder(tmp_path / "checkpoints", fingerprint="same")
+    assert folder.steps() == [last]
+    before = folder.latest().seconds
     resumed = routed_model()
-    trainer(resumed, tmp_path, resume=True).train()
+    outcome = trainer(resumed, tmp_path, resume=True).train()
     assert torch.equal(router_values(resumed), router_values(whole))
+    assert 0 < outcome.seconds_before == before < outcome.seconds
+    assert (outcome.tokens_per_second is None) == (last == 12)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_is_not_lost(tmp_path, monkeypatch):
+    inner = checkpoint._write_through
+
+    def interrupted(path, content):
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(checkpoint, "_write_through", inner)
+        inner(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write_through", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="after step 2 of 2"):
+        trainer(routed_model(), tmp_path, steps=2).train()
+    assert trainer(routed_model(), tmp_path, steps=2, resume=True).train().tokens_per_second is None
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):

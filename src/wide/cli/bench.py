@@ -6,6 +6,7 @@ from pathlib import Path
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.gpu import require_gpu
+from wide.cli.provenance import noted
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError, EvaluationError
 
@@ -97,7 +98,11 @@ def run(given: Sequence[str]) -> None:
         raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
     _check_flags(options)
     require_gpu("bench")
-    if any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive", "coarse")):
+    out = Path(options.out)
+    # What runs over all sizes has a folder of its own.
+    with noted(out, "bench", given), noted(out / "coarse", "bench", given):
+        red = any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive", "coarse"))
+    if red:
         raise EvaluationError(
             f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
             "nothing"

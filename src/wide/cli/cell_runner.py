@@ -15,6 +15,7 @@ from wide.cli.compare_request import CompareRequest
 from wide.cli.grid import DENSE
 from wide.cli.loading import load_base, training_blocks
 from wide.cli.measuring import HeldOut
+from wide.cli.method_flags import Match
 from wide.cli.run_folder import ADAPTER, RECORDS
 from wide.data.batches import TokenBlocks
 from wide.evaluation.report import EvaluationReport
@@ -39,6 +40,9 @@ _SHARES = {
     "kv_cache_kept": "kv_cache_kept",
 }
 """Metric below 'sparsity.' -> field of a method's report."""
+
+
+_COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "linear FLOPs of the decoder layers"}
 
 
 class CellRunner:
@@ -119,7 +123,7 @@ class CellRunner:
             self._recover(cell, folder)
         facts = attachment(self._model).provenance
         records = self._records(cell)
-        records.append(self._stage_records(subject, facts, recovered))
+        records.append(self._stage_records(cell, facts, recovered))
         report = self._evaluate(subject, records)
         records.append(_task_perplexities(subject, report))
         records.append([Record(subject=subject, metric="status", value=FINISHED, unit="text")])
@@ -163,7 +167,7 @@ class CellRunner:
             model,
             get(request.grid.method_of(cell.method)),
             blocks,
-            Target(sparsity=cell.sparsity, match=request.grid.match),
+            Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method)),
             request.budget.of_method(request.settings[cell.method], stage, blocks.num_tokens),
             stage=request.budget.of_training(stage),
             objective=request.objective,
@@ -202,9 +206,9 @@ class CellRunner:
     def _records(self, cell: Cell) -> RecordFile:
         return RecordFile(self.folder(cell) / RECORDS, config_fingerprint=self._fingerprint, device=self.device)
 
-    def _stage_records(self, subject: str, provenance: dict[str, Any], recovered: bool) -> Iterator[Record]:
+    def _stage_records(self, cell: Cell, provenance: dict[str, Any], recovered: bool) -> Iterator[Record]:
         """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
-        report = provenance[PROVENANCE]
+        report, subject = provenance[PROVENANCE], cell.subject(recovered=recovered)
         for metric, name in _SHARES.items():
             yield Record(subject=subject, metric=f"sparsity.{metric}", value=report[name], unit="share")
         cost = report
@@ -214,8 +218,16 @@ class CellRunner:
         for name, unit in (("tokens_forward", "token"), ("tokens_backward", "token"), ("seconds", "s")):
             yield Record(subject=subject, metric=f"method.{name}", value=cost[name], unit=unit)
         if not recovered:
-            yield Record(subject=subject, metric="deviations", value="\n".join(report["deviations"]), unit="text")
+            lines = "\n".join([*self._own_target(cell), *report["deviations"]])
+            yield Record(subject=subject, metric="deviations", value=lines, unit="text")
             yield Record(subject=subject, metric="settings", value=json.dumps(report["settings"]), unit="text")
+
+    def _own_target(self, cell: Cell) -> Iterator[str]:
+        """Yield a sentence where a row counts its sparsity otherwise than the comparison."""
+        grid = self._request.grid
+        own = grid.match_of(cell.method)
+        if own != grid.match and cell.method != DENSE:
+            yield f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}"
 
 
 def _task_perplexities(subject: str, report: EvaluationReport) -> Iterator[Record]:
@@ -224,6 +236,8 @@ def _task_perplexities(subject: str, report: EvaluationReport) -> Iterator[Recor
         if task.token_perplexity is not None:
             metric = f"{task.task}.token_perplexity"
             yield Record(subject=subject, metric=metric, value=task.token_perplexity, unit="", where=task.label)
+            if task.token_stderr is not None:
+                yield Record(subject=subject, metric=f"{metric}.stderr", value=task.token_stderr, where=task.label)
 
 
 def _in_words(report: EvaluationReport) -> str:

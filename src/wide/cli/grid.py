@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from wide.cli.method_flags import SETTINGS, TRAINED, check_method, check_variants
+from wide.cli.method_flags import SETTINGS, TRAINED, VARIANT_KEYS, Match, check_method, check_variants
 from wide.cli.usage import UsageError
 from wide.report.cells import Cell
 
@@ -22,7 +22,7 @@ class GridOptions:
         methods: Methods separated by commas (wide methods lists them), variants among them, or 'all'; the dense model
             is always there.
         variants: Further rows by name: a method and the settings in which the row differs from the method's own, e.g.
-            {wide-g32: {method: wide, ffn_group_size: 32}}.
+            {wide-g32: {method: wide, ffn_group_size: 32}}; with the key match a row counts its sparsity in its own way.
         sparsities: Shares to prune, in (0, 1), separated by commas.
         match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product
             work of all decoder layers, keys and values included, the output head not.
@@ -38,7 +38,7 @@ class GridOptions:
     methods: str
     variants: dict[str, Any] | None = None
     sparsities: float | str = "0.25,0.5"
-    match: Literal["nominal", "linear_flops"] = "nominal"
+    match: Match = "nominal"
     seeds: int | str = 17
     shard: str | None = None
     keep_adapters: bool = True
@@ -74,7 +74,12 @@ class GridOptions:
 
     def changes_of(self, name: str) -> dict[str, Any]:
         """Return the settings in which a row differs from its method's own."""
-        return {key: value for key, value in (self.variants or {}).get(name, {}).items() if key != "method"}
+        return {key: value for key, value in (self.variants or {}).get(name, {}).items() if key not in VARIANT_KEYS}
+
+    def match_of(self, name: str) -> Match:
+        """Return what the sparsity of a row counts."""
+        own: Match = (self.variants or {}).get(name, {}).get("match", self.match)
+        return own
 
     @property
     def unused_variants(self) -> list[str]:

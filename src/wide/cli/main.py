@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": "a grid of methods, sparsities and seeds on one model and one text, as one table",
     "methods": "list the methods of the benchmark, what they remove, and where they come from",
     "generate": "continue a prompt",
+    "export": "an adapter and its base as one Hugging Face checkpoint; a static plan is cut out of the matrices",
     "bench": "time the operators against dense peers on a GPU, agreement first",
     "tune": "measure which operator pays at a model's own shapes on this GPU, for wide.optimize",
     "profile": "time a whole model on a GPU, dense beside routed: TTFT, TPOT, TTLT, energy, memory",

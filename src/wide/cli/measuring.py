@@ -9,6 +9,7 @@ from wide.evaluation.evaluate import evaluate
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.routing_behaviour import routing_behaviour
 from wide.evaluation.routing_records import behaviour_records
+from wide.evaluation.tasks import PER_WORD
 from wide.models.accounting import Sparsity
 from wide.records import Record, RecordFile
 
@@ -111,7 +112,7 @@ def evaluation_records(subject: str, scores: Scores, sparsity: Sparsity | None, 
     if scores.tasks is None:
         return
     for task in scores.tasks.tasks:
-        is_perplexity = task.metric == "word_perplexity"
+        is_perplexity = task.metric == PER_WORD
         metric = task.metric if is_perplexity else f"accuracy.{task.label}"
         unit = "" if is_perplexity else "share"
         where = f"{task.label}, {task.metric}"

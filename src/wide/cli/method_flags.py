@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, get_args
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.usage import UsageError
@@ -46,6 +46,10 @@ SETTINGS: Mapping[str, type[Any]] = {
 """The settings of each method by its name in the catalogue, which does not import them."""
 TRAINED = ("skipgpt", "skipgpt-original", "dllm", "dllm-original", "wide")
 """Methods that train routers, to which the flags of stage 1 apply."""
+Match = Literal["nominal", "linear_flops"]
+"""What a sparsity may count."""
+VARIANT_KEYS = ("method", "match")
+"""What a variant may say beside settings of its method."""
 OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
 """What of the objective can be set for every method that trains routers; the target says the rest."""
 
@@ -103,7 +107,8 @@ def check_variants(variants: Mapping[str, Any]) -> None:
     """Refuse variants that name no method that prunes, or have the name of a method.
 
     Args:
-        variants: By name, a mapping with the key 'method' and the settings in which the variant differs.
+        variants: By name, a mapping with the key 'method', perhaps 'match', and the settings in which the variant
+            differs.
 
     Raises:
         UsageError: If a name, a method or a setting is not one.
@@ -116,9 +121,11 @@ def check_variants(variants: Mapping[str, Any]) -> None:
             raise UsageError(f"{where} must be a mapping with the key 'method', got {entry!r}")
         if entry["method"] == "dense":
             raise UsageError(f"{where}: the dense model has no variants; it is in every comparison, under its own name")
+        if entry.get("match", "nominal") not in get_args(Match):
+            raise UsageError(f"{where}: match must be one of {', '.join(get_args(Match))}, got {entry['match']!r}")
         known = _own_settings(entry["method"], where)
         for key in entry:
-            if key != "method" and key not in known:
+            if key not in VARIANT_KEYS and key not in known:
                 close = get_close_matches(str(key), known, n=1, cutoff=0.4)
                 hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
                 raise UsageError(f"{where}: method {entry['method']} has no setting {key!r}{hint}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from wide.cli.arguments import Arguments, build
 from wide.cli.console import say
 from wide.cli.gpu import require_gpu
+from wide.cli.provenance import noted
 from wide.cli.run_folder import ADAPTER, CELLS
 from wide.cli.usage import UsageError
 from wide.errors import ConfigError, DataError, EvaluationError
@@ -111,11 +112,13 @@ def run(given: Sequence[str]) -> None:
     cells = [] if options.comparison is None else _cells(Path(options.comparison))
     require_gpu("profile")
     if options.comparison is not None:
-        _time_cells(options, cells)
+        _time_cells(options, cells, given)
         return
     from wide.profiling.endtoend import main
 
-    if main([*_arguments(options), "--out", str(options.out), "--energy"]):
+    with noted(Path(str(options.out)), "profile", given):
+        red = main([*_arguments(options), "--out", str(options.out), "--energy"])
+    if red:
         raise EvaluationError("the runtime does not compute what the model computes; see the gate above")
 
 
@@ -164,7 +167,7 @@ def _cells(comparison: Path) -> list[Path]:
     return cells
 
 
-def _time_cells(options: ProfileOptions, cells: Sequence[Path]) -> None:
+def _time_cells(options: ProfileOptions, cells: Sequence[Path], words: Sequence[str]) -> None:
     """Time one cell after the other; what goes wrong with one costs no other.
 
     Raises:
@@ -181,7 +184,9 @@ def _time_cells(options: ProfileOptions, cells: Sequence[Path]) -> None:
         say(f"[{number}/{len(cells)}] {cell.name}")
         given = [*_arguments(options), "--adapter", str(cell / ADAPTER), "--out", str(out), "--no-breakdown"]
         try:
-            if main(given):
+            with noted(out, "profile", words):
+                red = main(given)
+            if red:
                 failed.append(f"{cell.name} does not compute what the model computes")
         # Kernels that do not fit a shape have errors of their own kinds.
         except Exception as error:

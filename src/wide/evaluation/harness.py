@@ -22,7 +22,8 @@ from torch import nn
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.inference import SkipMeter, model_device
 from wide.evaluation.likelihood import log_likelihoods
-from wide.evaluation.tasks import ZERO_SHOT_TASKS, Task, find_task, write_local_task
+from wide.evaluation.perplexity import ratio_stderr
+from wide.evaluation.tasks import PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
 from wide.models.accounting import Sparsity
 from wide.models.observe import judging
 
@@ -38,12 +39,14 @@ class TaskResult:
         task: Name in lm-evaluation-harness.
         metric: The metric that the paper reports: accuracies lie in [0, 1]; `word_perplexity` is per whitespace word.
         value: Of that metric.
-        stderr: Its standard error; None where the harness has none.
+        stderr: Its standard error: the harness's over items, and of `word_perplexity`, for which it has none, the ratio
+            estimator's over documents; None for a single document.
         items: Items that were evaluated.
         full_items: Items of the full evaluation split.
         sparsity: What was skipped on this task's tokens, padding excluded; None for a model without routers.
         token_perplexity: Perplexity per token of the same text in the same windows, where `metric` is one per word;
             else None.
+        token_stderr: Standard error of `token_perplexity` over documents; None where there is none.
         other_metrics: Whatever else the harness reports for the task.
     """
 
@@ -55,6 +58,7 @@ class TaskResult:
     full_items: int
     sparsity: Sparsity | None = None
     token_perplexity: float | None = None
+    token_stderr: float | None = None
     other_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -80,6 +84,7 @@ class TaskResult:
             "is_subset": self.is_subset,
             "sparsity": sparsity,
             "token_perplexity": self.token_perplexity,
+            "token_stderr": self.token_stderr,
             "other_metrics": self.other_metrics,
         }
 
@@ -171,8 +176,9 @@ def run_harness(
                 batch_size=batch_size,
             )
             with meter.watching(), _bars_on_terminals_only(), _without_waste(lm_eval):
-                raw = _evaluate(lm_eval, lm, name, manager, limit)
-            results.append(_task_result(task, name, raw, meter, lm.perplexity()))
+                # Single documents are needed for the error of a perplexity only.
+                raw = _evaluate(lm_eval, lm, name, manager, limit, log_samples=task.metric == PER_WORD)
+            results.append(_task_result(task, name, raw, meter, lm))
     return HarnessResult(tasks=tuple(results), max_length=max_length, harness_version=str(lm_eval.__version__))
 
 
@@ -199,10 +205,12 @@ def _task_manager(lm_eval: Any, tasks: Sequence[Task], local_data: Path | None, 
     return TaskManager(include_path=folders, include_defaults=False), [task.name for task in tasks]
 
 
-def _evaluate(lm_eval: Any, lm: Any, name: str, manager: Any, limit: int | None) -> dict[str, Any]:
+def _evaluate(
+    lm_eval: Any, lm: Any, name: str, manager: Any, limit: int | None, *, log_samples: bool
+) -> dict[str, Any]:
     try:
         raw = lm_eval.evaluator.simple_evaluate(
-            model=lm, tasks=[name], num_fewshot=0, task_manager=manager, limit=limit, log_samples=False
+            model=lm, tasks=[name], num_fewshot=0, task_manager=manager, limit=limit, log_samples=log_samples
         )
     except (OSError, ValueError, RuntimeError) as error:
         # Data sets that cannot be reached raise any of these; so does a model that fails, whose error says more.
@@ -227,20 +235,41 @@ def _is_about_data(error: BaseException) -> bool:
     return False
 
 
-def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter, perplexity: float) -> TaskResult:
+def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter, lm: Any) -> TaskResult:
     scores = {key.partition(",")[0]: value for key, value in raw["results"][name].items() if "," in key}
     numbers = {key: float(value) for key, value in scores.items() if isinstance(value, int | float)}
+    stderr, token_perplexity, token_stderr = numbers.get(f"{task.metric}_stderr"), None, None
+    if task.metric == PER_WORD:
+        token_perplexity = lm.perplexity()
+        stderr, token_stderr = _perplexity_errors(raw["samples"][name], numbers[PER_WORD], token_perplexity, lm)
     return TaskResult(
         task=task.name,
         metric=task.metric,
         value=numbers[task.metric],
-        stderr=numbers.get(f"{task.metric}_stderr"),
+        stderr=stderr,
         items=int(raw["n-samples"][name]["effective"]),
         full_items=task.num_items,
         sparsity=meter.result(),
-        token_perplexity=perplexity if task.metric == "word_perplexity" else None,
+        token_perplexity=token_perplexity,
+        token_stderr=token_stderr,
         other_metrics={k: v for k, v in numbers.items() if k not in (task.metric, f"{task.metric}_stderr")},
     )
+
+
+def _perplexity_errors(
+    documents: Sequence[dict[str, Any]], per_word: float, per_token: float, lm: Any
+) -> tuple[float | None, float | None]:
+    """Return the standard errors of a word and a token perplexity over the documents that were scored."""
+    losses = [-float(document[PER_WORD][0]) for document in documents]
+    words = [int(document[PER_WORD][1]) for document in documents]
+    tokens = [len(lm.tok_encode(document["arguments"][0][0])) for document in documents]
+    return _scaled_error(losses, words, per_word), _scaled_error(losses, tokens, per_token)
+
+
+def _scaled_error(losses: Sequence[float], counts: Sequence[int], perplexity: float) -> float | None:
+    error = ratio_stderr(torch.tensor(losses, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64))
+    # A small change of the mean changes its exponential in proportion to that.
+    return None if error is None or not math.isfinite(perplexity) else perplexity * error
 
 
 def _bars_on_terminals_only() -> AbstractContextManager[object]:

@@ -104,6 +104,20 @@ def token_perplexity(
     return _result(losses, window, stride)
 
 
+def ratio_stderr(sums: Tensor, counts: Tensor) -> float | None:
+    """Return the standard error of sum / count over independent units, None for a single one.
+
+    Args:
+        sums: Of each unit, float64 `[N]`.
+        counts: Of what was summed, float64 `[N]`.
+    """
+    if len(sums) < 2:
+        return None
+    total = counts.sum()
+    residual = sums - sums.sum() / total * counts
+    return float((residual.square().sum() * len(sums) / (len(sums) - 1)).sqrt() / total)
+
+
 def _stream_ids(
     data: str | Iterable[Document | str], tokenizer: "PreTrainedTokenizerBase | None", window: int, stride: int
 ) -> Tensor:
@@ -189,15 +203,11 @@ def _result(losses: list[tuple[Tensor, Tensor]], window: int, stride: int) -> Pe
             f"the likelihood of window {bad} is {float(sums[bad])}, not a finite number; the model's weights or its "
             "dtype are at fault: try float32, and check the model without routing"
         )
-    stderr = None
-    if len(sums) > 1:
-        # Windows are the independent unit (tokens within one are not); ratio estimator of the mean.
-        residual = sums - nll * counts
-        stderr = float((residual.square().sum() * len(sums) / (len(sums) - 1)).sqrt() / tokens)
     return PerplexityResult(
         perplexity=math.exp(nll) if nll < 700 else math.inf,
         nll=nll,
-        stderr=stderr,
+        # Windows are the independent unit: tokens within one are not.
+        stderr=ratio_stderr(sums, counts),
         tokens=tokens,
         window=window,
         stride=stride,

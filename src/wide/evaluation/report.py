@@ -113,9 +113,10 @@ class EvaluationReport:
             other = "" if other_task is None else _score(other_task.metric, other_task.value, other_task.stderr)
             yield f"{task.label}, {task.metric}", _score(task.metric, task.value, task.stderr), other
             if task.token_perplexity is not None:
-                before = None if other_task is None else other_task.token_perplexity
-                shown = "" if before is None else f"{before:.3f}"
-                yield f"{task.label}, token_perplexity", f"{task.token_perplexity:.3f}", shown
+                metric, other = "token_perplexity", ""
+                if other_task is not None and other_task.token_perplexity is not None:
+                    other = _score(metric, other_task.token_perplexity, other_task.token_stderr)
+                yield f"{task.label}, {metric}", _score(metric, task.token_perplexity, task.token_stderr), other
         if self.model.tasks.average is not None:
             error = self.model.tasks.average_stderr
             dense_average = None if dense.tasks is None else dense.tasks.average

@@ -10,6 +10,8 @@ from wide.data.files import read_json_lines
 from wide.errors import EvaluationError
 
 Row = dict[str, Any]
+PER_WORD = "word_perplexity"
+"""The metric of the one task that is no choice between options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,7 @@ def _hellaswag_row(row: Row) -> Row:
 _ALL = (
     Task(
         name="wikitext",
-        metric="word_perplexity",
+        metric=PER_WORD,
         stock="wikitext/wikitext.yaml",
         num_items=62,
         files=("wikitext*.test*.jsonl*", "test.pages.jsonl*"),

@@ -55,7 +55,7 @@ class MethodReport:
         kv_cache_kept: Share of the key-value cache that remains.
         tokens_forward: Calibration tokens through a forward only.
         tokens_backward: Calibration tokens through a forward with backward.
-        seconds: Wall clock of deciding or training, measurements left out.
+        seconds: Wall clock of deciding or training, over all parts of a resumed run, measurements left out.
         seed: Of the row.
         settings: The method's options.
         deviations: Where the row differs from the method's original, a sentence each.
@@ -132,7 +132,7 @@ def apply(
             effort, deviations, notes = _decide_or_train(
                 model, method, blocks, target, settings, stage, objective, output, resume
             )
-        seconds = _now(model) - began
+        seconds = _now(model) - began + effort.seconds_before
         sparsity = _measure(model, blocks)
         report = MethodReport(
             method=method.name,

@@ -42,10 +42,18 @@ class Target:
 
 @dataclass(slots=True)
 class Effort:
-    """Calibration text that a method consumed: tokens through a forward, and through a forward with backward."""
+    """What a method consumed.
+
+    Args:
+        tokens_forward: Calibration tokens through a forward only.
+        tokens_backward: Calibration tokens through a forward with backward.
+        seconds_before: Wall clock of the earlier parts of a resumed training, which whoever called the last part has
+            not seen.
+    """
 
     tokens_forward: int = 0
     tokens_backward: int = 0
+    seconds_before: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,7 +55,8 @@ def train_routers(
 
     Returns:
         Text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration of
-        the threshold read), and sentences on how inference differs from argmax at the target.
+        the threshold read) with the time of the earlier parts, and sentences on how inference differs from argmax at
+        the target.
 
     Raises:
         ConfigError: If the target is out of reach, settings contradict, or `output` holds another run.
@@ -127,10 +128,12 @@ def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str
 
 def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:
     seen, start = int(record["tokens"]), record.get("start", {})
+    before = record["seconds_before"] + (start["seconds"] if start.get("resumed") else 0.0)
     teacher = seen if objective.distillation else 0
     return Effort(
         tokens_forward=teacher + record["inference"].get("tokens_forward", 0) + start.get("tokens_forward", 0),
         tokens_backward=seen + start.get("tokens_backward", 0),
+        seconds_before=before,
     )
 
 

@@ -20,7 +20,7 @@ def text_css() -> str:
     return (
         ".tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9; background: none; padding: 0; }\n"
         ".tokens span { padding: .15rem 0; border-right: 1px solid #fff; }\n"
-        ".scale span { padding: .1rem .5rem; }\n" + shades
+        ".scale span { padding: .1rem .5rem; white-space: nowrap; display: inline-block; }\n" + shades
     )
 
 

@@ -19,6 +19,9 @@ DENSE = "dense"
 FINISHED = "finished"
 PERPLEXITY, RATIO, RETENTION = "token_perplexity", "token_perplexity.ratio", "accuracy.retention"
 _ACCURACY, _WINDOWS = "accuracy.average", "token_perplexity.windows"
+_STDERR = ".stderr"
+TASK = "accuracy."
+"""Before the label of a single task in the name of its metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,19 @@ class Comparison:
         found = [self.run.text(subject, metric) for subject in self._finished(row, sparsity)]
         return next(filter(None, found), "")
 
-    def seeds(self, row: Row, sparsity: float) -> int:
-        """Return how many seeds of a row have been measured."""
-        return len(self._finished(row, sparsity))
+    def seeds(self, row: Row, sparsity: float) -> list[int]:
+        """Return the seeds of a row that have been measured, ascending."""
+        found = [read_subject(subject) for subject in self._finished(row, sparsity)]
+        return sorted(key[0].seed for key in found if key is not None)
+
+    def task_labels(self) -> list[str]:
+        """Return what single tasks that were measured anywhere are called; with `TASK` before it, each is a metric."""
+        found = {record.metric: None for record in self.run.records if read_subject(record.subject) is not None}
+        return [
+            metric.removeprefix(TASK)
+            for metric in found
+            if metric.startswith(TASK) and metric != _ACCURACY and not metric.endswith(_STDERR)
+        ]
 
     def failures(self, row: Row | None = None, sparsity: float | None = None) -> list[Failure]:
         """Return the cells that failed, of one row and sparsity or of all."""
@@ -174,7 +187,7 @@ class Comparison:
             return perplexity_error(self._windows(subject))
         if metric == RATIO and dense is not None and dense != subject:
             return ratio_error(self._windows(subject), self._windows(dense))
-        return self.run.number(subject, f"{metric}.stderr")
+        return self.run.number(subject, f"{metric}{_STDERR}")
 
     def _windows(self, subject: str) -> Windows:
         text = self.run.text(subject, _WINDOWS)

@@ -9,6 +9,7 @@ from wide.report.comparison_groups import GROUP_FIGURE
 from wide.report.comparison_speed import SPEED_FIGURE
 from wide.report.comparison_style import Styles, logarithmic, method_legend, method_styles
 from wide.report.figure import Figure, Sheet
+from wide.report.layer_lines import LAYERS_OF_METHODS
 from wide.report.selection import MissingRecordsError
 
 _WORK = "sparsity.linear_flops_layers"
@@ -47,7 +48,7 @@ def _draw(figure: Any, comparison: Comparison) -> str:
         axes.set_xlabel("target sparsity, %")
         axes.set_ylabel(label)
     shown = {row.method: styles[row.method] for metric, _ in panels for row, _ in _lines(comparison, metric)}
-    method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows))
+    _legend(figure, comparison, shown)
     return "Quality over sparsity; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
 
 
@@ -70,10 +71,14 @@ def _dense_lines(axes: Any, comparison: Comparison, metric: str) -> None:
     if adapted is not None:
         # LoRA fits the calibration text, too: the dense model with the same LoRA is the fair partner of such rows.
         axes.axhline(adapted.mean, color="black", linewidth=1, linestyle=":")
-        place = (axes.get_xlim()[0], adapted.mean)
-        axes.annotate("dense + LoRA", place, xytext=(2, 2), textcoords="offset points", fontsize="x-small")
     if metric == RATIO:
         logarithmic(axes)
+
+
+def _legend(figure: Any, comparison: Comparison, shown: Styles) -> None:
+    adapted = any(comparison.value(Row(DENSE, True), 0.0, metric) is not None for metric, _ in _PANELS)
+    lines = {"dense": "-", "dense + LoRA": ":"} if adapted else {"dense": "-"}
+    method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows), lines=lines)
 
 
 def _sheet(comparison: Comparison) -> Sheet:
@@ -117,7 +122,7 @@ def _draw_work(figure: Any, comparison: Comparison) -> str:
     axes.set_xlabel("matrix products of the decoder layers that are skipped (measured), %")
     axes.set_ylabel(_PANELS[0][1])
     shown = {row.method: styles[row.method] for row, _ in lines}
-    method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows))
+    _legend(figure, comparison, shown)
     return "Perplexity over the work that is really left out; hollow without LoRA. " + "; ".join(sentences) + "."
 
 
@@ -135,5 +140,6 @@ COMPARISON_FIGURES: tuple[Figure[Comparison], ...] = (
     Figure(name="quality-work", title="Quality over skipped work", size=(9.0, 4.8), draw=_draw_work, sheet=_work_sheet),
     GROUP_FIGURE,
     SPEED_FIGURE,
+    LAYERS_OF_METHODS,
 )
 """Figures of a comparison."""

@@ -1,5 +1,6 @@
 """What the figures of a comparison share: a marker and a colour for each method, and axes of perplexities."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wide.report.comparison import DENSE, Comparison
@@ -13,10 +14,13 @@ Styles = dict[str, tuple[str, str]]
 
 def method_styles(comparison: Comparison) -> Styles:
     """Return the marker and the colour of each method, the same in all figures of a comparison."""
-    methods = [method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE]
+    return styles_of([method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE])
+
+
+def styles_of(names: Sequence[str]) -> Styles:
+    """Return a marker and a colour for each name, in their order."""
     return {
-        method: (_MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)])
-        for place, method in enumerate(methods)
+        name: (_MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)]) for place, name in enumerate(names)
     }
 
 
@@ -31,13 +35,14 @@ def logarithmic(axes: Any) -> None:
     axes.yaxis.set_minor_locator(LogLocator(subs=()))
 
 
-def method_legend(figure: Any, styles: Styles, *, stages: bool) -> None:
+def method_legend(figure: Any, styles: Styles, *, stages: bool, lines: Mapping[str, str] | None = None) -> None:
     """Put a legend of methods beside the axes, where it can hide no data.
 
     Args:
         figure: Of matplotlib.
         styles: Of the methods that are drawn.
         stages: Whether hollow and filled points tell rows without and with LoRA.
+        lines: Black lines across the axes, with their dashes.
     """
     from matplotlib.lines import Line2D
 
@@ -49,4 +54,7 @@ def method_legend(figure: Any, styles: Styles, *, stages: bool) -> None:
         hollow = Line2D([], [], marker="o", color="black", fillstyle="none", linestyle="--", label="without LoRA")
         entries.append(hollow)
         entries.append(Line2D([], [], marker="o", color="black", linestyle="-", label="with LoRA"))
+    entries += [
+        Line2D([], [], color="black", linewidth=1, linestyle=dash, label=name) for name, dash in (lines or {}).items()
+    ]
     figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize="small")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 
-from wide.report.comparison import DENSE, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
+from wide.report.comparison import DENSE, PERPLEXITY, RATIO, RETENTION, TASK, Comparison, Row, Value
 from wide.report.table import Table
 
 
@@ -72,18 +72,30 @@ FACTS = (
     Column("seconds", "method.seconds", _seconds),
 )
 """What a row removes, and what it cost."""
+TASK_NAMES = {
+    "arc_easy": "ARC-E",
+    "arc_challenge": "ARC-C",
+    "boolq": "BoolQ",
+    "winogrande": "WinoGrande",
+    "piqa": "PIQA",
+    "openbookqa": "OBQA",
+    "hellaswag": "HellaSwag",
+}
+"""Zero-shot tasks as the paper's tables call them, in their order."""
+_WORD, _AVERAGE, _RETENTION = QUALITY[3:]
 
 LEGEND = (
     "ppl: token perplexity on held-out text. With one seed, ± is the standard error by bootstrap over windows of text "
     "(for 'x dense' the two models are resampled together); with several seeds, figures are means and ± is the "
-    "standard deviation between seeds. The task columns carry the standard error over items.",
+    "standard deviation between seeds. With one seed the tasks carry the standard error over items, and their average "
+    "that of independent tasks; WikiText's perplexities carry that over its documents.",
     "attention, FFN: share that is left out, mean over layers, in units of the method (layers, heads and channels, "
     "groups, dimensions of the residual stream, weights); nominal: the mean of the two. linear FLOPs: share of the "
     "matrix-product work of all decoder layers that is saved, keys and values included, the output head not; single "
     "zeros save none. parameters: share of the decoder layers' parameters that no token needs. KV kept: share of the "
     "key-value cache.",
-    "tokens and seconds: calibration text and time; in rows with LoRA, those of the LoRA stage alone. fwd: forward "
-    "only; fwd+bwd: forward with backward.",
+    "seed: of calibration and training. tokens and seconds: calibration text and time; in rows with LoRA, those of the "
+    "LoRA stage alone. fwd: forward only; fwd+bwd: forward with backward.",
 )
 
 
@@ -98,15 +110,41 @@ def quality_table(comparison: Comparison) -> Table:
     return Table(header=("method", *header), rows=tuple(lines))
 
 
+def tasks_table(comparison: Comparison) -> Table | None:
+    """Return each zero-shot task of each row at each sparsity, as the paper's appendix does; None without tasks."""
+    tasks = _task_columns(comparison)
+    if not tasks:
+        return None
+    columns = [column for column in (_WORD, *tasks, _AVERAGE, _RETENTION) if _is_measured(comparison, column)]
+    lines = []
+    for row, sparsity in _points(comparison):
+        cells = [_cell(comparison, row, sparsity, column) for column in columns]
+        lines.append((_name(comparison, row), _target(row, sparsity), *cells))
+    return Table(header=("method", "target %", *(column.title for column in columns)), rows=tuple(lines))
+
+
+def _task_columns(comparison: Comparison) -> list[Column]:
+    """Return a column for each task that was measured, the paper's first and in its order."""
+    order = list(TASK_NAMES)
+    found = []
+    for label in comparison.task_labels():
+        # Behind the name stands how many items a subset has.
+        task, space, rest = label.partition(" ")
+        rank = order.index(task) if task in order else len(order)
+        title = f"{TASK_NAMES.get(task, task)}{space}{rest}"
+        found.append((rank, title, Column(title, f"{TASK}{label}", _percent)))
+    return [column for *_, column in sorted(found, key=lambda entry: entry[:2])]
+
+
 def facts_table(comparison: Comparison) -> Table:
     """Return, for each row at each sparsity, what it removes and what it cost."""
     used = [column for column in FACTS if _is_measured(comparison, column)]
     lines = []
     for row, sparsity in _points(comparison):
-        target = "-" if row.method == DENSE else f"{100 * sparsity:.4g}"
         cells = [_cell(comparison, row, sparsity, column) for column in used]
-        lines.append((_name(comparison, row), target, *cells))
-    return Table(header=("method", "target %", *(column.title for column in used)), rows=tuple(lines))
+        seeds = ", ".join(map(str, comparison.seeds(row, sparsity))) or "-"
+        lines.append((_name(comparison, row), _target(row, sparsity), seeds, *cells))
+    return Table(header=("method", "target %", "seed", *(column.title for column in used)), rows=tuple(lines))
 
 
 def footnotes(comparison: Comparison) -> list[str]:
@@ -124,14 +162,13 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 def to_text(comparison: Comparison) -> str:
     """Return everything for a terminal."""
-    parts = [quality_table(comparison).to_text(), facts_table(comparison).to_text()]
+    parts = [table.to_text() for table in _tables(comparison)]
     return "\n\n".join([*parts, "\n".join(footnotes(comparison))]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
     """Return everything as Markdown."""
-    parts = [f"# {comparison_title(comparison)}", quality_table(comparison).to_markdown()]
-    parts += [facts_table(comparison).to_markdown(), *LEGEND]
+    parts = [f"# {comparison_title(comparison)}", *(table.to_markdown() for table in _tables(comparison)), *LEGEND]
     notes = footnotes(comparison)
     if notes:
         parts += ["## Deviations and failures", "\n".join(f"- {note}" for note in notes)]
@@ -142,15 +179,18 @@ def to_csv(comparison: Comparison) -> str:
     """Return a line for each row at each sparsity, with all figures unrounded and their errors."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    columns = QUALITY + FACTS
+    columns = [*QUALITY, *_task_columns(comparison), *FACTS]
     names = [name for column in columns for name in (column.metric, f"{column.metric}.error")]
-    writer.writerow(["method", "recovered", "target", "seeds", "failed", *names])
+    writer.writerow(["method", "recovered", "target", "seeds", "seed", "failed", *names])
     for row, sparsity in _points(comparison):
         values = [comparison.value(row, sparsity, column.metric) for column in columns]
         figures = [figure for value in values for figure in _figures(value)]
         target = "" if row.method == DENSE else sparsity
         failed = "; ".join(failure.reason for failure in comparison.failures(row, sparsity))
-        writer.writerow([row.method, int(row.recovered), target, comparison.seeds(row, sparsity), failed, *figures])
+        seeds = comparison.seeds(row, sparsity)
+        writer.writerow(
+            [row.method, int(row.recovered), target, len(seeds), " ".join(map(str, seeds)), failed, *figures]
+        )
     return stream.getvalue()
 
 
@@ -158,8 +198,10 @@ def to_html(comparison: Comparison) -> str:
     """Return the section of a page."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in footnotes(comparison))
     legend = "".join(f"<p>{escape(text)}</p>" for text in LEGEND)
-    tables = quality_table(comparison).to_html() + "<h2>What is removed, and what it cost</h2>"
-    tables += facts_table(comparison).to_html()
+    tasks = tasks_table(comparison)
+    tables = quality_table(comparison).to_html()
+    tables += "" if tasks is None else f"<h2>Zero-shot tasks</h2>{tasks.to_html()}"
+    tables += f"<h2>What is removed, and what it cost</h2>{facts_table(comparison).to_html()}"
     return f"<h2>Quality</h2>{tables}{legend}" + (f"<h2>Deviations and failures</h2><ul>{notes}</ul>" if notes else "")
 
 
@@ -173,6 +215,15 @@ def _points(comparison: Comparison) -> Iterator[tuple[Row, float]]:
     yield from ((row, 0.0) for row in comparison.rows if row.method == DENSE)
     for sparsity in comparison.sparsities:
         yield from ((row, sparsity) for row in comparison.rows if row.method != DENSE)
+
+
+def _target(row: Row, sparsity: float) -> str:
+    return "-" if row.method == DENSE else f"{100 * sparsity:.4g}"
+
+
+def _tables(comparison: Comparison) -> list[Table]:
+    found = quality_table(comparison), tasks_table(comparison), facts_table(comparison)
+    return [table for table in found if table is not None]
 
 
 def _is_measured(comparison: Comparison, column: Column) -> bool:

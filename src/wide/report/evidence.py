@@ -169,21 +169,19 @@ def _draw_pareto(figure: Any, evidence: Evidence) -> str:
     for axes, kind in zip(panels, kinds, strict=True):
         for (run, subject), (marker, colour) in zip(runs, _MARKERS * len(runs), strict=False):
             chosen = [p for p in points if (p.what, p.run, p.subject) == (kind, run, subject)]
-            for point in chosen:
+            chosen.sort(key=lambda point: point.speedup)
+            for number, point in enumerate(chosen):
                 # Later stages are filled, stage 1 alone is hollow.
                 fill = "none" if subject in _EARLIER.values() else "full"
                 label = _label(point) if point is chosen[0] else None
                 axes.plot(point.speedup, point.ratio, marker, color=colour, fillstyle=fill, markersize=7, label=label)
-                words = point.shape.partition(", ")[2]
-                axes.annotate(
-                    words, (point.speedup, point.ratio), xytext=(7, 4), textcoords="offset points", fontsize="x-small"
-                )
+                _name_shape(axes, point, above=number % 2 == 0)
                 sentences.append(f"{run}, {subject}, {point.shape}: {point.speedup:.2f}x at {point.ratio:.2f}x dense")
         axes.plot(1, 1, "*", color="black", markersize=10)
         axes.annotate("dense", (1, 1), xytext=(6, -10), textcoords="offset points", fontsize="x-small")
         axes.set_title(kind, fontsize="medium", loc="left")
         axes.set_xlabel("measured speed-up over its dense peer")
-        axes.margins(x=0.3, y=0.2)
+        axes.margins(x=0.3, y=0.3)
     panels[0].set_ylabel("perplexity, x dense")
     found = [pair for axes in panels for pair in zip(*reversed(axes.get_legend_handles_labels()), strict=True)]
     lines = dict(found)
@@ -191,6 +189,20 @@ def _draw_pareto(figure: Any, evidence: Evidence) -> str:
         list(lines.values()), list(lines), loc="outside upper center", ncols=3, frameon=False, fontsize="small"
     )
     return "Perplexity against measured speed; lower right is better. " + "; ".join(sentences) + "."
+
+
+def _name_shape(axes: Any, point: Point, *, above: bool) -> None:
+    """Write the shape beside a point: aslant, and every other one below, because a run's points lie at one height."""
+    axes.annotate(
+        point.shape.partition(", ")[2],
+        (point.speedup, point.ratio),
+        xytext=(4, 5 if above else -5),
+        textcoords="offset points",
+        rotation=30 if above else -30,
+        rotation_mode="anchor",
+        va="bottom" if above else "top",
+        fontsize="x-small",
+    )
 
 
 def _label(point: Point) -> str:

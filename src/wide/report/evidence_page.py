@@ -8,6 +8,7 @@ from pathlib import Path
 from wide.errors import DataError
 from wide.records import read_records
 from wide.report.evidence import EVIDENCE_FIGURES, Evidence, Run, evidence_table
+from wide.report.layer_lines import LAYERS_OF_RUNS
 from wide.report.naive_figures import NAIVE_FIGURES
 from wide.report.page import PAGE, document, facts, figure_sections, write_report
 from wide.report.profiles import ATTENTION, END_TO_END, NAIVE, OPERATORS, Profile, read_profile
@@ -90,15 +91,30 @@ def _write(title: str, first: str, evidence: Evidence, output: Path) -> Path:
     return page
 
 
+def _sources(profile: Profile, output: Path) -> str:
+    """Return what the figures of speed are drawn from: each file, and the command that measured it."""
+    items = []
+    for source in profile.sources():
+        path = escape(os.path.relpath(source["file"], output))
+        facts = ", ".join(escape(str(source[name])) for name in ("device", "date") if source[name])
+        command = f"<br><code>{escape(str(source['command']))}</code>" if source["command"] else ""
+        items.append(f'<li><a href="{path}">{path}</a>: {facts}{command}</li>')
+    return (
+        "<h2>Where the figures of speed come from</h2><p>Of equal measurements the later file counts. Files without a "
+        f"command were measured before benches noted it.</p><ul>{''.join(items)}</ul>"
+    )
+
+
 def _sections(evidence: Evidence, output: Path) -> list[str]:
     profile = evidence.profile
     sections = figure_sections(EVIDENCE_FIGURES, evidence, output) if evidence.runs else []
+    sections += figure_sections((LAYERS_OF_RUNS,), evidence, output) if len(evidence.runs) > 1 else []
     if profile.holds(OPERATORS, ATTENTION, END_TO_END):
         sections += figure_sections(SPEED_FIGURES, profile, output)
         sections += figure_sections(SWEEP_FIGURES, profile, output)
     if profile.holds(NAIVE):
         sections += figure_sections(NAIVE_FIGURES, profile, output)
-    return sections
+    return [*sections, _sources(profile, output)] if profile else sections
 
 
 def _about(run: Run, output: Path) -> str:

@@ -14,10 +14,11 @@ _CANDIDATES = {
     "grouped product": (GREEN, "^-."),
     "fused": (BLUE, "D-"),
 }
+_MEMORY = "peak_memory_bytes"
 _AXES = {"M": "M, whole tokens", "N": "N, output groups", "K": "K, input groups"}
 _ROWS = (
     ("active_tflops", 1.0, "TFLOP/s on executing pairs"),
-    ("peak_memory_bytes", 2.0**20, "peak memory, MiB"),
+    (_MEMORY, 2.0**20, "peak memory, MiB"),
     ("accounted_traffic_bytes", 2.0**20, "accounted traffic, MiB"),
 )
 
@@ -36,13 +37,15 @@ def _draw(figure: Any, profile: Profile) -> str:
     for row, (metric, scale, label) in zip(panels, _ROWS, strict=True):
         row[0].set_ylabel(label)
         for axes, axis in zip(row, axes_names, strict=True):
-            _draw_panel(axes, [record for record in records if record["axis"] == axis], metric, scale)
+            found = [record for record in records if record["axis"] == axis]
+            _draw_panel(axes, found, metric, scale)
+            if metric == _MEMORY:
+                _draw_accounted(axes, found, scale)
     for axes, axis in zip(panels[0], axes_names, strict=True):
         axes.set_title(_AXES[axis], fontsize="medium")
     for axes in panels[-1]:
         axes.set_xlabel("M = N = K")
-    lines = panels[0][0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside upper center", ncols=4, frameon=False, fontsize="small")
+    _legend(figure, panels[0][0])
     largest = max(record["size"] for record in records)
     words = [
         f"{record['axis']}, {record['candidate']}: {record['active_tflops']:.1f} TFLOP/s"
@@ -50,6 +53,7 @@ def _draw(figure: Any, profile: Profile) -> str:
         if record["size"] == largest and "active_tflops" in record
     ]
     return (
+        "Dotted: the memory that intermediates and the result should take, by the paper's accounting. "
         f"Pruned products by axis, on {records[0]['device']}; at {largest}: " + ("; ".join(words) or "not timed") + "."
     )
 
@@ -71,6 +75,30 @@ def _draw_panel(axes: Any, records: list[Mapping[str, Any]], metric: str, scale:
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     if not any(record.get(metric) for record in records):
         axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+
+
+def _draw_accounted(axes: Any, records: list[Mapping[str, Any]], scale: float) -> None:
+    """Draw what intermediates and the result should take, beside what was measured."""
+    sizes = sorted({record["size"] for record in records})
+    # The dense product moves its two factors and its result, three matrices of one size.
+    result = {r["size"]: r["accounted_traffic_bytes"] / 3 for r in records if r["candidate"] == "dense"}
+    for name, (colour, _) in _CANDIDATES.items():
+        points = [
+            (sizes.index(record["size"]), (record["accounted_storage_bytes"] + result[record["size"]]) / scale)
+            for record in records
+            if record["candidate"] == name and record["size"] in result and "accounted_storage_bytes" in record
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), ":", color=colour, linewidth=1.5, marker="_", markersize=12)
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    lines, labels = axes.get_legend_handles_labels()
+    lines.append(Line2D([], [], color="black", linestyle=":", marker="_", markersize=12))
+    labels.append("accounted, with the result")
+    figure.legend(lines, labels, loc="outside upper center", ncols=5, frameon=False, fontsize="small")
 
 
 def _sheet(profile: Profile) -> Sheet:

@@ -22,14 +22,23 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } dt { color: #444; } dd { margin: 0;
   overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; } th, td { padding: .3rem .7rem; text-align: right;
-  border-bottom: 1px solid #bbb; } th { border-bottom: 2px solid #111; vertical-align: bottom; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #bbb; } td { white-space: nowrap; }
+th { border-bottom: 2px solid #111; vertical-align: bottom; }
+@media (min-width: 62rem) { .wide { width: max-content; min-width: 100%; max-width: calc(100vw - 3rem);
+  margin-left: 50%; transform: translateX(-50%); } }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; } img { width: 100%; height: auto; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: .7rem 1rem; }
 .missing { border: 1px dashed #555; padding: .7rem 1rem; } figure { margin: 0; } figcaption { color: #444; }
-details { font-size: .9rem; } @media print { figure { break-inside: avoid; } }
+details { font-size: .9rem; } code { overflow-wrap: anywhere; font-size: .85rem; }
+@media print { figure { break-inside: avoid; } }
 """
 _FACTS = ("description", "model", "data", "target", "LoRA", "held-out text", "device", "versions", "date", "command")
+
+_NO_SPEED = MissingRecordsError(
+    "the speed of this model was not measured; on a GPU, run wide profile --model M --adapter RUN --out RUN/profile, "
+    "then wide report RUN"
+)
 
 
 def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, Path]:
@@ -38,7 +47,7 @@ def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, 
     Args:
         records: A file written by `wide.records.RecordFile`.
         folder: Where the files go.
-        more: Further sections of the page, as HTML.
+        more: Further sections of the page, as HTML: the measured speed; without any, the page says how to measure it.
 
     Raises:
         DataError: If there are no readable records.
@@ -46,7 +55,7 @@ def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, 
     """
     run = Selection(*read_records(records))
     page, picture = folder / PAGE, folder / PICTURE
-    write_whole(page, document(run_title(run), run_body(run, folder) + more))
+    write_whole(page, document(run_title(run), run_body(run, folder) + (more or _missing("Speed", _NO_SPEED))))
     save_png(picture, FIGURES, run)
     return page, picture
 

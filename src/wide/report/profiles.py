@@ -18,6 +18,7 @@ _CHARGED = "reorder charged"
 _DECODE_GROUPS = "decode_groups"
 _NOT_OURS = ("dense", "operator, nothing skipped")
 _EVEN = 0.01
+_ABOUT = ("file", "device", "date", "command")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +183,10 @@ class Profile:
         """Return what was measured on, each once."""
         return list(dict.fromkeys(str(content.get("device", "")) for _, content in self._files))
 
+    def sources(self) -> list[Mapping[str, Any]]:
+        """Return where each file lies ('file') and what it says of its measurement: device, date, command."""
+        return [{key: content.get(key) or "" for key in _ABOUT} for _, content in self._files]
+
     def _of(self, name: str) -> list[tuple[str, Mapping[str, Any]]]:
         return [entry for entry in self._files if entry[0] == name]
 
@@ -197,7 +202,7 @@ def read_profile(folder: Path) -> Profile:
         for name in _FILES:
             path = folder / place / name
             if path.is_file():
-                found.append((name, _content(path)))
+                found.append((name, {**_content(path), "file": str(path)}))
     return Profile(found)
 
 

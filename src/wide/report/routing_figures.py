@@ -236,11 +236,11 @@ def _draw_stability(figure: Any, run: Selection) -> str:
         axes.plot([layer for layer, _ in points], values, style, color=HALF_COLOURS[half], label=label)
         if measured:
             sentences.append(f"{HALF_NAMES[half]} {sum(values) / len(values):.0f} %")
-    for half in HALF_NAMES:
-        flips = run.number(subject, f"routing.{half}.flips_bfloat16")
-        if flips is not None:
-            sentences.append(f"rounding hidden states to bfloat16 changes {100 * flips:.2g} % in {HALF_NAMES[half]}")
-    axes.set_xlabel("decoder layer")
+    shares = {half: run.number(subject, f"routing.{half}.flips_bfloat16") for half in HALF_NAMES}
+    flips = ", ".join(f"{100 * s:.2g} % in {HALF_NAMES[half]}" for half, s in shares.items() if s is not None)
+    noise = f"decisions that change when hidden states are rounded to bfloat16: {flips}" if flips else ""
+    sentences += [noise] if noise else []
+    axes.set_xlabel("decoder layer" + (f"\n({noise})" if noise else ""))
     axes.set_ylabel("decisions as for the\nprevious token, %")
     whole_numbers(axes.xaxis)
     legend_above(axes, columns=4)
@@ -284,7 +284,7 @@ ROUTING_FIGURES: tuple[Figure[Selection], ...] = (
     Figure(
         name="stability",
         title="Stability from token to token",
-        size=(9.0, 3.0),
+        size=(9.0, 3.2),
         draw=_draw_stability,
         sheet=_stability_sheet,
     ),

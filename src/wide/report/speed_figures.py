@@ -1,6 +1,7 @@
 """Figures of what the benches measured: operators, where the time goes, and whole forwards."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from wide.report.figure import Figure, Sheet
@@ -42,6 +43,10 @@ _PARTS = {
 _PART_NAMES = {"gate_up": "gate and up", "gaps": "gaps between kernels"}
 _QUERY = ("query", "query or key and value")
 _BAR, _PANEL, _LEGEND = 0.3, 0.75, 0.7
+# Points of skipped share: names of points that are nearer to each other would overlap.
+_NEAR = 12.0
+# Of a panel's height.
+_NAME_HEIGHT = 0.07
 
 Series = dict[tuple[Any, ...], list[OperatorPoint]]
 
@@ -182,13 +187,23 @@ def _draw_breakdown(figure: Any, profile: Profile) -> str:
             axes.annotate(words, (begin, place), xytext=(4, 0), textcoords="offset points", va="center")
             if words:
                 sentences.append(f"{forward.shape}, {forward.candidate}: {words}")
-        axes.set_yticks(range(len(bars)), [forward.candidate for forward in bars])
+        axes.set_yticks(range(len(bars)), _bar_names(bars))
         axes.invert_yaxis()
         axes.set_xlim(0, max(forward.median_us for forward in bars) / scale * 1.28)
         axes.set_title(f"{model}, {shape}, {unit}", fontsize="medium", loc="left")
         axes.grid(visible=False, axis="y")
     _legend_of_parts(figure)
     return "Time by part of the forward, and the measured beside the possible speed-up: " + "; ".join(sentences) + "."
+
+
+def _bar_names(bars: list[Forward]) -> list[str]:
+    """Return the candidates, with the run that their adapter is of where there are several."""
+    if len({forward.adapter for forward in bars}) < 2:
+        return [forward.candidate for forward in bars]
+    runs = [Path(forward.adapter).parent.name for forward in bars]
+    return [
+        f"{forward.candidate}, {run}" if run else forward.candidate for forward, run in zip(bars, runs, strict=True)
+    ]
 
 
 def _legend_of_parts(figure: Any) -> None:
@@ -279,11 +294,27 @@ def _draw_apart(axes: Any, found: list[Forward], marker: str, colour: str) -> No
 
 def _name_apart(axes: Any, found: list[Forward]) -> None:
     """Name what points beside the lines skip, each pair of shares once, below the lowest of its points."""
-    for skipped in dict.fromkeys(forward.skipped for forward in found):
-        lowest = min((forward for forward in found if forward.skipped == skipped), key=lambda each: each.speedup)
-        words = " / ".join(f"{100 * share:.3g}" for share in skipped or ())
-        place = (100 * (lowest.mean_skipped or 0.0), lowest.speedup)
-        axes.annotate(words, place, xytext=(0, -12), textcoords="offset points", ha="center", fontsize=7)
+    lowest: dict[tuple[float, ...], tuple[float, float]] = {}
+    for forward in found:
+        place = (100 * (forward.mean_skipped or 0.0), forward.speedup)
+        shares = forward.skipped or ()
+        lowest[shares] = min(lowest.get(shares, place), place, key=lambda each: each[1])
+    for names in _neighbours(lowest):
+        words = "\n".join(" / ".join(f"{100 * share:.3g}" for share in name) for name in names)
+        place = min((lowest[name] for name in names), key=lambda each: each[1])
+        axes.annotate(words, place, xytext=(0, -7), textcoords="offset points", ha="center", va="top", fontsize=7)
+    low, high = axes.get_ylim()
+    # Room for the names below the lowest points, above the numbers of the axis.
+    axes.set_ylim(low - _NAME_HEIGHT * max(map(len, _neighbours(lowest)), default=0) * (high - low), high)
+
+
+def _neighbours(places: dict[tuple[float, ...], tuple[float, float]]) -> list[list[tuple[float, ...]]]:
+    """Return the names by left to right, together where they would cover each other."""
+    groups: list[list[tuple[float, ...]]] = []
+    for name in sorted(places, key=lambda each: places[each]):
+        near = groups and places[name][0] - places[groups[-1][-1]][0] < _NEAR
+        groups = [*groups[:-1], [*groups[-1], name]] if near else [*groups, [name]]
+    return groups
 
 
 def _end_to_end_sheet(profile: Profile) -> Sheet:

@@ -263,6 +263,7 @@ class _Run:
             "steps": outcome.steps,
             "tokens": outcome.tokens,
             "seconds": outcome.seconds,
+            "seconds_before": outcome.seconds_before,
             "tokens_per_second": outcome.tokens_per_second,
             "peak_memory_bytes": outcome.peak_memory_bytes,
             "at_the_end_of_training": outcome.last,

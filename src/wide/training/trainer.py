@@ -66,6 +66,7 @@ class Outcome:
         steps: Optimiser steps.
         tokens: Tokens seen by all processes.
         seconds: Wall time of training, over all parts of a resumed run.
+        seconds_before: What of it the earlier parts took, up to the checkpoint that the run was resumed from.
         tokens_per_second: Over the part that this process ran, all processes together; None if it ran no step.
         peak_memory_bytes: Of this device (CUDA only, else None).
         last: Means over the last steps that were looked at, by name.
@@ -74,6 +75,7 @@ class Outcome:
     steps: int
     tokens: int
     seconds: float
+    seconds_before: float
     tokens_per_second: float | None
     peak_memory_bytes: int | None
     last: dict[str, float]
@@ -134,7 +136,8 @@ class Trainer:
         Raises:
             TrainingError: If a loss is not finite, or a checkpoint cannot be written.
             ConfigError: If the checkpoint to resume from belongs to another run.
-            KeyboardInterrupt: After Ctrl-C or SIGTERM, when the step was finished and a checkpoint written.
+            KeyboardInterrupt: After Ctrl-C or SIGTERM, when the step was finished and a checkpoint written; after the
+                last step, too, so that whoever asked for the end need not wait for what comes after training.
         """
         self._parallel.broadcast(self._parameters.values())
         first = self._resume()
@@ -165,6 +168,9 @@ class Trainer:
                 for step in range(first, stage.steps):
                     self._step(step)
                     self._after(step, log, interrupt)
+                # Also what came while the last checkpoint was written.
+                if self._parallel.any(interrupt.requested):
+                    raise KeyboardInterrupt(f"stopped after step {stage.steps} of {stage.steps}")
             failed = False
         finally:
             # Of this run's last steps only; whoever trains the model next samples again.
@@ -304,6 +310,7 @@ class Trainer:
             steps=steps,
             tokens=steps * self._tokens_per_step,
             seconds=self._timer.seconds,
+            seconds_before=self._timer.seconds_before,
             tokens_per_second=self._timer.speed if steps > first else None,
             peak_memory_bytes=memory,
             last=self._last,

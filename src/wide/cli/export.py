@@ -1,0 +1,106 @@
+"""`wide export`: an adapter and its base as one Hugging Face checkpoint, cut where its plan is static."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from wide.cli.arguments import Arguments, build
+from wide.cli.console import say
+from wide.cli.options import AdapterOptions
+from wide.cli.usage import UsageError
+from wide.errors import ConfigError
+
+_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What is written.
+
+    Args:
+        output: New folder for the checkpoint and the tokenizer.
+        how: 'sliced' takes what a static plan prunes out of the matrices (an ordinary checkpoint where whole layers go,
+            else one of a class that wide registers); 'masked' writes zeros in the dense shapes, an ordinary checkpoint
+            that saves no work; 'whole' keeps the base's weights with routers or scales beside them. LoRA is merged into
+            each. null is 'whole' where tokens are routed, else 'sliced'.
+    """
+
+    output: str
+    how: Literal["sliced", "masked", "whole"] | None = None
+
+
+def arguments() -> Arguments:
+    """Return the flags of the command."""
+    flags = Arguments("export", "Write a base and its adapter as one checkpoint that Hugging Face's classes load.")
+    flags.add_fields(AdapterOptions)
+    flags.add_fields(ExportOptions)
+    return flags
+
+
+def run(given: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Raises:
+        UsageError: If no adapter is named.
+        ConfigError: If the folder is not free, or tokens are routed and something is to be cut.
+        UnsupportedModelError: If the structure cannot be cut.
+    """
+    values = arguments().parse(given)
+    options, wanted = build(AdapterOptions, values), build(ExportOptions, values)
+    if options.adapter is None:
+        raise UsageError("name what is to be exported with --adapter: an adapter's folder, or that of its run")
+    target = Path(wanted.output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already; name a new folder with --output")
+    from wide.cli.loading import load_routed
+    from wide.data.tokenizer import load_tokenizer
+    from wide.models.attach import attachment
+
+    tokenizer = load_tokenizer(options.model)
+    model = load_routed(options)
+    how = wanted.how or ("whole" if attachment(model).plan.is_routed else "sliced")
+    before = _logits(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        part = temporary / target.name
+        part.mkdir()
+        ordinary = _write(model, how, part)
+        tokenizer.save_pretrained(part)
+        # Only a folder that is complete gets the name.
+        part.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    after = _logits(model)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{target}: {how}, {size:,} parameters")
+    say(f"logits of {_TOKENS} tokens differ by {float((after - before).norm() / before.norm()):.1e} (relative)")
+    loads = "AutoModelForCausalLM.from_pretrained" if ordinary else "wide.load_checkpoint"
+    say(f"load it with {loads}({str(target)!r}); wide eval --model and wide generate --model take it, too")
+
+
+def _write(model: Any, how: str, folder: Path) -> bool:
+    """Write the model, and return whether transformers loads it without wide."""
+    from wide.models.auto import save_checkpoint
+    from wide.models.lora import merge_lora
+    from wide.models.materialise.checkpoint import SlicedMixin
+    from wide.models.materialise.physical import materialise
+
+    if how == "whole":
+        merge_lora(model)
+        save_checkpoint(model, folder)
+        return False
+    materialise(model, "masked" if how == "masked" else "sliced").save_pretrained(folder)
+    return not isinstance(model, SlicedMixin)
+
+
+def _logits(model: Any) -> Any:
+    """Return float32 logits `[1, T, V]` on the CPU, of tokens spread over the vocabulary."""
+    import torch
+
+    ids = torch.arange(_TOKENS, device=model.device).unsqueeze(0) * (model.config.vocab_size // _TOKENS)
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits.float().cpu()

@@ -1,0 +1,75 @@
+"""`wide export`: what a method decided as a checkpoint of its own, and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from wide.cli.main import main
+from wide.config import WideConfig
+from wide.grouping import Grouping
+from wide.models.adapter import load, save
+from wide.models.attach import attach
+from wide.models.auto import load_checkpoint
+from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped
+
+SHORT = LayerPlan(attention=Skipped(), ffn=Skipped())
+WHOLE = LayerPlan(attention=Dense(), ffn=Dense())
+
+
+def base(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def adapter_of(folder, path, kind):
+    model = base(folder)
+    layers, spec = model.config.num_hidden_layers, model.config
+    plan, tensors = Plan((SHORT, *[WHOLE] * (layers - 1))), {}
+    if kind == "width":
+        half = Kept(grouping=Grouping(spec.intermediate_size, 1), kept=spec.intermediate_size // 2)
+        plan = Plan((*[WHOLE] * (layers - 1), LayerPlan(attention=Dense(), ffn=half)))
+        scales = torch.ones(spec.intermediate_size)
+        scales[::2] = 0.0
+        tensors = {f"layers.{layers - 1}.ffn.scale": scales}
+    elif kind == "routed":
+        plan = WideConfig(ffn_group_size=16, router_rank=4)
+    save(attach(model, plan, tensors=tensors), path)
+    with torch.no_grad():
+        return model(torch.arange(8).unsqueeze(0)).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "ordinary"),
+    [
+        ("depth", None, True),
+        ("width", None, False),
+        ("width", "masked", True),
+        ("width", "whole", False),
+        ("routed", None, False),
+    ],
+)
+def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folder, tmp_path, capsys):
+    wanted = adapter_of(tiny_model_folder, tmp_path / "adapter", kind)
+    output = tmp_path / "exported" / "model"
+    given = ["export", "--model", str(tiny_model_folder), "--adapter", str(tmp_path / "adapter"), "--device=cpu"]
+    given += ["--output", str(output), "--dtype=float32", *([] if how is None else [f"--how={how}"])]
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert ("AutoModelForCausalLM.from_pretrained" if ordinary else "wide.load_checkpoint") in said
+    model = base(output) if ordinary else load_checkpoint(output, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.arange(8).unsqueeze(0)).logits, wanted, atol=1e-4, rtol=1e-3)
+    assert len(AutoTokenizer.from_pretrained(output)) > 0
+    assert [path.name for path in output.parent.iterdir()] == ["model"]
+    assert main(given) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tiny_model_folder, tmp_path, capsys):
+    adapter_of(tiny_model_folder, tmp_path / "adapter", "routed")
+    given = ["export", "--model", str(tiny_model_folder), "--output", str(tmp_path / "new"), "--device=cpu"]
+    assert main(given) == 2
+    assert "--adapter" in capsys.readouterr().err
+    assert main([*given, "--adapter", str(tmp_path / "adapter"), "--how=sliced"]) == 1
+    assert "decided anew" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+    assert load(base(tiny_model_folder), tmp_path / "adapter") is not None

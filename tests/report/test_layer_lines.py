@@ -1,0 +1,100 @@
+"""Sparsity by layer of several models in one picture: rows of a comparison, and runs."""
+
+import json
+
+import pytest
+
+from wide.cli.main import main
+from wide.errors import DataError
+from wide.records import Record, RecordFile
+from wide.report.cells import Cell
+from wide.report.comparison import DENSE, FINISHED, Comparison
+from wide.report.drawing import draw_svg
+from wide.report.evidence_page import read_evidence
+from wide.report.layer_lines import LAYERS_OF_METHODS, LAYERS_OF_RUNS
+from wide.report.selection import MissingRecordsError, Selection
+
+
+def layers(subject, *shares, half="ffn"):
+    for layer, share in enumerate(shares):
+        yield Record(subject=subject, metric=f"sparsity.{half}", value=share, layer=layer)
+
+
+def cell(method, sparsity, *shares, recovered=False, finished=True):
+    subject = Cell(method, sparsity, 17).subject(recovered=recovered)
+    yield from layers(subject, *shares)
+    yield from layers(subject, *reversed(shares), half="attention")
+    if finished:
+        yield Record(subject=subject, metric="status", value=FINISHED)
+
+
+def comparison(*groups, methods=("wide", "wide-uniform", "ddp")):
+    facts = {"grid.methods": json.dumps(methods), "grid.sparsities": "[0.25, 0.5, 0.7]"}
+    run = [Record(subject="run", metric=metric, value=value) for metric, value in facts.items()]
+    run.append(Record(subject="run", metric="grid.recovers", value=1.0))
+    return Comparison(Selection([*run, *(record for group in groups for record in group)]))
+
+
+def test_rows_are_compared_at_the_target_nearest_to_a_half():
+    found = comparison(
+        cell("wide", 0.25, 0.1, 0.2),
+        cell("wide", 0.5, 0.4, 0.6),
+        cell("wide", 0.5, 0.9, 0.9, recovered=True),
+        cell("wide-uniform", 0.5, 0.5, 0.5),
+        cell("ddp", 0.5, 0.3, 0.3, finished=False),
+        cell(DENSE, 0.0, 0.0, 0.0),
+    )
+    svg, words = draw_svg(LAYERS_OF_METHODS, found)
+    assert svg == draw_svg(LAYERS_OF_METHODS, found)[0]
+    assert "target of 50 %" in words
+    assert "FFN, wide: 50 % on average, most in layer 1" in words
+    sheet = LAYERS_OF_METHODS.sheet(found)
+    assert sheet.header == ("name", "half", "layer", "skipped")
+    assert {row[0] for row in sheet.rows} == {"wide", "wide-uniform"}
+    assert [row[2:] for row in sheet.rows if row[:2] == ("wide", "attention")] == [(0, 0.6), (1, 0.4)]
+
+
+def test_layers_that_a_method_keeps_count_as_dense():
+    subject = Cell("blockpruner", 0.5, 17).subject(recovered=False)
+    pruned = Record(subject=subject, metric="sparsity.ffn", value=1.0, layer=1)
+    done = Record(subject=subject, metric="status", value=FINISHED)
+    found = comparison(cell("wide", 0.5, 0.4, 0.6, 0.5), [pruned, done], methods=("wide", "blockpruner"))
+    assert "FFN, blockpruner: 33 % on average, most in layer 1" in draw_svg(LAYERS_OF_METHODS, found)[1]
+
+
+def test_a_target_without_layers_leaves_the_place_to_the_next():
+    found = comparison(cell("wide", 0.5), cell("wide", 0.7, 0.6, 0.8))
+    assert "target of 70 %" in draw_svg(LAYERS_OF_METHODS, found)[1]
+
+
+def test_rows_without_layers_are_said_to_be_missing():
+    with pytest.raises(MissingRecordsError, match=r"sparsity\.ffn"):
+        LAYERS_OF_METHODS.sheet(comparison(cell("wide", 0.5)))
+
+
+def write_run(folder, *shares):
+    folder.mkdir()
+    RecordFile(folder / "records.jsonl").append(
+        [Record(subject="stage 1", metric="token_perplexity", value=2.0), *layers("stage 1", *shares)]
+    )
+    return folder
+
+
+def test_runs_share_a_picture(tmp_path):
+    free, uniform = write_run(tmp_path / "free", 0.2, 0.8), write_run(tmp_path / "uniform", 0.5, 0.5)
+    rows = LAYERS_OF_RUNS.sheet(read_evidence([free, uniform])).rows
+    assert rows == (
+        ("free", "ffn", 0, 0.2),
+        ("free", "ffn", 1, 0.8),
+        ("uniform", "ffn", 0, 0.5),
+        ("uniform", "ffn", 1, 0.5),
+    )
+    assert main(["report", str(free), str(uniform), "--output", str(tmp_path / "both"), "--only"]) == 0
+    assert (tmp_path / "both/figures/layers-compared.svg").is_file()
+
+
+def test_one_run_has_nothing_beside_it(tmp_path):
+    with pytest.raises(MissingRecordsError, match="two runs"):
+        LAYERS_OF_RUNS.sheet(read_evidence([write_run(tmp_path / "free", 0.2)]))
+    with pytest.raises(DataError, match="twice"):
+        read_evidence([tmp_path / "free", tmp_path / "free"])

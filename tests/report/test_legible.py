@@ -1,0 +1,99 @@
+"""Words in a figure can be read: none covers another, in the pictures of committed results and of a small run."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from wide.report.comparison_figures import COMPARISON_FIGURES
+from wide.report.comparison_page import read_comparison
+from wide.report.evidence import EVIDENCE_FIGURES
+from wide.report.evidence_page import read_evidence
+from wide.report.figures import FIGURES
+from wide.report.layer_lines import LAYERS_OF_RUNS
+from wide.report.naive_figures import NAIVE_FIGURES
+from wide.report.profiles import Profile, read_profile
+from wide.report.selection import MissingRecordsError
+from wide.report.speed_figures import SPEED_FIGURES
+from wide.report.sweep_figures import SWEEP_FIGURES
+
+DOCS = Path(__file__).parents[2] / "docs"
+H200 = DOCS / "measurements/records/h200"
+LAB = DOCS / "results/lab-88m/runs"
+# Letters of two words may come this near to each other's boxes, in pixels.
+SLACK = 1.5
+
+
+def shown_words(figure):
+    """Yield (words, box) of everything that is written in a figure of matplotlib, ticks within the axes only."""
+    found = list(figure.texts)
+    found += [text for legend in figure.legends for text in legend.get_texts()]
+    for axes in figure.axes:
+        if not axes.axison:
+            continue
+        found += [*axes.texts, axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
+        found += [] if axes.get_legend() is None else axes.get_legend().get_texts()
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            found += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    for text in found:
+        if text is not None and text.get_visible() and text.get_text().strip() and not text.get_rotation() % 90:
+            yield text.get_text(), text.get_window_extent()
+
+
+def covered(figure, source):
+    """Return the pairs of words that cover each other, and those that the edge of the picture cuts."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from wide.report.drawing import _new_figure, _style
+
+    with _style():
+        drawn = _new_figure(figure.size_of(source))
+        FigureCanvasAgg(drawn)
+        figure.draw(drawn, source)
+        drawn.canvas.draw()
+        words = list(shown_words(drawn))
+        whole = drawn.bbox
+    assert words
+    cut = [(one, "edge") for one, a in words if not (whole.x0 <= a.x0 + SLACK and a.x1 <= whole.x1 + SLACK)]
+    cut += [(one, "edge") for one, a in words if not (whole.y0 <= a.y0 + SLACK and a.y1 <= whole.y1 + SLACK)]
+    return cut + [(one, other) for (one, a), (other, b) in combinations(words, 2) if overlap(a, b)]
+
+
+def overlap(a, b):
+    width = min(a.x1, b.x1) - max(a.x0, b.x0)
+    height = min(a.y1, b.y1) - max(a.y0, b.y0)
+    return width > SLACK and height > SLACK
+
+
+def h200(*names):
+    return sum((read_profile(H200 / name) for name in names), Profile(()))
+
+
+def lab():
+    return read_evidence([LAB / name for name in ("fitted-50", "fitted-50-routers", "clustered")])
+
+
+SOURCES = {
+    "h200": (lambda: h200("groups-256", "sparsity", ".", "steps", "sweeps"), (*SPEED_FIGURES, *SWEEP_FIGURES)),
+    "naive": (lambda: h200("naive"), NAIVE_FIGURES),
+    "lab runs": (lab, (*EVIDENCE_FIGURES, LAYERS_OF_RUNS)),
+    "lab speed": (lambda: lab().profile, SPEED_FIGURES[:2]),
+    "lab routing": (lambda: lab().runs[0].records, FIGURES),
+    "groups": (lambda: read_comparison(DOCS / "results/nano-sweeps/groups/compare.jsonl"), COMPARISON_FIGURES),
+    "layers": (lambda: read_comparison(DOCS / "results/nano-sweeps/layers/compare.jsonl"), COMPARISON_FIGURES[-1:]),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_words_cover_others(name):
+    read, figures = SOURCES[name]
+    source, drawn = read(), 0
+    for figure in figures:
+        try:
+            assert not covered(figure, source), figure.name
+        except MissingRecordsError:
+            continue
+        drawn += 1
+    assert drawn
