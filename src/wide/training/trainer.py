@@ -127,6 +127,8 @@ class Trainer:
         # Per step not looked at yet: (step, schedule values, measured values on the device).
         self._unread: list[tuple[int, dict[str, float], Tensor]] = []
         self._last: dict[str, float] = {}
+        # Of the last step, as a number: a scalar on the device cannot be read back after the device has failed.
+        self._heat = attachment(model).control.temperature
         self._tokens_per_step = 0
         self._timer = _Timer()
 
@@ -175,7 +177,7 @@ class Trainer:
         finally:
             # Of this run's last steps only; whoever trains the model next samples again.
             control = attachment(self._model).control
-            control.noise, control.temperature = True, float(control.temperature)
+            control.noise, control.temperature = True, self._heat
             log.close(failed=failed)
         return self._outcome(first)
 
@@ -196,9 +198,9 @@ class Trainer:
         stage, parallel, control = self._stage, self._parallel, attachment(self._model).control
         torch.manual_seed(_seed(stage.seed, step, parallel.rank))
         schedule = self._schedule(step)
-        heat = schedule["temperature"]
+        self._heat = schedule["temperature"]
         # A number would be a constant of the compiled graph, which would be compiled again in each step.
-        control.temperature = torch.full((), heat, device=self._device) if stage.compile else heat
+        control.temperature = torch.full((), self._heat, device=self._device) if stage.compile else self._heat
         control.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
         parts = split_batch(batch, self._micro_size)
