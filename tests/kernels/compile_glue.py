@@ -35,8 +35,9 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
         yield build(clear_skipped._clear_skipped, target, sizes, 4, 3, **TYPES)
     norm = {"D": 4096, "BLOCK_D": 4096, "HAS_ADDEND": True, "UNIT_OFFSET": False}
     yield build(rms_norm._rms_norm, target, norm, 4, 3, **TYPES)
-    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HEADS": 16, "HAS_NORM": True}
-    yield build(rope._rope_to_cache, target, heads, 4, 3, **TYPES)
+    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HAS_NORM": True}
+    for at_once, group in ((16, 0), (64, 4)):
+        yield build(rope._rope_to_cache, target, heads | {"HEADS": at_once, "GROUP": group}, 4, 3, **TYPES)
     router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "HAS_OFFSET": False}
     facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
     for num_rows in (16, 8192, 16384):

@@ -62,6 +62,7 @@ def test_opcheck(backend: str) -> None:
                 places,
                 cache,
                 cache + 1,
+                torch.ones(3, 2, dtype=torch.bool, device=DEVICE),
                 None,
                 None,
                 1e-6,
@@ -203,3 +204,25 @@ def test_wrong_inputs_are_named() -> None:
     heads, place = x.view(17, 1, 4, 16), torch.zeros(17, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ShapeError, match="both caches"):
         rope_to_cache(heads, heads, heads, x, x, place, heads[:4], heads[:4], backend="torch")
+    table, cache = x[:, :16].contiguous(), heads.clone()
+    for mask in (torch.ones(17, 3, dtype=torch.bool), torch.ones(16, 4, dtype=torch.bool), torch.ones(17, 4)):
+        with pytest.raises(ShapeError, match="wants a bool mask"):
+            rope_to_cache(heads, heads, heads, table, table, place, cache, cache, mask=mask.to(DEVICE), backend="torch")
+
+
+@pytest.mark.parametrize("length", [5, 1200])
+def test_turned_heads_are_those_that_execute_however_many_tokens(length: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    heads = torch.randn(2, length, 6, 16, generator=generator).half().to(DEVICE)
+    q, k, v = heads[:, :, :2], heads[:, :, 2:4], heads[:, :, 4:]
+    table = torch.randn(length + 3, 16, generator=generator).half().to(DEVICE)
+    places = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE)
+    # A slice, as where the router has groups of its own for keys and values.
+    mask = (torch.rand(2 * length, 4, generator=generator) < 0.5).to(DEVICE)[:, :2]
+    found = []
+    for backend in ("torch", "triton"):
+        caches = [torch.zeros(2, length + 3, 2, 16, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+        turned = rope_to_cache(q, k, v, table, table, places, *caches, mask=mask, backend=backend)
+        found.append((torch.where(mask.view(2, length, 2, 1), turned, 0), *caches))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-3, rtol=2e-3)

@@ -212,6 +212,7 @@ class Decoder:
         shape = (shared.batch, shared.length)
         keys, values = kv.unflatten(1, (2, kv_heads, weights.head_dim)).unflatten(0, shape).unbind(2)
         k_cache, v_cache = shared.cache.layer(index)
+        own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
         with shared.part("rope"):
             q = rope_to_cache(
                 q.unflatten(1, (heads, weights.head_dim)).unflatten(0, shape),
@@ -222,12 +223,13 @@ class Decoder:
                 shared.starts,
                 k_cache,
                 v_cache,
+                # One token's skipped heads cost less than to look them up.
+                mask=own if shared.ends is None else None,
                 q_norm=weights.q_norm,
                 k_norm=weights.k_norm,
                 eps=weights.head_eps,
                 backend=table.backend,
             )
-        own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
         with shared.part("attention"):
             mixed = self._mix(weights, q, k_cache, v_cache, own, order, shared).reshape(x.shape[0], -1)
         with shared.part("output"):

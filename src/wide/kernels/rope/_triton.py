@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 _HEADS_PER_PROGRAM = 16
+# From so many tokens on, programs of whole tokens are faster and still enough for every multiprocessor.
+_MANY_TOKENS, _HEADS_OF_MANY = 1024, 64
 
 
 @triton.jit
@@ -25,6 +27,7 @@ def _rope_to_cache(
     POSITIONS,
     K_CACHE,
     V_CACHE,
+    MASK,
     Q_NORM,
     K_NORM,
     OUT,
@@ -42,11 +45,13 @@ def _rope_to_cache(
     stride_cb,
     stride_ct,
     stride_ch,
+    stride_m,
     H_Q: tl.constexpr,
     H_K: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -56,7 +61,10 @@ def _rope_to_cache(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, BLOCK_D)
     inside = (half < D // 2)[None, :]
-    is_q = (heads < H_Q)[:, None] & inside
+    turns = heads < H_Q
+    if GROUP > 0:
+        turns &= tl.load(MASK + token.to(tl.int64) * stride_m + heads // GROUP, mask=turns, other=0) != 0
+    is_q = turns[:, None] & inside
     is_k = ((heads >= H_Q) & (heads < H_Q + H_K))[:, None] & inside
     is_v = ((heads >= H_Q + H_K) & (heads < H_Q + 2 * H_K))[:, None] & inside
     k_heads = heads - H_Q
@@ -113,6 +121,7 @@ def rope_to_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    mask: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
@@ -122,7 +131,8 @@ def rope_to_cache(
     num_kv_heads = k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     all_heads = num_heads + 2 * num_kv_heads
-    heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(all_heads))
+    most = _HEADS_OF_MANY if batch * length >= _MANY_TOKENS else _HEADS_PER_PROGRAM
+    heads = min(most, triton.next_power_of_2(all_heads))
     _rope_to_cache[(batch * length, triton.cdiv(all_heads, heads))](
         q,
         k,
@@ -132,6 +142,7 @@ def rope_to_cache(
         positions,
         k_cache,
         v_cache,
+        cos if mask is None else mask.view(torch.uint8),
         cos if q_norm is None else q_norm,
         cos if k_norm is None else k_norm,
         out,
@@ -141,11 +152,13 @@ def rope_to_cache(
         *k.stride()[:3],
         *v.stride()[:3],
         *k_cache.stride()[:3],
+        0 if mask is None else mask.stride(0),
         H_Q=num_heads,
         H_K=num_kv_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         HEADS=heads,
+        GROUP=0 if mask is None else num_heads // mask.shape[1],
         HAS_NORM=q_norm is not None,
         num_warps=4,
     )

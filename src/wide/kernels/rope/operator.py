@@ -7,17 +7,17 @@ import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.attention_inputs import check_per_sequence
-from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_values, relative_error
+from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
 from wide.kernels.device import triton_obstacle
 from wide.kernels.registration import implement
 from wide.kernels.rope.reference import rope_to_cache_reference
 
 _NAME = "rope_to_cache"
-_NORMS = ("q_norm", "k_norm")
+_OPTIONAL = ("mask", "q_norm", "k_norm")
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 _LIBRARY.define(
     "rope_to_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache,"
-    " Tensor(b!) v_cache, Tensor? q_norm, Tensor? k_norm, float eps, str backend) -> Tensor"
+    " Tensor(b!) v_cache, Tensor? mask, Tensor? q_norm, Tensor? k_norm, float eps, str backend) -> Tensor"
 )
 
 
@@ -31,6 +31,7 @@ def rope_to_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    mask: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
@@ -49,20 +50,22 @@ def rope_to_cache(
         positions: Position of each sequence's first token here, int32 [B], on the device.
         k_cache: Written at the tokens' places, [B, T_max, H_k, d]; a head-major cache goes in as a transposed view.
         v_cache: As `k_cache`, with the same strides.
+        mask: Groups of query heads that each token executes, bool [B * T, N_G], rows contiguous, N_G a divisor of H_q;
+            None = all.
         q_norm: Weight of an RMSNorm of each query head before the turn, [d].
         k_norm: The same for key heads; given if and only if `q_norm` is.
         eps: Of both norms.
         backend: 'torch' or 'triton'.
 
     Returns:
-        The turned queries, [B, T, H_q, d], contiguous.
+        The turned queries, [B, T, H_q, d], contiguous; heads that `mask` skips hold anything.
 
     Raises:
         ShapeError: If tensors do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
     return torch.ops.wide.rope_to_cache(  # type: ignore[no-any-return]
-        q, k, v, cos, sin, positions, k_cache, v_cache, q_norm, k_norm, eps, backend
+        q, k, v, cos, sin, positions, k_cache, v_cache, mask, q_norm, k_norm, eps, backend
     )
 
 
@@ -94,6 +97,16 @@ def _check_shapes(
         )
 
 
+def _check_mask(mask: torch.Tensor, q: torch.Tensor) -> None:
+    tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]
+    fits = mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] == tokens and mask.shape[1] > 0
+    if not fits or num_heads % mask.shape[1] or mask.stride(1) != 1 or mask.device != q.device:
+        raise ShapeError(
+            f"{_NAME} wants a bool mask [{tokens}, a divisor of {num_heads}] with contiguous rows on {q.device}, got "
+            f"{mask.dtype} {tuple(mask.shape)} with strides {mask.stride()} on {mask.device}"
+        )
+
+
 @implement(_LIBRARY, _NAME)
 def _impl(
     q: torch.Tensor,
@@ -104,6 +117,7 @@ def _impl(
     positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    mask: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
@@ -115,10 +129,12 @@ def _impl(
         raise ShapeError(f"{_NAME} wants contiguous cos and sin [positions, {q.shape[3]}], got {tuple(cos.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
+    if mask is not None:
+        _check_mask(mask, q)
     _check_backend(q, backend)
     run: Any = {"torch": rope_to_cache_reference, "triton": _run_triton}[backend]
     return run(  # type: ignore[no-any-return]
-        q, k, v, cos, sin, positions, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, eps=eps
+        q, k, v, cos, sin, positions, k_cache, v_cache, mask=mask, q_norm=q_norm, k_norm=k_norm, eps=eps
     )
 
 
@@ -131,7 +147,7 @@ def _fake(q: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _run_triton(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
     from wide.kernels.rope import _triton
 
-    return _triton.rope_to_cache(*tensors, **{"q_norm": None, "k_norm": None, "eps": 1e-6, **options})
+    return _triton.rope_to_cache(*tensors, **{"mask": None, "q_norm": None, "k_norm": None, "eps": 1e-6, **options})
 
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
@@ -151,6 +167,10 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     norms = [
         random_values(case, (dim,), device, salt=salt) if case.options.get("has_norm") else None for salt in (2, 3)
     ]
+    groups = case.options.get("num_groups", 0)
+    mask = random_mask(case, (batch * length, groups), device) if groups else None
+    if mask is not None:
+        q.masked_fill_(~_heads_of(mask, q), float("nan"))
     return {
         "q": q,
         "k": k,
@@ -160,6 +180,7 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
         "positions": (torch.arange(batch, device=device) * 3 % (room - length + 1)).int(),
         "k_cache": caches[0].transpose(1, 2),
         "v_cache": caches[1].transpose(1, 2),
+        "mask": mask,
         "q_norm": norms[0],
         "k_norm": norms[1],
     }
@@ -171,20 +192,31 @@ def _in_copies(run: Any) -> Any:
     def runs(**arguments: Any) -> tuple[torch.Tensor, ...]:
         caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
         order = ("q", "k", "v", "cos", "sin", "positions")
-        out = run(*(arguments[name] for name in order), *caches.values(), **{k: arguments[k] for k in _NORMS})
+        options = {name: arguments[name] for name in _OPTIONAL}
+        out = run(*(arguments[name] for name in order), *caches.values(), **options)
         return out, *caches.values()
 
     return runs
 
 
+def _heads_of(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return which heads execute, bool [B, T, H_q, 1]."""
+    return mask.repeat_interleave(q.shape[2] // mask.shape[1], 1).view(*q.shape[:3], 1)
+
+
 def _compare(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
-    del arguments
+    mask = arguments["mask"]
+    if mask is not None:
+        # Skipped heads hold anything.
+        heads = _heads_of(mask, wanted[0])
+        got, wanted = ((torch.where(heads, turned, 0), *caches) for turned, *caches in (got, wanted))
     return max(relative_error(g, w) for g, w in zip(got, wanted, strict=True))
 
 
 def _work(case: Case) -> Work:
     tokens = case.sizes["batch"] * case.sizes["length"]
-    values = tokens * (case.sizes["num_query_heads"] + 2 * case.sizes["num_kv_heads"]) * case.sizes["head_dim"]
+    heads = case.sizes["num_query_heads"] * (case.active if case.options.get("num_groups") else 1.0)
+    values = int(tokens * (heads + 2 * case.sizes["num_kv_heads"]) * case.sizes["head_dim"])
     return Work(flop=3 * values, bytes_read=values * case.dtype.itemsize, bytes_written=values * case.dtype.itemsize)
 
 
@@ -209,6 +241,9 @@ ROPE = Operator(
         _case(2, 5, 7, (4, 1, 96)),
         _case(2, 3, 4, (6, 6, 16), has_norm=True),
         _case(1, 4, 8, (32, 8, 128), torch.float32, has_norm=True),
+        _case(2, 5, 7, (14, 2, 64), num_groups=2),
+        _case(1, 7, 8, (12, 4, 16), torch.float32, num_groups=12, has_norm=True),
+        _case(3, 2, 4, (32, 8, 128), num_groups=8),
     ),
     build=_build,
     compare=_compare,

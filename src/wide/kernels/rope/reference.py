@@ -13,11 +13,13 @@ def rope_to_cache_reference(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    mask: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Round where transformers rounds; arguments as in `rope_to_cache`."""
+    """Round where transformers rounds; arguments as in `rope_to_cache`. Skipped heads are turned all the same."""
+    del mask
     batch, length = q.shape[:2]
     places = positions.long()[:, None] + torch.arange(length, device=q.device)
     c, s = cos[places].unsqueeze(2), sin[places].unsqueeze(2)
