@@ -29,13 +29,15 @@ def test_flags_without_effect_are_refused(command, code, words, capsys):
 def test_rows_and_backends_reach_the_benches_that_take_them(monkeypatch):
     calls = {}
     monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name in ("operators", "attention"):
+    for name in ("operators", "attention", "naive_depth"):
         monkeypatch.setattr(
             f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) is None
         )
     bench.run(["--out", "o", "--operators", "gemm_mn,prefill", "--backends", "gluon"])
     bench.run(["--out", "o", "--operators", "gemm_mn", "--rows", "512"])
+    bench.run(["--out", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5", "--group_size", "64"])
     assert calls == {
         "operators": ["--out", "o", "--operators", "gemm_mn", "--backends", "gluon", "--rows", "1024,4096,16384"],
         "attention": ["--out", "o", "--operators", "prefill", "--backends", "gluon"],
+        "naive_depth": ["--out", "o", "--rows", "64", "--sparsity", "0.5"],
     }

@@ -127,12 +127,13 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(monkeypatch, tmp_pat
 def test_bench_keeps_coarse_sweeps_apart_and_asks_for_them(monkeypatch):
     calls = {}
     monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name in ("operators", "attention", "glue", "naive", "coarse"):
+    for name in ("operators", "attention", "glue", "naive", "naive_depth", "coarse"):
         monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) and 0)
     bench.run(["--out", "o", "--operators", "coarse,decode_groups", "--rows", "64"])
     assert calls["coarse"] == ["--out", "o/coarse", "--rows", "64"]
     assert calls["attention"] == ["--out", "o", "--operators", "decode_groups"]
     bench.run(["--out", "o"])
-    assert set(calls) == {"coarse", "attention", "operators", "glue", "naive"}
+    assert set(calls) == {"coarse", "attention", "operators", "glue", "naive", "naive_depth"}
+    assert calls["naive_depth"] == ["--out", "o"]
     assert "decode_groups" in bench.BenchOptions(out="o").names
     assert "coarse" not in bench.BenchOptions(out="o").names

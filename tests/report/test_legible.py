@@ -7,6 +7,7 @@ import pytest
 
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_page import read_comparison
+from wide.report.depth_figures import DEPTH_FIGURES
 from wide.report.evidence import EVIDENCE_FIGURES
 from wide.report.evidence_page import read_evidence
 from wide.report.figures import FIGURES
@@ -75,9 +76,34 @@ def lab():
     return read_evidence([LAB / name for name in ("fitted-50", "fitted-50-routers", "clustered")])
 
 
+def depth():
+    """Return a breakdown of naive depth as large as the bench's, with times of its order."""
+    stages = {"dense": (), "gather-scatter": ("indices", "gather", "scatter"), "fused": ("sort",)}
+    stages["grouped product"] = ("sort", "gather", "scatter")
+    records = [
+        {
+            "rows": rows,
+            "width_in": 4096,
+            "width_out": width,
+            "active": 0.5,
+            "candidate": way,
+            "error": 0.0,
+            "median_us": rows * (1.0 + len(names)),
+            "speedup": 1.0 / (1.0 + len(names)),
+            "parts_us": {"GEMM": 0.9 * rows, **dict.fromkeys(names, float(rows))},
+            "accounted_traffic_bytes": {},
+        }
+        for width in (4096, 28672)
+        for rows in (64, 1024, 4096, 16384)
+        for way, names in stages.items()
+    ]
+    return Profile([("depth.json", {"device": "GPU", "records": records})])
+
+
 SOURCES = {
     "h200": (lambda: h200("groups-256", "sparsity", ".", "steps", "sweeps"), (*SPEED_FIGURES, *SWEEP_FIGURES)),
     "naive": (lambda: h200("naive"), NAIVE_FIGURES),
+    "naive depth": (depth, DEPTH_FIGURES),
     "lab runs": (lab, (*EVIDENCE_FIGURES, LAYERS_OF_RUNS)),
     "lab speed": (lambda: lab().profile, SPEED_FIGURES[:2]),
     "lab routing": (lambda: lab().runs[0].records, FIGURES),

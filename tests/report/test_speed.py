@@ -7,6 +7,7 @@ import pytest
 
 from wide.errors import DataError
 from wide.records import Record, RecordFile
+from wide.report.depth_figures import DEPTH_FIGURES, depth_table
 from wide.report.drawing import FOLDER, draw_svg, save_figure
 from wide.report.evidence import EVIDENCE_FIGURES, evidence_table
 from wide.report.evidence_page import read_evidence, write_evidence, write_folder
@@ -209,6 +210,41 @@ def test_a_bench_alone_is_drawn_and_nothing_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds neither"):
         write_folder(tmp_path / "empty")
+
+
+def depth_record(candidate, median, *, rows=64, **parts):
+    size = {"rows": rows, "width_in": 4096, "width_out": 4096, "active": 0.5}
+    times = {"median_us": median, "speedup": 20.0 / median, "parts_us": parts}
+    return {
+        **size,
+        **times,
+        "candidate": candidate,
+        "error": 0.001,
+        "accounted_traffic_bytes": dict.fromkeys(parts, 8.0),
+    }
+
+
+def test_naive_depth_is_drawn_and_tabulated_by_stage(tmp_path):
+    naive = depth_record("gather-scatter", 40.0, indices=15.0, gather=4.0, GEMM=12.0, scatter=6.0)
+    write_json(tmp_path / "depth.json", [depth_record("dense", 20.0, GEMM=20.0), naive])
+    profile = read_profile(tmp_path)
+    _, words = save_figure(DEPTH_FIGURES[0], profile, tmp_path)
+    assert "gather-scatter: 40.0 us (indices 15.0, gather 4.0, GEMM 12.0, scatter 6.0), 0.50x" in words
+    with (tmp_path / FOLDER / "naive-breakdown.csv").open() as stream:
+        rest = [row["us"] for row in csv.DictReader(stream) if row["part"] == "rest"]
+    assert [float(value) for value in rest] == [0.0, 3.0]
+    line = ("gather-scatter", "4096 to 4096", "64", "40.0", "0.50", "15.0", "-", "4.0", "12.0", "6.0", "3.0")
+    assert depth_table(profile).rows[1] == line
+    (page,) = write_folder(tmp_path)
+    assert "Where the time of naive dynamic depth goes" in page.read_text()
+    assert "<td>gather-scatter</td>" in page.read_text()
+
+
+def test_naive_depth_on_a_cpu_says_what_is_missing(tmp_path):
+    record = {"rows": 64, "width_in": 8, "width_out": 8, "active": 0.5, "candidate": "dense", "error": 0.0}
+    write_json(tmp_path / "depth.json", [record])
+    (page,) = write_folder(tmp_path)
+    assert "Not drawn: no timed record of naive dynamic depth" in page.read_text()
 
 
 def test_the_breakdown_grows_with_its_bars_and_leaves_batches_to_their_own_figure(tmp_path):

@@ -8,7 +8,7 @@
 //   CL_ROWS, CL_COLS: cluster of programs; row neighbours share weights, column neighbours share rows (multicast).
 //   FLUSH 0 none, 3 via shared memory (PIECE columns of a row), 5 64 bytes of a row by shuffles, 2 bulk reduction.
 //   SUM16: the sum is 0 float32, 1 bfloat16, 2 float16.   LOADS, MULTIPLY = 0: leave that part out.
-//   PARTIAL (with SUM16=2, MODE 0 or 1): nothing is added, sums are stored by super-block for another kernel. Never run.
+//   PARTIAL (with SUM16=2, MODE 0 or 1): nothing is added, sums are stored by super-block for another kernel.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;

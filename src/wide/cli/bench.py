@@ -11,7 +11,7 @@ from wide.cli.usage import UsageError
 from wide.errors import ConfigError, EvaluationError
 
 _ROWS = "1024,4096,16384"
-_TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse")
+_TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse", "naive_depth")
 _BACKENDS = "triton,gluon"
 # Which bench serves an operator.
 _BENCHES = {
@@ -24,6 +24,7 @@ _BENCHES = {
     "gemv": "attention",
     "glue": "glue",
     "naive": "naive",
+    "naive_depth": "naive_depth",
     "coarse": "coarse",
 }
 
@@ -33,15 +34,17 @@ class BenchOptions:
     """What is timed.
 
     Args:
-        out: Folder for operators.json, attention.json, glue.json and naive.json; wide report draws them.
+        out: Folder for operators.json, attention.json, glue.json, naive.json and depth.json; wide report draws them.
         operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, decode_groups (decode over the
             heads of a group), gemv, glue (norm, rope and router), naive (products by gathering and scattering beside
-            fused ones), coarse (all operators with their default tiles over numbers of tokens, group sizes and
-            sparsities); 'all' means all but coarse.
-        rows: Numbers of tokens for reorder, gemm_mn, gemm_k and coarse, separated by commas; null means
-            1024,4096,16384. Sequences and caches of the others have lengths of their own, and gemv 1, 2 and 4 rows.
+            fused ones), naive_depth (those over whole tokens taken apart: indices, sort, gather, product, scatter),
+            coarse (all operators with their default tiles over numbers of tokens, group sizes and sparsities); 'all'
+            means all but coarse.
+        rows: Numbers of tokens for reorder, gemm_mn, gemm_k, naive_depth and coarse, separated by commas; null means
+            1024,4096,16384, for naive_depth 64, too. Sequences and caches of the others have lengths of their own,
+            and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and gluon where the GPU is a Hopper and the
-            operator has it (gemm_mn, gemm_k, prefill). Not for glue, naive and coarse.
+            operator has it (gemm_mn, gemm_k, prefill). Not for glue, naive, naive_depth and coarse.
         group_size: Channels in a group of the FFN; null means the usual ones.
         sparsity: Share that random masks skip; null means the usual ones.
         quick: Fewer shapes, tiles and rounds.
@@ -101,7 +104,7 @@ def run(given: Sequence[str]) -> None:
     out = Path(options.out)
     # What runs over all sizes has a folder of its own.
     with noted(out, "bench", given), noted(out / "coarse", "bench", given):
-        red = any(_carry_out(bench, options) for bench in ("operators", "attention", "glue", "naive", "coarse"))
+        red = any(_carry_out(bench, options) for bench in dict.fromkeys(_BENCHES.values()))
     if red:
         raise EvaluationError(
             f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
@@ -140,6 +143,8 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
 
         # Beside the files of the other benches, whose names are the same.
         return coarse(["--out", str(Path(options.out) / "coarse"), "--rows", options.rows or _ROWS])
+    if bench == "naive_depth":
+        return _naive_depth(given, options)
     given += [] if bench == "naive" else ["--operators", ",".join(names)]
     given += ["--quick"] if options.quick else []
     if options.group_size is not None:
@@ -159,3 +164,13 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
     from wide.profiling.operators import main as operators
 
     return operators([*given, "--rows", options.rows or _ROWS])
+
+
+def _naive_depth(given: list[str], options: BenchOptions) -> int:
+    from wide.profiling.naive_depth import main
+
+    # Whole tokens skip: there is no size of groups to pass on.
+    quick = ["--quick"] if options.quick else []
+    rows = [] if options.rows is None else ["--rows", options.rows]
+    sparsity = [] if options.sparsity is None else ["--sparsity", str(options.sparsity)]
+    return main([*given, *quick, *rows, *sparsity])

@@ -181,7 +181,12 @@ def _gathered_depth(problem: Problem) -> Tensor:
     return torch.einsum("mk,mnk->mn", problem.a.gather(1, channels), problem.b[:, channels].permute(1, 0, 2))
 
 
-def _grouped_mm() -> Callable[..., Tensor]:
+def grouped_product() -> Callable[..., Tensor]:
+    """Return torch's grouped product: rows [R, K] packed by group, weights [N_G, K, N], ends of groups int32 [N_G].
+
+    Raises:
+        UnsupportedBackendError: If this torch has none.
+    """
     found = getattr(torch, "_grouped_mm", None)
     if found is None:
         raise UnsupportedBackendError(
@@ -192,8 +197,16 @@ def _grouped_mm() -> Callable[..., Tensor]:
     return product
 
 
-def _packed_rows(problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the executing rows of all groups behind each other, the group of each, and where groups end."""
+def packed_rows(problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the mask and return the executing rows of all groups behind each other, the group of each, and groups' ends.
+
+    Args:
+        problem: Whose mask is sorted; how many pairs execute is given for free.
+        backend: Of the sort.
+
+    Returns:
+        Rows int64 [R], groups int64 [R] and ends int32 [N_G]; R is the number of executing (row, group) pairs.
+    """
     order = reorder(problem.mask, backend=backend)
     num_rows = order.index.shape[1]
     total = problem.indices.numel()
@@ -206,20 +219,20 @@ def _packed_rows(problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor
 
 
 def _grouped_columns(problem: Problem, backend: str) -> Tensor:
-    rows, group, ends = _packed_rows(problem, backend)
+    rows, group, ends = packed_rows(problem, backend)
     size = problem.group_size
     weights = problem.b.view(-1, size, problem.b.shape[1])
-    parts = _grouped_mm()(problem.a[rows], weights.transpose(1, 2), offs=ends)
+    parts = grouped_product()(problem.a[rows], weights.transpose(1, 2), offs=ends)
     out = problem.a.new_zeros(problem.a.shape[0], len(weights), size)
     return out.index_put_((rows, group), parts).flatten(1)
 
 
 def _grouped_depth(problem: Problem, backend: str) -> Tensor:
-    rows, group, ends = _packed_rows(problem, backend)
+    rows, group, ends = packed_rows(problem, backend)
     size = problem.group_size
     inputs = problem.a.view(problem.a.shape[0], -1, size)[rows, group]
     weights = problem.b.view(problem.b.shape[0], -1, size).permute(1, 2, 0)
-    parts = _grouped_mm()(inputs, weights, offs=ends)
+    parts = grouped_product()(inputs, weights, offs=ends)
     out = torch.zeros(problem.a.shape[0], problem.b.shape[0], dtype=torch.float32, device=problem.a.device)
     return out.index_add_(0, rows, parts.float()).to(problem.a.dtype)
 

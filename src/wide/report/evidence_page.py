@@ -7,12 +7,13 @@ from pathlib import Path
 
 from wide.errors import DataError
 from wide.records import read_records
+from wide.report.depth_figures import DEPTH_FIGURES, depth_table
 from wide.report.evidence import EVIDENCE_FIGURES, Evidence, Run, evidence_table
 from wide.report.layer_lines import LAYERS_OF_RUNS
 from wide.report.naive_figures import NAIVE_FIGURES
 from wide.report.page import PAGE, document, facts, figure_sections, write_report
-from wide.report.profiles import ATTENTION, END_TO_END, NAIVE, OPERATORS, Profile, read_profile
-from wide.report.selection import Selection
+from wide.report.profiles import ATTENTION, DEPTH, END_TO_END, NAIVE, OPERATORS, Profile, read_profile
+from wide.report.selection import MissingRecordsError, Selection
 from wide.report.speed_figures import SPEED_FIGURES
 from wide.report.sweep_figures import SWEEP_FIGURES
 from wide.report.writing import write_whole
@@ -37,8 +38,9 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
             runs.append(Run(name=name, folder=folder, records=Selection(*read_records(path)), profile=found))
         elif not found:
             raise DataError(
-                f"{folder} holds neither {RECORDS} of a run nor operators.json, attention.json, endtoend.json or "
-                "naive.json of a bench; name the --output of wide prune or the --out of wide bench or wide profile"
+                f"{folder} holds neither {RECORDS} of a run nor operators.json, attention.json, endtoend.json, "
+                "naive.json or depth.json of a bench; name the --output of wide prune or the --out of wide bench or "
+                "wide profile"
             )
         profile += found
     return Evidence(runs, profile)
@@ -114,7 +116,21 @@ def _sections(evidence: Evidence, output: Path) -> list[str]:
         sections += figure_sections(SWEEP_FIGURES, profile, output)
     if profile.holds(NAIVE):
         sections += figure_sections(NAIVE_FIGURES, profile, output)
+    if profile.holds(DEPTH):
+        sections += [*figure_sections(DEPTH_FIGURES, profile, output), _depth(profile)]
     return [*sections, _sources(profile, output)] if profile else sections
+
+
+def _depth(profile: Profile) -> str:
+    """Return the values of the figure above as a table, or nothing where it says what is missing."""
+    try:
+        table = depth_table(profile).to_html()
+    except MissingRecordsError:
+        return ""
+    return (
+        f"{table}<p>Microseconds. Each stage was timed by itself, so that parts and whole may differ by what lies in "
+        "the cache; <em>indices</em> are the time until the host knows which rows execute.</p>"
+    )
 
 
 def _about(run: Run, output: Path) -> str:

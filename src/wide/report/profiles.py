@@ -8,10 +8,11 @@ from typing import Any
 
 from wide.errors import DataError
 
-OPERATORS, ATTENTION, END_TO_END, NAIVE = "operators.json", "attention.json", "endtoend.json", "naive.json"
+OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
+NAIVE, DEPTH = "naive.json", "depth.json"
 OWN = ("own routing", "pruned")
 """What a pruned model itself is called among the candidates: its routers deciding, or what a static plan left."""
-_FILES = (OPERATORS, ATTENTION, END_TO_END, NAIVE)
+_FILES = (OPERATORS, ATTENTION, END_TO_END, NAIVE, DEPTH)
 _PLACES = (".", "profile", "bench", "bench/coarse")
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
@@ -178,6 +179,16 @@ class Profile:
         return [
             record | {"device": content["device"]} for _, content in self._of(NAIVE) for record in content["records"]
         ]
+
+    def depth(self) -> list[Mapping[str, Any]]:
+        """Return the records of naive dynamic depth taken apart; of equal ones the latest file counts."""
+        found = [
+            record | {"device": content.get("device", "")}
+            for _, content in self._of(DEPTH)
+            for record in content["records"]
+        ]
+        keys = ("device", "rows", "width_in", "width_out", "active", "candidate")
+        return list({tuple(record[key] for key in keys): record for record in found}.values())
 
     def devices(self) -> list[str]:
         """Return what was measured on, each once."""

@@ -2,7 +2,7 @@
 
 ONLY: text that a variant's name must contain ("" for all); CASES: such as 16384/128/8,4096/128/7.
 A child does the work; it is killed when it says nothing for a while, and another goes on behind the lost variant.
-`bench.py --one NAME PARTS M G S` launches one variant twice, for a profiler.
+`bench.py --one NAMES PARTS M G S` launches variants for a profiler: ncu --profile-from-start off ... bench.py --one 'coop256-r2|ping128-c2' 1 16384 128 8
 """
 
 import json
@@ -268,16 +268,28 @@ def child():
         print("R", json.dumps(found), flush=True)
 
 
-def one(name, parts, m, g, s):
+def one(names, parts, m, g, s):
+    """Launch variants (names divided by |) and the dense product, each again between the profiler's marks."""
     import torch
 
     data = Data((int(m), int(g), int(s)))
-    call, total, grid = launcher(data, BY_NAME[name], int(parts))
-    total.zero_()
-    call()
+    for name in names.split("|"):
+        call, total, grid = launcher(data, BY_NAME[name], int(parts))
+        total.zero_()
+        mark(call)
+        print("launched", name, grid, flush=True)
+    mark(lambda: torch.mm(data.h, data.w.t(), out=data.dense_out))
+
+
+def mark(call):
+    import torch
+
     call()
     torch.cuda.synchronize()
-    print("launched twice", grid)
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def lines_of(process):
