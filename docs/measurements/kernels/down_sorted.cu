@@ -6,7 +6,7 @@
 //        2 hold: coop, and a finished tile stays in registers and leaves in pieces between the products of the next.
 //        3 staged: coop, and a finished tile goes to shared memory whole; the producer's three spare warps reduce it.
 //   CL_ROWS, CL_COLS: cluster of programs; row neighbours share weights, column neighbours share rows (multicast).
-//   FLUSH 0 none, 3 via shared memory (PIECE columns of a row), 5 64 bytes of a row by shuffles, 2 bulk reduction.
+//   FLUSH 0 none (products are kept alive; look for HGMMA in the machine code of whatever leaves a part out), 3 via shared memory (PIECE columns of a row), 5 64 bytes of a row by shuffles, 2 bulk reduction.
 //   SUM16: the sum is 0 float32, 1 bfloat16, 2 float16.   LOADS, MULTIPLY = 0: leave that part out.
 //   PARTIAL (with SUM16=2, MODE 0 or 1): nothing is added, sums are stored by super-block for another kernel.
 typedef unsigned int u32;
@@ -329,8 +329,11 @@ template <int P> __device__ __forceinline__ void flush_piece(const float (&acc)[
 #else
 constexpr int PIECES = 1;
 template <int P> __device__ __forceinline__ void flush_piece(const float (&acc)[NACC], Target t, Sum* sum, u32 buffer, int stride, int N, u64 policy) {
+  // Never true, which the compiler cannot know: what nobody uses it leaves out, wgmma too, volatile or not.
+  if (stride < 0) {
 #pragma unroll
-  for (int q = 0; q < NACC; ++q) asm volatile("" ::"f"(acc[q]));
+    for (int q = 0; q < NACC; ++q) sum[q] = (Sum)acc[q];
+  }
 }
 #endif
 

@@ -32,6 +32,18 @@ VARIANTS = [
     _v("ping128-r2 partial", 1, 128, 6, parts=(8, 2), core=True, **R2, **PART),
     _v("coop192-r2 partial", 0, 192, 4, parts=(4,), **R2, **PART),
     _v("coop256-r2 partial nohint", 0, 256, 4, parts=(4,), **R2, **PART, HINT_A=0),
+    # for lists in the order of super-blocks, which orders.py makes: nobody walks from both ends
+    _v("coop256-r2 straight", 0, 256, 4, ZIGZAG=0, **R2),
+    _v("coop256-c2 straight", 0, 256, 4, ZIGZAG=0, **C2),
+    _v("ping128-c2 straight", 1, 128, 6, ZIGZAG=0, **C2),
+    _v("ping192-c2 straight", 1, 192, 4, ZIGZAG=0, **C2),
+    _v("coop256-r2 straight nohint", 0, 256, 4, ZIGZAG=0, HINT_A=0, **R2),
+    _v("coop256-c2 straight nohint", 0, 256, 4, ZIGZAG=0, HINT_A=0, **C2),
+    _v("ping128-c2 straight nohint", 1, 128, 6, ZIGZAG=0, HINT_A=0, **C2),
+    _v("coop256-c2 straight keep", 0, 256, 4, ZIGZAG=0, HINT_R=1, **C2),
+    _v("ping128-c2 straight keep", 1, 128, 6, ZIGZAG=0, HINT_R=1, **C2),
+    _v("coop256-r2 straight no sums", 0, 256, 4, whole=False, ZIGZAG=0, FLUSH=0, **R2),
+    _v("coop256-c2 straight no sums", 0, 256, 4, whole=False, ZIGZAG=0, FLUSH=0, **C2),
     # V2: both consumers on one tile; what fence and gather cost
     _v("coop256", 0, 256, 4, core=True),
     _v("coop256-r2", 0, 256, 4, parts=(1, 2), core=True, **R2),
