@@ -1,10 +1,12 @@
 """Reads the profiler's counters for every kernel of one layer, as `auto` runs it and dense: what limits each operator.
 
-Usage: python tools/counters.py --out DIR [--prompt 4096,16384] [--decode 2048] [--rates 0.5,0.5]
+Usage: python tools/counters.py --out DIR [--prompt 4096,16384] [--decode 2048] [--rates 0.5,0.5] [--limit S] [--tables]
+       python tools/counters.py --out DIR --csv DIR/counters.csv
 
 Needs Nsight Compute (ncu) and the right to read counters. One layer of Llama-3.1-8B's shapes with random weights runs
 under the profiler, which repeats each kernel for groups of counters with cold caches, clocks as they are. DIR gets
-everything that the profiler says (counters.csv) and what is usually looked at (counters.json), a row for each kernel.
+the profiler's own table (counters.csv) and what is looked at (counters.json), a row for each kernel, also where the
+profiler is stopped before its end. The second form reads a table that is there.
 """
 
 import argparse
@@ -12,12 +14,14 @@ import csv
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# With these the profiler asks for hundreds of counters more, and runs each kernel several times as often.
 SECTIONS = (
     "SpeedOfLight",
     "MemoryWorkloadAnalysis",
@@ -25,17 +29,35 @@ SECTIONS = (
     "ComputeWorkloadAnalysis",
     "WarpStateStats",
 )
-KEPT = re.compile(
-    r"^(gpu__time_duration\.sum|gpc__cycles_elapsed\.avg\.per_second|dram__bytes_(read|write)\.sum"
-    r"|(sm|lts|l1tex|gpu__dram|gpu__compute_memory)_*throughput\.avg\.pct_of_peak_sustained_(elapsed|active)"
-    r"|sm__inst_executed_pipe_tensor.*pct_of_peak_sustained_(active|elapsed)"
-    r"|lts__t_sectors_op_(read|write|red|atom)\.sum|lts__t_sector_hit_rate\.pct"
-    r"|breakdown:.*|(lts__lts2xbar|lts__xbar2lts|l1tex__m_l1tex2xbar|l1tex__m_xbar2l1tex).*pct.*)$"
-)
+_PEAK = "avg.pct_of_peak_sustained_elapsed"
+_STALLS = ("barrier", "gmma", "long_scoreboard", "short_scoreboard", "mio_throttle", "wait")
+# Name and factor of each counter of counters.json. Stalls: warps that wait so, for each instruction that is issued.
+KEPT: dict[str, tuple[str, float]] = {
+    "gpu__time_duration.sum": ("time_us", 1e-3),
+    "gpc__cycles_elapsed.avg.per_second": ("clock_mhz", 1e-6),
+    f"sm__pipe_tensor_cycles_active.{_PEAK}": ("tensor_pct", 1),
+    f"l1tex__throughput.{_PEAK}": ("l1_pct", 1),
+    f"lts__throughput.{_PEAK}": ("l2_pct", 1),
+    "lts__t_sector_hit_rate.pct": ("l2_hit_pct", 1),
+    f"gpu__dram_throughput.{_PEAK}": ("dram_pct", 1),
+    "dram__bytes_read.sum": ("dram_read_mb", 1e-6),
+    "dram__bytes_write.sum": ("dram_written_mb", 1e-6),
+    "smsp__issue_active.avg.per_cycle_active": ("issued_per_cycle", 1),
+    **{f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": (f"stall_{name}", 1) for name in _STALLS},
+}
+# Ours begin with an underscore; the rest are products and attention of the libraries. Written to mean the same whether
+# it is searched for or matched as a whole.
+KERNELS = r"^(_.*|nvjet.*|cudnn.*|.*(gemv|splitK|cutlass|cublas|flash).*)$"
+_GRACE_S = 60.0
 
 
-def ncu_command(out: Path, program: Sequence[str]) -> list[str]:
+def ncu_command(out: Path, program: Sequence[str], *, tables: bool = False) -> list[str]:
     """Return the command that runs a program of ours under the profiler.
+
+    Args:
+        out: Folder for counters.csv.
+        program: With its arguments.
+        tables: Whether to read whole sections beside the counters that are kept.
 
     Raises:
         SystemExit: If there is no profiler.
@@ -43,37 +65,55 @@ def ncu_command(out: Path, program: Sequence[str]) -> list[str]:
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if ncu is None:
         raise SystemExit("counters: ncu was not found; install Nsight Compute or put it on PATH")
-    sections = [word for section in SECTIONS for word in ("--section", section)]
+    asked = ["--metrics", ",".join(KEPT)]
+    if tables:
+        asked += [word for section in SECTIONS for word in ("--section", section)]
     flags = ["--profile-from-start", "off", "--clock-control", "none", "--nvtx", "--csv", "--page", "raw"]
-    return [ncu, *flags, *sections, "--log-file", str(out / "counters.csv"), *program]
+    flags += ["--print-units", "base", "--kernel-name-base", "demangled", "--kernel-name", f"regex:{KERNELS}"]
+    return [ncu, *flags, *asked, "--log-file", str(out / "counters.csv"), *program]
+
+
+def profile(command: Sequence[str], limit_s: float | None = None) -> int:
+    """Run the profiler to its end, at most `limit_s` seconds; return its exit code, never 0 where it was stopped."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait(limit_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        # Asked to end, the profiler still writes the kernels that it has.
+        process.terminate()
+    try:
+        return process.wait(_GRACE_S) or 1
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait() or 1
 
 
 def read_rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yield one row per kernel of the profiler's raw table: its name, grid, range, and the counters that are kept."""
+    """Yield one flat row per kernel of the profiler's raw table: range, name, grid, and the counters that are kept.
+
+    A counter that is missing or not a number is left out; so is a last line that was cut off.
+    """
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    table = csv.DictReader(lines)
-    for number, row in enumerate(table):
-        if number == 0 and not row.get("ID"):
-            # The line of units.
+    for row in csv.DictReader(lines):
+        # The line of units has no ID, and a line that was cut off lacks columns.
+        if not row["ID"] or None in row.values() or not re.match(KERNELS, row["Kernel Name"]):
             continue
-        ranges = [value for name, value in row.items() if name and "Push/Pop" in name and value]
-        counters = {}
-        for name, value in row.items():
-            if name and KEPT.match(name) and value:
-                counters[name] = _number(value)
-        yield {
-            "kernel": row.get("Kernel Name", ""),
-            "grid": row.get("Grid Size", ""),
-            "range": " ".join(ranges),
-            "counters": counters,
+        # Each range: "domain:name:...", behind the thread's number.
+        ranges = (re.findall(r'"[^":]*:([^":]*)', value) for name, value in row.items() if "Push/Pop" in name)
+        named = {
+            "range": " ".join(name for found in ranges for name in found),
+            "kernel": row["Kernel Name"],
+            "grid": row["Grid Size"],
         }
+        numbers = {name: _number(row.get(metric, ""), factor) for metric, (name, factor) in KEPT.items()}
+        yield named | {name: number for name, number in numbers.items() if number is not None}
 
 
-def _number(text: str) -> float | str:
+def _number(text: str, factor: float) -> float | None:
     try:
-        return float(text.replace(",", ""))
+        return round(float(text.replace(",", "")) * factor, 2)
     except ValueError:
-        return text
+        return None
 
 
 def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, float]) -> None:
@@ -123,6 +163,25 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
                     torch.cuda.profiler.stop()
 
 
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _report(table: Path, out: Path, command: str, code: int) -> None:
+    """Write counters.json from the profiler's table and print a line for each kernel."""
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    rows = list(read_rows(text))
+    report = {"command": command, "complete": code == 0 and "==ERROR==" not in text, "records": rows}
+    (out / "counters.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    shown = ("time_us", "clock_mhz", "tensor_pct", "l2_pct", "dram_pct")
+    sys.stdout.write(f"{'':28s} {'':40s}" + "".join(f"{name:>11s}" for name in shown) + "\n")
+    for row in rows:
+        numbers = "".join(f"{row.get(name, '-'):>11}" for name in shown)
+        sys.stdout.write(f"{row['range']:28s} {row['kernel'][:40]:40s}{numbers}\n")
+    if code:
+        sys.stderr.write(f"counters: the profiler ended with {code}; {len(rows)} kernels until then are written\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the profiler and write what it found; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,6 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="4096,16384", help="prompt lengths of prefills")
     parser.add_argument("--decode", default="2048", help="tokens cached before a decode step")
     parser.add_argument("--rates", default="0.5,0.5", help="skipped attention,FFN")
+    parser.add_argument("--limit", type=float, default=None, help="seconds after which the profiler is stopped")
+    parser.add_argument("--tables", action="store_true", help="whole sections into counters.csv, several times as long")
+    parser.add_argument("--csv", type=Path, default=None, help="a table of the profiler to read instead of running it")
     parser.add_argument("--launch", action="store_true", help="run the kernels only, for a profiler")
     options = parser.parse_args(arguments)
     prompts, decodes = ([int(n) for n in text.split(",") if n] for text in (options.prompt, options.decode))
@@ -139,14 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    code = subprocess.run(
-        ncu_command(options.out, [sys.executable, __file__, "--launch", *given]), check=False
-    ).returncode
-    rows = list(read_rows((options.out / "counters.csv").read_text(encoding="utf-8")))
-    (options.out / "counters.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        time = row["counters"].get("gpu__time_duration.sum", "?")
-        sys.stdout.write(f"{row['range']:28s} {row['kernel'][:48]:48s} {time}\n")
+    table, code = options.csv, 0
+    if table is None:
+        table = options.out / "counters.csv"
+        table.unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, _stop)
+        command = ncu_command(options.out, [sys.executable, __file__, "--launch", *given], tables=options.tables)
+        code = profile(command, options.limit)
+    _report(table, options.out, " ".join(["python tools/counters.py", *given]), code)
     return code
 
 

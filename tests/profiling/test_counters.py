@@ -1,46 +1,116 @@
-"""The tool that reads the profiler's counters: its table, and what it says without a profiler."""
+"""The tool that reads the profiler's counters: its table, a profiler that is stopped, and none at all."""
 
 import importlib.util
+import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "counters.py"
-TIME, SM, RED = (
+TIME, TENSOR, WRITTEN = (
     "gpu__time_duration.sum",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "lts__t_sectors_op_red.sum",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "dram__bytes_write.sum",
 )
+RANGE = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+
+
+def _pushed(name):
+    return f'1799  ""<default domain>:{name}:none:none:none:none:none:none"" '
+
+
 TABLE = f"""==PROF== Connected to process 7
-"ID","Kernel Name","Grid Size","NVTX Push/Pop Range","{TIME}","{SM}","launch__waves","{RED}"
-"","","","","us","%","",""
-"0","_gemm_mn_kernel","(132, 1, 1)","prefill 4096 routed","1,234.5","81.2","1","0"
-"1","nvjet_tst","(132, 1, 1)","prefill 4096 dense","900","","1","n/a"
-"""
+==ERROR== An error occurred while trying to profile.
+"ID","Kernel Name","Grid Size","{RANGE}","{TIME}","{TENSOR}","launch__waves","{WRITTEN}"
+"","","","","ns","%","","byte"
+"0","_gemm_mn_kernel","(132, 1, 1)","{_pushed("prefill 4096 routed")}","735,520","79.63","1","117,632,512"
+"1","nvjet_tst","(132, 1, 1)","{_pushed("prefill 4096 dense")}","900","","1","n/a"
+"2","void at::vectorized_gather_kernel<16, long>(char *)","(4096, 2, 1)","{_pushed("")}","900","0","1","0"
+"3","_attention_prefill","(1024, 1, 1)","{_pushed("prefill 4096 routed")}","134,"""
 
 
-def _tool():
+@pytest.fixture
+def tool():
     spec = importlib.util.spec_from_file_location("counters", TOOL)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_a_row_for_each_kernel_with_the_counters_that_are_kept():
-    rows = list(_tool().read_rows(TABLE))
-    assert [row["kernel"] for row in rows] == ["_gemm_mn_kernel", "nvjet_tst"]
-    assert rows[0]["range"] == "prefill 4096 routed"
-    assert rows[0]["counters"] == {TIME: 1234.5, SM: 81.2, RED: 0.0}
-    assert rows[1]["counters"] == {TIME: 900.0, RED: "n/a"}
+def _install(folder, code):
+    """Put a profiler into a folder that writes the table where it is told to, and then does what `code` says."""
+    program = folder / "ncu"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, time\nfrom pathlib import Path\n"
+        f"Path(sys.argv[sys.argv.index('--log-file') + 1]).write_text({TABLE!r})\n{code}\n"
+    )
+    program.chmod(0o755)
 
 
-def test_nothing_profiled_is_an_empty_table():
-    assert list(_tool().read_rows("==ERROR== no permission\n")) == []
+def test_a_row_for_each_kernel_of_interest_with_the_counters_that_are_kept(tool):
+    product, dense = tool.read_rows(TABLE)
+    assert product == {
+        "range": "prefill 4096 routed",
+        "kernel": "_gemm_mn_kernel",
+        "grid": "(132, 1, 1)",
+        "time_us": 735.52,
+        "tensor_pct": 79.63,
+        "dram_written_mb": 117.63,
+    }
+    assert (dense["range"], dense["time_us"]) == ("prefill 4096 dense", 0.9)
+    assert not {"tensor_pct", "dram_written_mb"} & dense.keys()
 
 
-def test_without_a_profiler_the_way_out_is_named(monkeypatch, tmp_path):
+def test_nothing_profiled_is_an_empty_table(tool):
+    assert list(tool.read_rows("==ERROR== no permission\n")) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wanted"),
+    [
+        ("_route", True),
+        ("nvjet_sm90_tst_256x8_64x6_2x1_v_bz_TNT", True),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", True),
+        ("void gemv2T_kernel_val<int, int>(float)", True),
+        ("void at::index_elementwise_kernel<128, 4>(long)", False),
+    ],
+)
+def test_a_search_and_a_whole_match_choose_the_same_kernels(tool, kernel, wanted):
+    assert bool(re.search(tool.KERNELS, kernel)) == bool(re.fullmatch(tool.KERNELS, kernel)) == wanted
+
+
+def test_whole_sections_are_read_only_where_asked_for(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool.shutil, "which", lambda *_, **__: "ncu")
+    cheap, costly = (tool.ncu_command(tmp_path, ["true"], tables=tables) for tables in (False, True))
+    assert cheap[cheap.index("--metrics") + 1].split(",") == list(tool.KEPT)
+    assert "--section" not in cheap
+    assert "MemoryWorkloadAnalysis_Tables" in costly
+
+
+@pytest.mark.parametrize(("code", "options"), [("sys.exit(3)", []), ("time.sleep(60)", ["--limit", "2"])])
+def test_kernels_until_a_bad_end_are_written(tool, monkeypatch, tmp_path, capsys, code, options):
+    _install(tmp_path, code)
     monkeypatch.setenv("PATH", str(tmp_path))
-    tool = _tool()
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    assert tool.main(["--out", str(tmp_path / "out"), *options]) != 0
+    report = json.loads((tmp_path / "out" / "counters.json").read_text())
+    assert not report["complete"]
+    assert [row["kernel"] for row in report["records"]] == ["_gemm_mn_kernel", "nvjet_tst"]
+    said = capsys.readouterr()
+    assert "2 kernels until then" in said.err
+    assert "prefill 4096 routed" in said.out
+
+
+def test_a_table_that_is_there_is_read_without_a_profiler(tool, tmp_path):
+    (tmp_path / "old.csv").write_text(TABLE)
+    assert tool.main(["--out", str(tmp_path), "--csv", str(tmp_path / "old.csv")]) == 0
+    report = json.loads((tmp_path / "counters.json").read_text())
+    assert (len(report["records"]), report["complete"]) == (2, False)
+
+
+def test_without_a_profiler_the_way_out_is_named(tool, monkeypatch, tmp_path):
     monkeypatch.setattr(tool.shutil, "which", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="install Nsight Compute"):
         tool.ncu_command(tmp_path, ["true"])

@@ -27,6 +27,7 @@ def test_rows_are_filled_from_records_and_others_stay_empty(tmp_path):
             {**down, "candidate": "dense", "speedup": 1.0},
             {**down, "candidate": "dense on zeros", "speedup": 1.18},
             {**down, "candidate": "s=4 128x1", "speedup": 0.9},
+            {**down, "candidate": "s=4 128x1 grouped", "speedup": 1.3},
             {**down, "candidate": "s=4 broken", "failure": "no"},
         ],
     )

@@ -17,10 +17,15 @@ RECIPES = {
     (entry["run"], entry["stage"]): entry for entry in json.loads((RECORDS / "lab-recipes.json").read_text())["runs"]
 }
 BENCHMARK = json.loads((RECORDS / "lab-benchmark.json").read_text())
-EQUAL_LORA = {
-    (record.subject, record.metric): record.value
-    for record in read_records(ROOT / "docs/results/lab-88m/n50/compare.jsonl")[0]
-}
+LAB = ROOT / "docs/results/lab-88m"
+EQUAL_LORA, EQUAL_WORK = (
+    {
+        (record.subject, record.metric): record.value
+        for name in names
+        for record in read_records(LAB / name / "compare.jsonl")[0]
+    }
+    for names in (("n50",), ("f50", "f50-fitted"))
+)
 FORWARDS = json.loads((RECORDS / "h200/endtoend.json").read_text())["records"]
 STEPS, BATCHES, *COMPILED = (
     json.loads((RECORDS / f"h200/{name}/endtoend.json").read_text())["records"]
@@ -190,6 +195,16 @@ def test_rows_with_the_same_lora_are_those_of_their_records():
     perplexities += [recovered(row) for row in ("wide-32", "wide", "tyr", "ddp")]
     work = [100 * recovered(row, "sparsity.linear_flops_layers") for row in ("tyr", "wide-32", "wide")]
     assert list(said.groups()) == [f"{figure:.1f}" for figure in (*perplexities, *work)]
+
+
+def test_rows_at_half_of_the_work_are_those_of_their_records():
+    said = re.search(
+        r"At half of the work for all, Týr has ([\d.]+), WIDE ([\d.]+) \(G = 128\), DDP\s+([\d.]+), "
+        r"and the better recipe below ([\d.]+)\.",
+        README,
+    )
+    rows = [EQUAL_WORK[f"{row}/0.5/17/recovered", "token_perplexity"] for row in ("tyr", "wide", "ddp", "wide-fitted")]
+    assert list(said.groups()) == [f"{figure:.1f}" for figure in rows]
 
 
 def test_small_models_and_the_dense_perplexity_are_those_of_the_records():

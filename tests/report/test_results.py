@@ -15,9 +15,11 @@ H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
 FOLDERS = ("decode-groups", "groups-256", "naive", "batches", "sparsity", ".", "steps", "sweeps")
 NANO = DOCS / "results/nano-sweeps"
+LAB = DOCS / "results/lab-88m"
 RESULTS = {
-    "lab-88m": [DOCS / "results/lab-88m"],
-    "lab-88m/n50": [DOCS / "results/lab-88m/n50"],
+    "lab-88m": [LAB],
+    "lab-88m/n50": [LAB / "n50"],
+    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n50", "f50", "seeds")},
     "h200": [H200 / name for name in FOLDERS],
     "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
     "nano-sweeps/groups": [NANO / "groups"],
@@ -41,10 +43,10 @@ def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
     assert (DOCS / "results" / name / "report.html").stat().st_size < 2 * 2**20
 
 
-def test_the_committed_configuration_is_still_understood_and_asks_for_the_rows_of_its_records(tmp_path, capsys):
-    folder = DOCS / "results/lab-88m/n50"
-    given = ["compare", "--config", str(folder / "n50.yaml"), "--output", str(tmp_path), "--print_config"]
+@pytest.mark.parametrize("name", ["n50", "n50-fitted", "f50", "f50-fitted", "seeds", "seeds-fitted"])
+def test_the_committed_configuration_is_still_understood_and_asks_for_the_rows_of_its_records(name, tmp_path, capsys):
+    given = ["compare", "--config", str(LAB / name / f"{name}.yaml"), "--output", str(tmp_path), "--print_config"]
     assert main(given) == 0
     asked = yaml.safe_load(capsys.readouterr().out)
-    rows = next(r.value for r in read_records(folder / "compare.jsonl")[0] if r.metric == "grid.methods")
+    rows = next(r.value for r in read_records(LAB / name / "compare.jsonl")[0] if r.metric == "grid.methods")
     assert asked["methods"].split(",") == json.loads(rows)
