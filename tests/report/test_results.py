@@ -18,7 +18,6 @@ NANO = DOCS / "results/nano-sweeps"
 LAB = DOCS / "results/lab-88m"
 RESULTS = {
     "lab-88m": [LAB],
-    "lab-88m/n50": [LAB / "n50"],
     **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n50", "f50", "seeds")},
     "h200": [H200 / name for name in FOLDERS],
     "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
