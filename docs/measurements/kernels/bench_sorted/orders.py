@@ -172,7 +172,7 @@ def main():
             torch.cuda.empty_cache()
             p = Problem(m, g, s, chunk)
             print(f"--- M {m} G {g} s {s} chunk {chunk or m} {({k: round(x) for k, x in p.costs.items()})}", flush=True)
-            tasks = [("cost", name) for name in ZIG if not chunk] + [("block", name) for name in (*STRAIGHT, *ZIG[:0])]
+            tasks = [("cost", name) for name in ZIG if not chunk] + [("block", name) for name in STRAIGHT]
             for how, name in tasks:
                 for parts in PARTS[name.split()[0]]:
                     if time.time() > deadline:
