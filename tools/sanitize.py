@@ -39,6 +39,10 @@ OPERATORS: dict[str, Operator] = {
 }  # fmt: skip
 
 
+# Two clusters of two programs.
+_LEAST_OF_PAIRS = 4
+
+
 def few_programs(programs: int) -> Callable[[torch.device], DeviceFacts]:
     """Return facts of devices with so few multiprocessors."""
     return lambda device: dataclasses.replace(device_facts(device), num_sms=programs)
@@ -47,17 +51,22 @@ def few_programs(programs: int) -> Callable[[torch.device], DeviceFacts]:
 def limit_programs(programs: int) -> None:
     """Give the persistent Hopper products so few programs."""
     from wide.kernels.gemm_k import _gluon as gemm_k
+    from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
     from wide.kernels.gemm_mn import _gluon as gemm_mn
 
     for module in (gemm_k, gemm_mn):
         module.device_facts = few_programs(programs)
+    # Its programs come in pairs, and one pair alone would share no work with another.
+    gemm_mn_cuda.device_facts = few_programs(max(programs, _LEAST_OF_PAIRS))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases; return 1 if any result is wrong (what the sanitizer finds is its own matter)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operators", default=",".join(OPERATORS), help="comma-separated names")
-    parser.add_argument("--backends", default="triton,gluon", help="comma-separated; gluon where the GPU is a Hopper")
+    parser.add_argument(
+        "--backends", default="triton,gluon,cuda", help="comma-separated; those of Hopper where it is one"
+    )
     parser.add_argument("--device", default="cuda", help="'cpu' takes Triton's interpreter, for a try without a GPU")
     parser.add_argument("--programs", type=int, default=3, help="of persistent kernels")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no case is begun")

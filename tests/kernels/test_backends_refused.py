@@ -13,8 +13,10 @@ from wide.kernels.attention_prefill import ATTENTION_PREFILL, attention_prefill
 from wide.kernels.contract import Operator
 from wide.kernels.device import interprets_triton
 from wide.kernels.gemm_k import GEMM_K, gemm_k
-from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
+from wide.kernels.gemm_mn import GEMM_MN, gemm_mn, hopper
+from wide.kernels.gemm_mn.tiles import ClusterMnTile
 from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.reorder import reorder
 from wide.kernels.reordering import SequenceReordering
 from wide.kernels.rms_norm import RMS_NORM
 from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route
@@ -73,3 +75,76 @@ def test_operators_take_explicit_backends_only() -> None:
         with pytest.raises(UnsupportedBackendError, match=r"has the backends .*'triton'.*, got 'auto'"):
             call(**operator.build(operator.cases[0], CPU), backend="auto")
     assert "unknown backend" in str(GEMM_MN.supports("auto", CPU, GEMM_MN.cases[0]))
+
+
+def _run_cuda(
+    *,
+    size: int = 128,
+    depth: int = 64,
+    gated: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    tile: ClusterMnTile | None = None,
+    x: torch.Tensor | None = None,
+) -> torch.Tensor:
+    weights = torch.zeros(2, 2 * size, depth, dtype=dtype)
+    return gemm_mn(
+        torch.zeros(8, depth, dtype=dtype) if x is None else x,
+        weights[0],
+        reorder(torch.ones(8, 2, dtype=torch.bool), backend="torch"),
+        up_weight=weights[1] if gated else None,
+        backend="cuda",
+        tile=tile,
+    )
+
+
+WAY_OUT = r"; choose backend='gluon', 'triton' or 'torch'$"
+HALVES = torch.zeros(8 * 68 + 1, dtype=torch.bfloat16)
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": torch.float32}, r"wants half precision, .*; got torch\.float32, "),
+    "depth": ({"depth": 72}, r"K a multiple of 64, .* K=72, "),
+    "gated groups": ({"size": 192}, r"multiple of 128 channels if gated, .*; got .* G=192, gated"),
+    "plain groups": ({"size": 384, "gated": False}, r"of 256 if not; got .* G=384, not gated"),
+    "tile": ({"tile": ClusterMnTile(128, 256)}, r"ClusterMnTile\(rows=256, weight_rows=256\) only, got \(128, 256\)"),
+    "strides": ({"x": HALVES[:-1].view(8, 68)[:, :64]}, r"rows \(68, 64\) elements apart .* multiples of 8"),
+    "address": ({"x": HALVES[1:513].view(8, 64)}, r"must begin at multiples of 16 bytes"),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(hopper, "native_obstacle", lambda: None)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("changes", "words"), UNFIT.values(), ids=UNFIT)
+def test_what_the_kernel_in_cuda_does_not_take_is_named_with_a_way_out(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedBackendError, match=rf"^gemm_mn: .*{words}.*{WAY_OUT}"):
+        _run_cuda(**changes)
+
+
+def test_the_kernel_in_cuda_needs_a_hopper_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedBackendError, match=rf"Hopper GPU \(sm_90\), not cpu{WAY_OUT}"):
+        _run_cuda()
+    monkeypatch.setattr(hopper, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(hopper, "native_obstacle", lambda: "cuda-bindings is missing")
+    with pytest.raises(UnsupportedBackendError, match=f"cuda-bindings is missing{WAY_OUT}"):
+        _run_cuda()
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_the_kernel_in_cuda_supports_is_what_it_runs() -> None:
+    sizes = {"num_rows": 8, "num_groups": 2, "group_size": 128, "depth": 64, "block_m": 128}
+    gated = dataclasses.replace(GEMM_MN.cases[0], sizes=sizes, dtype=torch.bfloat16, options={"gated": True})
+    assert GEMM_MN.supports("cuda", CPU, gated) is None
+    for changes in (
+        {"options": {}},
+        {"dtype": torch.float32},
+        {"sizes": {**sizes, "depth": 96}},
+        {"sizes": {**sizes, "group_size": 64}},
+    ):
+        assert "the kernel in CUDA C++ wants" in str(
+            GEMM_MN.supports("cuda", CPU, dataclasses.replace(gated, **changes))
+        )
+    plain = dataclasses.replace(gated, options={}, sizes={**sizes, "group_size": 256})
+    assert GEMM_MN.supports("cuda", CPU, plain) is None

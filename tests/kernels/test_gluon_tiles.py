@@ -16,15 +16,18 @@ def _mask(rows: int, groups: int, active: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("block_m", [64, 192])
+@pytest.mark.parametrize("block_m", [64, 192, 256])
 def test_row_tiles_cover_every_list_once(shape: tuple[int, int, float], block_m: int) -> None:
-    from wide.kernels.gemm_mn import _gluon
+    from wide.kernels.reorder.tile_list._triton import row_tiles
 
     order = reorder(_mask(*shape), backend="torch")
-    tiles, num_tiles = _gluon._tiles(order, block_m)
-    listed = sorted(tuple(pair) for pair in tiles[: int(num_tiles)].tolist())
+    tiles, num_tiles = row_tiles(order, block_m)
+    listed = [tuple(pair) for pair in tiles[: int(num_tiles[0])].tolist()]
     wanted = [(g, t) for g, count in enumerate(order.counts.tolist()) for t in range(-(-count // block_m))]
-    assert listed == wanted
+    assert sorted(listed) == wanted
+    counts = order.counts.tolist()
+    short = [(g, t) for g, t in wanted if counts[g] - t * block_m <= block_m // 2]
+    assert listed[len(listed) - int(num_tiles[1]) :] == short
 
 
 @pytest.mark.parametrize("shape", SHAPES)

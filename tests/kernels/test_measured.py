@@ -1,7 +1,9 @@
 """Operator tables made from measurements: what carries over to which shape, and dense wherever nothing is known."""
 
 import dataclasses
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,59 @@ def test_a_clear_win_carries_over_to_groups_twice_as_large_and_no_other(tmp_path
         assert _table(tuning, ffn_width=12288, ffn_groups=48).how("gate_up", 4096) == how
         for groups in (28, 32, 224):
             assert _table(tuning, ffn_groups=groups).how("gate_up", 4096) == "dense"
+
+
+CLUSTER = Choice(backend="cuda", tile=(256, 256), block_m=256)
+
+
+def _with_clusters(tmp_path: Path, **changes: Any) -> OperatorTable:
+    """Return the table of a layer for which the kernel in CUDA C++ was measured as the fastest."""
+    tuning, sizes = TuningTable(tmp_path / "tuning.json"), dataclasses.replace(LLAMA, **changes)
+    for name in ("gate_up", "query"):
+        tuning.store(tuning_key("gemm_mn", CPU, gemm_case(name, sizes, 4096, 0.5)), CLUSTER)
+    return _table(tuning, **changes)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+    table = _with_clusters(tmp_path)
+    assert table.choice("gate_up", 4096) == table.choice("query", 4096) == CLUSTER
+    # Groups of 64 channels, of a gated product, and of 128 of one that is not.
+    smaller = _with_clusters(tmp_path, ffn_groups=224, attention_groups=32)
+    plain = _with_clusters(tmp_path, is_gated=False, is_stacked=False)
+    gluon = Choice(backend="gluon")
+    assert smaller.choice("gate_up", 4096) == smaller.choice("query", 4096) == plain.choice("gate_up", 4096) == gluon
+    assert plain.choice("query", 4096) == CLUSTER
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+    # The general kernel's stages of 256 rows do not fit into shared memory.
+    assert _with_clusters(tmp_path, hidden_size=960).choice("gate_up", 4096) == Choice(backend="triton")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_without_its_compiler_the_kernel_in_cuda_is_replaced_with_a_warning_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "native_obstacle", lambda: "the package cuda-bindings is missing")
+    measured._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match="cuda-bindings is missing; the Gluon kernel runs instead") as said:
+        table = _with_clusters(tmp_path)
+    assert len(said) == 1
+    assert table.choice("gate_up", 4096) == table.choice("query", 4096) == Choice(backend="gluon")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _with_clusters(tmp_path)
+        measured._warn_of.cache_clear()
+        # It would not run anyway.
+        _with_clusters(tmp_path, ffn_groups=224, attention_groups=32)
 
 
 def test_devices_without_triton_run_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

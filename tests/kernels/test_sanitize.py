@@ -51,6 +51,21 @@ def test_persistent_kernels_get_few_programs(sanitize: ModuleType) -> None:
     assert sanitize.few_programs(2)(torch.device("cpu")).num_sms == 2
 
 
+def test_kernels_whose_programs_come_in_pairs_get_two_pairs(
+    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wide.kernels.gemm_k import _gluon as gemm_k
+    from wide.kernels.gemm_mn import _cuda, _gluon
+
+    # Put back by the fixture after the program has replaced them.
+    for module in (_cuda, _gluon, gemm_k):
+        monkeypatch.setattr(module, "device_facts", module.device_facts)
+    for given, wanted in ((1, 4), (3, 4), (6, 6)):
+        sanitize.limit_programs(given)
+        assert _cuda.device_facts(torch.device("cpu")).num_sms == wanted
+        assert _gluon.device_facts(torch.device("cpu")).num_sms == given
+
+
 def test_unknown_operators_are_refused(sanitize: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         sanitize.main(["--operators", "gemm"])

@@ -37,4 +37,15 @@ def test_what_rounds_worse_is_red(monkeypatch):
 
 
 def test_hopper_kernels_are_left_out_where_there_is_none():
-    assert measure_accuracy(("gemm_k", "gemv"), device=CPU, backends=("gluon",), sizes=SMALL) == []
+    assert measure_accuracy(("gemm_k", "gemv"), device=CPU, backends=("gluon", "cuda"), sizes=SMALL) == []
+
+
+def test_the_kernel_in_cuda_is_measured_where_it_can_be_compiled(monkeypatch):
+    problem = accuracy._Problem(exact=torch.ones(2).double(), dense=torch.ones(2), run=lambda backend: torch.ones(2))
+    for name in ("gemm_mn", "gemm_k"):
+        monkeypatch.setitem(accuracy._PROBLEMS, name, {name: lambda *_: problem})
+    monkeypatch.setattr(accuracy, "hopper_obstacle", lambda device: None)
+    for missing, backends in ((None, ["gluon", "cuda", "gluon"]), ("no compiler", ["gluon", "gluon"])):
+        monkeypatch.setattr(accuracy, "native_obstacle", lambda missing=missing: missing)
+        found = measure_accuracy(("gemm_mn", "gemm_k"), device=CPU, backends=("gluon", "cuda"), sizes=SMALL)
+        assert [entry["backend"] for entry in found] == backends

@@ -54,6 +54,21 @@ def test_rows_are_filled_from_records_and_others_stay_empty(tmp_path):
     assert (untouched["value"], untouched["device"], untouched["reached"]) == (None, None, "not measured")
 
 
+def test_kernels_for_hopper_alone_do_not_count_as_triton(tmp_path):
+    sweep = {"sweep": "gate_up G=128 p=0.5 M=4096"}
+    _write(
+        tmp_path / "a",
+        "operators.json",
+        [
+            {**sweep, "candidate": "dense", "speedup": 1.0},
+            {**sweep, "candidate": "128x128x64x4x8x1x2", "speedup": 1.5},
+            {**sweep, "candidate": "128xgluon 2x256x4x1", "speedup": 1.77},
+            {**sweep, "candidate": "256xcuda 256x256", "speedup": 1.94},
+        ],
+    )
+    assert _row(fill([tmp_path / "a"], commit="abc", date="2026-01-02"), "(Triton)")["value"] == 1.5
+
+
 def test_the_file_has_the_required_fields(tmp_path, capsys):
     _write(tmp_path / "a", "operators.json", [])
     out = tmp_path / "targets" / "operators.json"

@@ -12,7 +12,7 @@ from wide.errors import ConfigError, EvaluationError
 
 _ROWS = "1024,4096,16384"
 _TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse", "naive_depth")
-_BACKENDS = "triton,gluon"
+_BACKENDS = "triton,gluon,cuda"
 # Which bench serves an operator.
 _BENCHES = {
     "reorder": "operators",
@@ -43,8 +43,9 @@ class BenchOptions:
         rows: Numbers of tokens for reorder, gemm_mn, gemm_k, naive_depth and coarse, separated by commas; null means
             1024,4096,16384, for naive_depth 64, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
-        backends: Timed beside the dense peers, separated by commas: triton, and gluon where the GPU is a Hopper and the
-            operator has it (gemm_mn, gemm_k, prefill). Not for glue, naive, naive_depth and coarse.
+        backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
+            operator has them gluon (gemm_mn, gemm_k, prefill) and cuda (gemm_mn). Not for glue, naive, naive_depth and
+            coarse.
         group_size: Channels in a group of the FFN; null means the usual ones.
         sparsity: Share that random masks skip; null means the usual ones.
         quick: Fewer shapes, tiles and rounds.

@@ -1,6 +1,8 @@
 """Operator tables made from measurements: for each operator the fastest way at every number of tokens."""
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +11,11 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels.contract import Case
 from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.gemm_mn.hopper import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
-from wide.kernels.tuning import Choice, TuningTable, machine_key, shipped_path
+from wide.kernels.tuning import SPECIAL_BACKENDS, Choice, TuningTable, machine_key, shipped_path
 
 _FEW_ROWS = (1, 2, 4)
 _MANY_ROWS = tuple(1 << power for power in range(3, 19))
@@ -168,14 +172,33 @@ def _many(
             case = gemm_case(name, sizes, rows, active)
         start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
         choice = known.nearest(operator, device, case, fewer_rows=True) or DENSE
-        if choice.backend == "gluon" and sizes.hidden_size % _HOPPER_STEP:
+        if choice.backend in SPECIAL_BACKENDS and sizes.hidden_size % _HOPPER_STEP:
             # The specialised kernels take no such width; the general one was measured slower, yet faster than dense.
-            choice = dataclasses.replace(choice, backend="triton", tile=())
+            choice = dataclasses.replace(choice, backend="triton", tile=(), block_m=0)
+        if choice.backend == "cuda" and not _runs_cuda(name, sizes):
+            choice = dataclasses.replace(choice, backend="gluon", tile=(), block_m=0)
         if operator == "gemm_k" and choice.tile and sizes.hidden_size % _columns(choice):
             # Measured for another width: the operator's own default fits.
             choice = dataclasses.replace(choice, tile=())
         found.append((start, choice))
     return found
+
+
+def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
+    """Return whether the kernel in CUDA C++ takes a layer's groups and can be compiled here."""
+    width, groups = _grouped(name, sizes)
+    if not fits_cluster(width // groups, gated=name == "gate_up" and sizes.is_gated):
+        return False
+    missing = native_obstacle()
+    if missing is not None:
+        _warn_of(missing)
+    return missing is None
+
+
+@functools.cache
+def _warn_of(missing: str) -> None:
+    """Say once that a slower kernel runs."""
+    warnings.warn(f"wide: {missing}; the Gluon kernel runs instead, which is up to a tenth slower", stacklevel=2)
 
 
 def _columns(choice: Choice) -> int:

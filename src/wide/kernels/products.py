@@ -9,13 +9,13 @@ from torch.nn import functional
 from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile
 from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.operator_table import OperatorName, OperatorTable
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import Reordering
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
 
 _PATTERN_GROUPS = 8
 _BLOCK_M = 128
@@ -125,12 +125,14 @@ def sum_groups(
 
 def _backend(choice: Choice, table: OperatorTable) -> str:
     """Return the backend of a sparse product: that of the table, unless a more special one was measured."""
-    return choice.backend if choice.backend == "gluon" else table.backend
+    return choice.backend if choice.backend in SPECIAL_BACKENDS else table.backend
 
 
-def _mn_tile(choice: Choice) -> MnTile | HopperMnTile | None:
+def _mn_tile(choice: Choice) -> MnTile | HopperMnTile | ClusterMnTile | None:
     if not choice.tile:
         return None
+    if choice.backend == "cuda":
+        return ClusterMnTile(*choice.tile)
     return HopperMnTile(*choice.tile) if choice.backend == "gluon" else MnTile(*choice.tile)
 
 

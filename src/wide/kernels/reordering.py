@@ -14,8 +14,9 @@ class Reordering(NamedTuple):
         index: Row numbers, int32 [N_G, M]; the first `counts[g]` of row g are meant.
         counts: Active rows of each group, int32 [N_G].
         offsets: Exclusive sum of the counts, int32 [N_G + 1]: where a group starts in packed tensors.
-        tiles: (group, row tile) of each row tile, int32 [N_G * ceil(M / BM), 2], neighbours share rows and weights.
-        num_tiles: How many tiles are meant, int32 [1].
+        tiles: (group, row tile) of each row tile, int32 [N_G * ceil(M / BM), 2], neighbours share rows and weights;
+            short tiles, of at most BM / 2 rows, come last.
+        num_tiles: How many tiles are meant, and how many of them are short, int32 [2].
         rank: Position of row m in the list of group g or -1, int32 [M, N_G]; empty if not asked for.
         block_m: Rows in a tile.
     """

@@ -27,6 +27,10 @@ _NOISE = 1.02
 _CLEAR = 1.25
 
 
+SPECIAL_BACKENDS = ("gluon", "cuda")
+"""Backends of single operators on one kind of GPU, which a table names beside the backend of all others."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """What to run for a shape.

@@ -15,8 +15,9 @@ from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemv import gemv_k, gemv_mn
+from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
-from wide.profiling.backends import TIMED, WITH_GLUON
+from wide.profiling.backends import HOPPER_OPERATORS, TIMED
 
 ALLOWED = 1.2
 """Largest error of the sparse path as a multiple of the dense path's."""
@@ -73,7 +74,7 @@ def measure_accuracy(
         names: Operators as benches name them; those without such a measurement are left out.
         device: Where.
         dtype: Of the inputs.
-        backends: To measure; 'gluon' only where the device and the operator have it.
+        backends: To measure; 'gluon' and 'cuda' only where the device, the installation and the operator have them.
         sizes: Shapes; None takes the usual ones.
     """
     torch.manual_seed(5)
@@ -85,13 +86,21 @@ def measure_accuracy(
             problem = make(sizes or Sizes(), device, dtype)
             dense = _error(problem.dense, problem)
             for backend in backends:
-                if backend == "gluon" and (name not in WITH_GLUON or hopper_obstacle(device) is not None):
+                if not _has(name, backend, device):
                     continue
                 error = _error(problem.run(backend), problem)
                 ratio = error / max(dense, 1e-30)
                 facts = {"error": error, "dense_error": dense, "ratio": ratio, "within": ratio <= ALLOWED}
                 results.append({"operator": operator, "backend": backend, **facts})
     return results
+
+
+def _has(name: str, backend: str, device: torch.device) -> bool:
+    """Return whether an operator has a backend there, so far as the backend is one for Hopper alone."""
+    if backend not in HOPPER_OPERATORS:
+        return True
+    missing = hopper_obstacle(device) or (native_obstacle() if backend == "cuda" else None)
+    return name in HOPPER_OPERATORS[backend] and missing is None
 
 
 def describe_accuracy(entry: dict[str, Any]) -> str:

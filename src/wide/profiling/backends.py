@@ -6,17 +6,19 @@ from typing import TypeVar
 
 from wide.errors import ConfigError
 
-TIMED = ("triton", "gluon")
+TIMED = ("triton", "gluon", "cuda")
 """Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
-WITH_GLUON = ("gemm_mn", "gemm_k", "prefill")
-"""Operators, as benches name them, that have a Hopper kernel."""
+HOPPER_OPERATORS: dict[str, tuple[str, ...]] = {"gluon": ("gemm_mn", "gemm_k", "prefill"), "cuda": ("gemm_mn",)}
+"""Operators, as benches name them, of each backend that only Hopper GPUs have."""
 Calls = TypeVar("Calls")
 
 
 def backend_of(candidate: str) -> str:
-    """Return 'dense', 'gluon' or 'triton' from the name of a candidate of a bench."""
+    """Return 'dense', 'cuda', 'gluon' or 'triton' from the name of a candidate of a bench."""
     if candidate.startswith("dense"):
         return "dense"
+    if "cuda" in candidate:
+        return "cuda"
     return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
 
 
@@ -39,10 +41,14 @@ def parse_backends(text: str, operators: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     unknown = sorted(set(names) - set(TIMED))
     if unknown:
-        raise ConfigError(f"backends are {' and '.join(TIMED)}, beside the dense peers that always run; got {unknown}")
-    without = sorted(set(operators) - set(WITH_GLUON))
-    if "triton" not in names and without:
-        raise ConfigError(f"{', '.join(without)} have no gluon backend; add triton, or time {', '.join(WITH_GLUON)}")
+        known = f"{', '.join(TIMED[:-1])} and {TIMED[-1]}"
+        raise ConfigError(f"backends are {known}, beside the dense peers that always run; got {unknown}")
+    if "triton" not in names:
+        having = dict.fromkeys(operator for name in names for operator in HOPPER_OPERATORS[name])
+        without = sorted(set(operators) - set(having))
+        if without:
+            lacking = f"{', '.join(without)} have no {' or '.join(names)} backend"
+            raise ConfigError(f"{lacking}; add triton, or time {', '.join(having)}")
     return names
 
 

@@ -21,11 +21,10 @@ from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile
 from wide.kernels.gemm_k.tiles import default_hopper_tile as hopper_k_tile
 from wide.kernels.gemm_k.tiles import default_tile as k_tile
-from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile
-from wide.kernels.gemm_mn.tiles import default_hopper_tile as hopper_mn_tile
 from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import gemv_k_race, gemv_mn_race
+from wide.profiling.mn_tiles import mn_hopper_tiles
 from wide.profiling.races import Race, decode_race, prefill_race
 from wide.profiling.sweeps import ATTENTION_GROUP, FFN, GATE, HIDDEN, Sweep, k_sweep, mn_sweep, normal
 
@@ -90,11 +89,9 @@ def _weight(name: str) -> torch.Tensor:
 def _mn(name: str, weight: torch.Tensor, num_rows: int, group_size: int, active: float) -> Sweep:
     x, gated = normal(num_rows, HIDDEN), name == "gate_up"
     tile = mn_tile(x.device, group_size=group_size, block_m=_BLOCK_M, gated=gated, stacked=gated, dtype=x.dtype)
-    tiles: list[tuple[int, MnTile | HopperMnTile]] = [(_BLOCK_M, tile)]
-    if hopper_obstacle(x.device) is None:
-        tiles.append((_BLOCK_M, hopper_mn_tile(group_size, gated=gated)))
+    tiles = ((_BLOCK_M, tile), *mn_hopper_tiles(x.device, group_size, gated=gated))
     up = weight[1] if gated else None
-    return mn_sweep(name, x, weight[0], up, group_size, active, tuple(tiles), with_variants=False)
+    return mn_sweep(name, x, weight[0], up, group_size, active, tiles, with_variants=False)
 
 
 def _k(name: str, weight: torch.Tensor, num_rows: int, group_size: int, active: float) -> Sweep:

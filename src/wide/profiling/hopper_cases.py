@@ -8,20 +8,28 @@ import torch
 from wide.kernels.contract import Case, Operator
 
 _BLOCK_M = 128
+# Rows of a tile that two programs share.
+_SHARED_M = 256
 
 
 def with_hopper_cases(operator: Operator) -> Operator:
-    """Return an operator with cases for its Hopper kernel beside its own; one without such a kernel as it is."""
+    """Return an operator with cases for its Hopper kernels beside its own; one without such a kernel as it is."""
     return dataclasses.replace(operator, cases=(*operator.cases, *_CASES.get(operator.name, ())))
 
 
 def _case(sizes: dict[str, int], active: float, **options: Any) -> Case:
-    return Case(sizes={**sizes, "block_m": _BLOCK_M}, dtype=torch.bfloat16, active=active, options=options)
+    return Case(sizes={"block_m": _BLOCK_M, **sizes}, dtype=torch.bfloat16, active=active, options=options)
 
 
-def _mn(rows: int, groups: int, size: int, active: float = 0.5, **options: Any) -> Case:
-    sizes = {"num_rows": rows, "num_groups": groups, "group_size": size, "depth": 320}
+def _mn(rows: int, groups: int, size: int, active: float = 0.5, depth: int = 320, **options: Any) -> Case:
+    sizes = {"num_rows": rows, "num_groups": groups, "group_size": size, "depth": depth}
     return _case(sizes, active, **options)
+
+
+def _shared(rows: int, groups: int, size: int, active: float = 0.5, **options: Any) -> Case:
+    """Return a case whose rows are already sorted into tiles that two programs share."""
+    case = _mn(rows, groups, size, active, **options)
+    return dataclasses.replace(case, sizes={**case.sizes, "block_m": _SHARED_M})
 
 
 def _k(rows: int, groups: int, size: int, groups_per_block: int, active: float = 0.5, **options: Any) -> Case:
@@ -38,6 +46,19 @@ _CASES = {
         _mn(130, 2, 128, 0.0, zeroed=True, **_GATED),
         _mn(300, 2, 512),
         _mn(127, 2, 256, 1.0, biased=True, packed=True),
+        # Whole tiles of 256 rows, and remainders of at most 64, at most 128 and more; one part or two.
+        _shared(300, 2, 256, 1.0, **_GATED),
+        _shared(356, 3, 512, 1.0),
+        _mn(436, 3, 128, 1.0, gated=True, activation="gelu_tanh", biased=True, packed=True),
+        _shared(700, 3, 256, activation="relu2", biased=True, packed=True),
+        _mn(600, 5, 128, zeroed=True, **_GATED),
+        # Short ones alone, and most groups empty.
+        _shared(1, 5, 128, **_GATED),
+        _shared(90, 9, 256, 0.02),
+        # One step of 64 and an even number of them.
+        _shared(40, 3, 128, depth=64, **_GATED),
+        _shared(300, 2, 512, 1.0, depth=384, activation="relu2"),
+        _shared(260, 2, 256, 0.0, zeroed=True),
     ),
     "gemm_k": (
         _k(1, 1, 128, 1, 1.0),

@@ -11,23 +11,18 @@ from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile
 from wide.kernels.gemm_k.tiles import default_hopper_tile as hopper_k_tile
 from wide.kernels.gemm_k.tiles import default_tile as k_tile
-from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile
-from wide.kernels.gemm_mn.tiles import default_hopper_tile as hopper_mn_tile
 from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
 from wide.kernels.measured import LayerSizes, gemm_case
 from wide.kernels.operator_table import OperatorName
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import GEMV_TILES, gemv_k_race, gemv_mn_race
+from wide.profiling.mn_tiles import MN_GATED_TILES, MN_PLAIN_TILES, AnyMnTile, MnTiles, mn_hopper_tiles
 from wide.profiling.races import PREFILL_TILES, Race, prefill_race
 from wide.profiling.sweeps import (
     DOWN_BLOCKS,
     DOWN_TILES,
     K_HOPPER_TILES,
-    MN_GATED_TILES,
-    MN_HOPPER_TILES,
-    MN_PLAIN_TILES,
     OUTPUT_TILES,
-    MnTiles,
     Sweep,
     k_sweep,
     mn_sweep,
@@ -151,14 +146,11 @@ def _mn_sweep(name: OperatorName, sizes: LayerSizes, rows: int, active: float, q
 
 def _mn_tiles(device: torch.device, size: int, gated: bool, quick: bool) -> MnTiles:
     """Return the tiles that fit groups of `size` channels, the device's defaults first."""
-    parts = 2 if gated else 1
-    found: list[tuple[int, MnTile | HopperMnTile]] = [
+    found: list[tuple[int, AnyMnTile]] = [
         (rows, mn_tile(device, group_size=size, block_m=rows, gated=gated, stacked=gated, dtype=torch.bfloat16))
         for rows in (_BLOCK_M, _BLOCK_M // 2)
     ]
-    if hopper_obstacle(device) is None:
-        found.append((_BLOCK_M, hopper_mn_tile(size, gated=gated)))
-        found += [(rows, tile) for rows, tile in MN_HOPPER_TILES if size % (tile.block_n // parts) == 0]
+    found += mn_hopper_tiles(device, size, gated=gated)
     if not quick:
         every = MN_GATED_TILES if gated else MN_PLAIN_TILES
         found += [(rows, tile) for rows, tile in every if size % tile.block_n == 0]

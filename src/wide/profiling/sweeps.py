@@ -9,11 +9,12 @@ from wide.kernels.contract import Case
 from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k import KTile, gemm_k
 from wide.kernels.gemm_k.tiles import HopperKTile
-from wide.kernels.gemm_mn import MnTile, gemm_mn
-from wide.kernels.gemm_mn.tiles import HopperMnTile
+from wide.kernels.gemm_mn import gemm_mn
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import Choice
+from wide.profiling.mn_tiles import MN_GATED_TILES, MN_PLAIN_TILES, AnyMnTile, MnTiles, mn_hopper_tiles
 
 HIDDEN = 4096
 FFN = 14336
@@ -69,31 +70,6 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-MnTiles = tuple[tuple[int, MnTile | HopperMnTile], ...]
-MN_HOPPER_TILES: MnTiles = ((128, HopperMnTile(2, 256, 4, 1)), (128, HopperMnTile(3, 256, 4, 0)))
-MN_GATED_TILES: MnTiles = (
-    (128, MnTile(128, 64, 4, 8, 1, 2)),
-    (128, MnTile(128, 64, 3, 8, 1, 2)),
-    (128, MnTile(128, 64, 4, 8, 1, 1)),
-    (128, MnTile(64, 64, 3, 4, 2, 2)),
-    (64, MnTile(128, 64, 4, 4, 1, 2)),
-    (64, MnTile(128, 64, 2, 4, 2, 2)),
-    (64, MnTile(128, 64, 4, 4, 1, 1)),
-    (64, MnTile(64, 64, 4, 4, 2, 2)),
-)
-MN_PLAIN_TILES: MnTiles = (
-    (128, MnTile(256, 64, 4, 8, 1, 1)),
-    (128, MnTile(256, 64, 3, 8, 1, 1)),
-    (128, MnTile(128, 64, 3, 4, 2, 1)),
-    (64, MnTile(256, 64, 5, 4, 1, 1)),
-    (64, MnTile(256, 64, 4, 4, 1, 1)),
-    (64, MnTile(256, 64, 2, 4, 2, 1)),
-    (64, MnTile(128, 64, 4, 4, 2, 1)),
-    (64, MnTile(128, 64, 3, 4, 3, 1)),
-    (64, MnTile(64, 64, 4, 4, 3, 1)),
-)
-
-
 def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | None = None) -> Iterator[Sweep]:
     """Time gate+up+SwiGLU and Q against cuBLAS (followed by a fused SwiGLU kernel).
 
@@ -108,11 +84,10 @@ def gemm_mn_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] |
     query = normal(HIDDEN, HIDDEN, scale=HIDDEN**-0.5)
     for num_rows in rows:
         x = normal(num_rows, HIDDEN)
-        gated, plain = MN_GATED_TILES, MN_PLAIN_TILES
-        if hopper_obstacle(x.device) is None:
-            gated, plain = (*gated, *MN_HOPPER_TILES), (*plain, *MN_HOPPER_TILES)
         for group_size, active in shapes:
+            gated = (*MN_GATED_TILES, *mn_hopper_tiles(x.device, group_size, gated=True))
             yield mn_sweep("gate_up", x, gate_up[0], gate_up[1], group_size, active, gated)
+        plain = (*MN_PLAIN_TILES, *mn_hopper_tiles(x.device, ATTENTION_GROUP, gated=False))
         yield mn_sweep("q", x, query, None, ATTENTION_GROUP, 0.5 if only is None else only[1], plain)
 
 
@@ -192,7 +167,7 @@ def _mn_candidates(
     def dense() -> torch.Tensor:
         return gemm_mn(x, weight, unused, up_weight=up_weight, activation=activation, backend="dense")
 
-    def sparse(block_m: int, tile: MnTile | HopperMnTile, packed: bool, zeroed: bool) -> Run:
+    def sparse(block_m: int, tile: AnyMnTile, packed: bool, zeroed: bool) -> Run:
         def run() -> torch.Tensor:
             return gemm_mn(
                 x,
@@ -222,11 +197,14 @@ def _mn_candidates(
 
 
 def _backend(tile: tuple[int, ...]) -> str:
+    if isinstance(tile, ClusterMnTile):
+        return "cuda"
     return "gluon" if isinstance(tile, HopperMnTile | HopperKTile) else "triton"
 
 
 def _fields(tile: tuple[int, ...]) -> str:
-    return ("gluon " if _backend(tile) == "gluon" else "") + "x".join(str(value) for value in tile)
+    backend = _backend(tile)
+    return ("" if backend == "triton" else f"{backend} ") + "x".join(str(value) for value in tile)
 
 
 DOWN_TILES = (

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.operator_table import OPERATORS, OperatorName, OperatorTable
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
 from wide.profiling.timing import time_interleaved
 
 # A dense product must win by this factor before it replaces the sparse one.
@@ -23,7 +23,7 @@ def with_special_kernels(table: OperatorTable, measured: OperatorTable) -> Opera
     A short prompt can then check kernels that the measured table takes for long ones only.
     """
     for name, rules in measured.rules:
-        special = [choice for _, choice in rules if choice.backend == "gluon"]
+        special = [choice for _, choice in rules if choice.backend in SPECIAL_BACKENDS]
         if special:
             general = Choice(backend=table.backend)
             table = table.with_rules(name, ((1, general), (MAX_ROWS + 1, special[-1])))  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wide.profiling.backends import HOPPER_OPERATORS, backend_of
+
 _OPERATORS = "python -m wide.profiling.operators --out DIR"
 _ATTENTION = "python -m wide.profiling.attention --out DIR"
 _ENDTOEND = (
@@ -68,7 +70,7 @@ def _fastest(
             record[key]
             for record in records
             if record.get(group) == name and key in record and record["candidate"].startswith(starts)
-            if not (triton and "gluon" in record["candidate"])
+            if not (triton and backend_of(record["candidate"]) in HOPPER_OPERATORS)
             if not any(word in record["candidate"] for word in _ASIDE)
         ]
         if auto:

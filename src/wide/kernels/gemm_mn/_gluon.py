@@ -9,8 +9,6 @@ Where the next product needs zeros in skipped channels, the producer writes some
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -25,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import device_facts
-from wide.kernels.reorder.reference import BAND
+from wide.kernels.reorder.tile_list._triton import row_tiles
 from wide.kernels.reordering import Reordering
 
 # Rows of one consumer: what one warp group's product instruction takes.
@@ -98,7 +96,7 @@ def gemm_mn(
         TensorDescriptor.from_tensor(w, [columns, BLOCK_K], layout)
         for w in (weight, weight if up_weight is None else up_weight)
     ]
-    tiles, num_tiles = _tiles(order, shape.units * UNIT_ROWS)
+    tiles, num_tiles = row_tiles(order, shape.units * UNIT_ROWS)
     parts = size // columns
     programs = device_facts(x.device).num_sms
     _gemm_mn_kernel[(programs if clears else min(tiles.shape[0] * parts, programs),)](
@@ -124,42 +122,6 @@ def gemm_mn(
         num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _tiles(order: Reordering, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (group, row tile) of tiles of `block_m` rows and their number, in the order of `Reordering.tiles`."""
-    if block_m == order.block_m:
-        return order.tiles, order.num_tiles
-    num_groups, num_rows = order.index.shape
-    row_tiles = triton.cdiv(num_rows, block_m)
-    tiles = order.tiles.new_empty(num_groups * row_tiles, 2)
-    num_tiles = order.tiles.new_empty(1)
-    _tiles_kernel[(triton.cdiv(row_tiles, BAND),)](
-        order.counts,
-        tiles,
-        num_tiles,
-        num_groups,
-        BLOCK_M=block_m,
-        BAND=BAND,
-        ALL_GROUPS=triton.next_power_of_2(num_groups),
-        num_warps=4,
-    )
-    return tiles, num_tiles
-
-
-@triton.jit
-def _tiles_kernel(COUNTS, TILES, NUM_TILES, N_G, BLOCK_M: tl.constexpr, BAND: tl.constexpr, ALL_GROUPS: tl.constexpr):
-    band = tl.program_id(0)
-    groups = tl.arange(0, ALL_GROUPS)
-    count = tl.load(COUNTS + groups, mask=groups < N_G, other=0)
-    row_tiles = (count + BLOCK_M - 1) // BLOCK_M
-    in_band = tl.minimum(tl.maximum(row_tiles - band * BAND, 0), BAND)
-    first = tl.sum(tl.minimum(row_tiles, band * BAND), 0) + tl.cumsum(in_band, 0) - in_band
-    for step in tl.static_range(BAND):
-        tl.store(TILES + 2 * (first + step), groups, mask=step < in_band)
-        tl.store(TILES + 2 * (first + step) + 1, tl.zeros_like(groups) + band * BAND + step, mask=step < in_band)
-    if band == 0:
-        tl.store(NUM_TILES, tl.sum(row_tiles, 0))
 
 
 @gluon.jit

@@ -20,11 +20,13 @@ from wide.kernels.contract import (
 from wide.kernels.device import interprets_triton, triton_obstacle
 from wide.kernels.gemm_mn import hopper
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
-from wide.kernels.gemm_mn.tiles import HopperMnTile, MnTile, default_tile
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile, default_tile
 from wide.kernels.registration import implement
 from wide.kernels.reordering import Reordering
 
 _WEIGHTS_BY_TMA_STACKED = 2
+# More rows do not fit into shared memory.
+_MAX_BLOCK_M = 128
 
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
@@ -65,7 +67,7 @@ def _impl(
     }
     if backend not in GEMM_MN.backends:
         raise UnsupportedBackendError(f"gemm_mn has the backends {sorted(GEMM_MN.backends)}, got {backend!r}")
-    if backend in ("triton", "gluon"):
+    if backend in ("triton", "gluon", "cuda"):
         options["tile"] = tuple(tile) or None
     return GEMM_MN.backends[backend].run(x, weight, order, **options)  # type: ignore[no-any-return]
 
@@ -107,7 +109,7 @@ def gemm_mn(
     packed: bool = False,
     mask: torch.Tensor | None = None,
     backend: str,
-    tile: MnTile | HopperMnTile | None = None,
+    tile: MnTile | HopperMnTile | ClusterMnTile | None = None,
 ) -> torch.Tensor:
     """Return act(x W^T), or act(x W^T) * (x W_up^T), computed on executing (row, group) pairs only.
 
@@ -123,9 +125,9 @@ def gemm_mn(
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         packed: Return [M * N_G, G] with the rows of group g from `order.offsets[g]` on, instead of [M, N].
         mask: bool [M, N_G]; if given, skipped channels of the [M, N] output are zero.
-        backend: 'torch', 'triton', 'gluon' (sm_90, half precision, K and G multiples of 64) or 'dense' (computes
-            everything).
-        tile: Tile of the Triton or Gluon kernel; None takes a default for the device.
+        backend: 'torch', 'triton', 'gluon' (sm_90, half precision, K and G multiples of 64), 'cuda' (the same in CUDA
+            C++, groups of multiples of 128 channels if gated, of 256 if not) or 'dense' (computes everything).
+        tile: Tile of the kernel; None takes a default for the device.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -207,10 +209,10 @@ def _run_triton(
         if tile
         else default_tile(x.device, group_size=size, block_m=order.block_m, gated=gated, stacked=stacked, dtype=x.dtype)
     )
-    if order.block_m < 16 or chosen.block_n < 16 or size % chosen.block_n:
+    if not 16 <= order.block_m <= _MAX_BLOCK_M or chosen.block_n < 16 or size % chosen.block_n:
         raise UnsupportedBackendError(
             f"gemm_mn: tiles of {order.block_m} x {chosen.block_n} do not work for groups of {size} channels; the "
-            f"Triton backend wants block_m >= 16 and groups that 16 divides; choose backend='dense'"
+            f"Triton backend wants 16 <= block_m <= {_MAX_BLOCK_M} and groups that 16 divides; choose backend='dense'"
         )
     if chosen.weights_by and weight.shape[1] * weight.element_size() % 16:
         chosen = chosen._replace(weights_by=0)
@@ -222,6 +224,11 @@ def _run_triton(
 def _run_gluon(x: torch.Tensor, weight: torch.Tensor, order: Reordering, **options: Any) -> torch.Tensor:
     _check(x, weight, order, **{name: value for name, value in options.items() if name != "tile"})
     return hopper.run(x, weight, order, **options)
+
+
+def _run_cuda(x: torch.Tensor, weight: torch.Tensor, order: Reordering, **options: Any) -> torch.Tensor:
+    _check(x, weight, order, **{name: value for name, value in options.items() if name != "tile"})
+    return hopper.run_cuda(x, weight, order, **options)
 
 
 def _stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
@@ -283,6 +290,8 @@ def _run_dense(
 def _triton_supports(device: torch.device, case: Case) -> str | None:
     size = case.sizes["group_size"]
     unfit = None if size % 16 == 0 else f"groups of {size} channels; 16 must divide them"
+    if case.sizes.get("block_m", 0) > _MAX_BLOCK_M:
+        unfit = f"tiles of {case.sizes['block_m']} rows; at most {_MAX_BLOCK_M}"
     return triton_obstacle(device, case.dtype) or unfit
 
 
@@ -371,6 +380,7 @@ GEMM_MN = Operator(
         "torch": Backend(run=_run_torch, supports=anywhere),
         "triton": Backend(run=_run_triton, supports=_triton_supports),
         "gluon": Backend(run=_run_gluon, supports=hopper.supports),
+        "cuda": Backend(run=_run_cuda, supports=hopper.supports_cuda),
         "dense": Backend(run=_run_dense, supports=_dense_supports),
     },
     cases=_cases(),

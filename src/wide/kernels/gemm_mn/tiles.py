@@ -44,6 +44,18 @@ class HopperMnTile(NamedTuple):
     wide_stores: int
 
 
+class ClusterMnTile(NamedTuple):
+    """Tile of the kernel of sm_90 in CUDA C++, whose programs share weights; it has only this one.
+
+    Args:
+        rows: Of a cluster of two programs.
+        weight_rows: Gate and up together.
+    """
+
+    rows: int = 256
+    weight_rows: int = 256
+
+
 def default_hopper_tile(group_size: int, *, gated: bool) -> HopperMnTile:
     """Return a tile that fits groups of this size; measured tables replace it."""
     return HopperMnTile(2, largest_tile(2 * group_size if gated else group_size, 256), 4, 1)

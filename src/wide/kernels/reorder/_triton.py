@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from wide.kernels.reorder.reference import BAND
+from wide.kernels.reorder.tile_list._triton import list_band
 
 # Groups that one program transposes: 32 one-byte groups are one memory sector of a mask row.
 _GROUP_TILE = 32
@@ -30,7 +31,7 @@ def reorder(
     counts = torch.empty(num_groups, **new)
     offsets = torch.empty(num_groups + 1, **new)
     tiles = torch.empty(num_groups * max_row_tiles, 2, **new)
-    num_tiles = torch.empty(1, **new)
+    num_tiles = torch.empty(2, **new)
     rank = torch.empty(num_rows if with_rank else 0, num_groups if with_rank else 0, **new)
     _place_rows(
         mask.view(torch.uint8).unsqueeze(0),
@@ -194,14 +195,8 @@ def _describe_band(
 ):  # fmt: skip
     groups = tl.arange(0, ALL_GROUPS)
     total = _sum_of_chunks(CHUNK_COUNTS, num_chunks, groups, N_G, ALL_GROUPS)
-    row_tiles = (total + BLOCK_M - 1) // BLOCK_M
-    in_band = tl.minimum(tl.maximum(row_tiles - band * BAND, 0), BAND)
-    first = tl.sum(tl.minimum(row_tiles, band * BAND), 0) + tl.cumsum(in_band, 0) - in_band
-    for step in tl.static_range(BAND):
-        tl.store(TILES + 2 * (first + step), groups, mask=step < in_band)
-        tl.store(TILES + 2 * (first + step) + 1, tl.zeros_like(groups) + band * BAND + step, mask=step < in_band)
+    list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M, BAND)
     if band == 0:
-        tl.store(NUM_TILES, tl.sum(row_tiles, 0))
         tl.store(OFFSETS + groups + 1, tl.cumsum(total, 0), mask=groups < N_G)
         tl.store(OFFSETS, 0)
 

@@ -105,7 +105,7 @@ def _reorder_fake(mask: torch.Tensor, block_m: int, with_rank: bool, backend: st
         (num_groups,),
         (num_groups + 1,),
         (num_groups * ((num_rows + block_m - 1) // block_m), 2),
-        (1,),
+        (2,),
         (num_rows, num_groups) if with_rank else (0,),
     ]
     return tuple(mask.new_empty(shape, dtype=torch.int32) for shape in shapes)
@@ -215,7 +215,7 @@ def _compare(arguments: Mapping[str, Any], got: Tensors, wanted: Tensors) -> flo
 
     def meaning(parts: Tensors) -> Tensors:
         index, counts, offsets, tiles, num_tiles, rank = parts
-        return _prefixes(index, counts), counts, offsets, tiles[: int(num_tiles)], rank
+        return _prefixes(index, counts), counts, offsets, tiles[: int(num_tiles[0])], num_tiles, rank
 
     return _same(meaning(got), meaning(wanted))
 

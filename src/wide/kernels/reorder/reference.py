@@ -34,18 +34,22 @@ def reorder_reference(
 
 
 def _tiles_in_bands(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """List tiles band after band, in a band group after group, in a group by row tile."""
+    """List tiles band after band, in a band group after group, in a group by row tile; short ones last, by group."""
     max_row_tiles = -(-num_rows // block_m)
+    # A remainder of more than half a tile counts as a whole one.
+    whole = [(count + block_m - block_m // 2 - 1) // block_m for count in counts.tolist()]
     tiles = [
         (group, row_tile)
         for band in range(0, max_row_tiles, BAND)
-        for group, count in enumerate(counts.tolist())
-        for row_tile in range(band, min(band + BAND, -(-count // block_m)))
+        for group, count in enumerate(whole)
+        for row_tile in range(band, min(band + BAND, count))
     ]
+    short = [(group, whole[group]) for group, count in enumerate(counts.tolist()) if count > whole[group] * block_m]
+    tiles += short
     out = torch.zeros(len(counts) * max_row_tiles, 2, dtype=torch.int32, device=counts.device)
     if tiles:
         out[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32, device=counts.device)
-    return out, torch.tensor([len(tiles)], dtype=torch.int32, device=counts.device)
+    return out, torch.tensor([len(tiles), len(short)], dtype=torch.int32, device=counts.device)
 
 
 def reorder_sequences_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

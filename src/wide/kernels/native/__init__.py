@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++: compiled when first used, launched through the driver."""

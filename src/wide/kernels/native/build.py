@@ -1,0 +1,122 @@
+"""Compiles CUDA C++ with NVRTC, which CUDA builds of PyTorch bring along, and keeps the machine code on disk."""
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wide.errors import UnsupportedBackendError
+
+_NEEDS = "kernels in CUDA C++ need cuda-bindings and NVRTC, which CUDA builds of PyTorch depend on"
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Return why CUDA C++ cannot be compiled and run in this installation, or None if it can."""
+    missing = _compiler_obstacle()
+    if missing is not None:
+        return missing
+    from cuda.bindings import driver
+
+    try:
+        found, version = driver.cuDriverGetVersion()
+    except Exception as error:
+        return f"{_NEEDS}, and a driver, which was not found ({error})"
+    major = _compiler_version()[0]
+    if found != driver.CUresult.CUDA_SUCCESS or version // 1000 < major:
+        return (
+            f"NVRTC is of CUDA {major}, the driver only of CUDA {version // 1000}; update the driver, or install the "
+            "nvidia-cuda-nvrtc of its version"
+        )
+    return None
+
+
+@functools.cache
+def _compiler_obstacle() -> str | None:
+    try:
+        _compiler_version()
+    # Whatever a package that is missing in part raises.
+    except Exception as error:
+        return f"{_NEEDS}; not found ({type(error).__name__}: {error})"
+    return None
+
+
+@functools.cache
+def _compiler_version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
+    return major, minor
+
+
+def cubin(source: Path, folder: Path, *, architecture: str, macros: Mapping[str, int | str]) -> bytes:
+    """Return the machine code of a source file, from `folder` if it was compiled before.
+
+    Args:
+        source: A file of CUDA C++ that includes nothing.
+        folder: Where machine code is kept; made if it does not exist. If nothing can be written there, nothing is kept.
+        architecture: For example 'sm_90a'.
+        macros: Defined for the compiler.
+
+    Raises:
+        UnsupportedBackendError: If the compiler is missing, or refuses the source, in its words.
+    """
+    missing = _compiler_obstacle()
+    if missing is not None:
+        raise UnsupportedBackendError(missing)
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]
+    options += [f"-D{name}={value}" for name, value in sorted(macros.items())]
+    text = source.read_bytes()
+    key = hashlib.sha256(b"\0".join([text, repr((options, _compiler_version())).encode()])).hexdigest()
+    kept = folder / f"{source.stem}-{key[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    code = _compile(text, source.name, options)
+    with contextlib.suppress(OSError):
+        _keep(code, kept)
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Write aside and rename: another process may compile the same, and a crash leaves no half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        # The folder may be shared.
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _compile(text: bytes, name: str, options: list[str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    (program,) = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    words = [option.encode() for option in options]
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(words), words)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            (size,) = _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+            log = b" " * size
+            _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
+            said = log.rstrip(b"\0").decode(errors="replace")
+            raise UnsupportedBackendError(f"NVRTC does not compile {name} with {' '.join(options)}:\n{said}")
+        (size,) = _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+        code = b" " * size
+        _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a call of NVRTC gave, without its status."""
+    if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise UnsupportedBackendError(f"NVRTC: {nvrtc.nvrtcGetErrorString(answer[0])[1].decode()}")
+    return answer[1:]

@@ -1,0 +1,118 @@
+"""Launches machine code through the driver, on the current stream of PyTorch."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """Return what a call of the driver gave, or None if it gives nothing."""
+    from cuda.bindings import driver
+
+    if answer[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {driver.cuGetErrorString(answer[0])[1].decode()}")
+    return answer[1] if len(answer) > 1 else None
+
+
+class Kernel:
+    """One function of a piece of machine code.
+
+    Args:
+        image: Machine code (`cubin`).
+        name: Of the function.
+        threads: Of a block.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    def __init__(self, image: bytes, name: str, *, threads: int, shared_bytes: int) -> None:
+        """Load the code, on the current device's context; nothing runs yet. Not while a CUDA graph is captured."""
+        from cuda.bindings import driver
+
+        _bind_context()
+        self._library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
+        self._kernel = _checked(driver.cuLibraryGetKernel(self._library, name.encode()))
+        self._threads, self._shared_bytes = threads, shared_bytes
+        self._functions: dict[int, Any] = {}
+
+    def __call__(self, device: torch.device, blocks: int, *arguments: Any) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            device: Where the tensors are.
+            blocks: Of the grid.
+            arguments: Tensors (their address is passed), Python integers (32 bits), and tensor maps.
+        """
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            _bind_context()
+            function = self._function(torch.cuda.current_device())
+            values = [_as_argument(argument) for argument in arguments]
+            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+            stream = torch.cuda.current_stream().cuda_stream
+            sizes = (blocks, 1, 1, self._threads, 1, 1, self._shared_bytes)
+            _checked(driver.cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
+
+    def _function(self, device: int) -> Any:
+        from cuda.bindings import driver
+
+        found = self._functions.get(device)
+        if found is None:
+            found = _checked(driver.cuKernelGetFunction(self._kernel))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(found, attribute, self._shared_bytes))
+            self._functions[device] = found
+        return found
+
+
+def _bind_context() -> None:
+    """Make the current device's primary context, PyTorch's, that of this thread; a thread of its own begins without."""
+    from cuda.bindings import driver
+
+    if int(_checked(driver.cuCtxGetCurrent())) == 0:
+        device = _checked(driver.cuDeviceGet(torch.cuda.current_device()))
+        _checked(driver.cuCtxSetCurrent(_checked(driver.cuDevicePrimaryCtxRetain(device))))
+
+
+def _as_argument(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int32(argument)
+    return argument
+
+
+def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> Any:
+    """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
+
+    Args:
+        matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
+        box_rows: Rows of a box, at most 256.
+        box_columns: Columns of a box; 64 fill a line.
+    """
+    from cuda.bindings import driver
+
+    rows, columns = matrix.shape
+    types = driver.CUtensorMapDataType
+    kind = {
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[matrix.dtype]
+    found = _checked(
+        driver.cuTensorMapEncodeTiled(
+            kind,
+            2,
+            matrix.data_ptr(),
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
+            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    # A copy of our own, which ctypes can point to; the driver reads 128 bytes when the kernel is launched.
+    return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(found.getPtr(), 128))

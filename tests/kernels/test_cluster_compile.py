@@ -1,0 +1,142 @@
+"""GEMM-MN in CUDA C++ compiles without a GPU, to the instructions it is written for; machine code is kept on disk."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import triton
+
+from wide.errors import UnsupportedBackendError
+from wide.kernels.gemm_mn import _cuda
+from wide.kernels.gemm_mn._cuda import Variant, machine_code
+from wide.kernels.gemm_mn.reference import ACTIVATIONS
+from wide.kernels.native import build
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Largest shared memory of one block in bytes, and registers of a multiprocessor.
+SHARED, REGISTERS = 232448, 65536
+
+
+needs_compiler = pytest.mark.skipif(build._compiler_obstacle() is not None, reason=str(build._compiler_obstacle()))
+
+
+def _variant(
+    activation: str, *, gated: bool = False, biased: bool = False, packed: bool = False, float16: bool = False
+) -> Variant:
+    return Variant(
+        GATED=int(gated),
+        ACTIVATION=ACTIVATIONS.index(activation),
+        HAS_BIAS=int(biased),
+        HAS_UP_BIAS=int(biased and gated),
+        PACKED=int(packed),
+        FLOAT16=int(float16),
+    )
+
+
+PLAIN = _variant("none")
+VARIANTS = {
+    "gate and up": _variant("silu", gated=True),
+    "query": PLAIN,
+    "query with a bias": _variant("none", biased=True),
+    "gate and up with everything": _variant("gelu_tanh", gated=True, biased=True, packed=True, float16=True),
+    "plain with everything": _variant("relu2", biased=True, packed=True, float16=True),
+}
+
+
+def _tool(name: str, *arguments: str | Path) -> str:
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants_fit_spill_nothing_and_share_weights(variant: Variant, tmp_path: Path) -> None:
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(machine_code(variant, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] * _cuda._THREADS <= REGISTERS
+    assert used["SHARED"] + _cuda._SHARED_BYTES <= SHARED
+    code = _tool("nvdisasm", "-c", image)
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
+    # Whole tiles and the pieces of short ones, four products of 16 in a row.
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert {kind for _, kind in products} == {"" if variant.FLOAT16 else ".BF16"}
+    assert {"256"} < {width for width, _ in products} <= {"256", "128", "64"}
+    assert all(count % 4 == 0 for count in products.values())
+    assert len(re.findall(r"UTMALDG\.2D\.MULTICAST", code)) == 2
+    assert "LDGSTS" in code
+    # At the two meetings of a cluster, and none where a stage is released.
+    assert len(re.findall(r"MEMBAR\.\w+\.GPU", code)) <= 2
+
+
+@needs_compiler
+def test_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not" / "there"
+    code = machine_code(PLAIN, folder)
+    assert code.startswith(b"\x7fELF")
+    (kept,) = folder.iterdir()
+    assert re.fullmatch(r"gemm_mn-[0-9a-f]{32}\.cubin", kept.name)
+    monkeypatch.setattr(build, "_compile", None)
+    assert machine_code(PLAIN, folder) == code
+    with pytest.raises(TypeError):
+        machine_code(VARIANTS["query with a bias"], folder)
+
+
+@needs_compiler
+def test_what_is_written_half_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("killed before it was given its name")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        code = machine_code(PLAIN, tmp_path)
+    assert not list(tmp_path.iterdir())
+    # Of a process that is still writing, or was killed.
+    (tmp_path / "gemm_mn-left").write_bytes(code[:100])
+    assert machine_code(PLAIN, tmp_path) == code == machine_code(PLAIN, tmp_path)
+    assert len(list(tmp_path.glob("*.cubin"))) == 1
+
+
+@needs_compiler
+def test_a_folder_that_takes_nothing_costs_a_compilation_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a folder should be")
+    assert machine_code(PLAIN, tmp_path / "file" / "kernels").startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_what_the_compiler_refuses_is_said_in_its_words(tmp_path: Path) -> None:
+    source = tmp_path / "broken.cu"
+    source.write_text("__global__ void broken() { int twelve = thirteen; }\n")
+    with pytest.raises(UnsupportedBackendError) as refused:
+        build.cubin(source, tmp_path / "kernels", architecture="sm_90a", macros={"GATED": 1})
+    words = str(refused.value)
+    assert re.search(r"NVRTC does not compile broken\.cu with .*sm_90a.* -DGATED=1", words)
+    assert re.search(r'broken\.cu\(1\): error: .*"thirteen" is undefined', words)
+    assert "\0" not in words
+    assert not (tmp_path / "kernels").exists()
+
+
+@pytest.fixture
+def _asked_again() -> Iterator[None]:
+    """Ask for the compiler anew, in the test and after it."""
+    answers = (build.obstacle, build._compiler_obstacle, build._compiler_version)
+    for answer in answers:
+        answer.cache_clear()
+    yield
+    for answer in answers:
+        answer.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_again")
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc"):
+        monkeypatch.setitem(sys.modules, name, None)
+    words = r"kernels in CUDA C\+\+ need cuda-bindings and NVRTC.*; not found \(ModuleNotFoundError"
+    assert re.match(words, str(build.obstacle()))
+    with pytest.raises(UnsupportedBackendError, match=words):
+        machine_code(PLAIN, tmp_path)

@@ -1,0 +1,49 @@
+"""What a table chooses reaches the operators: backend, tile, and how rows are sorted."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from wide.kernels import products
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
+from wide.kernels.operator_table import OperatorTable
+from wide.kernels.products import GatedWeights, gated_product, project_queries
+from wide.kernels.tuning import Choice
+
+ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32
+CHOICES = [
+    (Choice(backend="cuda", tile=(256, 256), block_m=256), "cuda", ClusterMnTile(256, 256), 256),
+    (Choice(backend="gluon", tile=(2, 256, 4, 1), block_m=128), "gluon", HopperMnTile(2, 256, 4, 1), 128),
+    (Choice(backend="triton", tile=(64, 64, 4, 4, 2, 2), block_m=64), "torch", MnTile(64, 64, 4, 4, 2, 2), 64),
+    (Choice(backend="cuda"), "cuda", None, 128),
+]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, int]]:
+    """Return what products are asked for: backend, tile, rows of a tile; references compute them."""
+    found: list[tuple[str, Any, int]] = []
+    known = products.gemm_mn
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, order: Any, *, backend: str, tile: Any, **options: Any) -> Any:
+        found.append((backend, tile, order.block_m))
+        return known(x, weight, order, backend="torch", **options)
+
+    monkeypatch.setattr(products, "gemm_mn", noted)
+    return found
+
+
+@pytest.mark.parametrize(("choice", "backend", "tile", "block_m"), CHOICES)
+def test_choices_reach_the_products_over_output_groups(
+    choice: Choice, backend: str, tile: Any, block_m: int, asked: list[tuple[str, Any, int]]
+) -> None:
+    x, gate, up = (torch.randn(rows, DEPTH) for rows in (ROWS, GROUPS * SIZE, GROUPS * SIZE))
+    mask = torch.rand(ROWS, GROUPS) < 0.5
+    table = OperatorTable(backend="torch")
+    for name in ("query", "gate_up"):
+        table = table.with_rules(name, ((1, choice),))
+    project_queries(x, gate, None, mask, table)
+    gated_product(x, GatedWeights(gate, up, None, None, "silu"), mask, table)
+    assert asked == [(backend, tile, block_m)] * 2
+    assert {type(given) for _, given, _ in asked} == {type(tile)}
