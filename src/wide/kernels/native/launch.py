@@ -1,6 +1,7 @@
 """Launches machine code through the driver, on the current stream of PyTorch."""
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -91,21 +92,30 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> Any:
         box_rows: Rows of a box, at most 256.
         box_columns: Columns of a box; 64 fill a line.
     """
+    rows, columns = matrix.shape
+    stride = matrix.stride(0) * matrix.element_size()
+    return _encoded(matrix.data_ptr(), rows, columns, stride, matrix.dtype, box_rows, box_columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded(
+    address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
+) -> Any:
+    """Return a descriptor, which says nothing of what lies at the address, so that it never grows stale."""
     from cuda.bindings import driver
 
-    rows, columns = matrix.shape
     types = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[matrix.dtype]
+    }[dtype]
     found = _checked(
         driver.cuTensorMapEncodeTiled(
             kind,
             2,
-            matrix.data_ptr(),
+            address,
             [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
+            [driver.cuuint64_t(stride)],
             [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
