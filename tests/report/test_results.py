@@ -13,12 +13,12 @@ from wide.records import read_records
 DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
-FOLDERS = ("decode-groups", "groups-256", "naive", "batches", "sparsity", ".", "steps", "sweeps")
+FOLDERS = ("decode-groups", "groups-256", "naive", "batches", "sparsity", "sweeps", ".", "steps")
 NANO = DOCS / "results/nano-sweeps"
 LAB = DOCS / "results/lab-88m"
 RESULTS = {
     "lab-88m": [LAB],
-    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n50", "f50", "seeds")},
+    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "n50", "f50", "seeds")},
     "h200": [H200 / name for name in FOLDERS],
     "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
     "nano-sweeps/groups": [NANO / "groups"],
@@ -42,7 +42,9 @@ def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
     assert (DOCS / "results" / name / "report.html").stat().st_size < 2 * 2**20
 
 
-@pytest.mark.parametrize("name", ["n50", "n50-fitted", "f50", "f50-fitted", "seeds", "seeds-fitted"])
+@pytest.mark.parametrize(
+    "name", ["n25", "n25-fitted", "n50", "n50-fitted", "f50", "f50-fitted", "seeds", "seeds-fitted"]
+)
 def test_the_committed_configuration_is_still_understood_and_asks_for_the_rows_of_its_records(name, tmp_path, capsys):
     given = ["compare", "--config", str(LAB / name / f"{name}.yaml"), "--output", str(tmp_path), "--print_config"]
     assert main(given) == 0
