@@ -3,7 +3,7 @@
 A tile of sorted rows runs the union of its rows' groups. Each consumer owns 64 rows and skips the groups that none of
 these executes, so rows are padded in units of 64 while weights are shared by the whole tile. Tiles run by descending
 cost, so that the last ones are short. A finished tile is stored, or reduced into a float32 slab of columns that stays
-in the second-level cache; other consumers multiply meanwhile.
+in the second-level cache; the other consumer multiplies meanwhile.
 """
 
 from typing import NamedTuple
@@ -28,38 +28,15 @@ from wide.kernels.gemm_k.tile_list._triton import UNIT_ROWS, Work, describe
 from wide.kernels.gemm_k.tiles import STORE, HopperKTile
 from wide.kernels.reordering import PatternReordering
 
+# Consumers of a program, 64 rows each: what one warp group's product instruction takes.
+_UNITS = 2
+# Of a thread; without spills, and what the launch's 168 for each of 384 threads allow.
+_CONSUMER_REGISTERS = gl.constexpr(216)
+_PRODUCER_REGISTERS = gl.constexpr(72)
 # Reduction elements of a stage: one 128-byte line of bfloat16 per row.
 BLOCK_K = 64
 # Elements of the slab that is swept at a time unless the tile says so: 32 MB of float32.
 _SLAB_ELEMENTS = 2**23
-
-
-class Shape(NamedTuple):
-    """What is compiled in.
-
-    Args:
-        block_n: Output columns of a tile.
-        instruction_n: Columns of one product instruction.
-        units: Consumers, 64 rows each.
-        stages: Stages of the ring.
-        consumer_registers: Of a thread of each consumer but the first, which takes what is left.
-        producer_registers: Of a thread of the producer.
-    """
-
-    block_n: int
-    instruction_n: int
-    units: int
-    stages: int
-    consumer_registers: int
-    producer_registers: int
-
-
-def shape_for(units: int, block_n: int, stages: int) -> Shape:
-    """Return the register split that compiles without spills for 2 or 3 consumers."""
-    if units == 3:
-        # 512 threads start with 128 registers each, too few for the accumulator of a 256-column instruction.
-        return Shape(block_n, min(block_n, 128), 3, stages, 160, 32)
-    return Shape(block_n, block_n, units, stages, 216, 72)
 
 
 def gemm_k(
@@ -77,8 +54,7 @@ def gemm_k(
     num_rows, width = order.index.shape[1], weight.shape[0]
     stored = order.counts.numel() == 1 and order.keeps_empty
     writes = STORE if stored else chosen.writes
-    shape = shape_for(chosen.units, chosen.block_n, chosen.num_stages)
-    run = _Runner(h, weight, order, group_size, shape, describe(order, chosen.units), writes)
+    run = _Runner(h, weight, order, group_size, chosen, describe(order, _UNITS), writes)
     out = torch.empty(num_rows, width, dtype=out_dtype, device=h.device)
     if stored:
         # One sort covers all groups: every row is in exactly one tile and is written once.
@@ -106,7 +82,7 @@ class _Runner(NamedTuple):
     weight: torch.Tensor
     order: PatternReordering
     group_size: int
-    shape: Shape
+    tile: HopperKTile
     work: Work
     writes: int
 
@@ -114,14 +90,14 @@ class _Runner(NamedTuple):
         self, out: torch.Tensor, column: int, out_column: int, columns: int, bias: torch.Tensor | None
     ) -> None:
         """Launch the kernel for some columns: from `column` of the weights to `out_column` of `out`."""
-        shape, order = self.shape, self.order
+        tile, order = self.tile, self.order
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        parts = columns // shape.block_n
+        parts = columns // tile.block_n
         capacity = self.work.items.shape[0]
         num_rows = order.index.shape[1]
         _gemm_k_kernel[(min(capacity * parts, device_facts(out.device).num_sms),)](
             self.h,
-            TensorDescriptor.from_tensor(self.weight, [shape.block_n, BLOCK_K], layout),
+            TensorDescriptor.from_tensor(self.weight, [tile.block_n, BLOCK_K], layout),
             out,
             self.weight if bias is None else bias,
             order.index,
@@ -130,7 +106,7 @@ class _Runner(NamedTuple):
             self.work.items,
             self.work.num_items,
             num_rows,
-            triton.cdiv(num_rows, UNIT_ROWS * shape.units),
+            triton.cdiv(num_rows, UNIT_ROWS * _UNITS),
             parts,
             column,
             out_column,
@@ -138,14 +114,10 @@ class _Runner(NamedTuple):
             out.stride(0),
             S=order.groups_per_block,
             G=self.group_size,
-            BLOCK_N=shape.block_n,
-            INSTRUCTION_N=shape.instruction_n,
-            UNITS=shape.units,
-            STAGES=shape.stages,
+            BLOCK_N=tile.block_n,
+            STAGES=tile.num_stages,
             WRITES=self.writes,
             HAS_BIAS=bias is not None,
-            CONSUMER_REGISTERS=shape.consumer_registers,
-            PRODUCER_REGISTERS=shape.producer_registers,
             num_warps=4,
         )
 
@@ -164,7 +136,7 @@ def _copy_unit(
 @gluon.jit
 def _produce(
     H, W, INDEX, PATTERNS, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts, first_column,
-    stride_h, S: gl.constexpr, G: gl.constexpr, BLOCK_N: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr,
+    stride_h, S: gl.constexpr, G: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # Eight lanes copy the 128 bytes of a row.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -179,28 +151,23 @@ def _produce(
         unions = gl.load(ITEMS + 2 * (item // parts) + 1)
         block = tile // row_tiles
         count = gl.load(COUNTS + block)
-        places = (tile % row_tiles) * (64 * UNITS) + lanes
+        places = (tile % row_tiles) * 128 + lanes
         listed = block * M + places
         column = first_column + (item % parts) * BLOCK_N
         row0 = gl.load(INDEX + listed, mask=places < count, other=0) * stride_h
         row1 = gl.load(INDEX + listed + 64, mask=places + 64 < count, other=0) * stride_h
         pattern0 = gl.load(PATTERNS + listed, mask=places < count, other=0)
         pattern1 = gl.load(PATTERNS + listed + 64, mask=places + 64 < count, other=0)
-        if UNITS == 3:
-            row2 = gl.load(INDEX + listed + 128, mask=places + 128 < count, other=0) * stride_h
-            pattern2 = gl.load(PATTERNS + listed + 128, mask=places + 128 < count, other=0)
         for member in range(S):
-            if ((unions | (unions >> 8) | (unions >> 16)) >> member) & 1 != 0:
+            if ((unions | (unions >> 8)) >> member) & 1 != 0:
                 channel = (block * S + member) * G
                 for k in range(channel, channel + G, BLOCK_K):
                     mbarrier.wait(empty.index(stage), phase)
                     mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_K * 2)
                     tma.async_copy_global_to_shared(W, [column, k], full.index(stage), b_ring.index(stage))
-                    a = stage * UNITS
+                    a = stage * 2
                     _copy_unit(a_ring.index(a), H + k, row0, pattern0, member, unions, ks)
                     _copy_unit(a_ring.index(a + 1), H + k, row1, pattern1, member, unions >> 8, ks)
-                    if UNITS == 3:
-                        _copy_unit(a_ring.index(a + 2), H + k, row2, pattern2, member, unions >> 16, ks)
                     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                     stage += 1
                     if stage == STAGES:
@@ -261,12 +228,9 @@ def _before(stage, STAGES: gl.constexpr):
 def _consume(
     OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts, first_column,
     first_out_column, stride_out, UNIT: gl.constexpr, S: gl.constexpr, G: gl.constexpr, BLOCK_N: gl.constexpr,
-    INSTRUCTION_N: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr, WRITES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    STAGES: gl.constexpr, WRITES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, INSTRUCTION_N, 16]
-    )
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     num_items = gl.load(NUM_ITEMS) * parts
     stage = 0
@@ -274,7 +238,7 @@ def _consume(
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile = gl.load(ITEMS + 2 * (item // parts))
         unions = gl.load(ITEMS + 2 * (item // parts) + 1)
-        every = (unions | (unions >> 8) | (unions >> 16)) & 255
+        every = (unions | (unions >> 8)) & 255
         mine = (unions >> (8 * UNIT)) & 255
         total = gl.zeros((64, BLOCK_N), gl.float32, layout=mma)
         for member in range(S):
@@ -285,7 +249,7 @@ def _consume(
                         # Rows arrive through the generic proxy, the product reads through the asynchronous one.
                         fence_async_shared()
                         b = b_ring.index(stage).permute([1, 0])
-                        total = warpgroup_mma(a_ring.index(stage * UNITS + UNIT), b, total, is_async=True)
+                        total = warpgroup_mma(a_ring.index(stage * 2 + UNIT), b, total, is_async=True)
                         total = warpgroup_mma_wait(1, (total,))
                         # The step before is done: its stage may be filled again.
                         mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
@@ -304,7 +268,7 @@ def _consume(
                             stage = 0
                             phase ^= 1
         block = tile // row_tiles
-        first = (tile % row_tiles) * (64 * UNITS) + UNIT * 64
+        first = (tile % row_tiles) * 128 + UNIT * 64
         count = gl.load(COUNTS + block)
         part = (item % parts) * BLOCK_N
         if first < count:
@@ -323,70 +287,36 @@ def _consume(
 @gluon.jit(do_not_specialize=["M", "row_tiles", "parts", "first_column"])
 def _gemm_k_kernel(
     H, W, OUT, BIAS, INDEX, PATTERNS, COUNTS, ITEMS, NUM_ITEMS, M, row_tiles, parts, first_column, first_out_column,
-    stride_h, stride_out, S: gl.constexpr, G: gl.constexpr, BLOCK_N: gl.constexpr, INSTRUCTION_N: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, WRITES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    stride_h, stride_out, S: gl.constexpr, G: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WRITES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = W.block_shape[1]
-    a_ring = gl.allocate_shared_memory(W.dtype, [STAGES * UNITS, 64, BLOCK_K], W.layout)
+    a_ring = gl.allocate_shared_memory(W.dtype, [STAGES * 2, 64, BLOCK_K], W.layout)
     b_ring = gl.allocate_shared_memory(W.dtype, [STAGES, BLOCK_N, BLOCK_K], W.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Every producer thread arrives when its copies have landed, and once more with the bytes of the weights.
         mbarrier.init(full.index(stage), count=128 + 1)
-        mbarrier.init(empty.index(stage), count=UNITS)
-    if UNITS == 3:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, first_out_column, stride_out, 0, S, G, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, WRITES,
-                     HAS_BIAS),
-                ),
-                (
-                    _consume,
-                    (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, first_out_column, stride_out, 1, S, G, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, WRITES,
-                     HAS_BIAS),
-                ),
-                (
-                    _consume,
-                    (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, first_out_column, stride_out, 2, S, G, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, WRITES,
-                     HAS_BIAS),
-                ),
-                (
-                    _produce,
-                    (H, W, INDEX, PATTERNS, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, stride_h, S, G, BLOCK_N, UNITS, STAGES),
-                ),
-            ],
-            [4, 4, 4],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, first_out_column, stride_out, 0, S, G, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, WRITES,
-                     HAS_BIAS),
-                ),
-                (
-                    _consume,
-                    (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, first_out_column, stride_out, 1, S, G, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, WRITES,
-                     HAS_BIAS),
-                ),
-                (
-                    _produce,
-                    (H, W, INDEX, PATTERNS, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
-                     first_column, stride_h, S, G, BLOCK_N, UNITS, STAGES),
-                ),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
+                 first_column, first_out_column, stride_out, 0, S, G, BLOCK_N, STAGES, WRITES, HAS_BIAS),
+            ),
+            (
+                _consume,
+                (OUT, BIAS, INDEX, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
+                 first_column, first_out_column, stride_out, 1, S, G, BLOCK_N, STAGES, WRITES, HAS_BIAS),
+            ),
+            (
+                _produce,
+                (H, W, INDEX, PATTERNS, COUNTS, ITEMS, NUM_ITEMS, a_ring, b_ring, full, empty, M, row_tiles, parts,
+                 first_column, stride_h, S, G, BLOCK_N, STAGES),
+            ),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -13,6 +13,8 @@ from wide.kernels.reordering import PatternReordering
 
 _K_STEP, _MAX_GROUPS = 64, 8
 _MIN_WIDTH = 128
+# Consumers of a program.
+_UNITS = 2
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -35,6 +37,8 @@ def run(
     obstacle = hopper_obstacle(h.device) or _obstacle(h.dtype, group_size, order.groups_per_block, limited)
     steps = (h.stride(0), weight.stride(0))
     columns = (width, chosen.slab)
+    if obstacle is None and chosen.units != _UNITS:
+        obstacle = f"a tile has {_UNITS} consumers, got {chosen}"
     if obstacle is None and (any(c % chosen.block_n for c in columns) or any(s % 8 for s in steps)):
         obstacle = f"{chosen} does not fit a width of {width} or rows {steps} elements apart"
     if obstacle is not None:

@@ -40,7 +40,7 @@ class HopperKTile(NamedTuple):
     """Tile of the warp-specialised kernel of sm_90.
 
     Args:
-        units: Consumers of a program, 64 rows each.
+        units: Consumers of a program, 64 rows each: two; three were slower.
         block_n: Output columns of a tile; divides the output width.
         num_stages: Pipeline stages of 64 reduction elements.
         slab: Output columns swept at a time, a multiple of block_n; 0 means as many as take 32 MB of float32.

@@ -2,11 +2,9 @@
 
 A persistent program walks the row tiles that are listed on the device. The producer fills a ring of stages: rows of `x`
 by 16-byte asynchronous copies, weights by tensor-memory access. Each consumer owns 64 rows of the tile and its own
-accumulator, so a consumer that is still writing does not hold up the others, and rows beyond the count cost nothing.
+accumulator, so a consumer that is still writing does not hold up the other, and rows beyond the count cost nothing.
 Where the next product needs zeros in skipped channels, the producer writes some between two stages: it mostly waits.
 """
-
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -21,49 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import device_facts
+from wide.kernels.gemm_mn.tiles import HopperMnTile
 from wide.kernels.reorder.tile_list._triton import row_tiles
 from wide.kernels.reordering import Reordering
 
-# Rows of one consumer: what one warp group's product instruction takes.
-UNIT_ROWS = 64
+# Rows of a tile: two consumers of 64, what one warp group's product instruction takes.
+TILE_ROWS = 128
 # Reduction elements of a stage: one 128-byte line of bfloat16 per row.
 BLOCK_K = 64
 # Channels of a slot: 16 bytes, what one thread writes at once.
 SLOT = 8
+# Of a thread; without spills, and what the launch's 168 for each of 384 threads allow.
+_CONSUMER_REGISTERS = gl.constexpr(216)
+_PRODUCER_REGISTERS = gl.constexpr(72)
 # Tiles of a program below which the zeros wait for the last of them.
 _FEW = gl.constexpr(6)
-
-
-class Shape(NamedTuple):
-    """What is compiled in.
-
-    Args:
-        block_n: Weight rows of a tile; gate and up together if gated.
-        instruction_n: Columns of one product instruction.
-        units: Consumers, 64 rows each.
-        stages: Stages of the ring.
-        consumer_registers: Of a thread of each consumer but the first, which takes what is left.
-        producer_registers: Of a thread of the producer.
-        wide_stores: Rearrange finished tiles for 16-byte stores.
-    """
-
-    block_n: int
-    instruction_n: int
-    units: int
-    stages: int
-    consumer_registers: int
-    producer_registers: int
-    wide_stores: int
-
-
-def shape_for(units: int, block_n: int, stages: int, wide_stores: int) -> Shape:
-    """Return the register split that compiles without spills for 2 or 3 consumers."""
-    if units == 3:
-        # 512 threads start with 128 registers each, too few for the accumulator of a 256-column instruction.
-        return Shape(block_n, min(block_n, 128), 3, stages, 160, 32, wide_stores)
-    return Shape(block_n, block_n, units, stages, 216, 72, wide_stores)
 
 
 def gemm_mn(
@@ -79,24 +50,21 @@ def gemm_mn(
     mask: torch.Tensor | None,
     tile: tuple[int, ...],
 ) -> torch.Tensor:
-    """Run `gemm_mn_reference`; `tile` is (units, block_n, stages, wide_stores)."""
+    """Run `gemm_mn_reference`; `tile` is a `HopperMnTile`."""
     num_rows, num_groups = x.shape[0], order.counts.numel()
     size = weight.shape[0] // num_groups
-    shape = shape_for(*tile)
+    chosen = HopperMnTile(*tile)
     gated = up_weight is not None
-    columns = shape.block_n // 2 if gated else shape.block_n
+    columns = chosen.block_n // 2 if gated else chosen.block_n
     out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, weight.shape[0]))
-    # The producer of three consumers has no registers left for zeros.
-    clears = mask is not None and shape.units == 2
-    if mask is not None and not clears:
-        cleared(out, mask)
+    clears = mask is not None
     raw = None if mask is None else mask.view(torch.uint8)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     weights = [
         TensorDescriptor.from_tensor(w, [columns, BLOCK_K], layout)
         for w in (weight, weight if up_weight is None else up_weight)
     ]
-    tiles, num_tiles = row_tiles(order, shape.units * UNIT_ROWS)
+    tiles, num_tiles = row_tiles(order, TILE_ROWS)
     parts = size // columns
     programs = device_facts(x.device).num_sms
     _gemm_mn_kernel[(programs if clears else min(tiles.shape[0] * parts, programs),)](
@@ -106,19 +74,15 @@ def gemm_mn(
         *((0, 0) if raw is None else raw.stride()),
         G=size,
         PARTS=parts,
-        BLOCK_N=shape.block_n,
-        INSTRUCTION_N=shape.instruction_n,
-        UNITS=shape.units,
-        STAGES=shape.stages,
+        BLOCK_N=chosen.block_n,
+        STAGES=chosen.num_stages,
         GATED=gated,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         HAS_UP_BIAS=up_bias is not None,
         PACKED=packed,
-        WIDE=shape.wide_stores,
+        WIDE=chosen.wide_stores,
         CLEARS=clears,
-        CONSUMER_REGISTERS=shape.consumer_registers,
-        PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
     )  # fmt: skip
     return out
@@ -183,7 +147,7 @@ def _clear_from(OUT, MASK, piece, sharers, num_slots, slots_per_row, stride_out,
 def _produce(
     X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K, num_slots, slots_per_row,
     stride_x, stride_out, stride_m, stride_g, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, CLEARS: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, CLEARS: gl.constexpr,
 ):  # fmt: skip
     # Eight lanes copy the 128 bytes of a row.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -207,14 +171,12 @@ def _produce(
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group = gl.load(TILES + 2 * (tile // PARTS))
-        places = gl.load(TILES + 2 * (tile // PARTS) + 1) * (64 * UNITS) + lanes
+        places = gl.load(TILES + 2 * (tile // PARTS) + 1) * 128 + lanes
         count = gl.load(COUNTS + group)
         column = group * G + (tile % PARTS) * COLUMNS
         listed = INDEX + group * M
         x0 = _rows_of(listed, X, places, count, stride_x, ks)
         x1 = _rows_of(listed, X, places + 64, count, stride_x, ks)
-        if UNITS == 3:
-            x2 = _rows_of(listed, X, places + 128, count, stride_x, ks)
         source = X
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
@@ -225,10 +187,8 @@ def _produce(
                 tma.async_copy_global_to_shared(W_UP, [column, k], full.index(stage), b.slice(COLUMNS, COLUMNS, 0))
             else:
                 tma.async_copy_global_to_shared(W, [column, k], full.index(stage), b)
-            async_copy.async_copy_global_to_shared(a_ring.index(stage * UNITS), source + x0)
-            async_copy.async_copy_global_to_shared(a_ring.index(stage * UNITS + 1), source + x1)
-            if UNITS == 3:
-                async_copy.async_copy_global_to_shared(a_ring.index(stage * UNITS + 2), source + x2)
+            async_copy.async_copy_global_to_shared(a_ring.index(stage * 2), source + x0)
+            async_copy.async_copy_global_to_shared(a_ring.index(stage * 2 + 1), source + x1)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             source += BLOCK_K
             stage += 1
@@ -268,13 +228,11 @@ def _before(stage, STAGES: gl.constexpr):
 @gluon.jit
 def _consume(
     OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K, stride_out,
-    UNIT: gl.constexpr, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, INSTRUCTION_N: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr,
+    UNIT: gl.constexpr, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_UP_BIAS: gl.constexpr,
+    PACKED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, INSTRUCTION_N, 16]
-    )
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -283,7 +241,7 @@ def _consume(
     phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group = gl.load(TILES + 2 * (tile // PARTS))
-        first = gl.load(TILES + 2 * (tile // PARTS) + 1) * (64 * UNITS) + UNIT * 64
+        first = gl.load(TILES + 2 * (tile // PARTS) + 1) * 128 + UNIT * 64
         count = gl.load(COUNTS + group)
         if first < count:
             total = gl.zeros((64, BLOCK_N), gl.float32, layout=mma)
@@ -292,7 +250,7 @@ def _consume(
                 # Rows arrive through the generic proxy, the product reads through the asynchronous one.
                 fence_async_shared()
                 b = b_ring.index(stage).permute([1, 0])
-                total = warpgroup_mma(a_ring.index(stage * UNITS + UNIT), b, total, use_acc=k > 0, is_async=True)
+                total = warpgroup_mma(a_ring.index(stage * 2 + UNIT), b, total, use_acc=k > 0, is_async=True)
                 total = warpgroup_mma_wait(1, (total,))
                 # The step before is done: its stage may be filled again.
                 mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
@@ -347,72 +305,39 @@ def _consume(
 def _gemm_mn_kernel(
     X, W, W_UP, OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, MASK, M, K, num_slots, slots_per_row,
     stride_x, stride_out, stride_m, stride_g, G: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr,
-    INSTRUCTION_N: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr,
-    WIDE: gl.constexpr, CLEARS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_UP_BIAS: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr, CLEARS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = W.block_shape[1]
-    a_ring = gl.allocate_shared_memory(W.dtype, [STAGES * UNITS, 64, BLOCK_K], W.layout)
+    a_ring = gl.allocate_shared_memory(W.dtype, [STAGES * 2, 64, BLOCK_K], W.layout)
     b_ring = gl.allocate_shared_memory(W.dtype, [STAGES, BLOCK_N, BLOCK_K], W.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Every producer thread arrives when its copies have landed, and once more with the bytes of the weights.
         mbarrier.init(full.index(stage), count=128 + 1)
-        mbarrier.init(empty.index(stage), count=UNITS)
-    if UNITS == 3:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
-                     stride_out, 0, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
-                     HAS_UP_BIAS, PACKED, WIDE),
-                ),
-                (
-                    _consume,
-                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
-                     stride_out, 1, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
-                     HAS_UP_BIAS, PACKED, WIDE),
-                ),
-                (
-                    _consume,
-                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
-                     stride_out, 2, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
-                     HAS_UP_BIAS, PACKED, WIDE),
-                ),
-                (
-                    _produce,
-                    (X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K,
-                     num_slots, slots_per_row, stride_x, stride_out, stride_m, stride_g, G, PARTS, BLOCK_N, UNITS,
-                     STAGES, GATED, CLEARS),
-                ),
-            ],
-            [4, 4, 4],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
-                     stride_out, 0, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
-                     HAS_UP_BIAS, PACKED, WIDE),
-                ),
-                (
-                    _consume,
-                    (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
-                     stride_out, 1, G, PARTS, BLOCK_N, INSTRUCTION_N, UNITS, STAGES, GATED, ACTIVATION, HAS_BIAS,
-                     HAS_UP_BIAS, PACKED, WIDE),
-                ),
-                (
-                    _produce,
-                    (X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K,
-                     num_slots, slots_per_row, stride_x, stride_out, stride_m, stride_g, G, PARTS, BLOCK_N, UNITS,
-                     STAGES, GATED, CLEARS),
-                ),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                 stride_out, 0, G, PARTS, BLOCK_N, STAGES, GATED, ACTIVATION, HAS_BIAS, HAS_UP_BIAS,
+                 PACKED, WIDE),
+            ),
+            (
+                _consume,
+                (OUT, BIAS, UP_BIAS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES, a_ring, b_ring, full, empty, M, K,
+                 stride_out, 1, G, PARTS, BLOCK_N, STAGES, GATED, ACTIVATION, HAS_BIAS, HAS_UP_BIAS,
+                 PACKED, WIDE),
+            ),
+            (
+                _produce,
+                (X, W, W_UP, OUT, INDEX, COUNTS, TILES, NUM_TILES, MASK, a_ring, b_ring, full, empty, M, K,
+                 num_slots, slots_per_row, stride_x, stride_out, stride_m, stride_g, G, PARTS, BLOCK_N, STAGES,
+                 GATED, CLEARS),
+            ),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip

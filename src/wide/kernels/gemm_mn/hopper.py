@@ -15,6 +15,8 @@ from wide.kernels.reordering import Reordering
 _K_STEP = 64
 # Elements of 16 bytes, which copies and maps are aligned to.
 _LINE = 8
+# Consumers of a program in Gluon.
+_UNITS = 2
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -31,6 +33,8 @@ def run(
     columns = chosen.block_n // 2 if gated else chosen.block_n
     obstacle = hopper_obstacle(x.device) or _obstacle(x.dtype, x.shape[1], size)
     steps = (x.stride(0), weight.stride(0))
+    if obstacle is None and chosen.units != _UNITS:
+        obstacle = f"a tile has {_UNITS} consumers, got {chosen}"
     if obstacle is None and (size % columns or any(step % 8 for step in steps)):
         obstacle = f"{chosen} does not fit groups of {size} channels or rows {steps} elements apart"
     if obstacle is not None:

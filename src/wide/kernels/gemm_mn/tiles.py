@@ -32,7 +32,7 @@ class HopperMnTile(NamedTuple):
     """Tile of the warp-specialised kernel of sm_90.
 
     Args:
-        units: Consumers of a program, 64 rows each.
+        units: Consumers of a program, 64 rows each: two; three were slower.
         block_n: Weight rows of a tile, gate and up together.
         num_stages: Pipeline stages of 64 reduction elements.
         wide_stores: 1 to rearrange finished tiles for 16-byte stores, else 0.
