@@ -132,6 +132,9 @@ def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles
     monkeypatch.setattr(measured, "native_obstacle", lambda: None)
     # The general kernel's stages of 256 rows do not fit into shared memory.
     assert _with_clusters(tmp_path, hidden_size=960).choice("gate_up", 4096) == Choice(backend="triton")
+    # Groups of 160 channels: no multiple of 64, which all of them want.
+    sizes = {"ffn_width": 160 * 90, "ffn_groups": 90}
+    assert _with_clusters(tmp_path, **sizes).choice("gate_up", 4096) == Choice(backend="triton")
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -24,6 +24,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 _NEARLY_ALL = 0.95
 # Hidden sizes that the Hopper kernels take are multiples of it.
 _HOPPER_STEP = 128
+# And so are groups of their products.
+_HOPPER_GROUP = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,8 +174,8 @@ def _many(
             case = gemm_case(name, sizes, rows, active)
         start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
         choice = known.nearest(operator, device, case, fewer_rows=True) or DENSE
-        if choice.backend in SPECIAL_BACKENDS and sizes.hidden_size % _HOPPER_STEP:
-            # The specialised kernels take no such width; the general one was measured slower, yet faster than dense.
+        if choice.backend in SPECIAL_BACKENDS and _misfits_hopper(name, sizes):
+            # No specialised kernel takes them; the general one was measured slower, yet faster than dense.
             choice = dataclasses.replace(choice, backend="triton", tile=(), block_m=0)
         if choice.backend == "cuda" and not _runs_cuda(name, sizes):
             choice = dataclasses.replace(choice, backend="gluon", tile=(), block_m=0)
@@ -182,6 +184,14 @@ def _many(
             choice = dataclasses.replace(choice, tile=())
         found.append((start, choice))
     return found
+
+
+def _misfits_hopper(name: OperatorName, sizes: LayerSizes) -> bool:
+    """Return whether width or groups are none that any kernel for Hopper takes."""
+    if sizes.hidden_size % _HOPPER_STEP or name == "attention":
+        return sizes.hidden_size % _HOPPER_STEP != 0
+    width, groups = _grouped(name, sizes)
+    return width // groups % _HOPPER_GROUP != 0
 
 
 def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
