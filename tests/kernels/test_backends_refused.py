@@ -13,10 +13,12 @@ from wide.kernels.attention_prefill import ATTENTION_PREFILL, attention_prefill
 from wide.kernels.contract import Operator
 from wide.kernels.device import interprets_triton
 from wide.kernels.gemm_k import GEMM_K, gemm_k
+from wide.kernels.gemm_k import hopper as k_hopper
+from wide.kernels.gemm_k.tiles import StoredKTile
 from wide.kernels.gemm_mn import GEMM_MN, gemm_mn, hopper
 from wide.kernels.gemm_mn.tiles import ClusterMnTile
 from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.reorder import reorder
+from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import SequenceReordering
 from wide.kernels.rms_norm import RMS_NORM
 from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route
@@ -148,3 +150,78 @@ def test_what_the_kernel_in_cuda_supports_is_what_it_runs() -> None:
         )
     plain = dataclasses.replace(gated, options={}, sizes={**sizes, "group_size": 256})
     assert GEMM_MN.supports("cuda", CPU, plain) is None
+
+
+def _run_stored(
+    *,
+    size: int = 64,
+    width: int = 256,
+    groups: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    keeps_empty: bool = True,
+    groups_per_block: int = 8,
+    h: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    mask = torch.ones(8, groups, dtype=torch.bool)
+    order = reorder_patterns(mask, groups_per_block=groups_per_block, keeps_empty=keeps_empty, backend="torch")
+    weight = torch.zeros(width, groups * size, dtype=dtype)
+    rows = torch.zeros(8, groups * size, dtype=dtype) if h is None else h
+    return gemm_k(rows, weight, order, group_size=size, backend="cuda", **options)
+
+
+UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": torch.float32}, r"wants half precision in and out, .*; got torch\.float32, "),
+    "groups": ({"size": 96}, r"multiple of 64 channels, .* G=96, "),
+    "width": ({"width": 384}, r"multiple of 256, .* width 384, so sorted"),
+    "several super-blocks": ({"groups_per_block": 1}, r"one super-block of at most 8 groups .* not so sorted"),
+    "empty rows": ({"keeps_empty": False}, r"that keeps empty ones.* not so sorted"),
+    "result": ({"out_dtype": torch.float32}, r"half precision in and out.* not so sorted"),
+    "tile": ({"tile": StoredKTile(64, 256)}, r"StoredKTile\(rows=128, columns=256\) only, got \(64, 256\)"),
+    "strides": ({"size": 64, "groups": 1, "h": HALVES[:-1].view(8, 68)[:, :64]}, r"rows \(68, 64\) elements apart"),
+    "address": ({"size": 64, "groups": 1, "h": HALVES[1:513].view(8, 64)}, r"must begin at multiples of 16 bytes"),
+    "bias": ({"bias": torch.zeros(256)}, r"bias must be contiguous torch\.bfloat16 as h is, got torch\.float32"),
+}
+
+
+@pytest.fixture
+def stores_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k_hopper, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(k_hopper, "native_obstacle", lambda: None)
+
+
+@pytest.mark.usefixtures("stores_on_hopper")
+@pytest.mark.parametrize(("changes", "words"), UNSTORED.values(), ids=UNSTORED)
+def test_what_the_storing_kernel_in_cuda_does_not_take_is_named_with_a_way_out(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedBackendError, match=rf"^gemm_k: .*{words}.*{WAY_OUT}"):
+        _run_stored(**changes)
+
+
+def test_the_storing_kernel_in_cuda_needs_a_hopper_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedBackendError, match=rf"Hopper GPU \(sm_90\), not cpu{WAY_OUT}"):
+        _run_stored()
+    monkeypatch.setattr(k_hopper, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(k_hopper, "native_obstacle", lambda: "cuda-bindings is missing")
+    with pytest.raises(UnsupportedBackendError, match=f"cuda-bindings is missing{WAY_OUT}"):
+        _run_stored()
+
+
+@pytest.mark.usefixtures("stores_on_hopper")
+def test_what_the_storing_kernel_in_cuda_supports_is_what_it_runs() -> None:
+    sizes = {"num_rows": 8, "num_groups": 8, "group_size": 64, "width": 256, "block_m": 128, "groups_per_block": 8}
+    stored = dataclasses.replace(
+        GEMM_K.cases[0], sizes=sizes, dtype=torch.bfloat16, options={"keeps_empty": True, "biased": True}
+    )
+    assert GEMM_K.supports("cuda", CPU, stored) is None
+    for changes in (
+        {"options": {}},
+        {"options": {"keeps_empty": True, "packed": True}},
+        {"dtype": torch.float32},
+        {"sizes": {**sizes, "width": 128}},
+        {"sizes": {**sizes, "num_groups": 9}},
+    ):
+        assert "the kernel in CUDA C++ wants" in str(
+            GEMM_K.supports("cuda", CPU, dataclasses.replace(stored, **changes))
+        )

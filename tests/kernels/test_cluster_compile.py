@@ -1,4 +1,4 @@
-"""GEMM-MN in CUDA C++ compiles without a GPU, to the instructions it is written for; machine code is kept on disk."""
+"""Products in CUDA C++ compile without a GPU, to the instructions they are written for; code is kept on disk."""
 
 import re
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 import triton
 
 from wide.errors import UnsupportedBackendError
+from wide.kernels.gemm_k import _cuda as gemm_k_cuda
 from wide.kernels.gemm_mn import _cuda
 from wide.kernels.gemm_mn._cuda import Variant, machine_code
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
@@ -74,6 +75,29 @@ def test_variants_fit_spill_nothing_and_share_weights(variant: Variant, tmp_path
     assert "LDGSTS" in code
     # At the two meetings of a cluster, and none where a stage is released.
     assert len(re.findall(r"MEMBAR\.\w+\.GPU", code)) <= 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("float16", [False, True])
+def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, float16: bool, tmp_path: Path) -> None:
+    image = tmp_path / "kernel.cubin"
+    variant = gemm_k_cuda.Variant(HAS_BIAS=int(biased), FLOAT16=int(float16))
+    image.write_bytes(gemm_k_cuda.machine_code(variant, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    # What warp groups ask for beyond the launch's registers they wait for in vain; the source is refused then.
+    assert used["REG"] == 168
+    assert used["SHARED"] + gemm_k_cuda._SHARED_BYTES <= SHARED
+    code = _tool("nvdisasm", "-c", image)
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert set(products) == {("256", "" if float16 else ".BF16")}
+    assert 4 * len(re.findall(r"HGMMA.*gsb0", code)) == products.total()
+    assert len(re.findall(r"UTMALDG\.2D", code)) == 1
+    assert "LDGSTS" in code
+    assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for th
 
 ROWS = 256
 CELL = 64
-CONSTANTS = re.compile(r"^constexpr int (?:CLUSTER|COLUMNS)\b.*$", re.MULTILINE)
+CONSTANTS = re.compile(r"^constexpr int (?:CLUSTER|COLUMNS|FILL)\b.*$", re.MULTILINE)
 STRUCTS = re.compile(r"^struct Item \{.*?^\};.*?^struct Items \{.*?^\};", re.MULTILINE | re.DOTALL)
 # A load in PTX, and what it does in C++.
 LOAD = re.compile(r'asm volatile\("ld\.global\.nc\.v2[^;]*;" : "=r"\(group\), "=r"\(tile\) : "l"\(([^;]*)\)\);')
@@ -27,14 +27,16 @@ PROGRAM = """
 #define __device__
 #define __forceinline__ inline
 %s
-// Clusters that share a part of a short tile, its channels in one program, and how many last as long as a whole one.
-constexpr int SPLITS = 1, SHORT_COLUMNS = COLUMNS / CLUSTER / SPLITS, FILL = 2 * SPLITS;
+#include <algorithm>
+using std::min;
+// Channels of a short tile in one program.
+constexpr int SHORT_COLUMNS = COLUMNS / CLUSTER;
 %s
 extern "C" int columns() { return COLUMNS; }
 extern "C" int short_columns() { return SHORT_COLUMNS; }
 extern "C" int fill() { return FILL; }
 extern "C" int deal(const int* tiles, int whole, int shorts, int parts, int rank, int cluster, int clusters, int* out) {
-  const Items items{tiles, whole * parts, shorts * parts * SPLITS, parts, rank, cluster, clusters};
+  const Items items{tiles, whole * parts, shorts * parts, parts, rank, cluster, clusters};
   const int number = items.number();
   // Two more: the kernel looks ahead so far.
   for (int turn = 0; turn < number + 2; ++turn) {
@@ -147,6 +149,12 @@ def test_short_tiles_fill_the_last_turn_before_they_begin_another(deal: ctypes.C
     short = tiles.short * tiles.parts * deal.columns() // (2 * deal.short_columns())
     beyond = max(short - deal.fill() * (-whole % clusters), 0)
     assert _turns(deal, tiles) == deal.fill() * -(-whole // clusters) - (-beyond // clusters)
+
+
+def test_the_largest_short_tiles_are_given_no_third(deal: ctypes.CDLL) -> None:
+    # Lists have them first. Four clusters have a turn left for ten parts of five tiles.
+    for items in _dealt(deal, Tiles(clusters=66, whole=64, short=5, parts=2), 0):
+        assert len(items) <= 3 or 64 not in {item.group for item in items}
 
 
 def test_short_tiles_of_the_queries_of_4096_rows_cost_less_than_a_turn(deal: ctypes.CDLL) -> None:

@@ -126,6 +126,25 @@ def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+    stored = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8)
+    for hidden, groups, wanted in (
+        (4096, 8, stored),
+        (4096, 16, Choice(backend="gluon", groups_per_block=8)),
+        (4224, 8, Choice(backend="gluon", groups_per_block=8)),
+    ):
+        sizes = {"hidden_size": hidden, "attention_groups": groups}
+        tuning = TuningTable(tmp_path / f"{hidden}-{groups}.json")
+        case = gemm_case("output", dataclasses.replace(LLAMA, **sizes), 4096, 0.5)
+        tuning.store(tuning_key("gemm_k", CPU, case), stored)
+        found = _table(tuning, **sizes).choice("output", 4096)
+        assert dataclasses.replace(found, block_m=wanted.block_m) == wanted
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

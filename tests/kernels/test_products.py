@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from wide.kernels import products
+from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.operator_table import OperatorTable
-from wide.kernels.products import GatedWeights, gated_product, project_queries
+from wide.kernels.products import GatedWeights, gated_product, project_queries, sum_groups
 from wide.kernels.tuning import Choice
 
 ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32
@@ -47,3 +48,29 @@ def test_choices_reach_the_products_over_output_groups(
     gated_product(x, GatedWeights(gate, up, None, None, "silu"), mask, table)
     assert asked == [(backend, tile, block_m)] * 2
     assert {type(given) for _, given, _ in asked} == {type(tile)}
+
+
+@pytest.mark.parametrize(
+    ("choice", "backend", "tile"),
+    [
+        (Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8), "cuda", StoredKTile(128, 256)),
+        (Choice(backend="gluon", tile=(2, 256, 4, 0, 2), block_m=128), "gluon", HopperKTile(2, 256, 4, 0, 2)),
+        (Choice(backend="triton", tile=(64, 64, 3, 4), block_m=64), "torch", KTile(64, 64, 3, 4)),
+        (Choice(backend="cuda"), "cuda", None),
+    ],
+)
+def test_choices_reach_the_products_over_input_groups(
+    choice: Choice, backend: str, tile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, known = [], products.gemm_k
+
+    def noted(h: torch.Tensor, weight: torch.Tensor, order: Any, *, backend: str, tile: Any, **options: Any) -> Any:
+        found.append((backend, tile, order.block_m, order.keeps_empty))
+        return known(h, weight, order, backend="torch", **options)
+
+    monkeypatch.setattr(products, "gemm_k", noted)
+    h, weight = torch.randn(ROWS, GROUPS * SIZE), torch.randn(DEPTH, GROUPS * SIZE)
+    table = OperatorTable(backend="torch").with_rules("output", ((1, choice),))
+    sum_groups("output", h, weight, None, torch.rand(ROWS, GROUPS) < 0.5, table)
+    assert found == [(backend, tile, choice.block_m or 128, True)]
+    assert type(found[0][1]) is type(tile)

@@ -1,5 +1,7 @@
 """Rounding against float64: measured for every operator, and what rounds worse than the dense path is named."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ NAMES = ("gemm_mn", "gemm_k", "prefill", "decode", "gemv")
 
 def test_every_product_and_attention_is_compared_with_float64():
     found = measure_accuracy(("reorder", *NAMES), device=CPU, backends=("torch",), sizes=SMALL)
-    operators = ["gemm_mn", "gemm_k", "attention_prefill", "attention_decode", "gemv_mn", "gemv_k"]
+    operators = ["gemm_mn", "gemm_k", "gemm_k, one sort", "attention_prefill", "attention_decode", "gemv_mn", "gemv_k"]
     assert [entry["operator"] for entry in found] == operators
     # References round once, where dense paths do at least as often.
     assert all(entry["within"] and 0 < entry["error"] < 1e-2 and 0 < entry["dense_error"] < 2e-2 for entry in found)
@@ -42,9 +44,10 @@ def test_hopper_kernels_are_left_out_where_there_is_none():
 
 def test_the_kernel_in_cuda_is_measured_where_it_can_be_compiled(monkeypatch):
     problem = accuracy._Problem(exact=torch.ones(2).double(), dense=torch.ones(2), run=lambda backend: torch.ones(2))
-    for name in ("gemm_mn", "gemm_k"):
-        monkeypatch.setitem(accuracy._PROBLEMS, name, {name: lambda *_: problem})
+    monkeypatch.setitem(accuracy._PROBLEMS, "gemm_mn", {"gemm_mn": lambda *_: problem})
     monkeypatch.setattr(accuracy, "hopper_obstacle", lambda device: None)
+    refusing = dataclasses.replace(problem, without=("cuda",))
+    monkeypatch.setitem(accuracy._PROBLEMS, "gemm_k", {"gemm_k": lambda *_: refusing})
     for missing, backends in ((None, ["gluon", "cuda", "gluon"]), ("no compiler", ["gluon", "gluon"])):
         monkeypatch.setattr(accuracy, "native_obstacle", lambda missing=missing: missing)
         found = measure_accuracy(("gemm_mn", "gemm_k"), device=CPU, backends=("gluon", "cuda"), sizes=SMALL)

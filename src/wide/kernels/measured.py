@@ -11,6 +11,7 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels.contract import Case
 from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.gemm_k.hopper import fits_stored
 from wide.kernels.gemm_mn.hopper import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
@@ -197,7 +198,11 @@ def _misfits_hopper(name: OperatorName, sizes: LayerSizes) -> bool:
 def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
     """Return whether the kernel in CUDA C++ takes a layer's groups and can be compiled here."""
     width, groups = _grouped(name, sizes)
-    if not fits_cluster(width // groups, gated=name == "gate_up" and sizes.is_gated):
+    if name in ("output", "down"):
+        fits = fits_stored(width // groups, groups, sizes.hidden_size)
+    else:
+        fits = fits_cluster(width // groups, gated=name == "gate_up" and sizes.is_gated)
+    if not fits:
         return False
     missing = native_obstacle()
     if missing is not None:
@@ -213,7 +218,7 @@ def _warn_of(missing: str) -> None:
 
 def _columns(choice: Choice) -> int:
     """Return the output columns of a GEMM-K tile."""
-    return choice.tile[1 if choice.backend == "gluon" else 0]
+    return choice.tile[1 if choice.backend in SPECIAL_BACKENDS else 0]
 
 
 def gemm_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> Case:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile
+from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
@@ -136,9 +136,11 @@ def _mn_tile(choice: Choice) -> MnTile | HopperMnTile | ClusterMnTile | None:
     return HopperMnTile(*choice.tile) if choice.backend == "gluon" else MnTile(*choice.tile)
 
 
-def _k_tile(choice: Choice) -> KTile | HopperKTile | None:
+def _k_tile(choice: Choice) -> KTile | HopperKTile | StoredKTile | None:
     if not choice.tile:
         return None
+    if choice.backend == "cuda":
+        return StoredKTile(*choice.tile)
     return HopperKTile(*choice.tile) if choice.backend == "gluon" else KTile(*choice.tile)
 
 

@@ -1,5 +1,6 @@
 """Rounding: errors of the sparse and the dense half-precision path against float64, on the same inputs."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ class _Problem:
     dense: Tensor
     run: Callable[[str], Tensor]
     executes: Tensor | None = None
+    without: tuple[str, ...] = ()
+    """Backends that do not take it."""
 
 
 def measure_accuracy(
@@ -86,7 +89,7 @@ def measure_accuracy(
             problem = make(sizes or Sizes(), device, dtype)
             dense = _error(problem.dense, problem)
             for backend in backends:
-                if not _has(name, backend, device):
+                if backend in problem.without or not _has(name, backend, device):
                     continue
                 error = _error(problem.run(backend), problem)
                 ratio = error / max(dense, 1e-30)
@@ -164,6 +167,19 @@ def _gemm_k(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> _Problem:
     def run(backend: str) -> Tensor:
         return gemm_k(h, weight, order, group_size=sizes.group_size, backend=backend)
 
+    return _Problem(exact=exact, dense=run("dense"), run=run, without=("cuda",))
+
+
+def _gemm_k_stored(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> _Problem:
+    """Return the output projection: one sort covers its few groups."""
+    size = sizes.hidden // sizes.kv_heads
+    heads = dataclasses.replace(sizes, ffn=sizes.hidden, group_size=size)
+    h, weight, mask, exact = _down(heads, sizes.rows, device, dtype)
+    order = reorder_patterns(mask, groups_per_block=sizes.kv_heads, keeps_empty=True, backend=_helper(device))
+
+    def run(backend: str) -> Tensor:
+        return gemm_k(h, weight, order, group_size=size, backend=backend)
+
     return _Problem(exact=exact, dense=run("dense"), run=run)
 
 
@@ -232,7 +248,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 _Make = Callable[[Sizes, torch.device, torch.dtype], _Problem]
 _PROBLEMS: dict[str, dict[str, _Make]] = {
     "gemm_mn": {"gemm_mn": _gemm_mn},
-    "gemm_k": {"gemm_k": _gemm_k},
+    "gemm_k": {"gemm_k": _gemm_k, "gemm_k, one sort": _gemm_k_stored},
     "prefill": {"attention_prefill": _prefill},
     "decode": {"attention_decode": _decode},
     "gemv": {"gemv_mn": _gemv_mn, "gemv_k": _gemv_k},

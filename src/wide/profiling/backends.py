@@ -8,7 +8,10 @@ from wide.errors import ConfigError
 
 TIMED = ("triton", "gluon", "cuda")
 """Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
-HOPPER_OPERATORS: dict[str, tuple[str, ...]] = {"gluon": ("gemm_mn", "gemm_k", "prefill"), "cuda": ("gemm_mn",)}
+HOPPER_OPERATORS: dict[str, tuple[str, ...]] = {
+    "gluon": ("gemm_mn", "gemm_k", "prefill"),
+    "cuda": ("gemm_mn", "gemm_k"),
+}
 """Operators, as benches name them, of each backend that only Hopper GPUs have."""
 Calls = TypeVar("Calls")
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from wide.kernels.device import hopper_obstacle
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile
 from wide.kernels.gemm_k.tiles import default_hopper_tile as hopper_k_tile
 from wide.kernels.gemm_k.tiles import default_tile as k_tile
 from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import gemv_k_race, gemv_mn_race
+from wide.profiling.k_tiles import AnyKTile, stored_tiles
 from wide.profiling.mn_tiles import mn_hopper_tiles
 from wide.profiling.races import Race, decode_race, prefill_race
 from wide.profiling.sweeps import ATTENTION_GROUP, FFN, GATE, HIDDEN, Sweep, k_sweep, mn_sweep, normal
@@ -104,9 +104,12 @@ def _k(name: str, weight: torch.Tensor, num_rows: int, group_size: int, active: 
         dtype=weight.dtype,
     )
     blocks = 8 if name == "o" else _SUPER_BLOCKS[group_size]
-    variants: list[tuple[int, int, KTile | HopperKTile]] = [(blocks, _BLOCK_M, tile)]
+    variants: list[tuple[int, int, AnyKTile]] = [(blocks, _BLOCK_M, tile)]
     if hopper_obstacle(weight.device) is None:
         variants.append((blocks, _BLOCK_M, hopper_k_tile(weight.shape[0])))
+    groups = weight.shape[1] // group_size
+    stored = stored_tiles(weight.device, group_size=group_size, num_groups=groups, width=weight.shape[0])
+    variants += [(blocks, m, t) for m, t in stored]
     return k_sweep(name, weight, num_rows, group_size, active, variants, with_variants=False)
 
 

@@ -66,6 +66,12 @@ _CASES = {
         _k(200, 5, 64, 4, biased=True),
         _k(130, 4, 128, 4, 0.0),
         _k(300, 3, 512, 8, keeps_empty=True),
+        # Stored: units of 64 rows of which one or none executes a group, several tiles a program, nothing executing.
+        _k(1, 8, 64, 8, keeps_empty=True, biased=True),
+        _k(700, 8, 128, 8, keeps_empty=True),
+        _k(190, 5, 192, 5, 0.1, keeps_empty=True, biased=True),
+        _k(65, 2, 64, 2, 0.0, keeps_empty=True, biased=True),
+        _k(128, 4, 64, 4, 1.0, keeps_empty=True),
         _k(300, 4, 256, 4, 1.0),
     ),
 }

@@ -8,21 +8,17 @@ from typing import Any
 import torch
 
 from wide.kernels.device import hopper_obstacle
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile
-from wide.kernels.gemm_k.tiles import default_hopper_tile as hopper_k_tile
 from wide.kernels.gemm_k.tiles import default_tile as k_tile
 from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
 from wide.kernels.measured import LayerSizes, gemm_case
 from wide.kernels.operator_table import OperatorName
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import GEMV_TILES, gemv_k_race, gemv_mn_race
+from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, AnyKTile, k_hopper_tiles, stored_tiles
 from wide.profiling.mn_tiles import MN_GATED_TILES, MN_PLAIN_TILES, AnyMnTile, MnTiles, mn_hopper_tiles
 from wide.profiling.races import PREFILL_TILES, Race, prefill_race
 from wide.profiling.sweeps import (
     DOWN_BLOCKS,
-    DOWN_TILES,
-    K_HOPPER_TILES,
-    OUTPUT_TILES,
     Sweep,
     k_sweep,
     mn_sweep,
@@ -159,16 +155,15 @@ def _mn_tiles(device: torch.device, size: int, gated: bool, quick: bool) -> MnTi
 
 def _k_variants(
     weight: torch.Tensor, rows: int, size: int, num_groups: int, quick: bool
-) -> list[tuple[int, int, KTile | HopperKTile]]:
+) -> list[tuple[int, int, AnyKTile]]:
     """Return super-blocks and tiles that fit groups of `size` channels, the device's defaults first."""
     width = weight.shape[0]
     blocks = [_SUPER_BLOCK] if num_groups <= _SUPER_BLOCK else list(DOWN_BLOCKS.get(size, _SUPER_BLOCKS))
     default = k_tile(weight.device, group_size=size, num_rows=rows, width=width, block_m=_BLOCK_M, dtype=torch.bfloat16)
-    tiles: list[tuple[int, KTile | HopperKTile]] = [(_BLOCK_M, default)]
+    tiles: list[tuple[int, AnyKTile]] = [(_BLOCK_M, default)]
     if hopper_obstacle(weight.device) is None:
-        tiles.append((_BLOCK_M, hopper_k_tile(width)))
-        hopper = (tile for tile in K_HOPPER_TILES if width % tile.block_n == 0)
-        tiles += [(_BLOCK_M, tile._replace(slab=min(tile.slab, width))) for tile in hopper]
+        tiles += k_hopper_tiles(width)
+    tiles += stored_tiles(weight.device, group_size=size, num_groups=num_groups, width=width)
     if not quick:
         every = OUTPUT_TILES if num_groups <= _SUPER_BLOCK else DOWN_TILES
         fitting = [(m, tile) for m, tile in every if width % tile.block_n == 0 and size % tile.block_k == 0]

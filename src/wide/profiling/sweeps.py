@@ -8,12 +8,13 @@ import torch
 from wide.kernels.contract import Case
 from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k import KTile, gemm_k
-from wide.kernels.gemm_k.tiles import HopperKTile
+from wide.kernels.gemm_k.tiles import HopperKTile, StoredKTile
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import Choice
+from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, AnyKTile, k_hopper_tiles, stored_tiles
 from wide.profiling.mn_tiles import MN_GATED_TILES, MN_PLAIN_TILES, AnyMnTile, MnTiles, mn_hopper_tiles
 
 HIDDEN = 4096
@@ -197,7 +198,7 @@ def _mn_candidates(
 
 
 def _backend(tile: tuple[int, ...]) -> str:
-    if isinstance(tile, ClusterMnTile):
+    if isinstance(tile, ClusterMnTile | StoredKTile):
         return "cuda"
     return "gluon" if isinstance(tile, HopperMnTile | HopperKTile) else "triton"
 
@@ -207,25 +208,6 @@ def _fields(tile: tuple[int, ...]) -> str:
     return ("" if backend == "triton" else f"{backend} ") + "x".join(str(value) for value in tile)
 
 
-DOWN_TILES = (
-    (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
-    (64, KTile(128, 64, 3, 4, 2, 1, run=8)),
-    (64, KTile(128, 64, 3, 4, 3, 1)),
-    (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
-    (128, KTile(128, 64, 3, 4, 2, 1)),
-    (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
-    (128, KTile(256, 64, 4, 8, 1, 1)),
-)
-OUTPUT_TILES = (
-    (64, KTile(128, 64, 4, 4, 2, 1)),
-    (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
-    (64, KTile(256, 64, 4, 4, 1, 1)),
-    (64, KTile(256, 64, 2, 4, 2, 1)),
-    (128, KTile(256, 64, 4, 8, 1, 1)),
-    (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
-    (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
-)
-K_HOPPER_TILES = (HopperKTile(2, 256, 4, 0, 1), HopperKTile(2, 256, 4, HIDDEN, 1), HopperKTile(2, 256, 4, 0, 2))
 _HOPPER_BLOCKS = {128: (6, 7, 8), 256: (4, 5)}
 # Groups in a super-block that are worth trying, by group size.
 DOWN_BLOCKS = {128: (4, 5, 6, 8), 256: (3, 4, 5)}
@@ -245,15 +227,19 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | 
         # Slabs of 16 and 32 MB (or everything).
         slabs = sorted({min(HIDDEN, 2**22 // num_rows), min(HIDDEN, 2**23 // num_rows)})
         for group_size, blocks in blocks_by_size.items():
-            variants: list[tuple[int, int, KTile | HopperKTile]]
+            variants: list[tuple[int, int, AnyKTile]]
             variants = [(s, m, t._replace(slab=slab)) for s in blocks for m, t in DOWN_TILES for slab in slabs]
             if hopper_obstacle(down.device) is None:
-                variants += [(s, 128, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for t in K_HOPPER_TILES]
+                hopper = k_hopper_tiles(HIDDEN)
+                variants += [(s, m, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for m, t in hopper]
             yield k_sweep("down", down, num_rows, group_size, active, variants)
         variants = [(8, m, t) for m, t in OUTPUT_TILES]
         variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (DOWN_TILES[0], DOWN_TILES[3], DOWN_TILES[5])]
         if hopper_obstacle(output.device) is None:
-            variants += [(s, 128, t) for s in (8, 4) for t in K_HOPPER_TILES]
+            variants += [(s, m, t) for s in (8, 4) for m, t in k_hopper_tiles(HIDDEN)]
+        groups = HIDDEN // ATTENTION_GROUP
+        stored = stored_tiles(output.device, group_size=ATTENTION_GROUP, num_groups=groups, width=HIDDEN)
+        variants += [(groups, m, t) for m, t in stored]
         yield k_sweep("o", output, num_rows, ATTENTION_GROUP, active, variants)
 
 
@@ -263,7 +249,7 @@ def k_sweep(
     num_rows: int,
     group_size: int,
     active: float,
-    variants: Sequence[tuple[int, int, KTile | HopperKTile]],
+    variants: Sequence[tuple[int, int, AnyKTile]],
     *,
     with_variants: bool = True,
 ) -> Sweep:
@@ -309,7 +295,7 @@ def _k_candidates(
     values: torch.Tensor,
     weight: torch.Tensor,
     mask: torch.Tensor,
-    variants: Sequence[tuple[int, int, KTile | HopperKTile]],
+    variants: Sequence[tuple[int, int, AnyKTile]],
     with_variants: bool,
 ) -> tuple[dict[str, Run], dict[str, Choice]]:
     """Return the calls by name, and what those stand for that a table may choose."""
@@ -329,7 +315,7 @@ def _k_candidates(
 
     unused = sort(8, 128)
 
-    def sparse(groups_per_block: int, block_m: int, tile: KTile | HopperKTile, deterministic: bool) -> Run:
+    def sparse(groups_per_block: int, block_m: int, tile: AnyKTile, deterministic: bool) -> Run:
         def run() -> torch.Tensor:
             order = sort(groups_per_block, block_m)
             return gemm_k(

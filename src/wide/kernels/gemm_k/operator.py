@@ -19,7 +19,7 @@ from wide.kernels.contract import (
 from wide.kernels.device import triton_obstacle
 from wide.kernels.gemm_k import hopper
 from wide.kernels.gemm_k.reference import gemm_k_reference
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile, default_tile
+from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile, default_tile
 from wide.kernels.registration import implement
 from wide.kernels.reordering import PatternReordering, Reordering
 
@@ -67,7 +67,7 @@ def _impl(
     }
     if backend not in GEMM_K.backends:
         raise UnsupportedBackendError(f"gemm_k has the backends {sorted(GEMM_K.backends)}, got {backend!r}")
-    if backend in ("triton", "gluon"):
+    if backend in ("triton", "gluon", "cuda"):
         options["tile"] = tuple(tile) or None
     return GEMM_K.backends[backend].run(h, weight, order, **options)  # type: ignore[no-any-return]
 
@@ -111,7 +111,7 @@ def gemm_k(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     backend: str,
-    tile: KTile | HopperKTile | None = None,
+    tile: KTile | HopperKTile | StoredKTile | None = None,
 ) -> torch.Tensor:
     """Return per row the sum over its executing groups of h[m, channels] W[:, channels]^T, plus bias.
 
@@ -129,8 +129,9 @@ def gemm_k(
         out_dtype: Of the result; None means that of `h`.
         deterministic: Add super-blocks in order, so that results are reproducible bit by bit.
         backend: 'torch', 'triton', 'gluon' (sm_90, half precision, G a multiple of 64, super-blocks of up to 8 groups,
-            neither packed nor deterministic) or 'dense' (multiplies everything).
-        tile: Tile of the Triton or Gluon kernel; None takes a default for the device.
+            neither packed nor deterministic), 'cuda' (the same in CUDA C++, for one super-block that keeps empty rows,
+            N a multiple of 256, `out_dtype` that of `h`; deterministic) or 'dense' (multiplies everything).
+        tile: Tile of the backend's kernel; None takes a default for the device.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -234,6 +235,11 @@ def _run_triton(
 def _run_gluon(h: torch.Tensor, weight: torch.Tensor, order: PatternReordering, **options: Any) -> torch.Tensor:
     _check(h, weight, order, **{name: value for name, value in options.items() if name != "tile"})
     return hopper.run(h, weight, order, **options)
+
+
+def _run_cuda(h: torch.Tensor, weight: torch.Tensor, order: PatternReordering, **options: Any) -> torch.Tensor:
+    _check(h, weight, order, **{name: value for name, value in options.items() if name != "tile"})
+    return hopper.run_cuda(h, weight, order, **options)
 
 
 def _run_dense(
@@ -357,6 +363,7 @@ GEMM_K = Operator(
         "torch": Backend(run=_run_torch, supports=anywhere),
         "triton": Backend(run=_run_triton, supports=_triton_supports),
         "gluon": Backend(run=_run_gluon, supports=hopper.supports),
+        "cuda": Backend(run=_run_cuda, supports=hopper.supports_cuda),
         "dense": Backend(run=_run_dense, supports=_dense_supports),
     },
     cases=_cases(),

@@ -54,6 +54,18 @@ class HopperKTile(NamedTuple):
     writes: int
 
 
+class StoredKTile(NamedTuple):
+    """Tile of the kernel of sm_90 in CUDA C++, which stores each row once; it has only this one.
+
+    Args:
+        rows: Of two consumers.
+        columns: Of the output.
+    """
+
+    rows: int = 128
+    columns: int = 256
+
+
 def default_hopper_tile(width: int) -> HopperKTile:
     """Return a tile that fits an output of this width; measured tables replace it."""
     return HopperKTile(2, largest_tile(width, 256), 4, 0, REDUCE_QUADS)

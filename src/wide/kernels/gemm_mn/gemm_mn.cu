@@ -29,9 +29,15 @@ constexpr u32 BAR_OFFSET = OUT_OFFSET + 8 * BUFFER;
 constexpr u32 SMEM = BAR_OFFSET + 16 * STAGES;
 static_assert(SMEM == SHARED_BYTES, "the launch must ask for as much shared memory");
 constexpr int COLUMNS = GATED ? 128 : 256;  // channels of a tile
-// Of a thread; they start with 168 each.
-#define PRODUCER_REGISTERS "72"
-#define CONSUMER_REGISTERS "216"
+// Short tiles that a cluster takes instead of its last whole one. Two of 128 rows last a little longer than that, three thin
+// ones a tenth, where one more on top of whole ones would cost a third.
+constexpr int FILL = 3;
+// Of a thread; they start with 168 each, and together may have no more: a warp group that asks for them waits for ever.
+#define PRODUCER_REGISTERS 72
+#define CONSUMER_REGISTERS 216
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168, "more registers than the launch has");
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
 
 __device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
@@ -108,17 +114,20 @@ struct Item {
   bool shared;
 };
 // The items of a cluster. Whole tiles, of 256 rows, are dealt out in turn. What the last turn leaves free is filled with short
-// ones, two to a cluster, before any takes one more: dealt out in turn as well, one too many would cost a whole turn.
+// ones, up to `FILL` to a cluster, before any takes one more: dealt out in turn as well, one too many would cost a whole turn.
 struct Items {
   const int* tiles;
   int whole, shorts, parts, rank, cluster, clusters;
   __device__ int begun() const { return whole % clusters; }
   __device__ int unfilled() const { return (clusters - begun()) % clusters; }
   __device__ int own() const { return (whole - cluster + clusters - 1) / clusters; }
+  // Those that fill up are dealt out forwards once, then backwards: the largest ones come first, and are not given a third.
+  __device__ int filling(int layer, int place, int free) const { return layer * free + (layer == 0 ? place : free - 1 - place); }
   __device__ int number() const {
-    const int place = cluster - begun(), free = unfilled(), beyond = shorts - 2 * free - cluster;
+    const int place = cluster - begun(), free = unfilled(), beyond = shorts - FILL * free - cluster;
     int found = own() + (beyond > 0 ? (beyond + clusters - 1) / clusters : 0);
-    if (free > 0 && place >= 0) found += (place < shorts) + (place + free < shorts);
+    if (free > 0 && place >= 0)
+      for (int layer = 0; layer < FILL; ++layer) found += filling(layer, place, free) < shorts;
     return found;
   }
   __device__ Item at(int turn, int number) const {
@@ -127,7 +136,7 @@ struct Items {
     int one = cluster + turn * clusters;
     if (late >= 0) {
       const bool fills = free > 0 && place >= 0;
-      one = whole + (fills && late < 2 ? place + late * free : 2 * free + cluster + (late - (fills ? 2 : 0)) * clusters);
+      one = whole + (fills && late < FILL ? filling(late, place, free) : FILL * free + cluster + (late - (fills ? FILL : 0)) * clusters);
     }
     int group, tile;
     asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(group), "=r"(tile) : "l"(tiles + 2 * (one / parts)));
@@ -217,7 +226,7 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
   const int turns = items.number(), ksteps = K / BK;
 
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 " PRODUCER_REGISTERS ";");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
     // Eight lanes copy the 128 bytes of a row; a thread has rows `row` + 16 i, which lie alike in the swizzle.
     constexpr int TIMES = 8;
     const int chunk = thread & 7, row = thread >> 3;
@@ -288,7 +297,7 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 " CONSUMER_REGISTERS ";");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(CONSUMER_REGISTERS) ";");
     const int unit = role - 1;
     // What this lane's row of the warp's 16 is called.
     const int place = unit * 64 + (warp & 3) * 16 + (lane & 15);

@@ -34,9 +34,9 @@ def reorder_reference(
 
 
 def _tiles_in_bands(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """List tiles band after band, in a band group after group, in a group by row tile; short ones last, by group."""
+    """List tiles band after band, in a band by group and row tile; short ones last, thin ones behind thick ones."""
     max_row_tiles = -(-num_rows // block_m)
-    # A remainder of more than half a tile counts as a whole one.
+    # A remainder of more than half a tile counts as a whole one, up to a quarter is thin.
     whole = [(count + block_m - block_m // 2 - 1) // block_m for count in counts.tolist()]
     tiles = [
         (group, row_tile)
@@ -44,7 +44,9 @@ def _tiles_in_bands(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[
         for group, count in enumerate(whole)
         for row_tile in range(band, min(band + BAND, count))
     ]
-    short = [(group, whole[group]) for group, count in enumerate(counts.tolist()) if count > whole[group] * block_m]
+    left = [count - number * block_m for count, number in zip(counts.tolist(), whole, strict=True)]
+    short = [(group, whole[group]) for group, rows in enumerate(left) if rows > block_m // 4]
+    short += [(group, whole[group]) for group, rows in enumerate(left) if 0 < rows <= block_m // 4]
     tiles += short
     out = torch.zeros(len(counts) * max_row_tiles, 2, dtype=torch.int32, device=counts.device)
     if tiles:

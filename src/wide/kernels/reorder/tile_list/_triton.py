@@ -39,7 +39,7 @@ def _tiles_kernel(COUNTS, TILES, NUM_TILES, N_G, BLOCK_M: tl.constexpr, BAND: tl
 @triton.jit
 def list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
     """List the whole tiles of one band, as `_tiles_in_bands` does; the first band lists and counts short ones, too."""
-    # A remainder of more than half a tile counts as a whole one.
+    # A remainder of more than half a tile counts as a whole one, up to a quarter is thin.
     whole = (total + BLOCK_M - BLOCK_M // 2 - 1) // BLOCK_M
     in_band = tl.minimum(tl.maximum(whole - band * BAND, 0), BAND)
     first = tl.sum(tl.minimum(whole, band * BAND), 0) + tl.cumsum(in_band, 0) - in_band
@@ -50,7 +50,12 @@ def list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M: tl.constexpr, BAND
         is_short = (total > whole * BLOCK_M).to(tl.int32)
         num_whole = tl.sum(whole, 0)
         num_short = tl.sum(is_short, 0)
-        place = TILES + 2 * (num_whole + tl.cumsum(is_short, 0) - is_short)
+        is_thin = is_short * (total <= whole * BLOCK_M + BLOCK_M // 4).to(tl.int32)
+        is_thick = is_short - is_thin
+        among = tl.where(
+            is_thin != 0, tl.sum(is_thick, 0) + tl.cumsum(is_thin, 0) - is_thin, tl.cumsum(is_thick, 0) - is_thick
+        )
+        place = TILES + 2 * (num_whole + among)
         tl.store(place, groups, mask=is_short != 0)
         tl.store(place + 1, whole, mask=is_short != 0)
         tl.store(NUM_TILES, num_whole + num_short)

@@ -1,0 +1,296 @@
+// GEMM-K for Hopper (sm_90a) over one sort of all groups: each row is in one tile, its sum stays in registers and is stored once.
+//
+// A tile is 128 sorted rows times 256 columns and executes the groups that any of its rows executes; of these each consumer
+// multiplies those that one of its own 64 rows executes. One warp group fills a ring of stages: rows are gathered, in a group
+// that a row skips it is zero there and never read; weights come as boxes of a tensor map. Structure and barriers are those of
+// gemm_mn.cu, without clusters: the rows of two programs differ in what they execute, and each would wait for the other's groups.
+//
+// Compiled for each combination of: HAS_BIAS; FLOAT16 (else bfloat16). Parameters are described at `gemm_k` in _cuda.py.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#if FLOAT16
+#define HALF "f16"
+#else
+#define HALF "bf16"
+#endif
+
+constexpr int STAGES = 4, BK = 64, COLUMNS = 256, ROWS = 128;
+constexpr u32 B_STAGE = COLUMNS * BK * 2, A_UNIT = 64 * BK * 2, A_STAGE = 2 * A_UNIT;
+constexpr u32 A_OFFSET = STAGES * B_STAGE, OUT_OFFSET = A_OFFSET + STAGES * A_STAGE;
+constexpr u32 LINE = 128 * 2, BUFFER = 16 * LINE;  // of a finished row; of a warp's rows
+constexpr u32 BAR_OFFSET = OUT_OFFSET + 8 * BUFFER;
+constexpr u32 SMEM = BAR_OFFSET + 16 * STAGES;
+static_assert(SMEM == SHARED_BYTES, "the launch must ask for as much shared memory");
+// Of a thread; they start with 168 each, and together may have no more: a warp group that asks for them waits for ever.
+#define PRODUCER_REGISTERS 72
+#define CONSUMER_REGISTERS 216
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168, "more registers than the launch has");
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+__device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bar_wait(u32 bar, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred p;\nW%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D%=;\nbra W%=;\nD%=:\n}" ::"r"(bar),
+      "r"(phase)
+      : "memory");
+}
+__device__ __forceinline__ void release(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+}
+__device__ __forceinline__ void wgmma_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// 64 rows x 256 columns: both operands in shared memory, halves in, float32 out.
+#define R128 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define F32(i) F8(i), F8(i + 8), F8(i + 16), F8(i + 24)
+__device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, int scale) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32." HALF "." HALF " {" R128 "}, %128, %129, p, 1, 1, 0, 0;\n}"
+               : F32(0), F32(32), F32(64), F32(96)
+               : "l"(a), "l"(b), "r"(scale));
+}
+
+struct __align__(64) Map {
+  char opaque[128];
+};
+// A box of 256 weight rows x 64, counted by the barrier.
+__device__ __forceinline__ void load_box(u32 to, const Map& map, int k, int row, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(k), "r"(row),
+               "r"(bar) : "memory");
+}
+
+// Volatile: a load that may be delayed until its value is needed hides nothing.
+__device__ __forceinline__ int load_int(const int* p) {
+  int v;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// What a program does in one turn: the sorted rows from `first` on, columns from `column` on, and the groups of both units in
+// eight bits each. first -1: nothing.
+struct Item {
+  int first, column;
+  u32 unions;
+  __device__ u32 of(int unit) const { return (unions >> (8 * unit)) & 255; }
+  __device__ u32 every() const { return of(0) | of(1); }
+};
+struct Items {
+  const int* items;
+  int parts, number;
+  __device__ Item at(int turn) const {
+    const int one = (int)blockIdx.x + turn * (int)gridDim.x;
+    if (one >= number) return {-1, 0, 0};
+    int tile;
+    u32 unions;
+    asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(tile), "=r"(unions) : "l"(items + 2 * (one / parts)));
+    return {tile * ROWS, one % parts * COLUMNS, unions};
+  }
+};
+// Entry `place` of a tile in a list over all sorted rows, for reading only where there is such a row.
+__device__ __forceinline__ int load_entry(const int* list, Item item, int place, int M) { return load_int(list + min(max(item.first, 0) + place, M - 1)); }
+// Equal in all lanes, which the compiler must know where products depend on it.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xffffffff, v, 0); }
+
+__device__ __forceinline__ float widened(const u16* p) {
+  float v;
+  u16 bits;
+  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(bits) : "l"(p));
+#if FLOAT16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+#else
+  v = __uint_as_float((u32)bits << 16);
+#endif
+  return v;
+}
+__device__ __forceinline__ u32 packed(float low, float high) {
+  u32 both;
+  asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// Every round is one use of a stage; producer and both consumers walk the same groups of the same items. A consumer that does
+// not execute a group waits for its rounds and releases them, so that phases stay in step.
+extern "C" __global__ void __launch_bounds__(384, 1)
+gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* __restrict__ out, const u16* __restrict__ bias, const int* __restrict__ index,
+       const int* __restrict__ patterns, const int* __restrict__ listed_items, const int* __restrict__ num_items, int M, int N, int size, int stride_h, int stride_out) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  const u32 base = smem_of(raw);
+  const u32 full = base + BAR_OFFSET, empty = full + 8 * STAGES;
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, role = thread >> 7;
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      bar_init(full + 8 * s, 128 + 1);
+      bar_init(empty + 8 * s, 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  const int parts = N / COLUMNS, steps = size / BK;
+  const Items items{listed_items, parts, load_int(num_items) * parts};
+
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
+    // Eight lanes copy the 128 bytes of a row; a thread has rows `row` + 16 i, which lie alike in the swizzle.
+    constexpr int TIMES = 8;
+    const int chunk = thread & 7, row = thread >> 3;
+    const u32 target = base + A_OFFSET + row * 128 + (chunk ^ (row & 7)) * 16;
+    const u16* const source = h + chunk * 8;
+    u32 stage = 0, phase = 1;
+    u32 rows[TIMES], pattern[TIMES];
+    Item item = items.at(0), next = items.at(1);
+#pragma unroll
+    for (int i = 0; i < TIMES; ++i) {
+      rows[i] = load_entry(index, item, row + 16 * i, M);
+      pattern[i] = load_entry(patterns, item, row + 16 * i, M);
+    }
+    for (int turn = 0; item.first >= 0; ++turn) {
+      // The item after the next, and of the next its rows and what they execute.
+      const Item after = items.at(turn + 2);
+      u32 next_rows[TIMES], next_pattern[TIMES];
+#pragma unroll
+      for (int i = 0; i < TIMES; ++i) {
+        next_rows[i] = load_entry(index, next, row + 16 * i, M);
+        next_pattern[i] = load_entry(patterns, next, row + 16 * i, M);
+      }
+      const int left = M - item.first;
+      for (u32 rest = item.every(); rest != 0; rest &= rest - 1) {
+        const int member = __ffs(rest) - 1;
+        const u32 executes[2] = {item.of(0) >> member & 1, item.of(1) >> member & 1};
+#pragma unroll 1
+        for (int k = member * size; k < (member + 1) * size; k += BK) {
+          bar_wait(empty + 8 * stage, phase);
+          const u32 bar = full + 8 * stage, rows_to = target + stage * A_STAGE;
+          if (thread == 0) {
+            bar_expect(bar, B_STAGE);
+            load_box(base + stage * B_STAGE, weight_map, k, item.column, bar);
+          }
+          // Rows beyond the last keep what the ring holds: their products are never stored.
+#pragma unroll
+          for (int i = 0; i < TIMES; ++i)
+            if (executes[i / (TIMES / 2)] && row + 16 * i < left)
+              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows_to + i * 2048), "l"(source + (u64)rows[i] * (u32)stride_h + k),
+                           "r"((pattern[i] >> member & 1) * 16) : "memory");
+          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+          if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+      }
+      item = next;
+      next = after;
+#pragma unroll
+      for (int i = 0; i < TIMES; ++i) {
+        rows[i] = next_rows[i];
+        pattern[i] = next_pattern[i];
+      }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(CONSUMER_REGISTERS) ";");
+    const int unit = role - 1;
+    // What this lane's row of the warp's 16 is called.
+    const int place = unit * 64 + (warp & 3) * 16 + (lane & 15);
+    const u32 buffer = base + OUT_OFFSET + (warp - 4) * BUFFER;
+    float acc[128];
+    u32 stage = 0, phase = 0;
+    Item item = items.at(0), next = items.at(1);
+    for (int turn = 0; item.first >= 0; ++turn) {
+      const Item after = items.at(turn + 2);
+      const int listed = load_entry(index, item, place, M);
+      const u32 own = uniform(item.of(unit)), every = uniform(item.every());
+      int used = 0, before = -1;
+      auto advance = [&]() {
+        if (++stage == STAGES) {
+          stage = 0;
+          phase ^= 1;
+        }
+      };
+      auto finish = [&]() {
+        wgmma_wait<0>();
+        if (before >= 0 && lane == 0) release(empty + 8 * before);
+        before = -1;
+      };
+      for (u32 rest = every; rest != 0; rest &= rest - 1) {
+        if (own & rest & (0 - rest)) {
+#pragma unroll 1
+          for (int step = 0; step < steps; ++step) {
+            bar_wait(full + 8 * stage, phase);
+            // Rows arrive through the generic proxy, the product reads through the asynchronous one.
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            const u64 a = descriptor(base + A_OFFSET + stage * A_STAGE + unit * A_UNIT);
+            const u64 b = descriptor(base + stage * B_STAGE);
+            wgmma_arrive();
+#pragma unroll
+            for (int k = 0; k < BK / 16; ++k) wgmma(acc, a + 2 * k, b + 2 * k, used | k);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (before >= 0 && lane == 0) release(empty + 8 * before);
+            before = stage;
+            used = 1;
+            advance();
+          }
+        } else {
+          finish();
+#pragma unroll 1
+          for (int step = 0; step < steps; ++step) {
+            bar_wait(full + 8 * stage, phase);
+            if (lane == 0) release(empty + 8 * stage);
+            advance();
+          }
+        }
+      }
+      finish();
+      const int target = item.first + place < M ? listed : -1;
+      // Through shared memory 128 columns at a time: a lane stores 16 bytes, 16 lanes the same row.
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        __syncwarp();  // what was there has been read out
+        // 8 columns of rows lane / 4 and + 8 are acc[4 c ..]. Sixteen bytes move by the row's number against bank conflicts.
+        const u32 put = buffer + (lane & 15) * LINE + (((lane >> 4) ^ (lane & 7)) * 16);
+        const int column = item.column + piece * 128;
+#pragma unroll
+        for (int c = 0; c < 16; c += 2) {
+          u32 part[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int q = 64 * piece + 4 * c + 2 * i;
+            float low = used ? acc[q] : 0.0f, high = used ? acc[q + 1] : 0.0f;
+#if HAS_BIAS
+            const int at = column + (c + (i >> 1)) * 8 + (lane & 3) * 2;
+            low += widened(bias + at);
+            high += widened(bias + at + 1);
+#endif
+            part[i] = packed(low, high);
+          }
+          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(put ^ (c * 16)), "r"(part[0]), "r"(part[1]), "r"(part[2]), "r"(part[3])
+                       : "memory");
+        }
+        __syncwarp();
+        u16* const to = out + column + lane % 16 * 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int r = 2 * i + lane / 16;
+          const int target_row = __shfl_sync(0xffffffff, target, r);
+          u32 v0, v1, v2, v3;
+          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
+                       : "r"(buffer + r * LINE + ((lane % 16 ^ (r & 7)) * 16)) : "memory");
+          if (target_row >= 0)
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (u64)target_row * (u32)stride_out), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+        }
+      }
+      item = next;
+      next = after;
+    }
+  }
+}
