@@ -18,7 +18,10 @@ NANO = DOCS / "results/nano-sweeps"
 LAB = DOCS / "results/lab-88m"
 RESULTS = {
     "lab-88m": [LAB],
-    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "n50", "f50", "seeds")},
+    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "f50")},
+    "lab-88m/n50-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted")],
+    "lab-88m/seeds-all": [LAB / name for name in ("seeds", "seeds-fitted", "seeds-fitted-18", "seeds-tyr")],
+    "lab-88m/q-all": [LAB / name for name in ("q-sweep", "n25-fitted", "n50-fitted")],
     "h200": [H200 / name for name in FOLDERS],
     "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
     "nano-sweeps/groups": [NANO / "groups"],
@@ -42,9 +45,10 @@ def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
     assert (DOCS / "results" / name / "report.html").stat().st_size < 2 * 2**20
 
 
-@pytest.mark.parametrize(
-    "name", ["n25", "n25-fitted", "n50", "n50-fitted", "f50", "f50-fitted", "seeds", "seeds-fitted"]
-)
+GRIDS = "n25 n25-fitted n50 n50-fitted n50-rest f50 f50-fitted seeds seeds-fitted seeds-fitted-18 seeds-tyr"
+
+
+@pytest.mark.parametrize("name", [*GRIDS.split(), "equal", "q-sweep", "g-sweep"])
 def test_the_committed_configuration_is_still_understood_and_asks_for_the_rows_of_its_records(name, tmp_path, capsys):
     given = ["compare", "--config", str(LAB / name / f"{name}.yaml"), "--output", str(tmp_path), "--print_config"]
     assert main(given) == 0
