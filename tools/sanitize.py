@@ -21,9 +21,11 @@ from wide.kernels.clear_skipped import CLEAR_SKIPPED
 from wide.kernels.contract import Operator
 from wide.kernels.device import DeviceFacts, device_facts, hopper_obstacle
 from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_k_rows import GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES
+from wide.kernels.reorder_rows import REORDER_ROWS
 from wide.kernels.rms_norm import RMS_NORM
 from wide.kernels.rope import ROPE
 from wide.kernels.route import NORM_ROUTE, ROUTE
@@ -33,8 +35,8 @@ from wide.profiling.hopper_cases import with_hopper_cases
 OPERATORS: dict[str, Operator] = {
     operator.name: with_hopper_cases(operator)
     for operator in (
-        REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, GEMM_MN, GEMM_K, GEMV_MN, GEMV_K, ATTENTION_PREFILL,
-        ATTENTION_DECODE, ROUTE, NORM_ROUTE, RMS_NORM, ROPE, CLEAR_SKIPPED,
+        REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS, GEMM_MN, GEMM_K, GEMM_K_ROWS, GEMV_MN, GEMV_K,
+        ATTENTION_PREFILL, ATTENTION_DECODE, ROUTE, NORM_ROUTE, RMS_NORM, ROPE, CLEAR_SKIPPED,
     )
 }  # fmt: skip
 
@@ -52,10 +54,11 @@ def limit_programs(programs: int) -> None:
     """Give the persistent Hopper products so few programs."""
     from wide.kernels.gemm_k import _cuda as gemm_k_cuda
     from wide.kernels.gemm_k import _gluon as gemm_k
+    from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows
     from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
     from wide.kernels.gemm_mn import _gluon as gemm_mn
 
-    for module in (gemm_k, gemm_k_cuda, gemm_mn):
+    for module in (gemm_k, gemm_k_cuda, gemm_k_rows, gemm_mn):
         module.device_facts = few_programs(programs)
     # Its programs come in pairs, and one pair alone would share no work with another.
     gemm_mn_cuda.device_facts = few_programs(max(programs, _LEAST_OF_PAIRS))

@@ -5,10 +5,14 @@ import torch
 
 from wide.kernels.contract import Case, Operator
 from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_k_rows import GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES
+from wide.kernels.reorder_rows import REORDER_ROWS
 
-OPERATORS = (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, GEMM_MN, GEMM_K)
+GENERAL = (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS, GEMM_MN, GEMM_K)
+# The last one has a kernel of its own on one kind of GPU only.
+OPERATORS = (*GENERAL, GEMM_K_ROWS)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -37,7 +41,7 @@ def test_backend_agrees_with_reference(operator: Operator, backend: str, case: C
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=_name)
 def test_contract_is_complete(operator: Operator) -> None:
-    assert {"torch", "triton"} <= set(operator.backends)
+    assert {"torch", "triton" if operator in GENERAL else "cuda"} <= set(operator.backends)
     assert all(case.dtype in operator.tolerance for case in operator.cases)
     work = operator.work(operator.cases[0])
     assert work.bytes_read > 0

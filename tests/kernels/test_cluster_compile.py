@@ -12,6 +12,7 @@ import triton
 
 from wide.errors import UnsupportedBackendError
 from wide.kernels.gemm_k import _cuda as gemm_k_cuda
+from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows_cuda
 from wide.kernels.gemm_mn import _cuda
 from wide.kernels.gemm_mn._cuda import Variant, machine_code
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
@@ -96,6 +97,29 @@ def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, 
     assert set(products) == {("256", "" if float16 else ".BF16")}
     assert 4 * len(re.findall(r"HGMMA.*gsb0", code)) == products.total()
     assert len(re.findall(r"UTMALDG\.2D", code)) == 1
+    assert "LDGSTS" in code
+    assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
+
+
+@needs_compiler
+@pytest.mark.parametrize("words", [2, 3, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_over_rows_in_one_order_fits_and_waits_once_a_step(
+    words: int, biased: bool, tmp_path: Path
+) -> None:
+    image = tmp_path / "kernel.cubin"
+    variant = gemm_k_rows_cuda.Variant(WORDS=words, HAS_BIAS=int(biased), FLOAT16=int(biased))
+    image.write_bytes(gemm_k_rows_cuda.machine_code(variant, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] == 168
+    assert used["SHARED"] + gemm_k_rows_cuda._SHARED_BYTES <= SHARED
+    code = _tool("nvdisasm", "-c", image)
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert set(products) == {("256", "" if biased else ".BF16")}
+    assert 4 * len(re.findall(r"HGMMA.*gsb0", code)) == products.total()
     assert "LDGSTS" in code
     assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
 

@@ -133,7 +133,8 @@ def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
     stored = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8)
     for hidden, groups, wanted in (
         (4096, 8, stored),
-        (4096, 16, Choice(backend="gluon", groups_per_block=8)),
+        (4096, 16, stored),
+        (4096, 64, stored),
         (4224, 8, Choice(backend="gluon", groups_per_block=8)),
     ):
         sizes = {"hidden_size": hidden, "attention_groups": groups}
@@ -142,6 +143,26 @@ def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
         tuning.store(tuning_key("gemm_k", CPU, case), stored)
         found = _table(tuning, **sizes).choice("output", 4096)
         assert dataclasses.replace(found, block_m=wanted.block_m) == wanted
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+    rows = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=112)
+
+    def chosen(**sizes: int) -> Choice:
+        tuning = TuningTable(tmp_path / f"{len(list(tmp_path.iterdir()))}.json")
+        case = gemm_case("down", dataclasses.replace(LLAMA, **sizes), 4096, 0.5)
+        tuning.store(tuning_key("gemm_k", CPU, case), rows)
+        return _table(tuning, **sizes).choice("down", 4096)
+
+    assert chosen() == rows
+    # Groups of 96 channels, and a width that tiles of 256 columns do not divide.
+    assert chosen(ffn_width=96 * 112).backend == chosen(hidden_size=4224).backend == "dense"
+    monkeypatch.setattr(measured, "native_obstacle", lambda: "no compiler")
+    assert chosen().backend == "dense"
 
 
 @pytest.mark.usefixtures("on_gpu")

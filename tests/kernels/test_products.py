@@ -74,3 +74,23 @@ def test_choices_reach_the_products_over_input_groups(
     sum_groups("output", h, weight, None, torch.rand(ROWS, GROUPS) < 0.5, table)
     assert found == [(backend, tile, choice.block_m or 128, True)]
     assert type(found[0][1]) is type(tile)
+
+
+def test_more_groups_than_patterns_hold_go_by_rows_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, known = [], products.gemm_k_rows
+
+    def noted(h: torch.Tensor, weight: torch.Tensor, order: Any, *, backend: str, **options: Any) -> Any:
+        found.append((backend, tuple(order.words.shape)))
+        return known(h, weight, order, backend="torch", **options)
+
+    monkeypatch.setattr(products, "gemm_k_rows", noted)
+    h, weight, mask = torch.randn(ROWS, 9 * SIZE), torch.randn(DEPTH, 9 * SIZE), torch.rand(ROWS, 9) < 0.5
+    choice = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=9)
+    table = OperatorTable(backend="torch").with_many("down", choice)
+    assert table.how("down", ROWS) == "many"
+    # Few rows go as they did.
+    assert table.how("down", 1) == "few"
+    holes = torch.where(mask.repeat_interleave(SIZE, 1), h, float("nan"))
+    got = sum_groups("down", holes, weight, None, mask, table)
+    torch.testing.assert_close(got, torch.where(mask.repeat_interleave(SIZE, 1), h, 0.0) @ weight.t())
+    assert found == [("cuda", (2, ROWS))]

@@ -7,8 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.kernels.gemm_k import gemm_k
+from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reorder_rows import reorder_rows
 
 
 def _inputs() -> dict[str, torch.Tensor]:
@@ -40,6 +42,19 @@ def test_opcheck(backend: str) -> None:
         (torch.ops.wide.reorder, (data["mask"], 16, True, backend)),
         (torch.ops.wide.reorder_sequences, (data["mask"].unsqueeze(0), backend)),
         (torch.ops.wide.reorder_patterns, (data["mask"], 16, 2, False, backend)),
+        (torch.ops.wide.reorder_rows, (data["mask"], backend)),
+        (
+            torch.ops.wide.gemm_k_rows,
+            (
+                data["x"].new_ones(32, 48),
+                data["down"],
+                None,
+                *reorder_rows(data["mask"], backend=backend),
+                16,
+                None,
+                "torch",
+            ),
+        ),
         (
             torch.ops.wide.gemm_mn,
             (data["x"], data["gate"], data["up"], None, None, *order[:5], None, 16, "silu", True, backend, []),
@@ -79,3 +94,14 @@ def test_fakes_have_the_shapes_of_results() -> None:
         assert ffn(**data).shape == (20, 32)
         fake = reorder_sequences(data["mask"].unsqueeze(0), backend="triton")
     assert [part.shape for part in fake] == [part.shape for part in real]
+
+
+def test_fakes_of_rows_in_one_order_have_the_shapes_of_results() -> None:
+    mask = torch.rand(200, 70) < 0.5
+    real = reorder_rows(mask, backend="torch")
+    with FakeTensorMode() as mode:
+        fake = reorder_rows(mode.from_tensor(mask), backend="triton")
+        assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
+        h, weight = mode.from_tensor(torch.ones(200, 140)), mode.from_tensor(torch.ones(24, 140))
+        out = gemm_k_rows(h, weight, fake, group_size=2, backend="torch")
+    assert (out.shape, out.dtype) == ((200, 24), torch.float32)

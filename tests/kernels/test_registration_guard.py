@@ -20,6 +20,7 @@ from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
 from wide.kernels.gemv import GEMV_K, GEMV_MN, gemv_k, gemv_mn
 from wide.kernels.registration import on_device_of_tensors
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, reorder, reorder_patterns
+from wide.kernels.reorder_rows import REORDER_ROWS, reorder_rows
 from wide.kernels.reordering import SequenceReordering
 from wide.kernels.rms_norm import RMS_NORM, rms_norm
 from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route
@@ -76,7 +77,7 @@ def test_every_operator_runs_with_its_tensors_device_current(name: str, switched
 
 
 def test_there_are_operators_to_check() -> None:
-    assert len(NAMES) == 14
+    assert len(NAMES) == 16
 
 
 def test_nothing_is_switched_on_the_current_device_or_the_host(switched: list[str]) -> None:
@@ -107,6 +108,7 @@ def _clear(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> torch.T
 _CALLS: list[tuple[Operator, Callable[..., Any]]] = [
     (REORDER, lambda **arguments: reorder(**arguments)[:6]),
     (REORDER_PATTERNS, lambda **arguments: reorder_patterns(**arguments)[:5]),
+    (REORDER_ROWS, lambda **arguments: reorder_rows(**arguments)[:4]),
     (GEMM_MN, gemm_mn),
     (GEMM_K, gemm_k),
     (ATTENTION_PREFILL, _prefill),

@@ -15,7 +15,16 @@ NAMES = ("gemm_mn", "gemm_k", "prefill", "decode", "gemv")
 
 def test_every_product_and_attention_is_compared_with_float64():
     found = measure_accuracy(("reorder", *NAMES), device=CPU, backends=("torch",), sizes=SMALL)
-    operators = ["gemm_mn", "gemm_k", "gemm_k, one sort", "attention_prefill", "attention_decode", "gemv_mn", "gemv_k"]
+    operators = [
+        "gemm_mn",
+        "gemm_k",
+        "gemm_k, one sort",
+        "gemm_k_rows",
+        "attention_prefill",
+        "attention_decode",
+        "gemv_mn",
+        "gemv_k",
+    ]
     assert [entry["operator"] for entry in found] == operators
     # References round once, where dense paths do at least as often.
     assert all(entry["within"] and 0 < entry["error"] < 1e-2 and 0 < entry["dense_error"] < 2e-2 for entry in found)

@@ -5,10 +5,10 @@ import torch
 
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.tuning import Choice
-from wide.profiling import coarse, layer_shapes, mn_tiles, sweeps
+from wide.profiling import coarse, k_tiles, layer_shapes, mn_tiles, sweeps
 from wide.profiling.backends import backend_of
 from wide.profiling.mn_tiles import mn_hopper_tiles
-from wide.profiling.sweeps import gemm_mn_sweeps, mn_sweep
+from wide.profiling.sweeps import gemm_k_sweeps, gemm_mn_sweeps, mn_sweep
 
 CPU = torch.device("cpu")
 GLUON, CLUSTER = (128, HopperMnTile(2, 256, 4, 1)), (256, ClusterMnTile(256, 256))
@@ -58,3 +58,21 @@ def test_tuning_tries_it_once_beside_the_others(quick):
         tiles = layer_shapes._mn_tiles(CPU, size, gated, quick)
         assert len(set(tiles)) == len(tiles)
         assert (CLUSTER in tiles) == wanted
+
+
+@pytest.mark.usefixtures("hopper", "host")
+def test_products_over_input_groups_are_tried_over_one_sort(monkeypatch):
+    for module in (k_tiles, sweeps):
+        monkeypatch.setattr(module, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(k_tiles, "native_obstacle", lambda: None)
+    monkeypatch.setattr(sweeps, "FFN", 1280)
+    monkeypatch.setattr(sweeps, "HIDDEN", 256)
+    monkeypatch.setattr(sweeps, "ATTENTION_GROUP", 64)
+    down, output = gemm_k_sweeps((8,), False, (128, 0.5))
+    assert down.choices["s=10 128xcuda 128x256"] == Choice(
+        backend="cuda", tile=(128, 256), block_m=128, groups_per_block=10
+    )
+    assert "s=4 128xcuda 128x256" in output.choices
+    assert [backend_of(name) for name in (*down.candidates, *output.candidates)].count("cuda") == 2
+    tried = layer_shapes._k_variants(torch.empty(256, 1280), 8, 128, 10, True)
+    assert [(s, backend_of(sweeps._fields(t))) for s, _, t in tried if s > 8] == [(10, "cuda")]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,20 @@ RECIPES = {
 }
 BENCHMARK = json.loads((RECORDS / "lab-benchmark.json").read_text())
 LAB = ROOT / "docs/results/lab-88m"
-EQUAL_LORA, EQUAL_WORK = (
+EQUAL_LORA, EQUAL_WORK, QUARTER, SEEDS, EQUAL_TOKENS = (
     {
         (record.subject, record.metric): record.value
         for name in names
         for record in read_records(LAB / name / "compare.jsonl")[0]
     }
-    for names in (("n50",), ("f50", "f50-fitted"))
+    for names in (
+        ("n50",),
+        ("f50", "f50-fitted"),
+        ("n25", "n25-fitted"),
+        # Of equal cells the last grid counts, as in the table of three seeds.
+        ("n50", "n50-rest", "n50-fitted", "seeds", "seeds-tyr", "seeds-fitted", "seeds-fitted-18"),
+        ("equal",),
+    )
 )
 FORWARDS = json.loads((RECORDS / "h200/endtoend.json").read_text())["records"]
 STEPS, BATCHES, *COMPILED = (
@@ -89,6 +97,23 @@ def test_speed_ups_and_ceilings_are_those_of_the_records(what, name):
     found = [forward(what, length, candidate="routed 0.5/0.5", skipped=half) for length in lengths]
     assert measured == " / ".join(f"{entry['speedup']:.2f}x" for entry in found)
     assert ideal == " / ".join(f"{entry['ceiling']:.2f}x" for entry in found)
+
+
+def test_prefills_of_several_runs_are_those_of_the_records():
+    said = re.search(
+        r"have ([\d.]+)x and ([\d.]+)x in prefill at 4096 tokens, ([\d.]+)x and ([\d.]+)x at 16384; "
+        r"four runs before had ([\d.]+)x to ([\d.]+)x and ([\d.]+)x to ([\d.]+)x",
+        README,
+    )
+    figures = []
+    for names in (("", "-output-gluon"), ("-gluon", "-idle-host", "-earlier", "-busy-host")):
+        runs = [json.loads((RECORDS / f"h200/endtoend{name}.json").read_text())["records"] for name in names]
+        for tokens in (4096, 16384):
+            wanted = ("prefill", tokens, "routed 0.5/0.5")
+            found = [e["speedup"] for run in runs for e in run if (e["what"], e["tokens"], e["candidate"]) == wanted]
+            assert len(found) == len(names)
+            figures += [min(found), max(found)]
+    assert list(said.groups()) == [f"{figure:.2f}" for figure in figures]
 
 
 def test_the_cost_of_skipping_nothing_is_that_of_the_records():
@@ -205,6 +230,32 @@ def test_rows_at_half_of_the_work_are_those_of_their_records():
     )
     rows = [EQUAL_WORK[f"{row}/0.5/17/recovered", "token_perplexity"] for row in ("tyr", "wide", "ddp", "wide-fitted")]
     assert list(said.groups()) == [f"{figure:.1f}" for figure in rows]
+
+
+def test_the_better_recipe_at_a_quarter_is_that_of_its_records():
+    said = re.search(r"below is ahead of it \(([\d.]+), at ([\d.]+) % of the work; Týr ([\d.]+) %\)", README)
+    better, tyr = "wide-fitted/0.25/17/recovered", "tyr/0.25/17/recovered"
+    work = [100 * QUARTER[row, "sparsity.linear_flops_layers"] for row in (better, tyr)]
+    assert list(said.groups()) == [f"{figure:.1f}" for figure in (QUARTER[better, "token_perplexity"], *work)]
+    others = [v for (row, metric), v in QUARTER.items() if metric == "token_perplexity" and row.endswith("recovered")]
+    assert sorted(others)[1:3] == [QUARTER[better, "token_perplexity"], QUARTER[tyr, "token_perplexity"]]
+
+
+def test_means_over_seeds_and_equal_tokens_are_those_of_their_records():
+    said = re.search(
+        r"WIDE ([\d.]+) ± ([\d.]+) \(G = 128\), Týr ([\d.]+) \(two seeds\), DDP ([\d.]+) ± ([\d.]+), "
+        r"SliceGPT ([\d.]+) ± ([\d.]+), the better recipe ([\d.]+) ± ([\d.]+)\.",
+        README,
+    )
+    figures = []
+    for row in ("wide", "tyr", "ddp", "slicegpt", "wide-fitted"):
+        cells = [SEEDS.get((f"{row}/0.5/{seed}/recovered", "token_perplexity")) for seed in (17, 18, 19)]
+        known = [perplexity for perplexity in cells if perplexity is not None]
+        assert len(known) == (2 if row == "tyr" else 3)
+        figures += [statistics.mean(known), *([] if row == "tyr" else [statistics.stdev(known)])]
+    assert list(said.groups()) == [f"{figure:.1f}" for figure in figures]
+    equal = re.search(r"SliceGPT comes to ([\d.]+); Týr was not run so", README)
+    assert equal[1] == f"{EQUAL_TOKENS['slicegpt/0.5/17/recovered', 'token_perplexity']:.1f}"
 
 
 def test_small_models_and_the_dense_perplexity_are_those_of_the_records():

@@ -13,7 +13,7 @@ from wide.records import read_records
 DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
-FOLDERS = ("decode-groups", "groups-256", "naive", "batches", "sparsity", "sweeps", ".", "steps")
+FOLDERS = ("decode-groups", "groups-256", "groups-512", "naive", "batches", "sparsity", "sweeps", ".", "steps")
 NANO = DOCS / "results/nano-sweeps"
 LAB = DOCS / "results/lab-88m"
 RESULTS = {

@@ -7,7 +7,6 @@ its margin times +1 (executes) or -1 (skips).
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch

@@ -1,18 +1,12 @@
-"""An experiment: the K-axis product of rows whose mask is one of C codewords, by one sort and down_one_sort.cu."""
-
-from pathlib import Path
+"""An experiment: rows whose mask is one of C codewords, in the order and the lists that GEMM-K over rows takes."""
 
 import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.device import device_facts
-from wide.kernels.native.build import cubin
-from wide.kernels.native.launch import Kernel, tensor_map
 from wide.kernels.reorder import reorder_patterns
+from wide.kernels.reordering import RowReordering
 
-SOURCE = Path(__file__).parents[1] / "kernels" / "down_one_sort.cu"
-SHARED_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
 BITS = 8
 
 
@@ -24,6 +18,7 @@ class Codebook:
     """
 
     def __init__(self, masks: torch.Tensor) -> None:
+        """Put them in order and pack them."""
         order, left = [0], list(range(1, len(masks)))
         while left:
             far = (masks[left] != masks[order[-1]]).sum(1)
@@ -33,13 +28,25 @@ class Codebook:
         # Rows are sorted by the Gray rank of eight bits, so these are the Gray code of their place.
         self.names = place ^ (place >> 1)
         self.bits = (self.names[:, None] >> torch.arange(BITS, device=masks.device) & 1).bool()
-        self.num_words = -(-masks.shape[1] // 32)
+        self.num_words = max(2, -(-masks.shape[1] // 32))
         padded = torch.zeros(len(masks), 32 * self.num_words, dtype=torch.int64, device=masks.device)
         padded[:, : masks.shape[1]] = self.masks
         words = (padded.view(len(masks), -1, 32) << torch.arange(32, device=masks.device)).sum(2)
         words = torch.where(words >= 2**31, words - 2**32, words).int()
         self.words = torch.zeros(2**BITS, self.num_words, dtype=torch.int32, device=masks.device)
         self.words[self.names] = words
+
+    def reorder(self, bits: torch.Tensor) -> RowReordering:
+        """Return rows sorted by their codeword, bool [M, 8], rows of `bits`."""
+        order = reorder_patterns(bits, groups_per_block=BITS, block_m=128, keeps_empty=True, backend="triton")
+        rows, words = len(bits), self.num_words
+        tiles, padded = triton.cdiv(rows, 128), triton.next_power_of_2(words)
+        new = {"dtype": torch.int32, "device": bits.device}
+        patterns, unions = torch.empty(words, rows, **new), torch.empty(2 * tiles, words, **new)
+        cost, items = torch.empty(tiles, **new), torch.empty(tiles, **new)
+        _lists_kernel[(tiles,)](order.patterns, self.words, patterns, unions, cost, rows, W=words, W_PADDED=padded)
+        _items_kernel[(1,)](cost, items, tiles, T=triton.next_power_of_2(tiles))
+        return RowReordering(order.index[0], patterns, unions, items)
 
 
 @triton.jit
@@ -71,47 +78,8 @@ def _lists_kernel(NAMES, WORDS, PATTERNS, UNIONS, COST, M, W: tl.constexpr, W_PA
 
 
 @triton.jit
-def _items_kernel(COST, ITEMS, NUM, tiles, T: tl.constexpr):
+def _items_kernel(COST, ITEMS, tiles, T: tl.constexpr):
     mine = tl.arange(0, T)
     cost = tl.load(COST + mine, mask=mine < tiles, other=-1)
     before = (cost[None, :] > cost[:, None]) | ((cost[None, :] == cost[:, None]) & (mine[None, :] < mine[:, None]))
     tl.store(ITEMS + tl.sum(before.to(tl.int32), 1), mine, mask=mine < tiles)
-    tl.store(NUM, tiles)
-
-
-class Product:
-    """Launches the kernel for groups of one size."""
-
-    def __init__(self, num_words: int, folder: Path) -> None:
-        macros = {"WORDS": num_words, "HAS_BIAS": 0, "FLOAT16": 0, "SHARED_BYTES": SHARED_BYTES}
-        torch.zeros(1, device="cuda")
-        code = cubin(SOURCE, folder, architecture="sm_90a", macros=macros)
-        self.kernel = Kernel(code, "gemm_k", threads=384, shared_bytes=SHARED_BYTES)
-
-    def __call__(self, h: torch.Tensor, weight: torch.Tensor, bits: torch.Tensor, book: Codebook) -> torch.Tensor:
-        """Return h W^T over the groups that rows execute, [M, N]; sorting and listing included.
-
-        Args:
-            h: bfloat16 [M, K]; skipped channels are not read.
-            weight: [N, K].
-            bits: Each row's codeword, bool [M, 8], rows of `book.bits`.
-            book: Of the layer.
-        """
-        rows, width = h.shape[0], weight.shape[0]
-        order = reorder_patterns(bits, groups_per_block=BITS, block_m=128, keeps_empty=True, backend="triton")
-        tiles, words = triton.cdiv(rows, 128), book.num_words
-        new = {"dtype": torch.int32, "device": h.device}
-        patterns, unions = torch.empty(words, rows, **new), torch.empty(2 * tiles, words, **new)
-        cost, items, num = torch.empty(tiles, **new), torch.empty(tiles, **new), torch.empty(1, **new)
-        padded = triton.next_power_of_2(words)
-        _lists_kernel[(tiles,)](order.patterns, book.words, patterns, unions, cost, rows, W=words, W_PADDED=padded)
-        _items_kernel[(1,)](cost, items, num, tiles, T=triton.next_power_of_2(tiles))
-        out = h.new_empty(rows, width)
-        facts = device_facts(h.device)
-        size = h.shape[1] // book.masks.shape[1]
-        self.kernel(
-            h.device, facts.num_sms, tensor_map(weight, 256, 64), h, out, out, order.index, patterns, unions, items, num,
-            rows, width, size, h.stride(0), width,
-        )  # fmt: skip
-        self.unions = unions
-        return out

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from product import Codebook, Product
+from product import Codebook
 
+from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.operator_table import OperatorTable
 from wide.kernels.products import GatedWeights, gated_product
 from wide.kernels.tuning import Choice
@@ -43,14 +44,19 @@ def random_book(size: int, seed: int) -> Codebook:
     return Codebook(torch.rand(size, GROUPS, generator=torch.Generator().manual_seed(seed)).cuda() < 0.5)
 
 
-def executed(product: Product) -> tuple[float, float]:
+def product(h: torch.Tensor, weight: torch.Tensor, bits: torch.Tensor, book: Codebook) -> torch.Tensor:
+    """Return the product of rows that choose codewords by `bits`, sorting and listing included."""
+    return gemm_k_rows(h, weight, book.reorder(bits), group_size=h.shape[1] // book.masks.shape[1], backend="cuda")
+
+
+def executed(unions: torch.Tensor) -> tuple[float, float]:
     """Return the shares that consumers multiply and that tiles load."""
-    bits = product.unions[:, :, None] >> torch.arange(32, device="cuda") & 1
+    bits = unions[:, :, None] >> torch.arange(32, device="cuda") & 1
     tiles = bits[0::2] | bits[1::2]
     return bits.sum().item() / (len(bits) * GROUPS), tiles.sum().item() / (len(tiles) * GROUPS)
 
 
-def race_product(product: Product) -> None:
+def race_product() -> None:
     torch.manual_seed(17)
     weight = torch.randn(HIDDEN, FFN, device="cuda", dtype=torch.bfloat16) * FFN**-0.5
     for rows in (4096, 16384):
@@ -67,7 +73,7 @@ def race_product(product: Product) -> None:
             wanted = zeros[some].float() @ weight.float().t()
             error = ((got - wanted).norm() / wanted.norm()).item()
             assert error < 5e-3, (rows, size, error)
-            facts[size] = (error, *executed(product))
+            facts[size] = (error, *executed(book.reorder(bits).unions))
             say(rows, size, "error", f"{error:.1e}", "executed by units, tiles: %.3f %.3f" % facts[size][1:])
             candidates[f"C = {size}"] = lambda bits=bits, book=book: product(h, weight, bits, book)
             del holes, zeros
@@ -78,8 +84,8 @@ def race_product(product: Product) -> None:
 class Patched:
     """Replaces a decoder's FFNs by ones whose down product goes by codewords; their choice is charged."""
 
-    def __init__(self, decoder, rows: int, size: int, product: Product) -> None:
-        self.decoder, self.product = decoder, product
+    def __init__(self, decoder, rows: int, size: int) -> None:
+        self.decoder = decoder
         self.original = decoder._feed_forward
         self.layers, masks = {}, []
         for index, layer in enumerate(decoder.layers):
@@ -99,7 +105,7 @@ class Patched:
         gated = GatedWeights(weights.gate, weights.up, weights.gate_bias, weights.up_bias, weights.activation)
         sparse = Choice(backend="triton")
         h = gated_product(x, gated, mask, shared.run.table.with_rules("down", ((1, sparse),)))
-        return self.product(h, weights.down, bits, book)
+        return product(h, weights.down, bits, book)
 
     def call(self, call):
         def run():
@@ -112,7 +118,7 @@ class Patched:
         return run
 
 
-def race_forward(product: Product, length: int) -> None:
+def race_forward(length: int) -> None:
     from wide.config import WideConfig
     from wide.models.attach import attach
     from wide.profiling.endtoend_races import operator_table
@@ -138,7 +144,7 @@ def race_forward(product: Product, length: int) -> None:
         "independent masks": lambda: decoder.prefill(ids, lengths, cache, Run(table=table, forced=masks)),
     }
     for size in (16, 64, 256):
-        patched = Patched(decoder, length, size, product)
+        patched = Patched(decoder, length, size)
         own = force(decoder.layers, [(None, mask) for mask in patched.masks])
         forced = [(attention, ffn) for (attention, _), (_, ffn) in zip(masks, own, strict=True)]
         call = lambda forced=forced: decoder.prefill(ids, lengths, cache, Run(table=table, forced=forced))
@@ -157,10 +163,9 @@ def race_forward(product: Product, length: int) -> None:
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
-        product = Product(-(-GROUPS // 32), OUT)
         if sys.argv[2] == "product":
-            race_product(product)
+            race_product()
         else:
             for word in sys.argv[3:]:
-                race_forward(product, int(word))
+                race_forward(int(word))
                 torch.cuda.empty_cache()

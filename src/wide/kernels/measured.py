@@ -12,6 +12,7 @@ from wide.errors import ConfigError
 from wide.kernels.contract import Case
 from wide.kernels.device import device_facts, triton_obstacle
 from wide.kernels.gemm_k.hopper import fits_stored
+from wide.kernels.gemm_k_rows import fits_rows
 from wide.kernels.gemm_mn.hopper import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
@@ -27,6 +28,8 @@ _NEARLY_ALL = 0.95
 _HOPPER_STEP = 128
 # And so are groups of their products.
 _HOPPER_GROUP = 64
+# Most groups that one sort by patterns covers.
+_PATTERN_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +178,9 @@ def _many(
             case = gemm_case(name, sizes, rows, active)
         start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
         choice = known.nearest(operator, device, case, fewer_rows=True) or DENSE
+        if operator == "gemm_k" and choice.groups_per_block > _PATTERN_GROUPS and not _runs_rows(name, sizes):
+            # Nothing else takes rows in one order over so many groups.
+            choice = DENSE
         if choice.backend in SPECIAL_BACKENDS and _misfits_hopper(name, sizes):
             # No specialised kernel takes them; the general one was measured slower, yet faster than dense.
             choice = dataclasses.replace(choice, backend="triton", tile=(), block_m=0)
@@ -199,7 +205,8 @@ def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
     """Return whether the kernel in CUDA C++ takes a layer's groups and can be compiled here."""
     width, groups = _grouped(name, sizes)
     if name in ("output", "down"):
-        fits = fits_stored(width // groups, groups, sizes.hidden_size)
+        takes = fits_stored if groups <= _PATTERN_GROUPS else fits_rows
+        fits = takes(width // groups, groups, sizes.hidden_size)
     else:
         fits = fits_cluster(width // groups, gated=name == "gate_up" and sizes.is_gated)
     if not fits:
@@ -208,6 +215,12 @@ def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
     if missing is not None:
         _warn_of(missing)
     return missing is None
+
+
+def _runs_rows(name: OperatorName, sizes: LayerSizes) -> bool:
+    """Return whether the kernel over one order of rows takes a layer's groups and can be compiled here."""
+    width, groups = _grouped(name, sizes)
+    return groups > _PATTERN_GROUPS and fits_rows(width // groups, groups, sizes.hidden_size) and not native_obstacle()
 
 
 @functools.cache

@@ -88,6 +88,13 @@ class OperatorTable:
         changes: dict[str, Any] = {name: None}
         return dataclasses.replace(self, **changes)
 
+    def with_many(self, name: OperatorName, choice: Choice) -> "OperatorTable":
+        """Return a table in which one operator runs as chosen for many tokens, for few as before."""
+        first = Choice(backend=self.backend) if name in self.few else DENSE
+        rules = self._rules(name) or ((1, first),)
+        kept = tuple(rule for rule in rules if rule[0] <= MAX_ROWS)
+        return self.with_rules(name, (*kept, (MAX_ROWS + 1, choice)))
+
     def _rules(self, name: str) -> Rules | None:
         for known, rules in self.rules:
             if known == name:

@@ -8,12 +8,14 @@ from torch.nn import functional
 
 from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
+from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.operator_table import OperatorName, OperatorTable
 from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.reorder_rows import reorder_rows
 from wide.kernels.reordering import Reordering
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
 
@@ -104,6 +106,9 @@ def sum_groups(
         tile = GemvTile(*choice.tile) if choice.tile else None
         return gemv_k(h, weight, mask, bias=bias, backend=table.backend, tile=tile)
     num_groups = mask.shape[1]
+    if choice.backend == "cuda" and num_groups > _PATTERN_GROUPS:
+        rows = reorder_rows(mask, backend=table.backend)
+        return gemm_k_rows(h, weight, rows, group_size=h.shape[1] // num_groups, bias=bias, backend="cuda")
     per_block = min(choice.groups_per_block or _PATTERN_GROUPS, num_groups)
     order = reorder_patterns(
         mask,

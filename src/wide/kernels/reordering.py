@@ -70,3 +70,23 @@ class PatternReordering(NamedTuple):
     block_m: int
     groups_per_block: int
     keeps_empty: bool
+
+
+class RowReordering(NamedTuple):
+    """Rows in one order over all groups, so that neighbours execute nearly the same (for K-axis GEMMs).
+
+    M = rows, N_G = groups, W = words of 32 groups, at least 2; bit i of word w is group 32 w + i. A unit has 64 rows, a
+    tile two units; of a last tile that has one only, the other executes nothing.
+
+    Args:
+        index: Row numbers, int32 [M].
+        words: Groups that the row at a place executes, int32 [W, M].
+        unions: Groups that any row of a unit executes, int32 [2 * ceil(M / 128), W].
+        items: Tiles by descending number of groups that either unit executes, int32 [ceil(M / 128)].
+    """
+
+    # Nobody searches these tuples, so hiding tuple.index is harmless.
+    index: torch.Tensor  # type: ignore[assignment]
+    words: torch.Tensor
+    unions: torch.Tensor
+    items: torch.Tensor

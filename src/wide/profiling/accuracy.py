@@ -14,10 +14,12 @@ from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.contract import relative_error
 from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k import gemm_k
+from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reorder_rows import reorder_rows
 from wide.profiling.backends import HOPPER_OPERATORS, TIMED
 
 ALLOWED = 1.2
@@ -183,6 +185,16 @@ def _gemm_k_stored(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> _P
     return _Problem(exact=exact, dense=run("dense"), run=run)
 
 
+def _gemm_k_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> _Problem:
+    h, weight, mask, exact = _down(sizes, sizes.rows, device, dtype)
+    order = reorder_rows(mask, backend=_helper(device))
+
+    def run(backend: str) -> Tensor:
+        return gemm_k_rows(h, weight, order, group_size=sizes.group_size, backend=backend)
+
+    return _Problem(exact=exact, dense=run("dense"), run=run, without=("triton", "gluon"))
+
+
 def _gemv_mn(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> _Problem:
     x, gate, up, mask, exact = _gated(sizes, 1, device, dtype)
 
@@ -248,7 +260,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 _Make = Callable[[Sizes, torch.device, torch.dtype], _Problem]
 _PROBLEMS: dict[str, dict[str, _Make]] = {
     "gemm_mn": {"gemm_mn": _gemm_mn},
-    "gemm_k": {"gemm_k": _gemm_k, "gemm_k, one sort": _gemm_k_stored},
+    "gemm_k": {"gemm_k": _gemm_k, "gemm_k, one sort": _gemm_k_stored, "gemm_k_rows": _gemm_k_rows},
     "prefill": {"attention_prefill": _prefill},
     "decode": {"attention_decode": _decode},
     "gemv": {"gemv_mn": _gemv_mn, "gemv_k": _gemv_k},

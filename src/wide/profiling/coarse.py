@@ -109,7 +109,7 @@ def _k(name: str, weight: torch.Tensor, num_rows: int, group_size: int, active: 
         variants.append((blocks, _BLOCK_M, hopper_k_tile(weight.shape[0])))
     groups = weight.shape[1] // group_size
     stored = stored_tiles(weight.device, group_size=group_size, num_groups=groups, width=weight.shape[0])
-    variants += [(blocks, m, t) for m, t in stored]
+    variants += [(max(groups, blocks), m, t) for m, t in stored]
     return k_sweep(name, weight, num_rows, group_size, active, variants, with_variants=False)
 
 

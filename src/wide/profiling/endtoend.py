@@ -21,7 +21,7 @@ import torch
 from wide.config import WideConfig
 from wide.errors import ConfigError
 from wide.profiling.agreement_endtoend import check
-from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, operator_table, prefill_race
+from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, one_sort, operator_table, prefill_race
 from wide.profiling.energy import EnergyCounter, energy_counter
 from wide.profiling.materialised import Pair, is_static, load_pair, materialise_pair, method_of, pair_race
 from wide.profiling.metrics import summarise, summary_table
@@ -124,6 +124,9 @@ def _gate(model: Any, decoder: Decoder, ids: torch.Tensor, rates: tuple[float, f
     gate = check(model, decoder, sparse, ids)
     _say(f"gate: {json.dumps(gate)}")
     special = with_special_kernels(sparse, operator_table(decoder, rates))
+    down = one_sort(decoder)
+    if down is not None:
+        special = special.with_many("down", down)
     if special != sparse:
         other = check(model, decoder, special, ids)
         _say(f"gate, kernels of this GPU: {json.dumps(other)}")

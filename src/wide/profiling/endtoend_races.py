@@ -10,12 +10,13 @@ from torch import Tensor
 
 from wide.kernels.measured import LayerSizes, measured_table
 from wide.kernels.operator_table import OperatorTable
+from wide.kernels.tuning import Choice
 from wide.profiling.breakdown import breakdown
 from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
 from wide.profiling.energy import EnergyCounter, joules
 from wide.profiling.hugging_face import prefill_call, step_call
 from wide.profiling.synthetic import random_masks
-from wide.profiling.table_choice import all_sparse, choose_table
+from wide.profiling.table_choice import all_sparse, choose_table, one_sort_choice
 from wide.profiling.timing import Timing, time_interleaved
 from wide.runtime.cache import KvCache
 from wide.runtime.decoder import Decoder
@@ -182,7 +183,17 @@ def _tuned(bench: Bench, make: Make, masks: Masks | None, skipped: Rates, *, is_
         is_step=is_step,
         rounds=20 if is_step else 6,
         measured=measured,
+        down=one_sort(bench.decoder),
     )
+
+
+def one_sort(decoder: Decoder) -> Choice | None:
+    """Return the choice of a decoder's down products over rows in one order, None where their kernel does not run."""
+    ffn = decoder.layers[0].ffn
+    if ffn.router is None:
+        return None
+    groups, (width, channels) = ffn.router.num_groups, ffn.down.shape
+    return one_sort_choice(decoder.device, group_size=channels // groups, num_groups=groups, width=width)
 
 
 def operator_table(decoder: Decoder, skipped: Rates) -> OperatorTable:

@@ -12,9 +12,12 @@ from wide.kernels.gemm_k.tiles import (
     StoredKTile,
     default_hopper_tile,
 )
+from wide.kernels.gemm_k_rows import fits_rows
 from wide.kernels.native.build import obstacle as native_obstacle
 
 AnyKTile = KTile | HopperKTile | StoredKTile
+PATTERN_GROUPS = 8
+"""Most groups that are sorted by patterns; more of them are sorted as rows in one order."""
 DOWN_TILES = (
     (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
     (64, KTile(128, 64, 3, 4, 2, 1, run=8)),
@@ -49,7 +52,7 @@ def k_hopper_tiles(width: int) -> tuple[tuple[int, HopperKTile], ...]:
 def stored_tiles(
     device: torch.device, *, group_size: int, num_groups: int, width: int
 ) -> tuple[tuple[int, StoredKTile], ...]:
-    """Return the tile of the kernel in CUDA C++, where there is one: on Hopper, for groups that one sort covers.
+    """Return the tile of the kernels in CUDA C++, where there is one: on Hopper, over one sort of all groups.
 
     Args:
         device: Where.
@@ -58,6 +61,7 @@ def stored_tiles(
         width: Of the output.
     """
     missing = hopper_obstacle(device) or native_obstacle()
-    if missing is not None or not fits_stored(group_size, num_groups, width):
+    takes = fits_stored if num_groups <= PATTERN_GROUPS else fits_rows
+    if missing is not None or not takes(group_size, num_groups, width):
         return ()
     return ((StoredKTile().rows, StoredKTile()),)

@@ -163,9 +163,10 @@ def _k_variants(
     tiles: list[tuple[int, AnyKTile]] = [(_BLOCK_M, default)]
     if hopper_obstacle(weight.device) is None:
         tiles += k_hopper_tiles(width)
-    tiles += stored_tiles(weight.device, group_size=size, num_groups=num_groups, width=width)
+    stored = stored_tiles(weight.device, group_size=size, num_groups=num_groups, width=width)
     if not quick:
         every = OUTPUT_TILES if num_groups <= _SUPER_BLOCK else DOWN_TILES
         fitting = [(m, tile) for m, tile in every if width % tile.block_n == 0 and size % tile.block_k == 0]
         tiles += [(m, tile._replace(slab=default.slab // tile.block_n * tile.block_n)) for m, tile in fitting]
-    return list(dict.fromkeys((block, m, tile) for block in blocks for m, tile in tiles))
+    one_sort = [(max(num_groups, _SUPER_BLOCK), m, tile) for m, tile in stored]
+    return list(dict.fromkeys([*one_sort, *((block, m, tile) for block in blocks for m, tile in tiles)]))

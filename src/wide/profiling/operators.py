@@ -16,8 +16,10 @@ import torch
 
 from wide.kernels.contract import Operator
 from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_k_rows import GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES
+from wide.kernels.reorder_rows import REORDER_ROWS
 from wide.profiling.accuracy import describe_accuracy, measure_accuracy
 from wide.profiling.agreement import verdicts
 from wide.profiling.backends import TIMED, add_backend_flag, only_backends, parse_backends
@@ -28,9 +30,9 @@ from wide.profiling.sweeps import GATE, Sweep, gemm_k_sweeps, gemm_mn_sweeps
 from wide.profiling.timing import time_interleaved
 
 _OPERATORS: dict[str, tuple[Operator, ...]] = {
-    "reorder": (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS),
+    "reorder": (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS),
     "gemm_mn": (GEMM_MN,),
-    "gemm_k": (GEMM_K,),
+    "gemm_k": (GEMM_K, GEMM_K_ROWS),
 }
 _BEST_SHOWN = 5
 # Below, the K-axis product is left to the dense candidate, and reordering is launch time.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -9,12 +10,14 @@ from wide.kernels.contract import Case
 from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k import KTile, gemm_k
 from wide.kernels.gemm_k.tiles import HopperKTile, StoredKTile
+from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile
 from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.reorder_rows import reorder_rows
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import Choice
-from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, AnyKTile, k_hopper_tiles, stored_tiles
+from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, PATTERN_GROUPS, AnyKTile, k_hopper_tiles, stored_tiles
 from wide.profiling.mn_tiles import MN_GATED_TILES, MN_PLAIN_TILES, AnyMnTile, MnTiles, mn_hopper_tiles
 
 HIDDEN = 4096
@@ -232,6 +235,9 @@ def gemm_k_sweeps(rows: tuple[int, ...], quick: bool, only: tuple[int, float] | 
             if hopper_obstacle(down.device) is None:
                 hopper = k_hopper_tiles(HIDDEN)
                 variants += [(s, m, t) for s in _HOPPER_BLOCKS.get(group_size, (4, 8)) for m, t in hopper]
+            groups = FFN // group_size
+            stored = stored_tiles(down.device, group_size=group_size, num_groups=groups, width=HIDDEN)
+            variants += [(groups, m, t) for m, t in stored]
             yield k_sweep("down", down, num_rows, group_size, active, variants)
         variants = [(8, m, t) for m, t in OUTPUT_TILES]
         variants += [(4, m, t._replace(slab=slabs[-1])) for m, t in (DOWN_TILES[0], DOWN_TILES[3], DOWN_TILES[5])]
@@ -291,6 +297,11 @@ def k_sweep(
     )
 
 
+def _by_rows(h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    order = reorder_rows(mask, backend="triton")
+    return gemm_k_rows(h, weight, order, group_size=h.shape[1] // mask.shape[1], backend="cuda")
+
+
 def _k_candidates(
     values: torch.Tensor,
     weight: torch.Tensor,
@@ -316,6 +327,9 @@ def _k_candidates(
     unused = sort(8, 128)
 
     def sparse(groups_per_block: int, block_m: int, tile: AnyKTile, deterministic: bool) -> Run:
+        if groups_per_block > PATTERN_GROUPS:
+            return partial(_by_rows, holes, weight, mask)
+
         def run() -> torch.Tensor:
             order = sort(groups_per_block, block_m)
             return gemm_k(

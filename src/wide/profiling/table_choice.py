@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import torch
+
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.operator_table import OPERATORS, OperatorName, OperatorTable
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
+from wide.profiling.k_tiles import PATTERN_GROUPS, stored_tiles
 from wide.profiling.timing import time_interleaved
 
 # A dense product must win by this factor before it replaces the sparse one.
@@ -44,6 +47,7 @@ def choose_table(
     is_step: bool,
     rounds: int,
     measured: OperatorTable | None = None,
+    down: Choice | None = None,
 ) -> OperatorTable:
     """Return the fastest table among: everything sparse or dense, what the operators prefer one by one, the measured.
 
@@ -53,6 +57,8 @@ def choose_table(
         is_step: Whether the call is a decode step, where tables differ in `few`.
         rounds: Samples of each candidate.
         measured: The table that measurements of the operators alone give, whose tiles the others use, too.
+        down: Another way of the down product over many tokens, tried in the fastest table: how long it takes depends on
+            the masks, which measurements of operators do not know.
     """
     sparse = all_sparse(backend) if measured is None else with_tiles(all_sparse(backend), measured)
     names: list[OperatorName] = [name for name in OPERATORS if not (is_step and name == "attention")]
@@ -67,7 +73,27 @@ def choose_table(
     if measured is not None:
         finals["measured"] = measured
     times = time_interleaved({name: make(table) for name, table in finals.items()}, rounds=rounds)
-    return finals[min(times, key=lambda name: times[name].median_us)]
+    best = finals[min(times, key=lambda name: times[name].median_us)]
+    if down is None or is_step:
+        return best
+    other = best.with_many("down", down)
+    times = time_interleaved({"best": make(best), "other": make(other)}, rounds=rounds)
+    return other if times["other"].median_us < times["best"].median_us else best
+
+
+def one_sort_choice(device: torch.device, *, group_size: int, num_groups: int, width: int) -> Choice | None:
+    """Return the choice of the down product over rows in one order, None where its kernel does not run.
+
+    Args:
+        device: Where.
+        group_size: Channels of a group.
+        num_groups: Of the FFN.
+        width: Of the output.
+    """
+    if num_groups <= PATTERN_GROUPS:
+        return None
+    found = stored_tiles(device, group_size=group_size, num_groups=num_groups, width=width)
+    return next((Choice(backend="cuda", tile=tuple(t), block_m=m, groups_per_block=num_groups) for m, t in found), None)
 
 
 def with_tiles(table: OperatorTable, measured: OperatorTable) -> OperatorTable:

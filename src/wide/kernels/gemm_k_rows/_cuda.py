@@ -1,0 +1,66 @@
+"""GEMM-K for Hopper in CUDA C++ (gemm_k_rows.cu), over one order of rows: stored once, nothing is reduced."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from wide.kernels.device import device_facts
+from wide.kernels.native.build import cubin
+from wide.kernels.native.launch import Kernel, tensor_map
+from wide.kernels.reordering import RowReordering
+from wide.kernels.tuning import default_path
+
+# A ring of four stages of 48 KB, 32 KB in which finished rows are rearranged, barriers.
+_SHARED_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
+_THREADS = 384
+# A box of weights in shared memory: rows, and elements of a 128-byte line.
+_BOX = (256, 64)
+
+
+class Variant(NamedTuple):
+    """What is compiled in, as gemm_k_rows.cu names it."""
+
+    WORDS: int
+    HAS_BIAS: int
+    FLOAT16: int
+
+
+def machine_code(variant: Variant, folder: Path) -> bytes:
+    """Return the compiled kernel, from `folder` if it was compiled before."""
+    macros = {**variant._asdict(), "SHARED_BYTES": _SHARED_BYTES}
+    return cubin(Path(__file__).with_name("gemm_k_rows.cu"), folder, architecture="sm_90a", macros=macros)
+
+
+@functools.cache
+def _kernel(variant: Variant) -> Kernel:
+    code = machine_code(variant, default_path().parent / "kernels")
+    return Kernel(code, "gemm_k_rows", threads=_THREADS, shared_bytes=_SHARED_BYTES)
+
+
+def gemm_k_rows(
+    h: torch.Tensor, weight: torch.Tensor, order: RowReordering, *, group_size: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Run `gemm_k_rows_reference`."""
+    num_rows, width = h.shape[0], weight.shape[0]
+    out = h.new_empty(num_rows, width)
+    words = order.words.shape[0]
+    _kernel(Variant(WORDS=words, HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16)))(
+        h.device,
+        device_facts(h.device).num_sms,
+        tensor_map(weight, *_BOX),
+        h,
+        out,
+        out if bias is None else bias,
+        order.index,
+        order.words,
+        order.unions,
+        order.items,
+        num_rows,
+        width,
+        group_size,
+        h.stride(0),
+        out.stride(0),
+    )
+    return out
