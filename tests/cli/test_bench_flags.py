@@ -17,7 +17,7 @@ from wide.cli.main import main
         ),
         (["bench", "--out", "o", "--backends", "triton"], 2, "--backends does not go with glue, naive"),
         (["bench", "--out", "o", "--operators", "gemm_k", "--backends", "torch"], 1, "got ['torch']"),
-        (["bench", "--out", "o", "--operators", "gemm_k", "--backends", "cuda"], 1, "gemm_k have no cuda backend"),
+        (["bench", "--out", "o", "--operators", "prefill", "--backends", "cuda"], 1, "prefill have no cuda backend"),
         (["bench", "--out", "o", "--operators", "gemv", "--backends", "gluon"], 1, "gemv have no gluon backend"),
         (["profile", "--out", "o", "--shape", "gpt"], 2, "unknown shape 'gpt'; choose one of llama-3.1-8b, tiny"),
     ],

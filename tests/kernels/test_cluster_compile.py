@@ -190,3 +190,16 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert re.match(words, str(build.obstacle()))
     with pytest.raises(UnsupportedBackendError, match=words):
         machine_code(PLAIN, tmp_path)
+
+
+@needs_compiler
+def test_what_is_put_in_front_is_compiled_with_a_source_and_leaves_its_line_numbers(tmp_path: Path) -> None:
+    source, header = tmp_path / "kernel.cu", tmp_path / "shared.cuh"
+    header.write_text("\n\n#define NUMBER 3\n")
+    source.write_text('extern "C" __global__ void kernel(int* to) { *to = NUMBER; }\n')
+    code = build.cubin(source, tmp_path / "kept", architecture="sm_90a", macros={}, header=header)
+    header.write_text("#define NUMBER 4\n")
+    assert build.cubin(source, tmp_path / "kept", architecture="sm_90a", macros={}, header=header) != code
+    source.write_text("\n__global__ void broken() { int twelve = thirteen; }\n")
+    with pytest.raises(UnsupportedBackendError, match=r"kernel\.cu\(2\): error"):
+        build.cubin(source, tmp_path / "kept", architecture="sm_90a", macros={}, header=header)

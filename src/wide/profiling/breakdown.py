@@ -22,6 +22,8 @@ LIST_KERNELS = (
     "_one_list_kernel",
     "_unions_kernel",
     "_items_kernel",
+    "_key_kernel",
+    "_words_kernel",
 )
 """Kernels that list what executes, for whichever operator: the part 'reorder'. All others count with their operator."""
 QUERY_KERNELS = ("_gemm_mn_kernel", "_gemv_mn", "_clear_skipped")

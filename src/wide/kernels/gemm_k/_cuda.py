@@ -8,7 +8,7 @@ import torch
 
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_k.tile_list._triton import describe
-from wide.kernels.native.build import cubin
+from wide.kernels.native.build import HOPPER, cubin
 from wide.kernels.native.launch import Kernel, tensor_map
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import default_path
@@ -32,7 +32,8 @@ class Variant(NamedTuple):
 def machine_code(variant: Variant, folder: Path) -> bytes:
     """Return the compiled kernel, from `folder` if it was compiled before."""
     macros = {**variant._asdict(), "SHARED_BYTES": _SHARED_BYTES}
-    return cubin(Path(__file__).with_name("gemm_k.cu"), folder, architecture="sm_90a", macros=macros)
+    source = Path(__file__).with_name("gemm_k.cu")
+    return cubin(source, folder, architecture="sm_90a", macros=macros, header=HOPPER)
 
 
 @functools.cache

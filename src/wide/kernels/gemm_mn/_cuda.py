@@ -9,7 +9,7 @@ import torch
 from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
-from wide.kernels.native.build import cubin
+from wide.kernels.native.build import HOPPER, cubin
 from wide.kernels.native.launch import Kernel, tensor_map
 from wide.kernels.reorder.tile_list._triton import row_tiles
 from wide.kernels.reordering import Reordering
@@ -45,7 +45,8 @@ def columns_of(gated: bool) -> int:
 def machine_code(variant: Variant, folder: Path) -> bytes:
     """Return the compiled kernel, from `folder` if it was compiled before."""
     macros = {**variant._asdict(), "SHARED_BYTES": _SHARED_BYTES}
-    return cubin(Path(__file__).with_name("gemm_mn.cu"), folder, architecture="sm_90a", macros=macros)
+    source = Path(__file__).with_name("gemm_mn.cu")
+    return cubin(source, folder, architecture="sm_90a", macros=macros, header=HOPPER)
 
 
 @functools.cache

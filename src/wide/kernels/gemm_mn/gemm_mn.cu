@@ -8,16 +8,7 @@
 // what takes time there is the way of a stage from memory, so a stage holds two steps of it.
 //
 // Compiled for each combination of: GATED; ACTIVATION 0 none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_BIAS, HAS_UP_BIAS; PACKED;
-// FLOAT16 (else bfloat16). Parameters are described at `gemm_mn` in _cuda.py.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-#if FLOAT16
-#define HALF "f16"
-#else
-#define HALF "bf16"
-#endif
+// FLOAT16 (else bfloat16), behind native/hopper.cuh. Parameters are described at `gemm_mn` in _cuda.py.
 
 constexpr int CLUSTER = 2, STAGES = 4;
 constexpr int BK = 64, BOX_ROWS = 64;  // of a stage; of a box of weights
@@ -32,24 +23,6 @@ constexpr int COLUMNS = GATED ? 128 : 256;  // channels of a tile
 // Short tiles that a cluster takes instead of its last whole one. Two of 128 rows last a little longer than that, three thin
 // ones a tenth, where one more on top of whole ones would cost a third.
 constexpr int FILL = 3;
-// Of a thread; they start with 168 each, and together may have no more: a warp group that asks for them waits for ever.
-#define PRODUCER_REGISTERS 72
-#define CONSUMER_REGISTERS 216
-static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168, "more registers than the launch has");
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-
-__device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
-__device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bar_wait(u32 bar, u32 phase) {
-  asm volatile(
-      "{\n.reg .pred p;\nW%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D%=;\nbra W%=;\nD%=:\n}" ::"r"(bar),
-      "r"(phase)
-      : "memory");
-}
 // A stage is free when the consumers of both programs have read it: a neighbour's box may come to it. Without
 // `.release.cluster`, which would compile to a fence of the whole GPU; what wgmma reads is read when the wait for it ends.
 __device__ __forceinline__ void release(u32 bar) {
@@ -57,53 +30,16 @@ __device__ __forceinline__ void release(u32 bar) {
   for (int r = 0; r < CLUSTER; ++r)
     asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar), "r"(r) : "memory");
 }
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
-__device__ __forceinline__ void wgmma_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
-// 64 rows x 256 or 128 channels: both operands in shared memory, halves in, float32 out.
-#define R64 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R128 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define F32(i) F8(i), F8(i + 8), F8(i + 16), F8(i + 24)
-template <int N> __device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, int scale) {
-  if constexpr (N == 256)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32." HALF "." HALF " {" R128 "}, %128, %129, p, 1, 1, 0, 0;\n}"
-                 : F32(0), F32(32), F32(64), F32(96)
-                 : "l"(a), "l"(b), "r"(scale));
-  else
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF " {" R64 "}, %64, %65, p, 1, 1, 0, 0;\n}"
-                 : F32(0), F32(32)
-                 : "l"(a), "l"(b), "r"(scale));
-}
-
 template <int N> struct Number {
   static constexpr int value = N;
 };
 template <int N, bool T> struct Width : Number<N> {
   static constexpr bool thin = T;
 };
-struct __align__(64) Map {
-  char opaque[128];
-};
-// A box of 64 weight rows x 64, to this program or to the same place of both, counted by each one's barrier.
-__device__ __forceinline__ void load_box(u32 to, const Map& map, int k, int row, u32 bar) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(k), "r"(row),
-               "r"(bar) : "memory");
-}
+// A box of 64 weight rows x 64, to the same place of both programs, counted by each one's barrier.
 __device__ __forceinline__ void multicast_box(u32 to, const Map& map, int k, int row, u32 bar) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map),
                "r"(k), "r"(row), "r"(bar), "h"((u16)3) : "memory");
-}
-
-// Volatile: a load that may be delayed until its value is needed hides nothing.
-__device__ __forceinline__ int load_int(const int* p) {
-  int v;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
 }
 
 // What a program does in one turn: up to 128 rows of a group, from place `first` of its list, and its channels from `channel`
@@ -153,9 +89,6 @@ __device__ __forceinline__ int rows_left(Item item, int count) { return item.gro
 __device__ __forceinline__ int load_row(const int* index, Item item, int place, int M) {
   return load_int(index + (u64)max(item.group, 0) * (u32)M + min(item.first + place, M - 1));
 }
-// Equal in all lanes, which the compiler must know where products depend on it.
-__device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xffffffff, v, 0); }
-
 __device__ __forceinline__ float logistic(float v) {
   float e, r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v * -1.4426950408889634f));
@@ -175,23 +108,6 @@ __device__ __forceinline__ float activate(float v) {
   return v;
 #endif
 }
-__device__ __forceinline__ float widened(const u16* p) {
-  float v;
-  u16 bits;
-  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(bits) : "l"(p));
-#if FLOAT16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
-#else
-  v = __uint_as_float((u32)bits << 16);
-#endif
-  return v;
-}
-__device__ __forceinline__ u32 packed(float low, float high) {
-  u32 both;
-  asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-
 // A round is one use of a stage. Both programs of a cluster walk the same items, in as many rounds each (short tiles have the
 // same rows in both), so they agree on every round's stage and parity whatever an item is.
 // No overwrite: `empty` counts all 16 consumer warps, and a warp can arrive for round n + 1 only after some program's phase n

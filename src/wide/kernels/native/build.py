@@ -11,6 +11,8 @@ from typing import Any
 
 from wide.errors import UnsupportedBackendError
 
+HOPPER = Path(__file__).with_name("hopper.cuh")
+"""What the kernels for sm_90a share."""
 _NEEDS = "kernels in CUDA C++ need cuda-bindings and NVRTC, which CUDA builds of PyTorch depend on"
 
 
@@ -53,7 +55,9 @@ def _compiler_version() -> tuple[int, int]:
     return major, minor
 
 
-def cubin(source: Path, folder: Path, *, architecture: str, macros: Mapping[str, int | str]) -> bytes:
+def cubin(
+    source: Path, folder: Path, *, architecture: str, macros: Mapping[str, int | str], header: Path | None = None
+) -> bytes:
     """Return the machine code of a source file, from `folder` if it was compiled before.
 
     Args:
@@ -61,6 +65,7 @@ def cubin(source: Path, folder: Path, *, architecture: str, macros: Mapping[str,
         folder: Where machine code is kept; made if it does not exist. If nothing can be written there, nothing is kept.
         architecture: For example 'sm_90a'.
         macros: Defined for the compiler.
+        header: A file that is put in front of the source, such as `HOPPER`.
 
     Raises:
         UnsupportedBackendError: If the compiler is missing, or refuses the source, in its words.
@@ -71,6 +76,9 @@ def cubin(source: Path, folder: Path, *, architecture: str, macros: Mapping[str,
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(macros.items())]
     text = source.read_bytes()
+    if header is not None:
+        # Messages keep the source's own line numbers.
+        text = header.read_bytes() + f'#line 1 "{source.name}"\n'.encode() + text
     key = hashlib.sha256(b"\0".join([text, repr((options, _compiler_version())).encode()])).hexdigest()
     kept = folder / f"{source.stem}-{key[:32]}.cubin"
     with contextlib.suppress(OSError):
