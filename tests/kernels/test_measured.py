@@ -11,7 +11,7 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels import measured
 from wide.kernels.measured import LayerSizes, dense_table, gemm_case, gemv_case, measured_table
-from wide.kernels.operator_table import OPERATORS, OperatorTable
+from wide.kernels.operator_table import DENSE, OPERATORS, OperatorTable
 from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
 
 CPU = torch.device("cpu")
@@ -133,8 +133,8 @@ def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
     stored = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8)
     for hidden, groups, wanted in (
         (4096, 8, stored),
-        (4096, 16, stored),
-        (4096, 64, stored),
+        (4096, 16, DENSE),
+        (4096, 64, DENSE),
         (4224, 8, Choice(backend="gluon", groups_per_block=8)),
     ):
         sizes = {"hidden_size": hidden, "attention_groups": groups}
@@ -159,10 +159,14 @@ def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_
         return _table(tuning, **sizes).choice("down", 4096)
 
     assert chosen() == rows
+    # Measured over many groups, asked for few.
+    assert chosen(ffn_groups=8).backend == "dense"
     # Groups of 96 channels, and a width that tiles of 256 columns do not divide.
     assert chosen(ffn_width=96 * 112).backend == chosen(hidden_size=4224).backend == "dense"
     monkeypatch.setattr(measured, "native_obstacle", lambda: "no compiler")
-    assert chosen().backend == "dense"
+    measured._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match="no compiler; the dense product runs instead"):
+        assert chosen().backend == "dense"
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -183,7 +187,9 @@ def test_without_its_compiler_the_kernel_in_cuda_is_replaced_with_a_warning_once
 ) -> None:
     monkeypatch.setattr(measured, "native_obstacle", lambda: "the package cuda-bindings is missing")
     measured._warn_of.cache_clear()
-    with pytest.warns(UserWarning, match="cuda-bindings is missing; the Gluon kernel runs instead") as said:
+    with pytest.warns(
+        UserWarning, match="cuda-bindings is missing; the Gluon kernel runs instead of one in CUDA C"
+    ) as said:
         table = _with_clusters(tmp_path)
     assert len(said) == 1
     assert table.choice("gate_up", 4096) == table.choice("query", 4096) == Choice(backend="gluon")

@@ -159,7 +159,8 @@ def test_what_the_kernel_does_not_take_is_named_with_a_way_out(changes: dict[str
 @pytest.mark.usefixtures("on_hopper")
 def test_what_the_kernel_supports_is_what_fits() -> None:
     taken = [case for case in GEMM_K_ROWS.cases if GEMM_K_ROWS.supports("cuda", CPU, case) is None]
-    assert taken == [case for case in GEMM_K_ROWS.cases if case.dtype == torch.bfloat16]
+    assert taken == [case for case in GEMM_K_ROWS.cases if case.dtype != torch.float32]
+    assert {case.dtype for case in taken} == {torch.bfloat16, torch.float16}
     assert {case.active for case in taken} >= {0.0, 0.5, 1.0}
     assert {-(-case.sizes["num_groups"] // 32) for case in taken} == {1, 2, 3, 4}
     assert fits_rows(128, 112, 4096)
@@ -179,7 +180,9 @@ def test_without_a_hopper_gpu_or_a_compiler_the_kernel_says_so(monkeypatch: pyte
     ("changes", "words"),
     [
         ({"h": torch.zeros(8, 64, dtype=torch.bfloat16)}, r"h \[M, K\] and weight \[N, K\] .* \(8, 64\)"),
-        ({"order": ONE, "groups": 70}, r"must cover 8 rows and 70 groups, got \(8,\) rows and \(2, 8\) words"),
+        ({"order": ONE, "groups": 70}, r"of 8 rows and 70 groups, .* got .*\(2, 8\).*; make it with reorder_rows"),
+        ({"order": reorder_rows(torch.ones(8, 128, dtype=torch.bool), backend="torch")}, r"of 8 rows and 9 groups"),
+        ({"order": ONE._replace(items=ONE.items.long()), "groups": 1}, r"contiguous int32"),
         ({"bias": torch.zeros(3)}, r"bias must have 256 entries, got \(3,\)"),
         ({"mask": torch.ones(8, 3, dtype=torch.bool)}, r"mask must be bool \(8, 9\), got torch\.bool \(8, 3\)"),
     ],

@@ -44,11 +44,12 @@ def test_another_way_of_the_down_product_is_taken_if_the_clock_says_so(monkeypat
 
 def test_rows_in_one_order_are_offered_where_their_kernel_runs(monkeypatch):
     sizes = {"group_size": 128, "num_groups": 112, "width": 4096}
-    assert one_sort_choice(torch.device("cpu"), **sizes) is None
+    assert one_sort_choice(torch.device("cpu"), torch.bfloat16, **sizes) is None
     monkeypatch.setattr(k_tiles, "hopper_obstacle", lambda device: None)
     monkeypatch.setattr(k_tiles, "native_obstacle", lambda: None)
-    found = one_sort_choice(torch.device("cpu"), **sizes)
+    found = one_sort_choice(torch.device("cpu"), torch.bfloat16, **sizes)
     assert found == Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=112)
+    assert one_sort_choice(torch.device("cpu"), torch.float32, **sizes) is None
     # Eight groups are sorted by patterns, and a measured table knows them.
-    assert one_sort_choice(torch.device("cpu"), group_size=512, num_groups=8, width=4096) is None
-    assert one_sort_choice(torch.device("cpu"), group_size=64, num_groups=224, width=4096) is None
+    assert one_sort_choice(torch.device("cpu"), torch.bfloat16, group_size=512, num_groups=8, width=4096) is None
+    assert one_sort_choice(torch.device("cpu"), torch.bfloat16, group_size=64, num_groups=224, width=4096) is None

@@ -178,8 +178,8 @@ def _many(
             case = gemm_case(name, sizes, rows, active)
         start = 1 if name == "attention" and rows == _MANY_ROWS[0] else rows // 2 + 1
         choice = known.nearest(operator, device, case, fewer_rows=True) or DENSE
-        if operator == "gemm_k" and choice.groups_per_block > _PATTERN_GROUPS and not _runs_rows(name, sizes):
-            # Nothing else takes rows in one order over so many groups.
+        if operator == "gemm_k" and choice.backend == "cuda" and not _sorts_alike(name, sizes, choice):
+            # What one sort of few groups takes says nothing of many, and nothing but its kernel takes many.
             choice = DENSE
         if choice.backend in SPECIAL_BACKENDS and _misfits_hopper(name, sizes):
             # No specialised kernel takes them; the general one was measured slower, yet faster than dense.
@@ -205,28 +205,36 @@ def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
     """Return whether the kernel in CUDA C++ takes a layer's groups and can be compiled here."""
     width, groups = _grouped(name, sizes)
     if name in ("output", "down"):
-        takes = fits_stored if groups <= _PATTERN_GROUPS else fits_rows
-        fits = takes(width // groups, groups, sizes.hidden_size)
+        fits = groups > _PATTERN_GROUPS or fits_stored(width // groups, groups, sizes.hidden_size)
     else:
         fits = fits_cluster(width // groups, gated=name == "gate_up" and sizes.is_gated)
     if not fits:
         return False
     missing = native_obstacle()
     if missing is not None:
-        _warn_of(missing)
+        _warn_of(missing, "the Gluon kernel")
     return missing is None
 
 
-def _runs_rows(name: OperatorName, sizes: LayerSizes) -> bool:
-    """Return whether the kernel over one order of rows takes a layer's groups and can be compiled here."""
+def _sorts_alike(name: OperatorName, sizes: LayerSizes, choice: Choice) -> bool:
+    """Return whether a layer's rows are sorted as where a kernel in CUDA C++ was measured, and many groups run here."""
     width, groups = _grouped(name, sizes)
-    return groups > _PATTERN_GROUPS and fits_rows(width // groups, groups, sizes.hidden_size) and not native_obstacle()
+    if groups <= _PATTERN_GROUPS or choice.groups_per_block <= _PATTERN_GROUPS:
+        return groups <= _PATTERN_GROUPS and choice.groups_per_block <= _PATTERN_GROUPS
+    if not fits_rows(width // groups, groups, sizes.hidden_size):
+        return False
+    missing = native_obstacle()
+    if missing is not None:
+        _warn_of(missing, "the dense product")
+    return missing is None
 
 
 @functools.cache
-def _warn_of(missing: str) -> None:
-    """Say once that a slower kernel runs."""
-    warnings.warn(f"wide: {missing}; the Gluon kernel runs instead, which is up to a tenth slower", stacklevel=2)
+def _warn_of(missing: str, instead: str) -> None:
+    """Say once that something slower runs."""
+    warnings.warn(
+        f"wide: {missing}; {instead} runs instead of one in CUDA C++, which was measured faster", stacklevel=2
+    )
 
 
 def _columns(choice: Choice) -> int:

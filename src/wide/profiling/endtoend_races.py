@@ -193,7 +193,8 @@ def one_sort(decoder: Decoder) -> Choice | None:
     if ffn.router is None:
         return None
     groups, (width, channels) = ffn.router.num_groups, ffn.down.shape
-    return one_sort_choice(decoder.device, group_size=channels // groups, num_groups=groups, width=width)
+    size = channels // groups
+    return one_sort_choice(decoder.device, ffn.down.dtype, group_size=size, num_groups=groups, width=width)
 
 
 def operator_table(decoder: Decoder, skipped: Rates) -> OperatorTable:

@@ -78,19 +78,22 @@ def choose_table(
         return best
     other = best.with_many("down", down)
     times = time_interleaved({"best": make(best), "other": make(other)}, rounds=rounds)
-    return other if times["other"].median_us < times["best"].median_us else best
+    return other if times["other"].median_us < _MARGIN * times["best"].median_us else best
 
 
-def one_sort_choice(device: torch.device, *, group_size: int, num_groups: int, width: int) -> Choice | None:
+def one_sort_choice(
+    device: torch.device, dtype: torch.dtype, *, group_size: int, num_groups: int, width: int
+) -> Choice | None:
     """Return the choice of the down product over rows in one order, None where its kernel does not run.
 
     Args:
         device: Where.
+        dtype: Of the weights.
         group_size: Channels of a group.
         num_groups: Of the FFN.
         width: Of the output.
     """
-    if num_groups <= PATTERN_GROUPS:
+    if num_groups <= PATTERN_GROUPS or dtype not in (torch.bfloat16, torch.float16):
         return None
     found = stored_tiles(device, group_size=group_size, num_groups=num_groups, width=width)
     return next((Choice(backend="cuda", tile=tuple(t), block_m=m, groups_per_block=num_groups) for m, t in found), None)

@@ -195,6 +195,7 @@ gemm_k_rows(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u
 #pragma unroll 1
             for (int step = 0; step < steps; ++step) {
               bar_wait(full + 8 * stage, phase);
+              __syncwarp();  // all lanes have seen it full before it can be filled again
               if (lane == 0) release(empty + 8 * stage);
               advance();
             }

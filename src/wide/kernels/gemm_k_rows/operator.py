@@ -11,6 +11,7 @@ from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k_rows.reference import gemm_k_rows_reference
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.registration import implement
+from wide.kernels.reorder_rows.reference import TILE_ROWS, UNIT_ROWS, num_words
 from wide.kernels.reordering import RowReordering
 
 _NAME = "gemm_k_rows"
@@ -109,10 +110,13 @@ def _check(
         raise ShapeError(
             f"{_NAME} wants 1 to {_MAX_GROUPS} groups that divide K={weight.shape[1]}, got groups of {group_size}"
         )
-    if order.index.shape != h.shape[:1] or order.words.shape[1:] != h.shape[:1] or 32 * len(order.words) < num_groups:
+    tiles, words = -(-h.shape[0] // TILE_ROWS), num_words(num_groups)
+    wanted = ((h.shape[0],), (words, h.shape[0]), (TILE_ROWS // UNIT_ROWS * tiles, words), (tiles,))
+    found = tuple(tuple(part.shape) for part in order)
+    if found != wanted or any(part.dtype != torch.int32 or not part.is_contiguous() for part in order):
         raise ShapeError(
-            f"the order must cover {h.shape[0]} rows and {num_groups} groups, got {tuple(order.index.shape)} rows and "
-            f"{tuple(order.words.shape)} words; make it with reorder_rows"
+            f"the order must be of {h.shape[0]} rows and {num_groups} groups, contiguous int32 of shapes {wanted}, got "
+            f"{found}; make it with reorder_rows of the mask"
         )
     if h.stride(1) != 1 or weight.stride(1) != 1:
         raise ShapeError(f"{_NAME} wants h and weight with contiguous rows; call .contiguous() once, at load time")
@@ -243,6 +247,7 @@ GEMM_K_ROWS = Operator(
         _case((300, 112, 64, 512), 0.02, biased=True, **_HALVES),
         _case((130, 40, 64, 256), 0.0, biased=True, **_HALVES),
         _case((129, 128, 64, 256), 1.0, **_HALVES),
+        _case((190, 112, 64, 256), biased=True, dtype=torch.float16),
     ),
     build=_build,
     compare=_compare,
