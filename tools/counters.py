@@ -47,7 +47,7 @@ KEPT: dict[str, tuple[str, float]] = {
 }
 # Ours begin with an underscore; the rest are products and attention of the libraries. Written to mean the same whether
 # it is searched for or matched as a whole.
-KERNELS = r"^(_.*|nvjet.*|cudnn.*|.*(gemv|splitK|cutlass|cublas|flash).*)$"
+KERNELS = r"^(_.*|gemm_.*|nvjet.*|cudnn.*|.*(gemv|splitK|cutlass|cublas|flash).*)$"
 _GRACE_S = 60.0
 
 

@@ -48,6 +48,10 @@ def section(title):
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
+def words_of(title):
+    return " ".join(section(title).split())
+
+
 def tables(title):
     parts = [part for part in section(title).split("\n\n") if part.startswith("|")]
     lines = [[line.strip("|").split("|") for line in part.splitlines()[2:]] for part in parts]
@@ -60,7 +64,7 @@ def table(title):
 
 
 def subject(grid, method, *, seed=17, recovered=False, target=None):
-    usual = 0 if method == "dense" else 0.25 if grid.startswith("n25") else 0.5
+    usual = 0 if method == DENSE else 0.25 if "25" in grid else 0.5
     return f"{method}/{usual if target is None else target}/{seed}/{'recovered' if recovered else 'calibrated'}"
 
 
@@ -81,26 +85,18 @@ def times(one, other):
 # Of seeds 17, 18 and 19.
 OF_SEEDS = {
     "wide-fitted": ("n50-fitted", "seeds-fitted-18", "seeds-fitted"),
-    "tyr": ("n50", "seeds-tyr", "seeds-tyr"),
+    "tyr": ("n50", "seeds-tyr-18", "seeds-tyr"),
     "slicegpt": ("n50-rest", "seeds", "seeds"),
 }
 
 
 def of_seeds(method, metric, *, recovered=False, grids=None):
-    # Of a model that was trained and not evaluated there are the shares on the calibration text only.
-    evaluated = (
-        (grid, seed)
-        for grid, seed in zip(grids or OF_SEEDS.get(method, ("n50", "seeds", "seeds")), SEEDS, strict=True)
-        if number(grid, method, PERPLEXITY, seed=seed, recovered=recovered) is not None
-    )
-    return [number(grid, method, metric, seed=seed, recovered=recovered) for grid, seed in evaluated]
+    runs = zip(grids or OF_SEEDS.get(method, ("n50", "seeds", "seeds")), SEEDS, strict=True)
+    return [number(grid, method, metric, seed=seed, recovered=recovered) for grid, seed in runs]
 
 
 def spread(values, digits):
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f} (1 seed)"
-    few = " (2 seeds)" if len(values) == 2 else ""
-    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}{few}"
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
 def gap(value, dense):
@@ -113,8 +109,7 @@ def test_the_table_of_seeds_is_that_of_the_records():
         wanted = [f"{value:.2f}" for value in of_seeds(method, PERPLEXITY)]
         for metric, digits in ((PERPLEXITY, 2), (WORD, 1)):
             wanted += [spread(of_seeds(method, metric, recovered=r), digits) for r in (False, True)]
-        work = [[100 * value for value in of_seeds(method, WORK, recovered=r)] for r in (False, True)]
-        wanted += [f"{statistics.fmean(shares):.1f}{' (2 seeds)' * (len(shares) == 2)}" for shares in work]
+        wanted += [f"{100 * statistics.fmean(of_seeds(method, WORK, recovered=r)):.1f}" for r in (False, True)]
         assert cells == wanted, name
 
 
@@ -122,6 +117,7 @@ def test_the_order_of_methods_is_that_of_every_seed():
     for recovered, methods in (
         (False, ("wide-fitted", "wide", "tyr", "ddp", "slicegpt")),
         (True, ("wide-fitted", "wide", "ddp", "slicegpt")),
+        (True, ("wide-fitted", "tyr", "ddp", "slicegpt")),
     ):
         columns = [of_seeds(method, PERPLEXITY, recovered=recovered) for method in methods]
         assert all(list(row) == sorted(row) for row in zip(*columns, strict=True))
@@ -139,7 +135,7 @@ def shares_of_the_gap(metric, *, grids=None, recovered=False):
 
 
 def test_what_the_better_recipe_takes_away_of_the_gap_is_worked_out_from_the_records():
-    said = " ".join(section("Three seeds").split())
+    said = words_of("Three seeds")
     for metric in (PERPLEXITY, WORD):
         for options in ({}, {"recovered": True}, {"grids": EARLIER_RUNS}):
             _, shares = shares_of_the_gap(metric, **options)
@@ -153,7 +149,7 @@ def test_what_the_better_recipe_takes_away_of_the_gap_is_worked_out_from_the_rec
 
 
 def test_the_runs_of_the_better_recipe_are_those_of_the_records():
-    said = " ".join(section("Three seeds").split())
+    said = words_of("Three seeds")
     for seed, grids in ((18, ("seeds-fitted-18", "seeds-fitted", EARLIER)), (19, ("seeds-fitted", EARLIER))):
         found = [number(grid, "wide-fitted", PERPLEXITY, seed=seed) for grid in grids]
         table, *others = [f"{value:.2f}" for value in found]
@@ -163,14 +159,13 @@ def test_the_runs_of_the_better_recipe_are_those_of_the_records():
 
 
 def test_the_better_recipe_and_the_published_one_are_apart_from_tyr_as_the_page_says():
-    said = " ".join(section("Three seeds").split())
+    said = words_of("Three seeds")
     seeds = list(zip(SEEDS, OF_SEEDS["wide-fitted"], ("n50", "seeds", "seeds"), OF_SEEDS["tyr"], strict=True))
     for method, recovered in itertools.product(("wide-fitted", "wide"), BOTH):
         ratios = [
             times((better if method == "wide-fitted" else published, method, options), (peer, "tyr", options))
             for seed, better, published, peer in seeds
             for options in ({"seed": seed, "recovered": recovered},)
-            if number(peer, "tyr", PERPLEXITY, **options) is not None
         ]
         told = [f"{value:.3f} ± {error:.3f}" for value, error in ratios]
         assert f"{', '.join(told[:-1])} and {told[-1]} times" in said, (method, recovered)
@@ -271,11 +266,34 @@ def test_rows_at_a_quarter_are_apart_as_the_page_says(one, other, recovered, sai
         "above": f"{100 * (ratio - 1):.1f} ± {100 * error:.1f}",
         "below": f"{100 * (1 - ratio):.1f} ± {100 * error:.1f}",
     }
-    assert said.format(**figures) in " ".join(section("25 % nominal, LoRA of equal length").split())
+    assert said.format(**figures) in words_of("25 % nominal, LoRA of equal length")
+
+
+SWEEP, OF_WORK = "Over sparsity", "A quarter of the work"
+BETTER = ("q-sweep-fitted", "wide-fitted")
+
+
+@pytest.mark.parametrize(
+    ("title", "one", "target", "other", "recovered", "said"),
+    [
+        (SWEEP, BETTER, 0.6, ("n50", "tyr"), True, "({} times), at 54.9"),
+        (SWEEP, BETTER, 0.1, ("q-sweep-fitted", DENSE), False, "it is {} times dense"),
+        (SWEEP, BETTER, 0.1, ("q-sweep-fitted", DENSE), True, "27.11 against 26.64 ({} times)"),
+        (OF_WORK, ("f25", "wide"), 0.25, ("f25", "ddp"), True, "(WIDE {} times)"),
+        (OF_WORK, ("f25", "wide"), 0.25, ("f25", "ddp"), False, "({} times)"),
+        (OF_WORK, ("f25", "slicegpt"), 0.25, ("f25", "wide"), False, "has {} times WIDE's"),
+        (OF_WORK, BETTER, 0.3, ("f25", "ddp"), False, "which is {} and"),
+        (OF_WORK, BETTER, 0.3, ("f25", "ddp"), True, "and {} times DDP's here"),
+    ],
+)
+def test_rows_of_other_grids_are_apart_as_the_page_says(title, one, target, other, recovered, said):
+    options = {"recovered": recovered}
+    ratio, error = times((*one, options | {"target": target}), (*other, options))
+    assert said.format(f"{ratio:.3f} ± {error:.3f}") in words_of(title)
 
 
 def test_what_the_better_recipe_does_at_a_quarter_is_worked_out_from_the_records():
-    said = " ".join(section("25 % nominal, LoRA of equal length").split())
+    said = words_of("25 % nominal, LoRA of equal length")
     for metric, recovered, words in (
         (PERPLEXITY, False, "of its gap in log perplexity {} % are gone"),
         (WORD, False, "{} % smaller than the"),
@@ -294,21 +312,22 @@ SWEPT = {"WIDE, G = 128": "wide", "WIDE, `fitted-50`": "wide-fitted", "DDP": "dd
 
 
 def swept(method, target, metric, recovered):
-    grid = {0.25: quarter_grid(method), 0.5: half_grid(method)}.get(target, "q-sweep")
+    between = "q-sweep-fitted" if method == "wide-fitted" else "q-sweep"
+    grid = {0.25: quarter_grid(method), 0.5: half_grid(method)}.get(target, between)
     options = {"recovered": recovered, "target": target}
     if number(grid, method, PERPLEXITY, **options) is None:
         return None
     return measured(grid, method, **options) if metric == PERPLEXITY else number(grid, method, metric, **options)
 
 
-def wide_over(method, target, recovered):
-    """Return WIDE's perplexity where it does a row's work, over the row's, between two columns of the table."""
-    peer, at = (swept(method, target, metric, recovered) for metric in (PERPLEXITY, WORK))
-    works, values = ([swept("wide", t, metric, recovered) for t in SPARSITIES] for metric in (WORK, PERPLEXITY))
-    points = [(work, math.log(value.mean)) for work, value in zip(works, values, strict=True)]
+def at_work_of(peer, method, target, recovered):
+    """Return a method's perplexity where it does a peer's work, over the peer's, between two columns of the table."""
+    value, at = (swept(peer, target, metric, recovered) for metric in (PERPLEXITY, WORK))
+    works, values = ([swept(method, t, metric, recovered) for t in SPARSITIES] for metric in (WORK, PERPLEXITY))
+    points = [(work, math.log(found.mean)) for work, found in zip(works, values, strict=True)]
     for (left, low), (right, high) in itertools.pairwise(points):
-        if peer and left <= at <= right:
-            return f"{math.exp(low + (high - low) * (at - left) / (right - left)) / peer.mean:.2f}"
+        if value and left <= at <= right:
+            return f"{math.exp(low + (high - low) * (at - left) / (right - left)) / value.mean:.2f}"
     return "-"
 
 
@@ -321,11 +340,24 @@ def test_the_tables_over_sparsity_are_those_of_the_records():
         shares = [swept(method, target, WORK, recovered) for target in SPARSITIES]
         assert works.pop(row) == ["-" if share is None else f"{100 * share:.1f}" for share in shares]
     assert (perplexities, works) == ({}, {})
-    for recovered, row in enumerate(ratios.values()):
-        assert row == [wide_over("ddp", target, bool(recovered)) for target in SPARSITIES]
-    of_tyr = [f"{wide_over('tyr', target, recovered)}x" for recovered in (True, False) for target in (0.25, 0.5)]
-    told = "with LoRA, would be {} of it at 25 % and {} at 50 % (the same interpolation), without LoRA {} and {}."
-    assert told.format(*of_tyr) in " ".join(section("Over sparsity").split())
+    pairs = (("ddp", "wide"), ("ddp", "wide-fitted"), ("wide", "wide-fitted"))
+    for (pair, recovered), row in zip(itertools.product(pairs, BOTH), ratios.values(), strict=True):
+        assert row == [at_work_of(*pair, target, recovered) for target in SPARSITIES]
+    for method, told in (
+        ("wide", "would be {}x of it at 25 % and {}x at 50 % (the same interpolation), without LoRA {}x and {}x."),
+        ("wide-fitted", "would be {}x and {}x of it, without {}x and {}x."),
+    ):
+        of_tyr = [at_work_of("tyr", method, target, recovered) for recovered in (True, False) for target in (0.25, 0.5)]
+        assert told.format(*of_tyr) in words_of("Over sparsity")
+
+
+def test_what_the_better_recipe_does_over_sparsity_is_worked_out_from_the_records():
+    said, shares = words_of("Over sparsity"), []
+    for target in SPARSITIES:
+        published, better = (swept(method, target, PERPLEXITY, True).mean for method in ("wide", "wide-fitted"))
+        dense = [number(grid, DENSE, PERPLEXITY, recovered=True) for grid in ("q-sweep", "q-sweep-fitted")]
+        shares.append(f"{100 * (1 - gap(better, dense[1]) / gap(published, dense[0])):.0f}")
+    assert f"{', '.join(shares[:-1])} and {shares[-1]} % away" in said
 
 
 def test_the_table_of_equal_tokens_is_that_of_the_records():
@@ -335,46 +367,52 @@ def test_the_table_of_equal_tokens_is_that_of_the_records():
         value, steps = measured(grid, method, recovered=True), "0 + 1300" if grid == "equal" else "1000 + 300"
         ratio = "1" if method == DENSE else over_dense(grid, method, options, "equal")
         assert cells == [steps, cell(value.mean, value.error), ratio, word(grid, method, recovered=True)], name
-    said, longer = " ".join(section("Equal tokens").split()), {"recovered": True}
+    said, longer = words_of("Equal tokens"), {"recovered": True}
     for method, short in (("slicegpt", "n50-rest"), ("blockpruner", "n50")):
         told = [times((grid, method, longer), ("n50", "wide", longer)) for grid in (short, "equal")]
         assert " to ".join(f"{value:.3f} ± {error:.3f}" for value, error in told) + " times" in said
 
 
 def test_sizes_of_groups_are_apart_as_the_page_says():
-    said, value = " ".join(section(NOMINAL[1][0]).split()), measured("g-sweep", "f256-a192")
+    said, value = words_of(NOMINAL[1][0]), measured("g-sweep", "f256-a192")
     ratios = [times(("g-sweep", "f256-a192", {}), ("n50", method, {})) for method in ("wide", "wide-64", "wide-32")]
     told = [f"{100 * (ratio - 1):.1f} ± {100 * error:.1f}" for ratio, error in ratios]
     assert f"have {cell(value.mean, value.error)} without LoRA, {told[0]} % above G = 128" in said
     assert f"{told[1]} % above G = 64 and {told[2]} % above G = 32" in said
 
 
-def half_of_the_work(method):
-    grid = "f50-fitted" if method == "wide-fitted" else "f50"
+def of_all_products(grid, method, target):
+    grid = f"{grid}-fitted" if method == "wide-fitted" else grid
+    reached = [recovered for recovered in BOTH if number(grid, method, PERPLEXITY, recovered=recovered) is not None]
 
     def pair(metric, *, scale=1.0):
-        values = [scale * number(grid, method, metric, recovered=recovered) for recovered in BOTH]
-        return [f"{value:.{1 if value < 1000 else 0}f}" for value in values]
+        values = [scale * number(grid, method, metric, recovered=recovered) for recovered in reached]
+        return [f"{value:.{1 if value < 1000 else 0}f}" for value in values] + ["-"] * (2 - len(values))
 
-    found = [GRIDS[grid].value(Row(method, r), 0.0 if method == "dense" else 0.5, PERPLEXITY) for r in BOTH]
-    digits = [2 if value.mean < 100 else 1 for value in found]
-    cells = [f"{v.mean:.{d}f} ± {v.error:.{d}f}" for v, d in zip(found, digits, strict=True)] + pair(WORD)
+    found = [measured(grid, method, target=target, recovered=recovered) for recovered in reached]
+    cells = [cell(value.mean, value.error) for value in found] + ["-"] * (2 - len(found)) + pair(WORD)
     shares = zip(*(pair(f"sparsity.{half}", scale=100) for half in ("attention", "ffn")), strict=True)
-    cells += ["-", "-", "0", "0"] if method == "dense" else [*map(" / ".join, shares), *pair(WORK, scale=100)]
+    both = ["-" if attention == "-" else f"{attention} / {ffn}" for attention, ffn in shares]
+    cells += ["-", "-", "0", "0"] if method == DENSE else [*both, *pair(WORK, scale=100)]
     cells.append(f"{100 * number(grid, method, 'sparsity.kv_cache_kept'):.0f}")
-    seconds = [number(grid, method, "method.seconds", recovered=recovered) for recovered in BOTH]
-    return cells + [f"{value:.1f}" if 1 < value < 10 else f"{value:.0f}" for value in seconds]
+    seconds = [number(grid, method, "method.seconds", recovered=recovered) for recovered in reached]
+    return cells + [f"{s:.1f}" if 1 < s < 10 else f"{s:.0f}" for s in seconds] + ["-"] * (2 - len(seconds))
 
 
-def test_the_table_of_half_of_the_work_is_that_of_the_records():
-    rows = table("Half of the work")
-    assert {NAMES[name]: cells for name, cells in rows.items()} == {
-        NAMES[name]: half_of_the_work(NAMES[name]) for name in NAMES
-    }
+@pytest.mark.parametrize(
+    ("title", "grid", "target", "methods"),
+    [
+        ("Half of the work", "f50", 0.5, {*NAMES.values()}),
+        ("A quarter of the work", "f25", 0.25, {"dense", "wide", "ddp", "slicegpt"}),
+    ],
+)
+def test_the_tables_of_half_and_a_quarter_of_the_work_are_those_of_the_records(title, grid, target, methods):
+    rows = {NAMES[name]: cells for name, cells in table(title).items()}
+    assert rows == {method: of_all_products(grid, method, target) for method in methods}
 
 
-def speeds(grid, method, *, seed=17):
-    folder = LAB / grid / "cells" / f"{method}-0.5-seed{seed}" / "profile"
+def speeds(grid, method, *, seed=17, target=0.5):
+    folder = LAB / grid / "cells" / f"{method}-{target}-seed{seed}" / "profile"
     records = json.loads((folder / "endtoend.json").read_text())["records"]
     found = {(r["what"], r["batch"], r["candidate"]): r for r in records}
     own = "own routing" if ("prefill", 1, "own routing") in found else "pruned"
@@ -392,6 +430,9 @@ def test_measured_speeds_are_those_of_the_records():
     for name, peer in (("dense, wide's runtime", "wide"), ("dense, Hugging Face in a CUDA graph", "tyr")):
         measured = [entry["median_us"] / 1e3 for entry in speeds("f50", peer)[1]]
         assert [float(cell.removesuffix(" ms")) for cell in said.pop(name)] == pytest.approx(measured, rel=0.01)
+    for name, method in (("DDP", "ddp"), ("SliceGPT", "slicegpt")):
+        quarter, _ = speeds("f25", method, target=0.25)
+        assert said.pop(f"{name}, a quarter of the work") == [f"{value:.2f}x" for value in quarter]
     methods = {name.partition(" (")[0]: method for name, method in NAMES.items()}
     assert said == {name: [f"{value:.2f}x" for value in speeds("f50", methods[name])[0]] for name in said}
     assert {methods[name] for name in said} == set(NAMES.values()) - {"dense", "wide-fitted"}

@@ -117,7 +117,7 @@ def mn_sweep(
         group_size: Channels of a group of N.
         active: Share of (row, group) pairs that execute.
         tiles: Rows of a tile, and the rest of it.
-        with_variants: Whether the first tile also runs packed and with skipped places at zero.
+        with_variants: Whether the first tile also runs packed; that one, and gated ones in CUDA C++, also write zeros.
         zeroed: Whether every tile writes zeros to skipped places, as a dense product that reads them needs.
     """
     num_groups = weight.shape[0] // group_size
@@ -196,7 +196,9 @@ def _mn_candidates(
     if with_variants:
         block_m, tile = tiles[0]
         candidates[f"{block_m}x{_fields(tile)} packed"] = sparse(block_m, tile, True, False)
-        candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
+        native = [one for one in tiles[1:] if up_weight is not None and _backend(one[1]) == "cuda"]
+        for block_m, tile in (tiles[0], *native):
+            candidates[f"{block_m}x{_fields(tile)} zeroed"] = sparse(block_m, tile, False, True)
     return candidates, choices
 
 
