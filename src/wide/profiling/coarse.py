@@ -24,17 +24,17 @@ from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import gemv_k_race, gemv_mn_race
 from wide.profiling.k_tiles import AnyKTile, stored_tiles
-from wide.profiling.mn_tiles import mn_hopper_tiles
+from wide.profiling.mn_tiles import HOPPER_STEP, mn_hopper_tiles
 from wide.profiling.races import Race, decode_race, prefill_race
 from wide.profiling.sweeps import ATTENTION_GROUP, FFN, GATE, HIDDEN, Sweep, k_sweep, mn_sweep, normal
 
 _ROWS, _GROUP, _ACTIVE = 4096, 128, 0.5
-_OTHER_GROUPS = (64, 256, 512)
+_OTHER_GROUPS = (64, 256, 512, 32)
 _OTHER_ACTIVE = (0.7, 0.3)
 _BLOCK_M = 128
 _ROUNDS = 8
 # Groups of a super-block by group size: small groups leave little work to one of them.
-_SUPER_BLOCKS = {64: 8, 128: 8, 256: 4, 512: 4}
+_SUPER_BLOCKS = {32: 8, 64: 8, 128: 8, 256: 4, 512: 4}
 _BATCHES = (1, 8, 32)
 
 Part = tuple[str, Callable[[], list[dict[str, Any]]]]
@@ -105,7 +105,7 @@ def _k(name: str, weight: torch.Tensor, num_rows: int, group_size: int, active: 
     )
     blocks = 8 if name == "o" else _SUPER_BLOCKS[group_size]
     variants: list[tuple[int, int, AnyKTile]] = [(blocks, _BLOCK_M, tile)]
-    if hopper_obstacle(weight.device) is None:
+    if hopper_obstacle(weight.device) is None and group_size % HOPPER_STEP == 0:
         variants.append((blocks, _BLOCK_M, hopper_k_tile(weight.shape[0])))
     groups = weight.shape[1] // group_size
     stored = stored_tiles(weight.device, group_size=group_size, num_groups=groups, width=weight.shape[0])

@@ -32,6 +32,10 @@ MN_PLAIN_TILES: tuple[tuple[int, MnTile], ...] = (
 )
 
 
+HOPPER_STEP = 64
+"""Channels that groups must be a multiple of for the Hopper kernels."""
+
+
 def mn_hopper_tiles(device: torch.device, group_size: int, *, gated: bool) -> MnTiles:
     """Return the tiles of the Hopper kernels for groups of a size, in Gluon and, where it fits, in CUDA C++.
 
@@ -40,7 +44,7 @@ def mn_hopper_tiles(device: torch.device, group_size: int, *, gated: bool) -> Mn
         group_size: Channels of a group.
         gated: Whether gate and up are multiplied together.
     """
-    if hopper_obstacle(device) is not None:
+    if hopper_obstacle(device) is not None or group_size % HOPPER_STEP:
         return ()
     gluon = (128, default_hopper_tile(group_size, gated=gated))
     if native_obstacle() is not None or not fits_cluster(group_size, gated=gated):
