@@ -93,6 +93,10 @@ class ObjectiveConfig:
         ramp: Share of the steps over which the target rises linearly from 0; 0 turns it off (paper).
         smoothing: Distance from the target within which the sparsity term is quadratic, so that its slope vanishes at
             the target instead of changing sign with every step; 0 is the paper's absolute distance.
+        per_token: Whether the distance is that of every token's own skip rate over the layers, averaged over tokens
+            (D-LLM), instead of that of the mean over tokens (paper).
+        weight_ramp: Whether the weight rises from 0 at the first step to `weight` at the last, as a quarter of a sine
+            (D-LLM); otherwise it is constant (paper).
     """
 
     sparsity: float = 0.5
@@ -102,6 +106,8 @@ class ObjectiveConfig:
     distillation: float = 0.0
     ramp: float = 0.0
     smoothing: float = 0.0
+    per_token: bool = False
+    weight_ramp: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values outside their ranges."""

@@ -1,7 +1,10 @@
 """D-LLM with eviction: what skipping tokens leave in a layer is seen by no one, in one forward or step by step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from test_dllm import blocks as blocks_of_text
 from tiny import dense_model, stage
 from torch.nn import functional
 
@@ -9,7 +12,7 @@ from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.method_config import DLLMOriginalConfig
-from wide.methods.dllm import ORIGINAL, train_original
+from wide.methods.dllm import ORIGINAL, _penalty, train_original
 from wide.methods.linear_work import layer_weights
 from wide.methods.method import Target
 from wide.models.accounting import SkipCounter
@@ -17,7 +20,7 @@ from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
-from wide.models.observe import capture_routing, force_routing
+from wide.models.observe import capture_routing, force_routing, observe
 from wide.models.optimize import optimize
 from wide.plan import Dense, Following, LayerPlan, Plan, Routed
 from wide.routing import LayerRouting
@@ -26,6 +29,7 @@ from wide.training.objective import Objective
 
 LENGTH = 12
 SETTINGS = DLLMOriginalConfig(router_rank=8, dense_layers=1)
+DENSE = LayerPlan(attention=Dense(), ffn=Dense())
 
 
 def plan(evicts=True, layers=2, first_tokens=0, **changes):
@@ -221,9 +225,7 @@ def test_training_and_inference_evict_alike():
 
 
 def test_skipping_saves_keys_values_and_cache():
-    from test_dllm import blocks
-
-    model, text = routed_model(), blocks(8)
+    model, text = routed_model(), blocks_of_text(8)
     counter, work = SkipCounter(model), layer_weights(discover(model)[0])
     with capture_routing(model) as routing:
         for batch in text.in_order(4):
@@ -237,9 +239,7 @@ def test_skipping_saves_keys_values_and_cache():
 
 
 def test_training_meets_the_target_over_all_layers(tmp_path):
-    from test_dllm import blocks
-
-    model, text = dense_model(num_hidden_layers=3), blocks()
+    model, text = dense_model(num_hidden_layers=3), blocks_of_text()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     _, deviations = train_original(
         model,
@@ -268,6 +268,64 @@ def test_training_meets_the_target_over_all_layers(tmp_path):
     assert torch.equal(logits(detach(again), tokens), logits(dense_model(num_hidden_layers=3), tokens))
 
 
+def test_the_penalty_on_every_token_is_over_all_layers_and_leaves_the_first_tokens_out():
+    torch.manual_seed(0)
+    model = attach(dense_model(num_hidden_layers=3), Plan((DENSE, *plan(first_tokens=2).layers)))
+    config, _ = _penalty(replace(SETTINGS, penalty="token"), ObjectiveConfig(sparsity=0.6), attachment(model).plan)
+    assert (config.per_token, config.weight_ramp) == (True, True)
+    batch = blocks_of_text().batch([0, 1])
+    with training_mode(model, routers=True, gradient_checkpointing=False):
+        torch.manual_seed(1)
+        _, measured = Objective(model, config)(batch)
+        torch.manual_seed(1)
+        with observe(model) as routing:
+            model(input_ids=batch.input_ids)
+    executed = 1 + routing[1].attention[..., 0] + routing[2].attention[..., 0]
+    # 40 % of all layers are to be skipped: 60 % of the two that have routers.
+    distance = (executed / 3 - 0.6).abs()[:, 2:].mean()
+    assert float(measured.loss) == pytest.approx(float(measured.lm_loss) + 5.0 * float(distance.detach()), rel=1e-5)
+
+
+def test_the_penalty_on_every_token_rises_and_makes_depths_more_alike(monkeypatch):
+    spreads, weights = {}, []
+    of_step = Objective.__call__
+
+    def noted(self, *args, weight, **options):
+        weights.append(weight)
+        return of_step(self, *args, weight=weight, **options)
+
+    monkeypatch.setattr(Objective, "__call__", noted)
+    for penalty in ("mean", "token"):
+        weights.clear()
+        model = dense_model(num_hidden_layers=4)
+        _, deviations = train_original(
+            model,
+            text := blocks_of_text(),
+            Target(sparsity=0.4),
+            replace(SETTINGS, penalty=penalty),
+            stage=stage(steps=40, batch_size=16),
+            objective=ObjectiveConfig(),
+        )
+        assert any("penalty" in sentence for sentence in deviations) == (penalty == "mean")
+        if penalty == "token":
+            assert weights[0] == 0.0
+            # 5 where rates are over all four layers, as the original's; here they are over the three with routers.
+            assert weights[-1] == pytest.approx(5.0 * 3 / 4)
+        else:
+            assert set(weights) == {20.0}
+        depths = []
+        with capture_routing(model) as routing:
+            for batch in text.in_order(16):
+                logits(model, batch.input_ids)
+                depths.append(
+                    sum(layer.attention[:, 2:, 0].float() for layer in routing if layer.attention is not None)
+                )
+        depth = torch.cat(depths)
+        assert float(depth.mean()) == pytest.approx(3 - 0.4 * 4, abs=0.15)
+        spreads[penalty] = float(depth.std())
+    assert spreads["token"] < 0.8 * spreads["mean"]
+
+
 def test_routers_begin_by_executing_most_tokens():
     model = attach(dense_model(hidden_size=32), plan())
     torch.manual_seed(0)
@@ -286,27 +344,25 @@ def test_what_cannot_be_is_refused():
         DLLMOriginalConfig(dense_layers=-1)
     with pytest.raises(ConfigError, match="temperature"):
         DLLMOriginalConfig(temperature=0.0)
+    with pytest.raises(ConfigError, match="penalty must be"):
+        DLLMOriginalConfig(penalty="tokens")
     ffn = Routed(grouping=Grouping.whole(64), rank=8, evicts=True)
     with pytest.raises(ShapeError, match="only an attention evicts"):
         attach(dense_model(), Plan((LayerPlan(attention=Dense(), ffn=ffn),) * 2))
     with pytest.raises(UnsupportedModelError, match="evicts"):
         optimize(routed_model())
     run = {"stage": stage(), "objective": ObjectiveConfig()}
-    from test_dllm import blocks
-
     for settings, words in ((DLLMOriginalConfig(), "none of 2"), (SETTINGS, "stay below 0.5")):
         model = dense_model()
         with pytest.raises(ConfigError, match=words):
-            train_original(model, blocks(), Target(sparsity=0.6), settings, **run)
+            train_original(model, blocks_of_text(), Target(sparsity=0.6), settings, **run)
         assert not is_attached(model)
 
 
 def test_distillation_and_the_objective_run_with_eviction():
-    from test_dllm import blocks
-
     model = routed_model()
     with training_mode(model, routers=True, gradient_checkpointing=True):
-        loss, _ = Objective(model, ObjectiveConfig(distillation=1.0))(blocks().batch([0, 1]))
+        loss, _ = Objective(model, ObjectiveConfig(distillation=1.0))(blocks_of_text().batch([0, 1]))
         loss.backward()
     assert all(torch.isfinite(router.up.grad).all() for router in attachment(model).routers())
 

@@ -17,7 +17,14 @@ from wide.training.stages import prune
 from wide.training.trainer import RunOptions, Trainer
 
 
-def joint_step(parallel):
+def joint_steps(parallel):
+    """Return what one step gives whose penalty is on the mean, and of one whose penalty is on every token."""
+    mean = joint_step(parallel, ObjectiveConfig(sparsity=0.3, target="uniform"))
+    token = joint_step(parallel, ObjectiveConfig(sparsity=0.3, per_token=True))
+    return mean | {f"per_token.{name}": value for name, value in token.items()}
+
+
+def joint_step(parallel, config):
     """Return loss, measurements and router gradients of one batch of unequally padded halves."""
     whole = batch(rows=4)
     valid = whole.valid.clone()
@@ -28,7 +35,7 @@ def joint_step(parallel):
     model = freeze_noise(routed_model())
     parameters = trainable_parameters(model, routers=True)
     with training_mode(model, routers=True, gradient_checkpointing=False):
-        loss, measured = Objective(model, ObjectiveConfig(sparsity=0.3, target="uniform"), parallel=parallel)(mine)
+        loss, measured = Objective(model, config, parallel=parallel)(mine)
         loss.backward()
     if parallel is not None:
         parallel.average_gradients(parameters.values())
@@ -39,7 +46,7 @@ def joint_step(parallel):
 def main(folder):
     torch.set_num_threads(1)
     parallel = DataParallel.from_environment(torch.device("cpu"))
-    save_file(joint_step(parallel), str(folder / f"step-{parallel.rank}.safetensors"))
+    save_file(joint_steps(parallel), str(folder / f"step-{parallel.rank}.safetensors"))
     model = freeze_noise(routed_model())
     if parallel.rank:
         # The first process's parameters count.

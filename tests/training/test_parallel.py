@@ -43,10 +43,10 @@ def two_processes(tmp_path_factory):
 
 
 def test_loss_measurements_and_gradients_are_those_of_the_joint_batch(two_processes):
-    from rank_worker import joint_step
+    from rank_worker import joint_steps
 
     found = [load_file(str(two_processes / f"step-{rank}.safetensors")) for rank in range(2)]
-    wanted = joint_step(None)
+    wanted = joint_steps(None)
     for rank in range(2):
         assert found[rank].keys() == wanted.keys()
         for name, value in wanted.items():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wide.training.schedule import learning_rate, sparsity_target, temperature
+from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
 
 
 def test_learning_rate_rises_to_the_peak_and_falls_towards_zero():
@@ -31,3 +31,12 @@ def test_temperature_is_linear_between_both_ends():
 def test_the_ramp_ends_at_the_target():
     assert sparsity_target(0, steps=10, final=0.5, ramp=0.0) == 0.5
     assert [sparsity_target(s, steps=10, final=0.5, ramp=0.5) for s in (0, 4, 5, 9)] == [0.1, 0.5, 0.5, 0.5]
+
+
+def test_weight_of_the_sparsity_term_rises_from_nothing_as_a_quarter_of_a_sine():
+    weights = [sparsity_weight(step, steps=101, final=5.0, ramp=True) for step in range(101)]
+    assert weights[0] == 0.0
+    assert weights[50] == pytest.approx(5.0 * 0.5**0.5)
+    assert weights[-1] == 5.0
+    assert all(a < b for a, b in pairwise(weights))
+    assert {sparsity_weight(step, steps=101, final=5.0, ramp=False) for step in range(101)} == {5.0}

@@ -1,5 +1,7 @@
 """A run of any method of the benchmark: decide or train, compare on held-out text, LoRA, save, draw."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from wide.cli.loading import require_lora
@@ -33,18 +35,21 @@ class MethodPipeline(Pipeline):
         model = self._load_model()
         blocks = self._load_texts(model, asked.stage)
         later = None if asked.recover is None else self._blocks(asked.recover)
+        stage = replace(asked.stage, compile=False)
+        self._rehearse(model, lambda: _apply(model, method, blocks, target, replace(asked, stage=stage)))
         self._begin(model, f"{method.name}, {target.sparsity:.0%} {_COUNTED[target.match]}", target.sparsity)
         self._measure(model, "dense")
-        self._train(model, "pruned", lambda: self._decide(model, method, blocks, target, asked))
+        doing = "deciding" if method.train is None else "training"
+        self._train(model, "pruned", lambda: self._decide(model, method, blocks, target, asked), doing=doing)
         if asked.recover is not None:
-            stage, text = asked.recover, later
+            recipe, text = asked.recover, later
             assert text is not None
             folder = self._folder.path / "stage2"
             resume = self._folder.resume
             self._train(
                 model,
                 "pruned + LoRA",
-                lambda: recover_row(model, text, stage, output=folder, resume=resume, seed=stage.seed),
+                lambda: recover_row(model, text, recipe, output=folder, resume=resume, seed=recipe.seed),
             )
         self._finish(model)
 
@@ -52,17 +57,30 @@ class MethodPipeline(Pipeline):
         if self._folder.resume and self._folder.adapter.is_dir():
             load(model, self._folder.adapter)
             return
-        apply(
-            model,
-            method,
-            blocks,
-            target,
-            asked.settings,
-            stage=asked.stage,
-            objective=asked.objective,
-            output=self._folder.path / "stage1",
-            resume=self._folder.resume,
-            seed=asked.stage.seed,
-        )
+        _apply(model, method, blocks, target, asked, output=self._folder.path / "stage1", resume=self._folder.resume)
         # At once: what took hours to decide must not wait for the evaluation.
         save(model, self._folder.adapter)
+
+
+def _apply(
+    model: Any,
+    method: Method,
+    blocks: TokenBlocks,
+    target: Target,
+    asked: PruneRequest,
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+) -> None:
+    apply(
+        model,
+        method,
+        blocks,
+        target,
+        asked.settings,
+        stage=asked.stage,
+        objective=asked.objective,
+        output=output,
+        resume=resume,
+        seed=asked.stage.seed,
+    )

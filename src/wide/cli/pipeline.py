@@ -30,6 +30,7 @@ from wide.report.drawing import FOLDER, require_matplotlib
 from wide.report.page import write_report
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
+from wide.training.rehearsal import rehearsal
 from wide.training.stages import prune, recover
 from wide.training.trackers import require_tracker
 from wide.training.trainer import micro_batch_size
@@ -92,6 +93,8 @@ class Pipeline:
         plan_for(config, discover(model))
         blocks = self._load_texts(model, stage)
         later = None if second is None else self._blocks(second)
+        rehearsed = replace(stage, compile=False)
+        self._rehearse(model, lambda: prune(model, blocks, config=config, objective=objective, stage=rehearsed))
         self._begin(model, _in_words(objective), objective.sparsity)
         self._measure(model, "dense")
         if self._scoring.untrained and self._held_out is not None and self._is_missing("untrained"):
@@ -159,6 +162,14 @@ class Pipeline:
         # Seen here rather than by the trainer, which comes after the dense model has been measured.
         for stage in stages:
             micro_batch_size(stage, num_processes())
+
+    @staticmethod
+    def _rehearse(model: Any, deciding: Callable[[], Any]) -> None:
+        # What is refused must neither occupy the output folder nor wait until the dense model has been measured.
+        with rehearsal(model):
+            deciding()
+        if is_attached(model):
+            detach(model)
 
     def _load_model(self) -> Any:
         if self._options.report:
@@ -235,8 +246,8 @@ class Pipeline:
         finally:
             detach(model)
 
-    def _train(self, model: Any, subject: str, stage: Callable[[], Any]) -> None:
-        say(f"\n{subject}: training")
+    def _train(self, model: Any, subject: str, stage: Callable[[], Any], *, doing: str = "training") -> None:
+        say(f"\n{subject}: {doing}")
         key, name = _STAGES[subject]
         stage_folder = self._folder.path / name
         try:

@@ -39,6 +39,9 @@ class DLLMOriginalConfig(_TokenRouterConfig):
         first_tokens: Tokens at the start of each sequence that execute every layer.
         evict: Whether later tokens do not see the keys and values of tokens that skip a layer.
         temperature: Of the Gumbel-softmax, the same at every step.
+        penalty: 'token' is the original's: the distance of every token's own skip rate from the target, with a weight
+            that rises from 0; 'mean' that of the mean over tokens, with the constant weight of the objective.
+        weight: Of the penalty 'token' at the last step.
     """
 
     router_rank: int = 512
@@ -46,6 +49,8 @@ class DLLMOriginalConfig(_TokenRouterConfig):
     first_tokens: int = 2
     evict: bool = True
     temperature: float = 1.0
+    penalty: Literal["mean", "token"] = "mean"
+    weight: float = 5.0
 
     def __post_init__(self) -> None:
         """Refuse settings that no router has."""
@@ -53,6 +58,10 @@ class DLLMOriginalConfig(_TokenRouterConfig):
         require_not_negative(self, "dense_layers", "first_tokens")
         if not self.temperature > 0.0:
             raise ConfigError(f"temperature must be positive, got {self.temperature}")
+        if self.penalty not in ("mean", "token"):
+            raise ConfigError(f"penalty must be 'mean' or 'token', got {self.penalty!r}")
+        if self.weight < 0.0:
+            raise ConfigError(f"weight must not be negative, got {self.weight}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,8 @@ _FREE = frozenset(
         "compile",
         "checkpoint_every",
         "copies_folder",
+        # What the row's own sentences tell, because the default is not the original's.
+        "penalty",
     }
 )
 _MEASURED_TOKENS, _TOKENS_PER_FORWARD = 16_384, 4_096

@@ -2,7 +2,8 @@
 
 Two rows. `METHOD` is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and
 values, no protected layers or tokens. `ORIGINAL` has its authors' MLP routers, eviction, dense first layers and first
-tokens. Both are steered by a penalty on the mean skip rate. Written over the machinery of this package.
+tokens, and as a setting their penalty on every token. Otherwise both are steered by a penalty on the mean skip rate.
+Written over the machinery of this package.
 """
 
 import dataclasses
@@ -92,11 +93,13 @@ def train_original(
     """
     specs = discover(model)
     plan = Plan(tuple(_original_layer(spec, settings) for spec in specs))
+    of_routed = _target_of_routed_layers(target, plan)
+    objective, penalty = _penalty(settings, objective, plan)
     effort, found = train_routers(
         model,
         plan,
         blocks,
-        _target_of_routed_layers(target, plan),
+        of_routed,
         stage=dataclasses.replace(stage, temperature_start=settings.temperature, temperature_end=settings.temperature),
         objective=objective,
         output=output,
@@ -105,8 +108,7 @@ def train_original(
     )
     return effort, (
         "routers are trained before LoRA, the original trains both together",
-        f"the penalty is on the mean skip rate with a weight of {objective.weight:g} throughout; the original's on "
-        "that of every token with a weight that rises from 0 to 5",
+        *penalty,
         "steps, sizes and learning rate are those of all rows; the original's are 10 epochs of its task at 9e-3 x "
         "batch size / 256",
         "inference routes by margin; the original's threshold is a probability of one half",
@@ -114,6 +116,20 @@ def train_original(
         "target counts all layers",
         *found,
     )
+
+
+def _penalty(
+    settings: DLLMOriginalConfig, objective: ObjectiveConfig, plan: Plan
+) -> tuple[ObjectiveConfig, tuple[str, ...]]:
+    """Return the objective with the penalty that is set, and what of it is not the original's."""
+    if settings.penalty == "mean":
+        return objective, (
+            f"the penalty is on the mean skip rate with a weight of {objective.weight:g} throughout; the original's on "
+            "that of every token with a weight that rises from 0 to 5",
+        )
+    # The original's rates are over all layers, those here over the layers with routers.
+    weight = settings.weight * _num_routed(plan) / len(plan.layers)
+    return dataclasses.replace(objective, weight=weight, per_token=True, weight_ramp=True), ()
 
 
 def _original_layer(spec: BlockSpec, settings: DLLMOriginalConfig) -> LayerPlan:

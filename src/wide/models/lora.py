@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError
 from wide.models.attach import attachment
+from wide.models.masked_update import mask_updates
 from wide.plan import Skipped
 
 _ADAPTER = "default"
@@ -74,7 +75,8 @@ class LoraHandle:
     def merge(self) -> None:
         """Add the LoRA updates to the base weights and remove the wrappers, in place and for good.
 
-        Zeros of replaced weights, which an update would fill, are put back.
+        Zeros of replaced weights stay zeros: where single weights are pruned the update never fills them, and where
+        whole units are, what it wrote for them is taken out.
         """
         replaced = attachment(self._model).replaced
         zeros = {} if replaced is None else replaced.zeros()
@@ -107,7 +109,8 @@ class LoraHandle:
 def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.1) -> LoraHandle:
     """Put LoRA on all linear layers of an attached model's decoder, in place.
 
-    Routers are left alone, and so are halves that the plan skips.
+    Routers are left alone, and so are halves that the plan skips and zeros that a method made of single weights
+    (`wide.models.masked_update`).
 
     Args:
         model: An attached model.
@@ -224,6 +227,7 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     handle = LoraHandle(model, tuner)
     for parameter in handle.parameters():
         parameter.data = parameter.data.float()
+    mask_updates(model, _ADAPTER)
     tuner.train(model.training)
     state.lora = handle
     return handle

@@ -94,6 +94,7 @@ class Objective:
         batch: TokenBatch,
         *,
         target: float | None = None,
+        weight: float | None = None,
         targets_in_step: Tensor | float | None = None,
         micro_batches: int = 1,
         padded: bool | None = None,
@@ -103,6 +104,7 @@ class Objective:
         Args:
             batch: This process's tokens, on the model's device; padding (`valid` False) counts nowhere.
             target: Sparsity wanted at this step; None means that of the configuration.
+            weight: Of the sparsity term at this step; None means that of the configuration.
             targets_in_step: Target tokens of the whole step over all processes, at least 1; None means this batch is
                 the step.
             micro_batches: Forwards in the step.
@@ -128,8 +130,11 @@ class Objective:
         )
         rates = self._rates(skipped, total[4:], total[3])
         wanted = self.config.sparsity if target is None else target
-        distance = _distance(wanted - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
-        sparsity_loss = self.config.weight / micro_batches * distance
+        if self.config.per_token and self._routers:
+            distance = self._distance_of_tokens(routing, batch.valid, wanted)
+        else:
+            distance = _distance(wanted - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
+        sparsity_loss = (self.config.weight if weight is None else weight) / micro_batches * distance
         if isinstance(targets_in_step, Tensor):
             targets_in_step = targets_in_step.clamp(min=1)
         loss = self._parallel.world * token_sum / targets_in_step + sparsity_loss
@@ -161,10 +166,27 @@ class Objective:
         """Return how many groups' worth of tokens each routed half executes, `[halves]` float32, with gradient."""
         if not self._routers:
             return torch.zeros(0, device=valid.device)
-        masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
         # One product over all groups of all layers, instead of a handful of kernels for each half.
-        per_group = valid.flatten().float() @ torch.cat(masks, dim=-1).flatten(0, 1).float()
-        return self._groups @ per_group
+        return self._groups @ (valid.flatten().float() @ self._masks(routing))
+
+    def _masks(self, routing: Routing) -> Tensor:
+        """Return the masks of all routed halves side by side, `[B * T, sum of N_G]` float32, with gradient."""
+        masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
+        return torch.cat(masks, dim=-1).flatten(0, 1).float()
+
+    def _distance_of_tokens(self, routing: Routing, valid: Tensor, wanted: float) -> Tensor:
+        """Return the mean distance of single tokens' rates from the target, over all processes.
+
+        Tokens that always execute, at the start of each sequence, do not count.
+        """
+        first = attachment(self._model).control.first
+        counted = (valid if first is None else valid & ~first).flatten().float()
+        rates = self._rows[: self._num_terms] @ (1.0 - self._groups @ self._masks(routing).T)
+        local = _distance(wanted - rates, self.config.smoothing).mean(0) @ counted
+        summed = self._parallel.sum(torch.stack([local.detach(), counted.sum()]))
+        tokens = summed[1].clamp(min=1)
+        # As for `_rates`: the value is global, the gradient this process's.
+        return summed[0] / tokens + self._parallel.world * (local - local.detach()) / tokens
 
     def _rates(self, skipped: Tensor, skipped_everywhere: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows' skip rates over all processes, with this process's part of the gradient."""

@@ -1,4 +1,4 @@
-"""Learning rate, temperature and sparsity target as pure functions of the optimiser step, counted from 0."""
+"""Learning rate, temperature, sparsity target and weight as pure functions of the optimiser step, counted from 0."""
 
 import math
 
@@ -30,3 +30,11 @@ def sparsity_target(step: int, *, steps: int, final: float, ramp: float) -> floa
     """Return the target sparsity: rising linearly over the first `ramp` share of the steps, then constant."""
     rising = round(ramp * steps)
     return final if step >= rising else final * (step + 1) / rising
+
+
+def sparsity_weight(step: int, *, steps: int, final: float, ramp: bool) -> float:
+    """Return the weight of the sparsity term: constant, or from 0 at the first step to `final` at the last.
+
+    Source: D-LLM's released training code, a quarter of a sine.
+    """
+    return final * math.sin(0.5 * math.pi * step / max(steps - 1, 1)) if ramp else final

@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 
 # Settings that came later, and what they were before: left out of the hash at these values, so that a run from before
 # can still be continued.
-_LATER = {"smoothing": 0.0, "noise": 1.0, "evicts": False, "first_tokens": 0, "compile": False}
+_LATER = {
+    "smoothing": 0.0,
+    "noise": 1.0,
+    "evicts": False,
+    "first_tokens": 0,
+    "compile": False,
+    "per_token": False,
+    "weight_ramp": False,
+}
 
 
 def prune(
@@ -345,8 +353,8 @@ def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> Obj
 
 def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
     try:
-        # The ramp was for routers that knew nothing yet.
-        return ObjectiveConfig(**(provenance["prune"]["objective"] | {"ramp": 0.0}))
+        # Ramps were for routers that knew nothing yet.
+        return ObjectiveConfig(**(provenance["prune"]["objective"] | {"ramp": 0.0, "weight_ramp": False}))
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "this model does not record to which sparsity it was pruned; pass objective=wide.ObjectiveConfig(...)"

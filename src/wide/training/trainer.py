@@ -24,7 +24,7 @@ from wide.training.modes import own_randomness, trainable_parameters, training_m
 from wide.training.objective import Measured, Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog
-from wide.training.schedule import learning_rate, sparsity_target, temperature
+from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
 from wide.training.token_loss import num_targets
 from wide.training.trackers import TrackerName
 
@@ -208,11 +208,14 @@ class Trainer:
         targets = parallel.sum(torch.full((), float(num_targets(target_labels(batch))), device=self._device))
         self._optimizer.zero_grad(set_to_none=True)
         measured = torch.zeros(len(_MEASURED) + 1, device=self._device)
+        steering = self._objective.config
+        weight = sparsity_weight(step, steps=stage.steps, final=steering.weight, ramp=steering.weight_ramp)
         for part in parts:
             padded = not bool(part.valid.all())
             loss, found = self._objective(
                 part.to(self._device),
                 target=schedule["sparsity.target"],
+                weight=weight,
                 targets_in_step=targets,
                 micro_batches=len(parts),
                 padded=padded,
