@@ -159,6 +159,49 @@ def test_comparisons_share_a_page(timed, tmp_path):
     assert not (timed / "report.html").exists()
 
 
+def test_rows_of_equal_settings_are_one_and_later_cells_count(tmp_path):
+    settings = {"ffn_group_size": 64, "seed": 17}
+    low, high = Cell("wide", 0.25, 17), Cell("wide", 0.5, 17)
+    first = [measured(low, 11.0, settings=settings), measured(high, 14.0, settings=settings)]
+    one = write(tmp_path / "one", ["wide"], *first)
+    two = write(tmp_path / "two", ["wide"], measured(high, 15.0, settings=settings | {"seed": 18}))
+    other = write(tmp_path / "three", ["wide", "tyr"], measured(high, 16.0, settings={"ffn_group_size": 32}))
+    for folder, speedup in ((one, 1.1), (two, 1.2)):
+        time_cell(folder, high, speedup)
+    found = {folder.name: read_comparison(folder / "compare.jsonl") for folder in (one, two)}
+    whole = merge(found)
+    assert [row.method for row in whole.rows] == [DENSE, "wide"]
+    assert [whole.value(Row("wide", False), share, PERPLEXITY).mean for share in (0.25, 0.5)] == [11.0, 15.0]
+    # The speed of the cell that was replaced is of another checkpoint.
+    assert [speed.forward.speedup for speed in whole.speeds] == [1.2]
+    apart = merge(found | {"three": read_comparison(other / "compare.jsonl")}, ["wide"])
+    assert [row.method for row in apart.rows] == [DENSE, "wide (one, two)", "wide (three)"]
+    with pytest.raises(DataError, match="no row ddp; there are wide"):
+        merge(found, ["ddp"])
+
+
+def test_rows_are_chosen_on_the_command_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    folder = write(tmp_path / "one", ["tyr", "wide"], measured(Cell("tyr", 0.5, 17), 12.0))
+    assert main(["report", str(folder), "--output", str(tmp_path / "all"), "--only", "--rows", "wide"]) == 0
+    assert "tyr" not in (tmp_path / "all/table.md").read_text()
+    for words, message in ((["--rows", "wide"], "for the page of --output"), (["--rows"], "names separated by commas")):
+        assert main(["report", str(folder), *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_size_of_groups_that_is_left_to_the_model_is_its_own(tmp_path):
+    cells = [Cell("a", 0.5, 17), Cell("b", 0.5, 17)]
+    sizes = [{"ffn_group_size": 64, "attention_group_size": None}, {"ffn_group_size": 128, "attention_group_size": 192}]
+    groups = [measured(cell, 12.0, settings=own) for cell, own in zip(cells, sizes, strict=True)]
+    folder = write(tmp_path / "one", ["a", "b"], *groups)
+    with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
+        FIGURES["quality-groups"].sheet(read_comparison(folder / "compare.jsonl"))
+    own = Record(subject="run", metric="model.attention_group_size", value=192)
+    RecordFile(folder / "compare.jsonl", device="cpu").append([own])
+    assert [line["size"] for line in rows("quality-groups", read_comparison(folder / "compare.jsonl"))] == ["64", "128"]
+
+
 def test_comparisons_of_different_models_or_texts_do_not_mix(tmp_path):
     first = read_comparison(write(tmp_path / "a", ["tyr"]) / "compare.jsonl")
     others = {"model": {"model": "N"}, "held-out text": {"text": "another"}, "perplexities differ": {"dense": 10.5}}

@@ -1,11 +1,13 @@
 """Words in a figure can be read: none covers another, in the pictures of committed results and of a small run."""
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
+from test_results import RESULTS, ROWS
 
+from wide.report.bench_files import bench_file
 from wide.report.comparison_figures import COMPARISON_FIGURES
+from wide.report.comparison_merge import merge
 from wide.report.comparison_page import read_comparison
 from wide.report.depth_figures import DEPTH_FIGURES
 from wide.report.evidence import EVIDENCE_FIGURES
@@ -13,14 +15,11 @@ from wide.report.evidence_page import read_evidence
 from wide.report.figures import FIGURES
 from wide.report.layer_lines import LAYERS_OF_RUNS
 from wide.report.naive_figures import NAIVE_FIGURES
-from wide.report.profiles import Profile, read_profile
+from wide.report.profiles import Profile
 from wide.report.selection import MissingRecordsError
 from wide.report.speed_figures import SPEED_FIGURES
 from wide.report.sweep_figures import SWEEP_FIGURES
 
-DOCS = Path(__file__).parents[2] / "docs"
-H200 = DOCS / "measurements/records/h200"
-LAB = DOCS / "results/lab-88m/runs"
 # Letters of two words may come this near to each other's boxes, in pixels.
 SLACK = 1.5
 
@@ -68,14 +67,6 @@ def overlap(a, b):
     return width > SLACK and height > SLACK
 
 
-def h200(*names):
-    return sum((read_profile(H200 / name) for name in names), Profile(()))
-
-
-def lab():
-    return read_evidence([LAB / name for name in ("fitted-50", "fitted-50-routers", "clustered")])
-
-
 def depth():
     """Return a breakdown of naive depth as large as the bench's, with times of its order."""
     stages = {"dense": (), "gather-scatter": ("indices", "gather", "scatter"), "fused": ("sort",)}
@@ -97,29 +88,36 @@ def depth():
         for rows in (64, 1024, 4096, 16384)
         for way, names in stages.items()
     ]
-    return Profile([("depth.json", {"device": "GPU", "records": records})])
+    return Profile([bench_file("depth.json", {"device": "GPU", "records": records})])
 
 
-SOURCES = {
-    "h200": (lambda: h200("groups-256", "sparsity", ".", "steps", "sweeps"), (*SPEED_FIGURES, *SWEEP_FIGURES)),
-    "naive": (lambda: h200("naive"), NAIVE_FIGURES),
-    "naive depth": (depth, DEPTH_FIGURES),
-    "lab runs": (lab, (*EVIDENCE_FIGURES, LAYERS_OF_RUNS)),
-    "lab speed": (lambda: lab().profile, SPEED_FIGURES[:2]),
-    "lab routing": (lambda: lab().runs[0].records, FIGURES),
-    "groups": (lambda: read_comparison(DOCS / "results/nano-sweeps/groups/compare.jsonl"), COMPARISON_FIGURES),
-    "layers": (lambda: read_comparison(DOCS / "results/nano-sweeps/layers/compare.jsonl"), COMPARISON_FIGURES[-1:]),
-}
+def page(name):
+    """Return what a committed page is drawn from, with its figures."""
+    folders = RESULTS[name]
+    if (folders[0] / "compare.jsonl").is_file():
+        rows = ROWS[name].split(",") if name in ROWS else ()
+        found = {folder.name: read_comparison(folder / "compare.jsonl") for folder in folders}
+        return [(merge(found, rows) if len(found) > 1 else found[folders[0].name], COMPARISON_FIGURES)]
+    evidence = read_evidence(folders)
+    drawn = [(evidence, (*EVIDENCE_FIGURES, LAYERS_OF_RUNS)), (evidence.profile, SPEED)]
+    return [*drawn, *((run.records, FIGURES) for run in evidence.runs if len(folders) == 1)]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_no_words_cover_others(name):
-    read, figures = SOURCES[name]
-    source, drawn = read(), 0
-    for figure in figures:
-        try:
-            assert not covered(figure, source), figure.name
-        except MissingRecordsError:
-            continue
-        drawn += 1
+SPEED = (*SPEED_FIGURES, *SWEEP_FIGURES, *NAIVE_FIGURES, *DEPTH_FIGURES)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_no_words_of_a_committed_page_cover_others(name):
+    drawn = 0
+    for source, figures in page(name):
+        for figure in figures:
+            try:
+                assert not covered(figure, source), figure.name
+            except MissingRecordsError:
+                continue
+            drawn += 1
     assert drawn
+
+
+def test_no_words_of_a_large_breakdown_cover_others():
+    assert not covered(DEPTH_FIGURES[0], depth())

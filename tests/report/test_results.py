@@ -1,7 +1,9 @@
 """The results in docs are drawn from committed records, and drawing them again changes nothing."""
 
 import json
+import re
 import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,26 @@ from wide.records import read_records
 DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
-FOLDERS = ("decode-groups", "groups-256", "groups-512", "naive", "batches", "sparsity", "sweeps", ".", "steps")
+FOLDERS = (
+    *("decode-groups", "groups-256", "groups-512", "naive", "batches", "batches-rates", "sparsity", "sweeps", "rates"),
+    *(".", "steps", "sweeps-native", "rows"),
+)
 NANO = DOCS / "results/nano-sweeps"
 LAB = DOCS / "results/lab-88m"
+RUNS = ("fitted-50", "fitted-50-routers", "clustered")
+# Of some pages only these rows are drawn, beside the dense ones.
+ROWS = {"lab-88m/q-all": "wide,ddp,skipgpt,wide-fitted", "lab-88m/g-all": "f256-a192,wide,wide-32,wide-64"}
 RESULTS = {
     "lab-88m": [LAB],
     **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "f50")},
     "lab-88m/n50-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted")],
     "lab-88m/f25-all": [LAB / "f25"],
     "lab-88m/seeds-all": [LAB / f"seeds{name}" for name in ("", "-fitted", "-fitted-18", "-tyr", "-tyr-18")],
-    "lab-88m/q-all": [LAB / name for name in ("q-sweep", "q-sweep-fitted", "n25-fitted", "n50-fitted")],
+    "lab-88m/q-all": [LAB / name for name in ("q-sweep", "q-sweep-fitted", "n25", "n50", "n25-fitted", "n50-fitted")],
+    "lab-88m/g-all": [LAB / name for name in ("g-sweep", "n50")],
+    "lab-88m/speed-all": [LAB / name for name in ("f50", "f25", "n50-fitted")],
+    "lab-88m/runs": [LAB / "runs" / name for name in RUNS],
+    **{str(path.parent.relative_to(DOCS / "results")): [path.parent] for path in LAB.glob("runs/**/records.jsonl")},
     "h200": [H200 / name for name in FOLDERS],
     "nano-sweeps": [NANO / "sparsity", NANO / "fitted"],
     "nano-sweeps/groups": [NANO / "groups"],
@@ -35,15 +47,53 @@ def test_committed_figures_are_those_of_the_committed_records(name, tmp_path):
     pytest.importorskip("matplotlib")
     sources, output = RESULTS[name], tmp_path / name
     if sources == [DOCS / "results" / name]:
-        output.mkdir(parents=True)
-        shutil.copy(sources[0] / "compare.jsonl", output)
+        for path in (*sources[0].glob("*.jsonl"), *sources[0].glob("profile/*.json")):
+            place = output / path.relative_to(sources[0])
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, place)
         assert main(["report", str(output)]) == 0
     else:
-        assert main(["report", *map(str, sources), "--output", str(output), "--only"]) == 0
+        rows = ["--rows", ROWS[name]] if name in ROWS else []
+        assert main(["report", *map(str, sources), *rows, "--output", str(output), "--only"]) == 0
     drawn = {path.name: path.read_text() for path in (output / "figures").glob("*.csv")}
     committed = {path.name: path.read_text() for path in (DOCS / "results" / name / "figures").glob("*.csv")}
     assert drawn == committed, f"draw docs/results/{name} again; its README says how"
     assert (DOCS / "results" / name / "report.html").stat().st_size < 2 * 2**20
+
+
+class Links(HTMLParser):
+    """What a page leads to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found |= {value for name, value in attrs if name in ("href", "src") and value}
+
+
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("results/**/report.html"))
+
+
+def test_every_committed_page_is_drawn_again():
+    assert {f"results/{name}/report.html" for name in RESULTS} >= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_committed_page_has_no_dead_links(page):
+    links = {link.partition("#")[0] for link in Links((DOCS / page).read_text()).found if ":" not in link}
+    assert links
+    assert not [link for link in sorted(links) if link and not ((DOCS / page).parent / link).exists()]
+
+
+TEXTS = [*DOCS.glob("results/**/*.md"), DOCS / "report.md", DOCS.parent / "README.md"]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(DOCS.parent)))
+def test_texts_on_results_have_no_dead_links(page):
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if ":" not in link}
+    assert not [link for link in sorted(links) if link and not (page.parent / link).exists()]
 
 
 GRIDS = sorted(path.stem for path in LAB.glob("*/*.yaml") if path.stem == path.parent.name)

@@ -5,13 +5,14 @@ import json
 
 import pytest
 
+from wide.cli.main import main
 from wide.errors import DataError
 from wide.records import Record, RecordFile
 from wide.report.depth_figures import DEPTH_FIGURES, depth_table
 from wide.report.drawing import FOLDER, draw_svg, save_figure
 from wide.report.evidence import EVIDENCE_FIGURES, evidence_table
 from wide.report.evidence_page import read_evidence, write_evidence, write_folder
-from wide.report.naive_figures import NAIVE_FIGURES
+from wide.report.naive_figures import NAIVE_FIGURES, traffic_table
 from wide.report.profiles import read_profile
 from wide.report.selection import MissingRecordsError
 from wide.report.speed_figures import SPEED_FIGURES
@@ -104,7 +105,7 @@ def test_figures_of_speed_hold_what_was_measured(figure, tmp_path):
     with (tmp_path / FOLDER / f"{figure.name}.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     if figure.name == "operators":
-        assert "gate and up 1.67x at 4096" in words
+        assert "gate and up 1.67x at 4096 (50 % skipped, G 128; Triton)" in words
         assert [row["median_us"] for row in rows] == ["60.0", "70.0"]
     if figure.name == "end-to-end":
         assert "prefill, 1024 tokens, G 64: 1.50x at 50 %" in words
@@ -181,7 +182,7 @@ def test_speed_of_another_model_or_of_random_masks_joins_nothing(tmp_path):
 def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
     write_run(tmp_path)
     write_json(tmp_path / "endtoend.json", list(forwards()), model="M", ffn_group_size=64)
-    page = write_folder(tmp_path)[0].read_text()
+    page = write_folder(tmp_path)[0][0].read_text()
     assert "Quality against measured speed" in page
     assert "Where the time goes" in page
     assert "Perplexity" in page
@@ -190,7 +191,7 @@ def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
 def test_several_folders_share_a_page(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / name / "run")
-    page = write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all").read_text()
+    page = write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all")[0].read_text()
     assert "a/run" in page
     assert "b/run" in page
     assert "Not drawn: no run whose quality" in page
@@ -204,12 +205,23 @@ def test_a_bench_alone_is_drawn_and_nothing_is_refused(tmp_path):
     record = {"axis": "N", "size": 64, "group_size": 16, "active": 0.5, "candidate": "dense"}
     record |= {"error": 0.0, "accounted_traffic_bytes": 100.0, "accounted_storage_bytes": 0.0}
     write_json(tmp_path / "naive/naive.json", [record])
-    (page,) = write_folder(tmp_path / "naive")
+    ((page,), _) = write_folder(tmp_path / "naive")
     assert "Naive, grouped, fused" in page.read_text()
     assert "Perplexity" not in page.read_text()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds neither"):
         write_folder(tmp_path / "empty")
+
+
+def test_the_table_of_traffic_needs_no_gpu(tmp_path, capsys):
+    assert main(["bench", "--config", "tab-traffic", "--rows", "512", "--out", str(tmp_path)]) == 0
+    lines = {(row[0], row[1]): row[2:] for row in traffic_table(read_profile(tmp_path)).rows}
+    # Three matrices of bfloat16; gathered weights are read once for each token.
+    assert lines["dense", "N"] == ("512", "1.5", "1.00", "0.0")
+    assert float(lines["gather-scatter", "N"][2]) > 100
+    assert "gather-scatter" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 0
+    assert "by the paper&#x27;s accounting" in (tmp_path / "report.html").read_text().replace("'", "&#x27;")
 
 
 def depth_record(candidate, median, *, rows=64, **parts):
@@ -235,7 +247,7 @@ def test_naive_depth_is_drawn_and_tabulated_by_stage(tmp_path):
     assert [float(value) for value in rest] == [0.0, 3.0]
     line = ("gather-scatter", "4096 to 4096", "64", "40.0", "0.50", "15.0", "-", "4.0", "12.0", "6.0", "3.0")
     assert depth_table(profile).rows[1] == line
-    (page,) = write_folder(tmp_path)
+    ((page,), _) = write_folder(tmp_path)
     assert "Where the time of naive dynamic depth goes" in page.read_text()
     assert "<td>gather-scatter</td>" in page.read_text()
 
@@ -243,7 +255,7 @@ def test_naive_depth_is_drawn_and_tabulated_by_stage(tmp_path):
 def test_naive_depth_on_a_cpu_says_what_is_missing(tmp_path):
     record = {"rows": 64, "width_in": 8, "width_out": 8, "active": 0.5, "candidate": "dense", "error": 0.0}
     write_json(tmp_path / "depth.json", [record])
-    (page,) = write_folder(tmp_path)
+    ((page,), _) = write_folder(tmp_path)
     assert "Not drawn: no timed record of naive dynamic depth" in page.read_text()
 
 
@@ -269,6 +281,6 @@ def test_an_operator_timed_at_one_size_shows_its_usual_groups_at_half(tmp_path):
     write_json(tmp_path / "operators.json", records)
     operators = next(figure for figure in SPEED_FIGURES if figure.name == "operators")
     _, words = draw_svg(operators, read_profile(tmp_path))
-    assert "down 2.00x at 1 (50 % skipped, G 128)" in words
+    assert "down 2.00x at 1 (50 % skipped, G 128; Triton)" in words
     assert "G 64" not in words
     assert "30 % skipped" not in words

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from wide.report.style import ink, shade
+from wide.report.style import CYCLE, ink, shade
 
 
 def luminance(colour):
@@ -25,3 +25,14 @@ def test_the_scale_falls_evenly_in_lightness():
 def test_letters_stand_out(step):
     light, dark = sorted((luminance(shade(step / 8)), luminance(ink(step / 8))), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def lightness(colour):
+    """Return L* of CIE 1976."""
+    value = luminance(colour)
+    return 116 * value ** (1 / 3) - 16 if value > 0.008856 else 903.3 * value
+
+
+def test_lines_beside_each_other_differ_in_lightness():
+    values = [lightness(colour) for colour in CYCLE]
+    assert min(abs(one - other) for one, other in itertools.pairwise(values)) > 6

@@ -64,9 +64,9 @@ def test_sweeps_hold_what_was_measured_and_are_the_same_every_time(name, tmp_pat
         rows = list(csv.DictReader(stream))
     if name == "operators-groups":
         assert [(row["group_size"], row["median_us"]) for row in rows] == [("64", "90.0"), ("128", "80.0")]
-        assert "1.11x at 64, 1.25x at 128" in words
+        assert "1.11x at 64 (Triton), 1.25x at 128 (Triton)" in words
     if name == "operators-sparsity":
-        assert "1.25x at 50, 2.00x at 70" in words
+        assert "1.25x at 50 (Triton), 2.00x at 70 (Triton)" in words
     if name == "decode-groups":
         assert "1.20x at 128, 1.90x at 512" in words
         assert {row["candidate"] for row in rows} == {"dense cudnn", "dense operator", "operator"}

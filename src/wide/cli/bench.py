@@ -11,7 +11,7 @@ from wide.cli.usage import UsageError
 from wide.errors import ConfigError, EvaluationError
 
 _ROWS = "1024,4096,16384"
-_TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse", "naive_depth")
+_TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse", "naive", "naive_depth", "traffic")
 _BACKENDS = "triton,gluon,cuda"
 # Which bench serves an operator.
 _BENCHES = {
@@ -26,7 +26,10 @@ _BENCHES = {
     "naive": "naive",
     "naive_depth": "naive_depth",
     "coarse": "coarse",
+    "traffic": "traffic",
 }
+# Only where they are named: the one has all operators itself, the other computes nothing.
+_NOT_ALL = ("coarse", "traffic")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +41,12 @@ class BenchOptions:
         operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, decode_groups (decode over the
             heads of a group), gemv, glue (norm, rope and router), naive (products by gathering and scattering beside
             fused ones), naive_depth (those over whole tokens taken apart: indices, sort, gather, product, scatter),
-            coarse (all operators with their default tiles over numbers of tokens, group sizes and sparsities); 'all'
-            means all but coarse.
+            coarse (all operators with their default tiles over numbers of tokens, group sizes and sparsities), traffic
+            (what naive must move and store, computed from sizes alone, without a GPU); 'all' means all but coarse and
+            traffic.
         rows: Numbers of tokens for reorder, gemm_mn, gemm_k, naive_depth and coarse, separated by commas; null means
-            1024,4096,16384, for naive_depth 64, too. Sequences and caches of the others have lengths of their own,
+            1024,4096,16384, for naive_depth 64, too. For naive and traffic, where they are named, M = N = K; null means
+            512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
             operator has them gluon (gemm_mn, gemm_k, prefill) and cuda (gemm_mn). Not for glue, naive, naive_depth and
@@ -76,7 +81,7 @@ class BenchOptions:
     def names(self) -> list[str]:
         """The operators by name."""
         if self.operators == "all":
-            return [name for name in _BENCHES if name != "coarse"]
+            return [name for name in _BENCHES if name not in _NOT_ALL]
         return [word.strip() for word in self.operators.split(",")]
 
 
@@ -101,7 +106,8 @@ def run(given: Sequence[str]) -> None:
     if unknown:
         raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
     _check_flags(options)
-    require_gpu("bench")
+    if options.names != ["traffic"]:
+        require_gpu("bench")
     out = Path(options.out)
     # What runs over all sizes has a folder of its own.
     with noted(out, "bench", given), noted(out / "coarse", "bench", given):
@@ -146,18 +152,24 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
         return coarse(["--out", str(Path(options.out) / "coarse"), "--rows", options.rows or _ROWS])
     if bench == "naive_depth":
         return _naive_depth(given, options)
-    given += [] if bench == "naive" else ["--operators", ",".join(names)]
-    given += ["--quick"] if options.quick else []
+    given += [] if bench in ("naive", "traffic") else ["--operators", ",".join(names)]
+    given += ["--quick"] if options.quick and bench != "traffic" else []
     if options.group_size is not None:
         given += ["--group-size", str(options.group_size)]
     if options.sparsity is not None:
         given += ["--sparsity", str(options.sparsity)]
     if options.backends != _BACKENDS:
         given += ["--backends", options.backends]
+    if bench == "traffic":
+        from wide.profiling.naive_traffic import main as traffic
+
+        return traffic([*given, *([] if options.rows is None else ["--sizes", options.rows])])
     if bench == "naive":
         from wide.profiling.naive import main as naive
 
-        return naive(given)
+        # Among all operators it keeps its own sizes: the rows are those of the others.
+        sizes = [] if options.rows is None or options.operators == "all" else ["--sizes", options.rows]
+        return naive([*given, *sizes])
     if bench == "attention":
         from wide.profiling.attention import main as attention
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from importlib.util import find_spec
+from typing import Any
 
 from wide.cli.cell_runner import CellRunner
 from wide.cli.cell_sharing import free_cells
@@ -20,6 +21,7 @@ from wide.cli.termination import terminable
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
+from wide.models.discovery import discover
 from wide.records import Record, RecordFile, fingerprint
 from wide.report.cells import Cell
 from wide.training.trainer import micro_batch_size
@@ -113,10 +115,10 @@ class ComparisonRun:
         self._folder.claim()
         file = RecordFile(self._folder.path / GRID, config_fingerprint=identity, device=runner.device)
         if not file.path.is_file():
-            file.append(self._grid_records(runner.text_name))
+            file.append(self._grid_records(runner.text_name, model))
         return runner
 
-    def _grid_records(self, text_name: str) -> Iterator[Record]:
+    def _grid_records(self, text_name: str, model: Any) -> Iterator[Record]:
         request, grid, budget = self._request, self._request.grid, self._request.budget
         facts = {
             "description": request.run.description,
@@ -132,6 +134,10 @@ class ComparisonRun:
         for name, value in facts.items():
             yield Record(subject="run", metric=name, value=value, unit="text")
         yield Record(subject="run", metric="grid.recovers", value=float(request.recover is not None))
+        sizes = {spec.attention.kv_group_size for spec in discover(model)}
+        if len(sizes) == 1:
+            # What rows that name no size have: they share lines with those that name it.
+            yield Record(subject="run", metric="model.attention_group_size", value=sizes.pop(), unit="channel")
 
     def _run_cell(self, runner: CellRunner, cell: Cell, title: str) -> bool:
         """Run what is missing of a cell, and return whether it is complete now."""

@@ -26,9 +26,10 @@ def run(arguments: Sequence[str]) -> None:
         ConfigError: If there is no such recipe, or the destination exists.
     """
     words = [word for word in arguments if word != "--debug"]
+    if "-h" in words or "--help" in words:
+        print(_USAGE)
+        return
     match words:
-        case ["-h" | "--help"]:
-            print(_USAGE)
         case ["list"] | []:
             _list()
         case ["show", name]:

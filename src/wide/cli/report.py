@@ -19,7 +19,8 @@ RUN/profile) shows its quality against its measured speed.
 
   --output DIR   draw one page of all folders into DIR, too; comparisons of one model share tables and figures, but not
                  with runs and benches
-  --only         with --output: draw that page alone and write nothing into the folders"""
+  --only         with --output: draw that page alone and write nothing into the folders
+  --rows A,B     with --output: keep only these rows of comparisons, beside the dense ones"""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -35,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
     if "-h" in words or "--help" in words:
         print(_USAGE)
         return
-    folders, output = _parse(words)
+    folders, output, rows = _parse(words)
     missing = [folder for folder in folders if not folder.is_dir()]
     if missing:
         raise DataError(f"there is no folder {missing[0]}; name the output of a run, a comparison or a bench")
@@ -44,20 +45,26 @@ def run(arguments: Sequence[str]) -> None:
     require_matplotlib()
     if only and output is None:
         raise UsageError(f"--only draws the page of --output alone: name it\n{_USAGE}")
+    if rows and output is None:
+        raise UsageError(f"--rows is for the page of --output: name it\n{_USAGE}")
     for folder in () if only else folders:
         _draw(folder)
     if output is None:
         return
     if any(map(_is_comparison, folders)):
-        _draw_merged(folders, output)
+        _draw_merged(folders, output, rows)
         return
+    if rows:
+        raise UsageError("--rows chooses rows of comparisons; these folders hold runs and benches")
     from wide.report.evidence_page import write_evidence
 
-    say(f"drawn    {write_evidence(folders, output)}")
+    page, notes = write_evidence(folders, output)
+    _say_drawn([page], notes)
 
 
-def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
+def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[str]]:
     folders: list[Path] = []
+    rows: list[str] = []
     output: Path | None = None
     remaining = iter(words)
     for word in remaining:
@@ -66,13 +73,17 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
             output = Path(value if equals else next(remaining, ""))
             if not output.parts:
                 raise UsageError(f"--output needs a folder\n{_USAGE}")
+        elif flag == "--rows":
+            rows = [row for row in (value if equals else next(remaining, "")).split(",") if row]
+            if not rows:
+                raise UsageError(f"--rows needs names separated by commas\n{_USAGE}")
         elif word.startswith("-"):
             raise UsageError(f"wide report has no flag {flag}\n{_USAGE}")
         else:
             folders.append(Path(word))
     if not folders:
         raise UsageError(f"name at least one folder\n{_USAGE}")
-    return folders, output
+    return folders, output, rows
 
 
 def _is_comparison(folder: Path) -> bool:
@@ -88,11 +99,17 @@ def _draw(folder: Path) -> None:
         return
     from wide.report.evidence_page import write_folder
 
-    for path in write_folder(folder):
+    _say_drawn(*write_folder(folder))
+
+
+def _say_drawn(paths: Sequence[Path], notes: Sequence[str]) -> None:
+    for path in paths:
         say(f"drawn    {path}")
+    for note in dict.fromkeys(notes):
+        say(f"note     {note}")
 
 
-def _draw_merged(folders: Sequence[Path], output: Path) -> None:
+def _draw_merged(folders: Sequence[Path], output: Path, rows: Sequence[str]) -> None:
     from wide.report.comparison_merge import merge
 
     others = [str(folder) for folder in folders if not _is_comparison(folder)]
@@ -104,7 +121,7 @@ def _draw_merged(folders: Sequence[Path], output: Path) -> None:
     if len(set(names)) < len(names):
         raise DataError(f"comparisons on one page are told apart by their folders' names, got {', '.join(names)}")
     output.mkdir(parents=True, exist_ok=True)
-    _write_comparison(merge(dict(zip(names, map(_comparison, folders), strict=True))), output)
+    _write_comparison(merge(dict(zip(names, map(_comparison, folders), strict=True)), rows), output)
 
 
 def _comparison(folder: Path) -> "Comparison":
@@ -121,5 +138,4 @@ def _write_comparison(comparison: "Comparison", folder: Path) -> None:
     from wide.report.page import figure_sections
 
     more = "".join(figure_sections(COMPARISON_FIGURES, comparison, folder))
-    for path in write_comparison(comparison, folder, more=more):
-        say(f"drawn    {path}")
+    _say_drawn(write_comparison(comparison, folder, more=more), comparison.notes)

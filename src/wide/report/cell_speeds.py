@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wide.report.cells import Cell, read_folder
+from wide.report.figure import Origin
 from wide.report.profiles import OWN, Forward, read_profile
 
 _CELLS = "cells"
@@ -22,8 +23,8 @@ class CellSpeed:
     forward: Forward
 
 
-def read_speeds(folder: Path) -> list[CellSpeed]:
-    """Return the speeds that lie in a comparison's folder; none is no error.
+def read_speeds(folder: Path) -> tuple[list[CellSpeed], list[Origin]]:
+    """Return the speeds that lie in a comparison's folder, and the files that they lie in; none is no error.
 
     Args:
         folder: With a folder for each cell in `cells`.
@@ -31,9 +32,12 @@ def read_speeds(folder: Path) -> list[CellSpeed]:
     Raises:
         DataError: If a file is not one of a bench.
     """
-    speeds = []
+    speeds: list[CellSpeed] = []
+    origins: list[Origin] = []
     for path in sorted((folder / _CELLS).glob("*")):
         cell = read_folder(path.name)
         if cell is not None:
-            speeds += [CellSpeed(cell, each) for each in read_profile(path).forwards() if each.candidate in OWN]
-    return speeds
+            profile = read_profile(path)
+            speeds += [CellSpeed(cell, each) for each in profile.forwards() if each.candidate in OWN]
+            origins += profile.origins
+    return speeds, origins

@@ -3,16 +3,17 @@
 A row is a method, either after its calibration or with LoRA on top.
 """
 
-import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from wide.errors import DataError
 from wide.report.bootstrap import Windows, perplexity_error, ratio_error
 from wide.report.cell_speeds import CellSpeed
 from wide.report.cells import Cell, read_subject
+from wide.report.figure import Origin
 from wide.report.selection import Selection
 
 DENSE = "dense"
@@ -20,6 +21,7 @@ FINISHED = "finished"
 PERPLEXITY, RATIO, RETENTION = "token_perplexity", "token_perplexity.ratio", "accuracy.retention"
 _ACCURACY, _WINDOWS = "accuracy.average", "token_perplexity.windows"
 _STDERR = ".stderr"
+_GROUP, _OWN_GROUP = "attention_group_size", "model.attention_group_size"
 TASK = "accuracy."
 """Before the label of a single task in the name of its metric."""
 
@@ -63,6 +65,7 @@ class Comparison:
     Args:
         run: Its records: those of all cells, and under the subject 'run' the grid that was asked for.
         speeds: Of its cells, where they were measured.
+        speed_origins: The files of the speeds.
 
     Attributes:
         sparsities: Targets, ascending.
@@ -72,15 +75,18 @@ class Comparison:
         DataError: If the records are not of a comparison.
     """
 
-    def __init__(self, run: Selection, speeds: Sequence[CellSpeed] = ()) -> None:
+    def __init__(self, run: Selection, speeds: Sequence[CellSpeed] = (), speed_origins: Sequence[Origin] = ()) -> None:
         """Index the cells."""
+        self.speed_origins = tuple(speed_origins)
         self.run = run
         self.speeds = tuple(speeds)
-        try:
-            methods = [str(name) for name in json.loads(run.text("run", "grid.methods"))]
-            self.sparsities = sorted(float(sparsity) for sparsity in json.loads(run.text("run", "grid.sparsities")))
-        except ValueError as error:
-            raise DataError("these records are not of a comparison: no record 'grid.methods' of the run") from error
+        methods: list[str] | None = run.content("run", "grid.methods")
+        sparsities: list[float] | None = run.content("run", "grid.sparsities")
+        if methods is None or sparsities is None:
+            raise DataError(
+                "these records are not of a comparison: no usable record 'grid.methods' or 'grid.sparsities' of the run"
+            )
+        self.sparsities = sorted(map(float, sparsities))
         stages = (False, True) if run.number("run", "grid.recovers") else (False,)
         self.rows = [Row(method, recovered) for method in [DENSE, *methods] for recovered in stages]
         self._cells: dict[tuple[Row, float], list[Cell]] = {}
@@ -111,10 +117,20 @@ class Comparison:
             )
         return Value(mean=values[0], error=self._error(numbers[0][0], metric), seeds=1)
 
-    def text(self, row: Row, sparsity: float, metric: str) -> str:
-        """Return a text of a row's first finished cell, empty where there is none; arguments as of `value`."""
-        found = [self.run.text(subject, metric) for subject in self._finished(row, sparsity)]
-        return next(filter(None, found), "")
+    def settings(self, method: str, sparsity: float) -> Mapping[str, Any]:
+        """Return what a method was set to in its first cell at a sparsity, empty where no record says.
+
+        A size of groups that is left to the model is the model's, if the run's 'model.attention_group_size' says it.
+        """
+        found: dict[str, Any] = next(filter(None, self._settings(method, sparsity)), {})
+        own = self.run.number("run", _OWN_GROUP)
+        if own is not None and _GROUP in found and found[_GROUP] is None:
+            return {**found, _GROUP: int(own)}
+        return found
+
+    def _settings(self, method: str, sparsity: float) -> Iterator[dict[str, Any]]:
+        for subject in self._finished(Row(method, False), sparsity):
+            yield self.run.content(subject, "settings")
 
     def seeds(self, row: Row, sparsity: float) -> list[int]:
         """Return the seeds of a row that have been measured, ascending."""
@@ -190,6 +206,19 @@ class Comparison:
         return self.run.number(subject, f"{metric}{_STDERR}")
 
     def _windows(self, subject: str) -> Windows:
-        text = self.run.text(subject, _WINDOWS)
-        pairs: Sequence[tuple[float, int]] = [(float(loss), int(tokens)) for loss, tokens in json.loads(text or "[]")]
-        return pairs
+        return [(float(loss), int(tokens)) for loss, tokens in self.run.content(subject, _WINDOWS) or ()]
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The files of the records, and of the speeds."""
+        return [*self.run.origins, *self.speed_origins]
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out of the records and of the speeds, in words."""
+        return [*self.run.notes, *(note for origin in self.speed_origins for note in origin.notes)]
+
+
+def record_files(comparison: Comparison) -> list[str]:
+    """Return the files that figures of quality alone are drawn from."""
+    return [origin.path for origin in comparison.run.origins]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wide.report.comparison import DENSE, RATIO, RETENTION, Comparison, Row, Value
+from wide.report.comparison import DENSE, RATIO, RETENTION, Comparison, Row, Value, record_files
 from wide.report.comparison_groups import GROUP_FIGURE
 from wide.report.comparison_speed import SPEED_FIGURE
 from wide.report.comparison_style import Styles, logarithmic, method_legend, method_styles
@@ -136,8 +136,22 @@ def _work_sheet(comparison: Comparison) -> Sheet:
 
 
 COMPARISON_FIGURES: tuple[Figure[Comparison], ...] = (
-    Figure(name="quality-sparsity", title="Quality over sparsity", size=(9.0, 4.8), draw=_draw, sheet=_sheet),
-    Figure(name="quality-work", title="Quality over skipped work", size=(9.0, 4.8), draw=_draw_work, sheet=_work_sheet),
+    Figure(
+        name="quality-sparsity",
+        title="Quality over sparsity",
+        size=(9.0, 4.8),
+        draw=_draw,
+        sheet=_sheet,
+        files=record_files,
+    ),
+    Figure(
+        name="quality-work",
+        title="Quality over skipped work",
+        size=(9.0, 4.8),
+        draw=_draw_work,
+        sheet=_work_sheet,
+        files=record_files,
+    ),
     GROUP_FIGURE,
     SPEED_FIGURE,
     LAYERS_OF_METHODS,

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wide.report.comparison import DENSE, RATIO, Comparison, Row, Value
+from wide.report.comparison import DENSE, RATIO, Comparison, Row, Value, record_files
 from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, legend_above
+from wide.report.style import CYCLE, MARKERS, legend_above
 
 _SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": "query channels of an attention group"}
-_STYLES = (("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", VERMILION), ("P", SKY))
+_STYLES = tuple(zip(MARKERS, CYCLE, strict=False))
 _FFN = "ffn_group_size"
 
 
@@ -34,18 +34,12 @@ class _Line:
     points: list[_Point]
 
 
-def _settings(comparison: Comparison, row: Row, sparsity: float) -> Mapping[str, Any]:
-    text = comparison.text(Row(row.method, False), sparsity, "settings")
-    found = json.loads(text) if text else {}
-    return found if isinstance(found, dict) else {}
-
-
 def _lines(comparison: Comparison, key: str) -> dict[str, list[_Point]]:
     """Return the rows that differ in one size alone, where there are at least two of it."""
     lines: dict[tuple[Any, ...], _Line] = {}
     for row in comparison.rows:
         for sparsity in comparison.sparsities if row.method != DENSE else ():
-            settings = _settings(comparison, row, sparsity)
+            settings = comparison.settings(row.method, sparsity)
             value = comparison.value(row, sparsity, RATIO)
             size = settings.get(key)
             if size is None or value is None or not math.isfinite(value.mean):
@@ -138,6 +132,11 @@ def _sheet(comparison: Comparison) -> Sheet:
 
 
 GROUP_FIGURE: Figure[Comparison] = Figure(
-    name="quality-groups", title="Quality over the size of groups", size=(9.0, 3.8), draw=_draw, sheet=_sheet
+    name="quality-groups",
+    title="Quality over the size of groups",
+    size=(9.0, 3.8),
+    draw=_draw,
+    sheet=_sheet,
+    files=record_files,
 )
 """Perplexity over the size of FFN groups and of attention groups."""

@@ -8,52 +8,125 @@ from wide.errors import DataError
 from wide.records import Record
 from wide.report.cell_speeds import CellSpeed
 from wide.report.cells import Cell, read_subject
-from wide.report.comparison import DENSE, PERPLEXITY, Comparison, Row
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Comparison, Row
 from wide.report.selection import Selection
 
 _SAME = ("model", "held-out text")
+_DECISIVE = ("target", "data")
 _JOINED = ("description", "data", "target", "LoRA", "command")
 # Of the same model on the same text, on GPUs of one kind.
 _TOLERANCE = 2e-3
 
 
-def merge(comparisons: Mapping[str, Comparison]) -> Comparison:
-    """Return one comparison of all rows; rows of one name in several of them get the comparison's name added.
+def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Comparison:
+    """Return one comparison of all rows.
 
-    The dense rows are those of the first comparison that has them.
+    Rows of one name, settings, target, LoRA and training tokens are one row; of equal cells the last comparison's
+    counts. Other rows of one name get the comparison's name added. The dense rows are those of the first comparison
+    that has them.
 
     Args:
         comparisons: By name, in their order.
+        rows: Names of the rows that are kept; none means all.
 
     Raises:
-        DataError: If they are not of one model and text, or their dense models disagree.
+        DataError: If they are not of one model and text, their dense models disagree, or a row is in none of them.
     """
     _require_same(comparisons)
     owners = [(name, method) for name, each in comparisons.items() for method in _methods(each)]
-    names = [method for _, method in owners]
-    shown = {(name, method): f"{method} ({name})" if names.count(method) > 1 else method for name, method in owners}
-    cells: list[Record] = []
+    lacking = [row for row in rows if row not in {method for _, method in owners}]
+    if lacking:
+        raise DataError(f"no row {', '.join(lacking)}; there are {', '.join(dict.fromkeys(m for _, m in owners))}")
+    shown = _shown(comparisons, [owner for owner in owners if not rows or owner[1] in rows])
+    renamed = {
+        name: [moved for record in each.run.records if (moved := _renamed(record, name, shown)) is not None]
+        for name, each in comparisons.items()
+    }
+    last = _owners(renamed)
+    cells = [record for name, records in renamed.items() for record in records if last[record.subject] == name]
     speeds: list[CellSpeed] = []
-    known: set[str] = set()
     for name, each in comparisons.items():
-        fresh = [record for record in each.run.records if record.subject not in known]
-        known |= {record.subject for record in each.run.records if record.subject.startswith(f"{DENSE}/")}
-        cells += [moved for record in fresh if (moved := _renamed(record, name, shown)) is not None]
-        speeds += [
-            CellSpeed(replace(s.cell, method=shown[name, s.cell.method]), s.forward)
-            for s in each.speeds
-            if (name, s.cell.method) in shown
-        ]
+        for speed in each.speeds:
+            cell = replace(speed.cell, method=shown.get((name, speed.cell.method), ""))
+            # The speed of another checkpoint than the one whose quality counts says nothing.
+            if last.get(cell.subject(recovered=False)) == name:
+                speeds.append(CellSpeed(cell, speed.forward))
     notes = [f"{name}: {note}" for name, each in comparisons.items() for note in each.run.notes]
-    return Comparison(Selection([*_grid(comparisons, list(shown.values())), *cells], notes), speeds)
+    origins = [origin for each in comparisons.values() for origin in each.run.origins]
+    run = Selection([*_grid(comparisons, list(dict.fromkeys(shown.values()))), *cells], notes, origins)
+    return Comparison(run, speeds, [origin for each in comparisons.values() for origin in each.speed_origins])
 
 
 def _methods(comparison: Comparison) -> list[str]:
     return [method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE]
 
 
+def _shown(comparisons: Mapping[str, Comparison], owners: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return what each row is called on the common page, by the comparison's name and its own: alike rows alike."""
+    groups: dict[str, list[list[str]]] = {}
+    for name, method in owners:
+        alike = next(
+            (
+                group
+                for group in groups.setdefault(method, [])
+                if all(_is_alike(comparisons[one], comparisons[name], method) for one in group)
+            ),
+            None,
+        )
+        if alike is None:
+            groups[method].append([name])
+        else:
+            alike.append(name)
+    return {
+        (name, method): method if len(groups[method]) == 1 else f"{method} ({', '.join(group)})"
+        for name, method in owners
+        for group in groups[method]
+        if name in group
+    }
+
+
+def _is_alike(one: Comparison, other: Comparison, method: str) -> bool:
+    """Return whether rows of one name are of the same settings, seeds aside; False where records do not say.
+
+    A row without finished cells is like any other of the same target.
+    """
+    settings = [_settings(each, method) for each in (one, other)]
+    facts = [[each.run.text("run", fact) for fact in _DECISIVE] for each in (one, other)]
+    loras = {each.run.text("run", "LoRA") for each in (one, other) if any(row.recovered for row in each.rows)}
+    if None in settings or facts[0] != facts[1] or len(loras) > 1:
+        return False
+    return not all(settings) or settings[0] == settings[1]
+
+
+def _settings(comparison: Comparison, method: str) -> set[str] | None:
+    """Return settings and training tokens of a row's finished cells, None where they are not known."""
+    found = set()
+    for sparsity in comparison.sparsities:
+        for seed in comparison.seeds(Row(method, False), sparsity):
+            subject = Cell(method, sparsity, seed).subject(recovered=False)
+            settings = comparison.run.content(subject, "settings")
+            if settings is None:
+                return None
+            plain = {name: value for name, value in settings.items() if name != "seed"}
+            trained = comparison.run.number(subject, "method.tokens_backward")
+            found.add(json.dumps([plain, trained], sort_keys=True))
+    return found
+
+
+def _owners(renamed: Mapping[str, Sequence[Record]]) -> dict[str, str]:
+    """Return which comparison's cell counts: the first dense one, else the last that finished."""
+    owners: dict[str, str] = {}
+    for name, records in renamed.items():
+        finished = {record.subject for record in records if (record.metric, record.value) == ("status", FINISHED)}
+        for subject in dict.fromkeys(record.subject for record in records):
+            is_later = subject in finished and not subject.startswith(f"{DENSE}/")
+            if subject not in owners or is_later:
+                owners[subject] = name
+    return owners
+
+
 def _renamed(record: Record, name: str, shown: Mapping[tuple[str, str], str]) -> Record | None:
-    """Return a cell's record under its row's new name, None for records of other things."""
+    """Return a cell's record under its row's new name, None for records of other things and of rows not shown."""
     found = read_subject(record.subject)
     if found is None:
         return None
@@ -96,7 +169,13 @@ def _grid(comparisons: Mapping[str, Comparison], methods: Sequence[str]) -> list
     facts |= {"grid.methods": json.dumps(methods), "grid.sparsities": json.dumps(sparsities)}
     recovers = any(row.recovered for each in comparisons.values() for row in each.rows)
     versions = next((record.versions for record in first.run.records if record.versions), None)
+    groups = {each.run.number("run", "model.attention_group_size") for each in comparisons.values()} - {None}
     return [
+        *(
+            Record(subject="run", metric="model.attention_group_size", value=size)
+            for size in groups
+            if size is not None
+        ),
         *(
             Record(subject="run", metric=metric, value=value, unit="text", versions=versions)
             for metric, value in facts.items()

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from wide.records import read_records
 from wide.report.cell_speeds import read_speeds
 from wide.report.comparison import Comparison
 from wide.report.comparison_tables import comparison_title, to_csv, to_html, to_markdown
-from wide.report.page import document, facts
-from wide.report.selection import Selection
+from wide.report.page import document, facts, notes_section
+from wide.report.selection import read_selection
 from wide.report.writing import write_whole
 
 TABLE, SHEET, PAGE = "table.md", "table.csv", "report.html"
@@ -19,7 +18,7 @@ def read_comparison(records: Path) -> Comparison:
     Raises:
         DataError: If there are no readable records, or not those of a comparison.
     """
-    return Comparison(Selection(*read_records(records)), read_speeds(records.parent))
+    return Comparison(read_selection(records), *read_speeds(records.parent))
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, more: str = "") -> list[Path]:
@@ -32,7 +31,8 @@ def write_comparison(comparison: Comparison, folder: Path, *, more: str = "") ->
         folder: Where the files go.
         more: Further sections of the page, as HTML.
     """
-    page = document(comparison_title(comparison), facts(comparison.run) + to_html(comparison) + more)
+    body = facts(comparison.run) + to_html(comparison) + more + notes_section(comparison.notes)
+    page = document(comparison_title(comparison), body)
     texts = {TABLE: to_markdown(comparison), SHEET: to_csv(comparison), PAGE: page}
     for name, text in texts.items():
         write_whole(folder / name, text)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Comparison, Row
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Comparison, Row, record_files
 from wide.report.comparison_style import logarithmic, method_legend, method_styles
 from wide.report.figure import Figure, Sheet
+from wide.report.labels import place_labels
 from wide.report.profiles import Forward
 from wide.report.selection import MissingRecordsError
 
@@ -13,6 +14,8 @@ _COLUMNS = 2
 # What is worse than this many times dense would squeeze everything else.
 _HIGHEST = 6
 _MIDDLE = 0.5
+# More numbers below a narrow panel would run together.
+_TICKS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,8 @@ def _height(comparison: Comparison) -> float:
 
 
 def _draw(figure: Any, comparison: Comparison) -> str:
+    from matplotlib.ticker import MaxNLocator
+
     panels, styles, sentences = _panels(comparison), method_styles(comparison), []
     dense = comparison.value(Row(DENSE, False), 0.0, PERPLEXITY)
     top = float("inf") if dense is None else _HIGHEST * dense.mean
@@ -75,6 +80,7 @@ def _draw(figure: Any, comparison: Comparison) -> str:
             axes.annotate("dense", (1, dense.mean), xytext=(6, -9), textcoords="offset points", fontsize="x-small")
         axes.axvline(1, color="black", linewidth=1)
         axes.margins(x=0.12, y=0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=_TICKS, steps=[1, 2, 5, 10], min_n_ticks=3))
         logarithmic(axes)
         axes.set_title(shape, fontsize="medium", loc="left")
     for axes in grid.flatten()[len(panels) :]:
@@ -83,8 +89,15 @@ def _draw(figure: Any, comparison: Comparison) -> str:
     figure.supylabel("perplexity", fontsize="medium")
     drawn = dict.fromkeys(point.method for points in panels.values() for point in points)
     method_legend(figure, {method: styles[method] for method in styles if method in drawn}, stages=False)
+    targets = {point.sparsity for points in panels.values() for point in points}
+    if len(targets) > 1:
+        # Where words fit is known when all else has its place.
+        figure.draw_without_rendering()
+        for axes, points in zip(grid.flatten(), panels.values(), strict=False):
+            _name_targets(axes, points, top)
+    numbers = "numbers are targets in %" if len(targets) > 1 else f"all at a target of {100 * targets.pop():.3g} %"
     return (
-        "Perplexity of each checkpoint, calibrated only, against its own measured speed; numbers are targets in %. "
+        f"Perplexity of each checkpoint, calibrated only, against its own measured speed; {numbers}. "
         f"Lower right is better. Arrows stand for perplexities above {_HIGHEST} x dense. " + "; ".join(sentences) + "."
     )
 
@@ -95,12 +108,6 @@ def _draw_line(axes: Any, line: list[_Point], style: tuple[str, str], top: float
     places = [(point.forward.speedup, point.perplexity) for point in shown]
     if places:
         axes.plot(*zip(*places, strict=True), f"{marker}-", color=colour, linewidth=1)
-    targets = [point.sparsity for point in shown]
-    for place, point in zip(places, shown, strict=True):
-        # All of them would cover each other near the dense model.
-        if point.sparsity in (min(targets), max(targets), _MIDDLE):
-            words = f"{100 * point.sparsity:.3g}"
-            axes.annotate(words, place, xytext=(4, 3), textcoords="offset points", fontsize=6.5)
     for point in line:
         if point.perplexity > top:
             axes.annotate(
@@ -115,6 +122,20 @@ def _draw_line(axes: Any, line: list[_Point], style: tuple[str, str], top: float
             )
             # Only so that the axis reaches there.
             axes.plot(point.forward.speedup, top, marker="")
+
+
+def _name_targets(axes: Any, points: list[_Point], top: float) -> None:
+    """Write the targets beside the ends and the middle of each line: all of them would cover each other."""
+    labels = []
+    for method in dict.fromkeys(point.method for point in points):
+        line = [point for point in points if point.method == method and point.perplexity <= top]
+        targets = [point.sparsity for point in line]
+        labels += [
+            (f"{100 * point.sparsity:.3g}", (point.forward.speedup, point.perplexity))
+            for point in line
+            if point.sparsity in (min(targets), max(targets), _MIDDLE)
+        ]
+    place_labels(axes, labels, size=6.5)
 
 
 def _sheet(comparison: Comparison) -> Sheet:
@@ -139,6 +160,10 @@ SPEED_FIGURE: Figure[Comparison] = Figure(
     size=(9.0, 4.0),
     draw=_draw,
     sheet=_sheet,
+    files=lambda comparison: [
+        *record_files(comparison),
+        *(point.forward.file for point in _points(comparison)),
+    ],
     height=_height,
 )
 """Perplexity of cells against the speed that was measured of the same checkpoints."""

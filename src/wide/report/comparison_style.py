@@ -4,11 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wide.report.comparison import DENSE, Comparison
-from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from wide.report.style import CYCLE, MARKERS
 
-# As many shapes as methods; they and the colours repeat after different numbers, so that pairs do not.
-_MARKERS = "os^DvPX*<>phd"
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
 Styles = dict[str, tuple[str, str]]
 
 
@@ -19,9 +16,7 @@ def method_styles(comparison: Comparison) -> Styles:
 
 def styles_of(names: Sequence[str]) -> Styles:
     """Return a marker and a colour for each name, in their order."""
-    return {
-        name: (_MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)]) for place, name in enumerate(names)
-    }
+    return {name: (MARKERS[place % len(MARKERS)], CYCLE[place % len(CYCLE)]) for place, name in enumerate(names)}
 
 
 def logarithmic(axes: Any) -> None:

@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 
 def _timed(profile: Profile) -> list[Record]:
-    found = [record for record in profile.depth() if "parts_us" in record]
+    found = profile.depth()
     if not found:
         raise MissingRecordsError(
             "no timed record of naive dynamic depth (depth.json); run wide bench --operators naive_depth on a GPU"
@@ -125,7 +125,7 @@ def _legend(figure: Any) -> None:
 def _sheet(profile: Profile) -> Sheet:
     header = ("device", "rows", "width_in", "width_out", "active", "candidate", "error", "median_us", "speedup")
     rows = (
-        (*(record[name] for name in header), part, us, record["accounted_traffic_bytes"].get(part))
+        (*(record.get(name) for name in header), part, us, record.get("accounted_traffic_bytes", {}).get(part))
         for record in _timed(profile)
         for part, us in (*record["parts_us"].items(), (_REST, _rest(record)))
     )
@@ -165,6 +165,7 @@ DEPTH_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 5.0),
         draw=_draw,
         sheet=_sheet,
+        files=lambda profile: [str(record["file"]) for record in _timed(profile)],
         height=_height,
     ),
 )

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.report.figure import Figure, Sheet
+from wide.report.figure import Figure, Origin, Sheet
 from wide.report.profiles import OWN, Forward, Profile
 from wide.report.selection import MissingRecordsError, Selection
-from wide.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from wide.report.style import CYCLE, MARKERS
 from wide.report.table import NAMES, Table
 
 _EARLIER = {"stage 1+2": "stage 1", "pruned + LoRA": "pruned"}
-_MARKERS = (("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", VERMILION), ("P", SKY))
+_MARKERS = tuple(zip(MARKERS, CYCLE, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,7 @@ class Point:
         ratio: Token perplexity divided by the dense model's.
         speedup: Time of the dense model divided by that of the run's own: its routers deciding, or what is left of it.
         method: Which method made it.
+        file: Where the speed is recorded.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Point:
     ratio: float
     speedup: float
     method: str = ""
+    file: str = ""
 
 
 class Evidence:
@@ -67,6 +69,16 @@ class Evidence:
         """Keep them."""
         self.runs = tuple(runs)
         self.profile = profile
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The files of the runs and of the benches."""
+        return [*(origin for run in self.runs for origin in run.records.origins), *self.profile.origins]
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out of them, in words."""
+        return [note for origin in self.origins for note in origin.notes]
 
     def points(self) -> list[Point]:
         """Return the models whose quality and speed are both known, of each shape that was timed."""
@@ -103,6 +115,7 @@ def _points(run: Run, forwards: Sequence[Forward]) -> list[Point]:
                     ratio=value / dense,
                     speedup=forward.speedup,
                     method=forward.method,
+                    file=forward.file,
                 )
             )
     return points
@@ -215,6 +228,13 @@ def _pareto_sheet(evidence: Evidence) -> Sheet:
     return Sheet(header, tuple(tuple(getattr(point, name) for name in header) for point in _known(evidence)))
 
 
+def _pareto_files(evidence: Evidence) -> list[str]:
+    points = _known(evidence)
+    drawn = {point.run for point in points}
+    records = [origin.path for run in evidence.runs if run.name in drawn for origin in run.records.origins]
+    return [*records, *(point.file for point in points)]
+
+
 EVIDENCE_FIGURES: tuple[Figure[Evidence], ...] = (
     Figure(
         name="quality-speed",
@@ -222,6 +242,7 @@ EVIDENCE_FIGURES: tuple[Figure[Evidence], ...] = (
         size=(9.0, 4.2),
         draw=_draw_pareto,
         sheet=_pareto_sheet,
+        files=_pareto_files,
     ),
 )
 """Figures of several folders together."""

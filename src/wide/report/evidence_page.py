@@ -6,14 +6,14 @@ from html import escape
 from pathlib import Path
 
 from wide.errors import DataError
-from wide.records import read_records
+from wide.report.bench_files import ATTENTION, DEPTH, END_TO_END, NAIVE, OPERATORS
 from wide.report.depth_figures import DEPTH_FIGURES, depth_table
 from wide.report.evidence import EVIDENCE_FIGURES, Evidence, Run, evidence_table
 from wide.report.layer_lines import LAYERS_OF_RUNS
-from wide.report.naive_figures import NAIVE_FIGURES
-from wide.report.page import PAGE, document, facts, figure_sections, write_report
-from wide.report.profiles import ATTENTION, DEPTH, END_TO_END, NAIVE, OPERATORS, Profile, read_profile
-from wide.report.selection import MissingRecordsError, Selection
+from wide.report.naive_figures import NAIVE_FIGURES, traffic_table
+from wide.report.page import PAGE, document, facts, figure_sections, notes_section, write_report
+from wide.report.profiles import Profile, read_profile
+from wide.report.selection import MissingRecordsError, read_selection
 from wide.report.speed_figures import SPEED_FIGURES
 from wide.report.sweep_figures import SWEEP_FIGURES
 from wide.report.writing import write_whole
@@ -35,7 +35,7 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
         found = read_profile(folder)
         path = folder / RECORDS
         if path.is_file():
-            runs.append(Run(name=name, folder=folder, records=Selection(*read_records(path)), profile=found))
+            runs.append(Run(name=name, folder=folder, records=read_selection(path), profile=found))
         elif not found:
             raise DataError(
                 f"{folder} holds neither {RECORDS} of a run nor operators.json, attention.json, endtoend.json, "
@@ -46,8 +46,8 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
     return Evidence(runs, profile)
 
 
-def write_folder(folder: Path) -> list[Path]:
-    """Draw the report of one folder into it and return the files.
+def write_folder(folder: Path) -> tuple[list[Path], list[str]]:
+    """Draw the report of one folder into it; return the files, and what of the records was left out.
 
     Args:
         folder: With the records of a run, JSON files of benches, or both.
@@ -58,13 +58,13 @@ def write_folder(folder: Path) -> list[Path]:
     """
     evidence = read_evidence([folder])
     if not evidence.runs:
-        return [_write(f"Measured speed, {folder.resolve().name}", "", evidence, folder)]
-    more = "".join(_sections(evidence, folder)) if evidence.profile else ""
-    return list(write_report(folder / RECORDS, folder, more=more))
+        return [_write(f"Measured speed, {folder.resolve().name}", "", evidence, folder)], evidence.notes
+    more = "".join((*_sections(evidence, folder), notes_section(evidence.profile.notes))) if evidence.profile else ""
+    return list(write_report(folder / RECORDS, folder, more=more)), evidence.notes
 
 
-def write_evidence(folders: Sequence[Path], output: Path) -> Path:
-    """Draw one page of several folders and return it.
+def write_evidence(folders: Sequence[Path], output: Path) -> tuple[Path, list[str]]:
+    """Draw one page of several folders; return it, and what of the records was left out.
 
     Args:
         folders: Each with the records of a run, JSON files of benches, or both.
@@ -82,25 +82,25 @@ def write_evidence(folders: Sequence[Path], output: Path) -> Path:
     title = (
         f"Evidence from {len(folders)} folders" if len(folders) > 1 else f"Evidence from {folders[0].resolve().name}"
     )
-    return _write(title, table, evidence, output)
+    return _write(title, table, evidence, output), evidence.notes
 
 
 def _write(title: str, first: str, evidence: Evidence, output: Path) -> Path:
     page = output / PAGE
     devices = escape(", ".join(evidence.profile.devices()))
     first += f"<dl><dt>measured on</dt><dd>{devices}</dd></dl>" if devices else ""
-    write_whole(page, document(title, first + "".join(_sections(evidence, output))))
+    body = "".join((first, *_sections(evidence, output), notes_section(evidence.notes)))
+    write_whole(page, document(title, body))
     return page
 
 
 def _sources(profile: Profile, output: Path) -> str:
     """Return what the figures of speed are drawn from: each file, and the command that measured it."""
     items = []
-    for source in profile.sources():
-        path = escape(os.path.relpath(source["file"], output))
-        facts = ", ".join(escape(str(source[name])) for name in ("device", "date") if source[name])
-        command = f"<br><code>{escape(str(source['command']))}</code>" if source["command"] else ""
-        items.append(f'<li><a href="{path}">{path}</a>: {facts}{command}</li>')
+    for origin in profile.origins:
+        path = escape(os.path.relpath(origin.path, output))
+        command = f"<br><code>{escape(origin.command)}</code>" if origin.command else ""
+        items.append(f'<li><a href="{path}">{path}</a>: {escape(origin.about)}{command}</li>')
     return (
         "<h2>Where the figures of speed come from</h2><p>Of equal measurements the later file counts. Files without a "
         f"command were measured before benches noted it.</p><ul>{''.join(items)}</ul>"
@@ -115,7 +115,7 @@ def _sections(evidence: Evidence, output: Path) -> list[str]:
         sections += figure_sections(SPEED_FIGURES, profile, output)
         sections += figure_sections(SWEEP_FIGURES, profile, output)
     if profile.holds(NAIVE):
-        sections += figure_sections(NAIVE_FIGURES, profile, output)
+        sections += [*figure_sections(NAIVE_FIGURES, profile, output), _traffic(profile)]
     if profile.holds(DEPTH):
         sections += [*figure_sections(DEPTH_FIGURES, profile, output), _depth(profile)]
     return [*sections, _sources(profile, output)] if profile else sections
@@ -130,6 +130,18 @@ def _depth(profile: Profile) -> str:
     return (
         f"{table}<p>Microseconds. Each stage was timed by itself, so that parts and whole may differ by what lies in "
         "the cache; <em>indices</em> are the time until the host knows which rows execute.</p>"
+    )
+
+
+def _traffic(profile: Profile) -> str:
+    """Return the accounted traffic as a table, or nothing where the figure above says what is missing."""
+    try:
+        table = traffic_table(profile).to_html()
+    except MissingRecordsError:
+        return ""
+    return (
+        f"<details><summary>Traffic and storage by the paper's accounting</summary>{table}<p>MiB; <em>storage</em> is "
+        "that of intermediates.</p></details>"
     )
 
 

@@ -2,11 +2,37 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-Source = TypeVar("Source")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """A file of records that figures are drawn from.
+
+    Args:
+        path: Where it lies.
+        about: What it says of its measurement: device and date.
+        command: That measured, empty where it is not known.
+        notes: What was left out of it, in words.
+    """
+
+    path: str
+    about: str = ""
+    command: str = ""
+    notes: Sequence[str] = ()
+
+
+class Records(Protocol):
+    """What figures are drawn from."""
+
+    @property
+    def origins(self) -> Sequence[Origin]:
+        """The files that the records lie in."""
+
+
+Source = TypeVar("Source", bound=Records)
 Value = str | float | int | None
 
 
@@ -52,6 +78,7 @@ class Figure(Generic[Source]):
             those who cannot see it; raises `MissingRecordsError` where records that it needs are missing.
         sheet: Returns what is drawn as a table; raises the same error.
         height: Returns the height in inches where it grows with the records; raises the same error.
+        files: Returns the paths of the files whose records are drawn; None means all of the source.
     """
 
     name: str
@@ -60,7 +87,13 @@ class Figure(Generic[Source]):
     draw: Callable[[Any, Source], str]
     sheet: Callable[[Source], Sheet]
     height: Callable[[Source], float] | None = None
+    files: Callable[[Source], Iterable[str]] | None = None
 
     def size_of(self, source: Source) -> tuple[float, float]:
         """Return width and height in inches for these records."""
         return self.size if self.height is None else (self.size[0], self.height(source))
+
+    def origins(self, source: Source) -> list[Origin]:
+        """Return the files whose records are drawn; raises what `draw` does."""
+        wanted = None if self.files is None else set(self.files(source))
+        return [origin for origin in source.origins if wanted is None or origin.path in wanted]

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from wide.report.cells import Cell
-from wide.report.comparison import DENSE, Comparison, Row
-from wide.report.comparison_style import Styles, method_legend, method_styles, styles_of
+from wide.report.comparison import DENSE, Comparison, Row, record_files
+from wide.report.comparison_style import Styles, method_styles, styles_of
 from wide.report.evidence import Evidence
 from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
-from wide.report.style import HALF_NAMES, whole_numbers
+from wide.report.style import DASHES, HALF_NAMES, whole_numbers
 
 _HALF = 0.5
 _NAME, _TITLE, _SIZE = "layers-compared", "Sparsity by layer, compared", (9.0, 3.8)
+# More lines in one panel cannot be told apart; the next ones get panels below.
+_MOST, _ROW = 6, 2.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,27 +26,61 @@ class _Line:
     halves: dict[str, list[tuple[int, float]]]
 
 
+def _height(count: int) -> float:
+    return 0.4 + _ROW * -(-count // _MOST)
+
+
 def _draw(figure: Any, lines: Sequence[_Line], styles: Styles, about: str) -> str:
     halves = [half for half in HALF_NAMES if any(half in line.halves for line in lines)]
-    panels = figure.subplots(1, len(halves), squeeze=False, sharey=True)[0]
-    sentences = []
-    for axes, half in zip(panels, halves, strict=True):
-        for line in lines:
-            points = line.halves.get(half, [])
-            marker, colour = styles[line.name]
-            shares = [100 * share for _, share in points]
-            axes.plot([layer for layer, _ in points], shares, f"{marker}-", color=colour, linewidth=1.2, alpha=0.9)
-            if points:
-                most = max(points, key=lambda point: point[1])
-                words = f"{sum(shares) / len(shares):.0f} % on average, most in layer {most[0]}"
-                sentences.append(f"{HALF_NAMES[half]}, {line.name}: {words}")
-        axes.set_ylim(-3, 103)
-        axes.set_title(HALF_NAMES[half], fontsize="medium")
+    rows = -(-len(lines) // _MOST)
+    # Equally full: 8 lines are two rows of 4.
+    each = -(-len(lines) // rows)
+    grid = figure.subplots(rows, len(halves), squeeze=False, sharex=True, sharey=True)
+    for number, panels in enumerate(grid):
+        shown = lines[number * each : (number + 1) * each]
+        for axes, half in zip(panels, halves, strict=True):
+            _draw_panel(axes, shown, half, styles)
+            if number == 0:
+                axes.set_title(HALF_NAMES[half], fontsize="medium")
+        handles, names = panels[0].get_legend_handles_labels()
+        panels[-1].legend(
+            handles,
+            names,
+            loc="center left",
+            bbox_to_anchor=(1.02, 0.5),
+            frameon=False,
+            fontsize="small",
+            handlelength=3.2,
+        )
+    for axes in grid[-1]:
         axes.set_xlabel("decoder layer")
         whole_numbers(axes.xaxis)
-    panels[0].set_ylabel("skipped or pruned, %")
-    method_legend(figure, {line.name: styles[line.name] for line in lines}, stages=False)
-    return f"What is skipped in each layer, {about}. " + "; ".join(sentences) + "."
+    figure.supylabel("skipped or pruned, %", fontsize="medium")
+    words = "; ".join(_in_words(line, half) for half in halves for line in lines if line.halves.get(half))
+    return f"What is skipped in each layer, {about}. {words}."
+
+
+def _draw_panel(axes: Any, lines: Sequence[_Line], half: str, styles: Styles) -> None:
+    for place, line in enumerate(lines):
+        points = line.halves.get(half, [])
+        marker, colour = styles[line.name]
+        axes.plot(
+            [layer for layer, _ in points],
+            [100 * share for _, share in points],
+            marker=marker,
+            linestyle=DASHES[place % len(DASHES)],
+            color=colour,
+            linewidth=1.2,
+            label=line.name,
+        )
+    axes.set_ylim(-3, 103)
+
+
+def _in_words(line: _Line, half: str) -> str:
+    points = line.halves[half]
+    most = max(points, key=lambda point: point[1])
+    mean = 100 * sum(share for _, share in points) / len(points)
+    return f"{HALF_NAMES[half]}, {line.name}: {mean:.0f} % on average, most in layer {most[0]}"
 
 
 def _sheet(lines: Sequence[_Line]) -> Sheet:
@@ -119,9 +155,17 @@ LAYERS_OF_METHODS: Figure[Comparison] = Figure(
     size=_SIZE,
     draw=_draw_comparison,
     sheet=lambda comparison: _sheet(_of_comparison(comparison)[1]),
+    height=lambda comparison: _height(len(_of_comparison(comparison)[1])),
+    files=record_files,
 )
 """Of a comparison's rows at one target."""
 LAYERS_OF_RUNS: Figure[Evidence] = Figure(
-    name=_NAME, title=_TITLE, size=_SIZE, draw=_draw_runs, sheet=lambda evidence: _sheet(_of_runs(evidence))
+    name=_NAME,
+    title=_TITLE,
+    size=_SIZE,
+    draw=_draw_runs,
+    sheet=lambda evidence: _sheet(_of_runs(evidence)),
+    height=lambda evidence: _height(len(_of_runs(evidence))),
+    files=lambda evidence: [origin.path for run in evidence.runs for origin in run.records.origins],
 )
 """Of the last model of each run."""

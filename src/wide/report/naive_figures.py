@@ -7,6 +7,7 @@ from wide.report.figure import Figure, Sheet
 from wide.report.profiles import Profile
 from wide.report.selection import MissingRecordsError
 from wide.report.style import BLUE, GREEN, GREY, ORANGE
+from wide.report.table import Table
 
 _CANDIDATES = {
     "dense": (GREY, "o-"),
@@ -122,7 +123,40 @@ def _sheet(profile: Profile) -> Sheet:
     return Sheet(header, tuple(tuple(record.get(name) for name in header) for record in _records(profile)))
 
 
+def traffic_table(profile: Profile) -> Table:
+    """Return what each way must move and store by the paper's accounting, MiB.
+
+    Raises:
+        MissingRecordsError: If there are no records of naive products.
+    """
+    header = ("way", "axis", "M = N = K", "traffic", "x dense", "storage")
+    found = _records(profile)
+    dense = {(r["axis"], r["size"]): r["accounted_traffic_bytes"] for r in found if r["candidate"] == "dense"}
+    lines = []
+    for record in found:
+        moved, stored = record["accounted_traffic_bytes"], record.get("accounted_storage_bytes")
+        peer = dense.get((record["axis"], record["size"]))
+        lines.append(
+            (
+                str(record["candidate"]),
+                str(record["axis"]),
+                f"{record['size']}",
+                f"{moved / 2**20:,.1f}",
+                f"{moved / peer:,.2f}" if peer else "-",
+                "-" if stored is None else f"{stored / 2**20:,.1f}",
+            )
+        )
+    return Table(header=header, rows=tuple(lines))
+
+
 NAIVE_FIGURES: tuple[Figure[Profile], ...] = (
-    Figure(name="naive", title="Naive, grouped, fused and dense products", size=(9.0, 7.2), draw=_draw, sheet=_sheet),
+    Figure(
+        name="naive",
+        title="Naive, grouped, fused and dense products",
+        size=(9.0, 7.2),
+        draw=_draw,
+        sheet=_sheet,
+        files=lambda profile: [str(record["file"]) for record in _records(profile)],
+    ),
 )
 """Figures of naive beside fused products."""

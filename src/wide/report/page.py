@@ -1,16 +1,16 @@
 """The report of a run: one HTML page that needs nothing else, and one picture."""
 
 import base64
+import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from wide.records import read_records
 from wide.report.coloured_text import sample_section, text_css
 from wide.report.drawing import FOLDER, save_figure, save_png
-from wide.report.figure import Figure, Source
+from wide.report.figure import Figure, Origin, Source
 from wide.report.figures import FIGURES
-from wide.report.selection import MissingRecordsError, Selection
+from wide.report.selection import MissingRecordsError, Selection, read_selection
 from wide.report.table import NAMES, Table, summary_table
 from wide.report.writing import write_whole
 
@@ -28,8 +28,10 @@ th { border-bottom: 2px solid #111; vertical-align: bottom; }
 @media (min-width: 62rem) { .wide { width: max-content; min-width: 100%; max-width: calc(100vw - 3rem);
   margin-left: 50%; transform: translateX(-50%); } }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; } img { width: 100%; height: auto; }
+a { overflow-wrap: anywhere; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: .7rem 1rem; }
-.missing { border: 1px dashed #555; padding: .7rem 1rem; } figure { margin: 0; } figcaption { color: #444; }
+.missing { border: 1px dashed #555; padding: .7rem 1rem; } figcaption { color: #444; }
+figure { margin: 0; overflow-x: auto; } figure img { min-width: 40rem; }
 details { font-size: .9rem; } code { overflow-wrap: anywhere; font-size: .85rem; }
 @media print { figure { break-inside: avoid; } }
 """
@@ -53,7 +55,7 @@ def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, 
         DataError: If there are no readable records.
         MissingExtraError: If matplotlib is not installed.
     """
-    run = Selection(*read_records(records))
+    run = read_selection(records)
     page, picture = folder / PAGE, folder / PICTURE
     write_whole(page, document(run_title(run), run_body(run, folder) + (more or _missing("Speed", _NO_SPEED))))
     save_png(picture, FIGURES, run)
@@ -79,7 +81,8 @@ def run_body(run: Selection, folder: Path) -> str:
     except MissingRecordsError as missing:
         text = _missing("Execution by token", missing)
     figures = figure_sections(FIGURES, run, folder)
-    return "\n".join(part for part in (facts(run), _table(run), text, *figures, _samples(run), _notes(run)) if part)
+    parts = (facts(run), _table(run), text, *figures, _samples(run), notes_section(run.notes))
+    return "\n".join(filter(None, parts))
 
 
 def figure_sections(figures: Sequence[Figure[Source]], source: Source, folder: Path) -> list[str]:
@@ -97,7 +100,7 @@ def figure_sections(figures: Sequence[Figure[Source]], source: Source, folder: P
         except MissingRecordsError as missing:
             sections.append(_missing(figure.title, missing))
         else:
-            sections.append(_drawn(figure.name, figure.title, svg, description))
+            sections.append(_drawn(figure.name, figure.title, svg, description, _from(figure.origins(source), folder)))
     return sections
 
 
@@ -142,14 +145,22 @@ def _table(run: Selection) -> str:
     )
 
 
-def _drawn(name: str, title: str, svg: str, description: str) -> str:
+def _from(origins: Sequence[Origin], folder: Path) -> str:
+    """Return the line that says which records a figure is drawn from, and what of them is left out."""
+    paths = [escape(os.path.relpath(each.path, folder)) for each in origins]
+    links = [f'<a href="{path}">{path}</a>' for path in paths]
+    left_out = "".join(f"<br><strong>{escape(note)}</strong>" for each in origins for note in each.notes)
+    return f"Drawn from {', '.join(links)}{left_out}" if links else ""
+
+
+def _drawn(name: str, title: str, svg: str, description: str, origins: str) -> str:
     # As an image the picture keeps its identifiers to itself, so that two pictures on a page cannot collide.
     source = base64.b64encode(svg.encode()).decode()
     files = ", ".join(f'<a href="{FOLDER}/{name}.{kind}">{kind.upper()}</a>' for kind in ("csv", "svg", "png"))
     return (
         f'<h2>{escape(title)}</h2><figure><img src="data:image/svg+xml;base64,{source}" '
         f'alt="{escape(description)}"><figcaption><details><summary>In words, and as files: {files}</summary>'
-        f"{escape(description)}</details></figcaption></figure>"
+        f"{escape(description)}</details>{origins}</figcaption></figure>"
     )
 
 
@@ -163,6 +174,7 @@ def _samples(run: Selection) -> str:
     return "<h2>Generated text</h2>" + "".join(shown) if shown else ""
 
 
-def _notes(run: Selection) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+def notes_section(notes: Sequence[str]) -> str:
+    """Return what was left out, as a section of a page; empty where nothing was."""
+    items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
     return f"<h2>Notes</h2><ul>{items}</ul>" if items else ""

@@ -1,25 +1,35 @@
 """What the benches measured, read from their JSON files and brought into one form."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.errors import DataError
+from wide.report.bench_files import (
+    ATTENTION,
+    BENCH_FILES,
+    DECODE_GROUPS,
+    DEPTH,
+    END_TO_END,
+    NAIVE,
+    OPERATORS,
+    BenchFile,
+    Record,
+    read_bench_file,
+)
+from wide.report.figure import Origin
 
-OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
-NAIVE, DEPTH = "naive.json", "depth.json"
 OWN = ("own routing", "pruned")
 """What a pruned model itself is called among the candidates: its routers deciding, or what a static plan left."""
-_FILES = (OPERATORS, ATTENTION, END_TO_END, NAIVE, DEPTH)
+OUTSIDE = "embedding and head"
+"""The part of a forward that is outside its layers."""
 _PLACES = (".", "profile", "bench", "bench/coarse")
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
-_DECODE_GROUPS = "decode_groups"
 _NOT_OURS = ("dense", "operator, nothing skipped")
 _EVEN = 0.01
-_ABOUT = ("file", "device", "date", "command")
+# What the name of a candidate gives away where its record does not say which backend it is.
+_BACKENDS = {"cuda": "cuda", "gluon": "gluon", "hopper": "gluon"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +47,8 @@ class OperatorPoint:
         median_us: Its time, microseconds.
         dense_us: Time of the dense peer, microseconds.
         ideal: Speed-up if only executing pairs took time.
+        backend: What the kernel is written in: 'triton', 'gluon' or 'cuda'.
+        file: Where its record lies.
     """
 
     operator: str
@@ -49,6 +61,8 @@ class OperatorPoint:
     median_us: float
     dense_us: float
     ideal: float
+    backend: str
+    file: str
 
     @property
     def speedup(self) -> float:
@@ -78,6 +92,8 @@ class Forward:
         memory_bytes: Most memory held during a call; None where not measured.
         method: Which method made the adapter.
         checkpoint: Folder of a materialised model that was timed, empty where there is none.
+        file: Where its record lies.
+        layers: Of the model; None where it is not known.
     """
 
     device: str
@@ -97,11 +113,20 @@ class Forward:
     memory_bytes: int | None = None
     method: str = ""
     checkpoint: str = ""
+    file: str = ""
+    layers: int | None = None
 
     @property
     def is_variant(self) -> bool:
         """Whether it only explains another candidate."""
         return self.candidate == "all execute" or self.candidate.endswith("all sparse")
+
+    @property
+    def layer_us(self) -> float | None:
+        """Microseconds of one decoder layer, mean over layers; None where parts or layers are not known."""
+        if not self.layers or OUTSIDE not in self.parts:
+            return None
+        return (self.median_us - self.parts[OUTSIDE]) / self.layers
 
     @property
     def energy_per_token_j(self) -> float | None:
@@ -131,75 +156,83 @@ class Profile:
     """All bench records of one or several folders.
 
     Args:
-        files: Name of the bench's file and its content.
+        files: What benches measured, in their order: of equal measurements the latest file counts.
     """
 
-    def __init__(self, files: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """Keep the contents."""
-        self._files = tuple(files)
+    def __init__(self, files: Sequence[BenchFile]) -> None:
+        """Keep the files."""
+        self.files = tuple(files)
 
     def __bool__(self) -> bool:
         """Return whether there is anything."""
-        return bool(self._files)
+        return bool(self.files)
 
     def __add__(self, other: "Profile") -> "Profile":
         """Return the records of both."""
-        return Profile((*self._files, *other._files))
+        return Profile((*self.files, *other.files))
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out of the files, in words."""
+        return [note for file in self.files for note in file.notes]
 
     def holds(self, *names: str) -> bool:
         """Return whether there is a file of any of these names."""
-        return any(name in names for name, _ in self._files)
+        return any(file.name in names for file in self.files)
 
     def operators(self) -> list[OperatorPoint]:
         """Return the fastest agreeing variant of each operator at each size; of equal sizes the latest file counts."""
-        points = [point for _, content in self._of(OPERATORS) for point in _sweeps(content)]
-        points += [point for _, content in self._of(ATTENTION) for point in _races(content)]
+        points = [point for file in self._of(OPERATORS) for point in _sweeps(file)]
+        points += [point for file in self._of(ATTENTION) for point in _races(file)]
         latest = {(p.operator, p.device, p.group_size, p.batch, p.tokens, p.active): p for p in points}
         return list(latest.values())
 
     def forwards(self) -> list[Forward]:
         """Return the candidates of the end-to-end bench that ran; of equal ones the latest file counts."""
-        found = [forward for _, content in self._of(END_TO_END) for forward in _forwards(content)]
+        found = [forward for file in self._of(END_TO_END) for forward in _forwards(file)]
         keys = ("device", "model", "adapter", "checkpoint", "group_size", "what", "tokens", "batch", "candidate")
         return list({tuple(getattr(forward, key) for key in keys): forward for forward in found}.values())
 
-    def decode_groups(self) -> list[Mapping[str, Any]]:
+    def decode_groups(self) -> list[Record]:
         """Return the timed records of decode attention over the size of groups; of equal ones the latest counts."""
-        found = [
-            record | {"device": content.get("device", "")}
-            for _, content in self._of(ATTENTION)
-            for record in content["records"]
-            if "median_us" in record and record["race"].startswith(_DECODE_GROUPS)
-        ]
+        found = [record for record in self._records(ATTENTION) if record["race"].startswith(DECODE_GROUPS)]
         keys = ("device", "race", "candidate")
         return list({tuple(record[key] for key in keys): record for record in found}.values())
 
-    def naive(self) -> list[Mapping[str, Any]]:
+    def naive(self) -> list[Record]:
         """Return the records of naive beside fused products."""
-        return [
-            record | {"device": content["device"]} for _, content in self._of(NAIVE) for record in content["records"]
-        ]
+        return self._records(NAIVE)
 
-    def depth(self) -> list[Mapping[str, Any]]:
-        """Return the records of naive dynamic depth taken apart; of equal ones the latest file counts."""
-        found = [
-            record | {"device": content.get("device", "")}
-            for _, content in self._of(DEPTH)
-            for record in content["records"]
-        ]
+    def depth(self) -> list[Record]:
+        """Return the timed records of naive dynamic depth taken apart; of equal ones the latest file counts."""
         keys = ("device", "rows", "width_in", "width_out", "active", "candidate")
-        return list({tuple(record[key] for key in keys): record for record in found}.values())
+        return list({tuple(record[key] for key in keys): record for record in self._records(DEPTH)}.values())
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The files, with what they say of their measurement."""
+        return [
+            Origin(
+                path=file.path,
+                about=", ".join(filter(None, (file.device, file.date))),
+                command=file.command,
+                notes=file.notes,
+            )
+            for file in self.files
+        ]
 
     def devices(self) -> list[str]:
         """Return what was measured on, each once."""
-        return list(dict.fromkeys(str(content.get("device", "")) for _, content in self._files))
+        return [device for device in dict.fromkeys(file.device for file in self.files) if device]
 
-    def sources(self) -> list[Mapping[str, Any]]:
-        """Return where each file lies ('file') and what it says of its measurement: device, date, command."""
-        return [{key: content.get(key) or "" for key in _ABOUT} for _, content in self._files]
+    def _of(self, name: str) -> list[BenchFile]:
+        return [file for file in self.files if file.name == name]
 
-    def _of(self, name: str) -> list[tuple[str, Mapping[str, Any]]]:
-        return [entry for entry in self._files if entry[0] == name]
+    def _records(self, name: str) -> list[Record]:
+        """Return the records of a bench, each with its 'device' and the 'file' that it lies in."""
+        return [
+            {**record, "device": file.device, "file": file.path} for file in self._of(name) for record in file.records
+        ]
 
 
 def read_profile(folder: Path) -> Profile:
@@ -208,48 +241,30 @@ def read_profile(folder: Path) -> Profile:
     Raises:
         DataError: If a file is not one of a bench.
     """
-    found = []
-    for place in _PLACES:
-        for name in _FILES:
-            path = folder / place / name
-            if path.is_file():
-                found.append((name, {**_content(path), "file": str(path)}))
-    return Profile(found)
+    places = [folder / place / name for place in _PLACES for name in BENCH_FILES]
+    return Profile([read_bench_file(path) for path in places if path.is_file()])
 
 
-def _content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not JSON, perhaps cut while being written; measure again") from error
-    if not isinstance(content, dict) or not isinstance(content.get("records"), list):
-        raise DataError(f"{path} holds no list of records; wanted what wide bench or wide profile writes")
-    return content
-
-
-def _sweeps(content: Mapping[str, Any]) -> Iterator[OperatorPoint]:
-    sweeps: dict[str, list[Mapping[str, Any]]] = {}
-    for record in content["records"]:
-        if "median_us" in record and not record["sweep"].startswith("reorder"):
-            sweeps.setdefault(record["sweep"], []).append(record)
+def _sweeps(file: BenchFile) -> Iterator[OperatorPoint]:
+    sweeps: dict[str, list[Record]] = {}
+    for record in file.records:
+        sweeps.setdefault(record["sweep"], []).append(record)
     for name, records in sweeps.items():
-        yield from _fastest(name.split()[0], records, "dense", content)
+        yield from _fastest(name.split()[0], records, "dense", file)
 
 
-def _races(content: Mapping[str, Any]) -> Iterator[OperatorPoint]:
-    races: dict[str, list[Mapping[str, Any]]] = {}
-    for record in content["records"]:
-        if "median_us" in record and not record["race"].startswith(_DECODE_GROUPS):
+def _races(file: BenchFile) -> Iterator[OperatorPoint]:
+    races: dict[str, list[Record]] = {}
+    for record in file.records:
+        if not record["race"].startswith(DECODE_GROUPS):
             races.setdefault(record["race"], []).append(record)
     for name, records in races.items():
         words = name.split()
         operator = f"{words[0]} {words[1]}" if words[0] == "gemv" else f"{words[0]} attention"
-        yield from _fastest(operator, records, records[0]["peer"], content)
+        yield from _fastest(operator, records, records[0]["peer"], file)
 
 
-def _fastest(
-    operator: str, records: Sequence[Mapping[str, Any]], peer: str, content: Mapping[str, Any]
-) -> Iterator[OperatorPoint]:
+def _fastest(operator: str, records: Sequence[Record], peer: str, file: BenchFile) -> Iterator[OperatorPoint]:
     dense = [record for record in records if record["candidate"] == peer]
     ours = [record for record in records if not record["candidate"].startswith(_NOT_OURS)]
     charged = [record for record in ours if record["candidate"].endswith(_CHARGED)]
@@ -260,7 +275,7 @@ def _fastest(
     group_size, batch = best.get("group_size"), best.get("batch")
     yield OperatorPoint(
         operator=operator,
-        device=str(content.get("device", "")),
+        device=file.device,
         group_size=None if group_size is None else int(group_size),
         batch=None if batch is None else int(batch),
         tokens=int(best.get("num_rows") or best["length"]),
@@ -270,19 +285,25 @@ def _fastest(
         dense_us=float(dense[0]["median_us"]),
         # A weight is read if any of the rows executes it.
         ideal=1.0 / float(best.get("union", best["active"])),
+        backend=_backend(best),
+        file=file.path,
     )
 
 
-def _forwards(content: Mapping[str, Any]) -> Iterator[Forward]:
-    for record in content["records"]:
-        if "median_us" not in record:
-            continue
-        skipped = record.get("skipped")
+def _backend(record: Record) -> str:
+    named = record.get("choice", {}).get("backend")
+    guessed = next((backend for word, backend in _BACKENDS.items() if word in record["candidate"]), "triton")
+    return named if isinstance(named, str) and named else guessed
+
+
+def _forwards(file: BenchFile) -> Iterator[Forward]:
+    for record in file.records:
+        skipped: Mapping[str, Any] | None = record.get("skipped")
         yield Forward(
-            device=str(content.get("device", "")),
-            model=str(content.get("model", "")),
-            adapter=str(content.get("adapter") or ""),
-            group_size=content.get("ffn_group_size"),
+            device=file.device,
+            model=file.model,
+            adapter=file.adapter,
+            group_size=file.ffn_group_size,
             what=record["what"],
             tokens=int(record["tokens"]),
             batch=int(record["batch"]),
@@ -294,6 +315,8 @@ def _forwards(content: Mapping[str, Any]) -> Iterator[Forward]:
             parts=record.get("breakdown_us", {}),
             energy_j=record.get("energy_j"),
             memory_bytes=record.get("peak_memory_bytes"),
-            method=str(content.get("method") or ""),
-            checkpoint=str(content.get("checkpoint") or ""),
+            method=file.method,
+            checkpoint=file.checkpoint,
+            file=file.path,
+            layers=file.layers,
         )

@@ -1,11 +1,13 @@
 """Find values among the records of a run."""
 
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from wide.errors import WideError
-from wide.records import Record
+from wide.errors import DataError, WideError
+from wide.records import Record, read_records
+from wide.report.figure import Origin
+from wide.report.run_records import check, key_of
 
 SUBJECTS = ("dense", "untrained", "stage 1", "stage 1+2", "pruned", "pruned + LoRA")
 """What a run may have measured, in the order in which it is shown."""
@@ -19,15 +21,19 @@ class Selection:
     """The records of one run, by subject and metric; of repeated measurements the latest counts.
 
     Args:
-        records: In the order in which they were written.
+        records: In the order in which they were written; what cannot be drawn is left out, and `notes` says so.
         notes: What was left out while reading them.
+        origins: The files that they lie in.
     """
 
-    def __init__(self, records: Sequence[Record], notes: Sequence[str] = ()) -> None:
-        """Index the records."""
-        self.records = tuple(records)
-        self.notes = tuple(notes)
-        self._values = {(r.subject, r.metric, r.layer, r.step): r for r in records}
+    def __init__(self, records: Sequence[Record], notes: Sequence[str] = (), origins: Sequence[Origin] = ()) -> None:
+        """Check and index the records."""
+        checked = check(records)
+        self.records = checked.records
+        self.notes = (*notes, *checked.notes)
+        self.origins = tuple(origins)
+        self._values = {key_of(record): record for record in checked.records}
+        self._contents, self._damaged = checked.contents, checked.damaged
 
     def subjects(self) -> list[str]:
         """Return the subjects whose quality or sparsity was measured, in the order of `SUBJECTS`."""
@@ -52,19 +58,28 @@ class Selection:
         """Return the content of a whole-model record that holds JSON, None where it was not measured.
 
         Raises:
-            MissingRecordsError: If the record is not JSON.
+            MissingRecordsError: If the record is damaged.
         """
-        found = self.record(subject, metric)
-        return None if found is None else _content(found)
+        self._require_whole(subject, metric)
+        return self.content(subject, metric)
+
+    def content(self, subject: str, metric: str) -> Any:
+        """Return what `json` does, but None for a damaged record, too."""
+        return self._contents.get((subject, metric, None, None))
 
     def json_by_layer(self, subject: str, metric: str) -> list[tuple[int, Any]]:
         """Return (layer, content) pairs of records that hold JSON, first layer first.
 
         Raises:
-            MissingRecordsError: If a record is not JSON.
+            MissingRecordsError: If a record is damaged.
         """
-        found = [record for record in self._of(subject, metric) if record.layer is not None]
-        return sorted(((record.layer or 0, _content(record)) for record in found), key=lambda pair: pair[0])
+        self._require_whole(subject, metric)
+        found = {
+            layer: content
+            for (whose, which, layer, _), content in self._contents.items()
+            if (whose, which) == (subject, metric) and layer is not None
+        }
+        return sorted(found.items())
 
     def by_layer(self, subject: str, metric: str) -> list[tuple[int, float]]:
         """Return (layer, value) pairs, first layer first."""
@@ -76,7 +91,7 @@ class Selection:
 
     def last_subject_with(self, *metrics: str) -> str | None:
         """Return the last subject, in the order of `SUBJECTS`, of which any of the metrics was measured."""
-        measured = {record.subject for record in self._values.values() if record.metric in metrics}
+        measured = {subject for subject, metric, *_ in (*self._values, *self._damaged) if metric in metrics}
         found = [subject for subject in SUBJECTS if subject in measured]
         return found[-1] if found else None
 
@@ -90,12 +105,27 @@ class Selection:
     def _of(self, subject: str, metric: str) -> list[Record]:
         return [r for r in self._values.values() if r.subject == subject and r.metric == metric]
 
+    def _require_whole(self, subject: str, metric: str) -> None:
+        for whose, which, layer, _ in self._damaged:
+            if (whose, which) == (subject, metric):
+                place = "" if layer is None else f" of layer {layer}"
+                raise MissingRecordsError(
+                    f"record {metric!r}{place} of {subject!r} is damaged, not what it should hold; measure it again"
+                )
 
-def _content(record: Record) -> Any:
-    try:
-        return json.loads(str(record.value))
-    except json.JSONDecodeError as error:
-        place = "" if record.layer is None else f" of layer {record.layer}"
-        raise MissingRecordsError(
-            f"record '{record.metric}'{place} of {record.subject!r} is damaged, not JSON; measure it again"
-        ) from error
+
+def read_selection(path: Path) -> Selection:
+    """Return the records of a file.
+
+    Args:
+        path: Written by `wide.records.RecordFile`.
+
+    Raises:
+        DataError: If it is missing, or none of its lines is a record.
+    """
+    records, notes = read_records(path)
+    if notes and not records:
+        raise DataError(f"{path} holds no record, only damaged lines; wanted the records of a wide prune or compare")
+    found = Selection(records, notes)
+    found.origins = (Origin(path=str(path), notes=found.notes),)
+    return found

@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from wide.report.figure import Figure, Sheet
-from wide.report.profiles import Forward, OperatorPoint, Profile
+from wide.report.kernel_marks import draw_points, kernel_legend, kernel_name
+from wide.report.profiles import OUTSIDE, Forward, OperatorPoint, Profile
 from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, legend_above
+from wide.report.style import BLUE, CYCLE, DASHES, GREY, MARKERS, ORANGE, SKY, VERMILION, YELLOW, legend_above
 
-LINES = (("o-", BLUE), ("s--", ORANGE), ("^-.", GREEN), ("D:", PURPLE), ("v-", VERMILION), ("P--", SKY))
+LINES = tuple(
+    (f"{marker}{dash}", colour)
+    for marker, dash, colour in zip(MARKERS, DASHES * 2, CYCLE[: 2 * len(DASHES)], strict=False)
+)
 """Marker with dash, and colour, of the lines of a panel, in their order."""
 OPERATOR_NAMES = {
     "gate_up": "gate and up",
@@ -35,7 +39,7 @@ _PARTS = {
     "gate_up": (ORANGE, ""),
     "down": (YELLOW, ""),
     "elementwise": (GREY, ""),
-    "embedding and head": ("#B0B0B0", "//"),
+    OUTSIDE: ("#B0B0B0", "//"),
     "router": (VERMILION, ""),
     "reorder": (VERMILION, "//"),
     "gaps": ("#FFFFFF", ""),
@@ -96,32 +100,39 @@ def _draw_operators(figure: Any, profile: Profile) -> str:
     most = max(map(len, lines.values()))
     for axes, (operator, series) in zip(panels, lines.items(), strict=False):
         shown = [point for _, members in series for point in members]
-        sizes = sorted({point.tokens for point in shown})
+        sizes, entries = sorted({point.tokens for point in shown}), {}
         for (label, members), (style, colour) in zip(series, LINES * len(series), strict=False):
             places = [sizes.index(point.tokens) for point in members]
-            axes.plot(places, [point.speedup for point in members], style, color=colour, label=label)
+            entries[label] = draw_points(axes, places, members, style, colour)
             ideal = [point.ideal for point in members]
             axes.plot(places, ideal, color=colour, linestyle=":", linewidth=1, marker="_", markersize=14)
             last = members[-1]
-            sentences.append(f"{OPERATOR_NAMES.get(operator, operator)} {last.speedup:.2f}x at {last.tokens} ({label})")
+            words = f"{last.speedup:.2f}x at {last.tokens} ({label}; {kernel_name(last)})"
+            sentences.append(f"{OPERATOR_NAMES.get(operator, operator)} {words}")
         axes.axhline(1, color="black", linewidth=1)
         axes.set_title(OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left", pad=8 + 13 * most)
-        axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+        axes.set_xticks(range(len(sizes)), [_short(size) for size in sizes])
         axes.set_xlim(-0.5, len(sizes) - 0.5)
         axes.set_ylim(0, 1.1 * max([2.0, *(point.ideal for point in shown), *(point.speedup for point in shown)]))
-        legend_above(axes, columns=1)
+        legend_above(axes, columns=1, entries=entries)
     for axes in panels[len(found) :]:
         axes.set_axis_off()
+    kernel_legend(figure, (point for points in found.values() for point in points))
     figure.supylabel("speed-up over the dense peer", fontsize="medium")
-    figure.supxlabel("tokens (length of the text for attention)", fontsize="medium")
+    figure.supxlabel("tokens (length of the text for attention); 1k is 1024", fontsize="medium")
     return (
         f"Speed-up of operators on {', '.join(profile.devices())} over their dense peers (black line) beside what "
         "would be ideal (dotted bars): " + "; ".join(sentences) + "."
     )
 
 
+def _short(size: int) -> str:
+    """Return a number of tokens in few letters: 4k is 4096."""
+    return f"{size // 1024}k" if size % 1024 == 0 else f"{size}"
+
+
 def _operator_sheet(profile: Profile) -> Sheet:
-    header = ("operator", "device", "group_size", "batch", "tokens", "active", "candidate")
+    header = ("operator", "device", "group_size", "batch", "tokens", "active", "backend", "candidate")
     rows = (
         (*(getattr(point, name) for name in header), point.median_us, point.dense_us, point.speedup, point.ideal)
         for points in _points(profile).values()
@@ -183,17 +194,29 @@ def _draw_breakdown(figure: Any, profile: Profile) -> str:
                 options = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
                 axes.barh(place, width, left=begin, label=label, **options)
                 begin += width
-            words = "" if forward.ceiling is None else f"{forward.speedup:.2f}x of {forward.ceiling:.2f}x possible"
-            axes.annotate(words, (begin, place), xytext=(4, 0), textcoords="offset points", va="center")
+            words = ", ".join(_bar_words(forward, scale, unit))
+            axes.annotate(words, (begin, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
             if words:
                 sentences.append(f"{forward.shape}, {forward.candidate}: {words}")
         axes.set_yticks(range(len(bars)), _bar_names(bars))
         axes.invert_yaxis()
-        axes.set_xlim(0, max(forward.median_us for forward in bars) / scale * 1.28)
+        axes.set_xlim(0, max(forward.median_us for forward in bars) / scale * 1.5)
         axes.set_title(f"{model}, {shape}, {unit}", fontsize="medium", loc="left")
         axes.grid(visible=False, axis="y")
     _legend_of_parts(figure)
-    return "Time by part of the forward, and the measured beside the possible speed-up: " + "; ".join(sentences) + "."
+    return (
+        "Time by part of the forward, the measured beside the possible speed-up, and the mean time of a layer, without "
+        "embedding and head. One kernel may compute queries, keys and values, which are one part: "
+        + "; ".join(sentences)
+        + "."
+    )
+
+
+def _bar_words(forward: Forward, scale: float, unit: str) -> Iterator[str]:
+    if forward.ceiling is not None:
+        yield f"{forward.speedup:.2f}x of {forward.ceiling:.2f}x possible"
+    if forward.layer_us is not None:
+        yield f"{forward.layer_us / scale:.3g} {unit} a layer"
 
 
 def _bar_names(bars: list[Forward]) -> list[str]:
@@ -219,11 +242,15 @@ def _legend_of_parts(figure: Any) -> None:
 def _breakdown_sheet(profile: Profile) -> Sheet:
     header = ("model", "group_size", "what", "tokens", "batch", "candidate", "speedup", "ceiling", "part", "us")
     rows = (
-        (*(getattr(forward, name) for name in header[:8]), name, value)
+        (*(getattr(forward, name) for name in header[:8]), name, value, _in_layer(forward, name))
         for forward in _broken_down(profile)
         for name, value in forward.parts.items()
     )
-    return Sheet(header, tuple(rows))
+    return Sheet((*header, "us_a_layer"), tuple(rows))
+
+
+def _in_layer(forward: Forward, part: str) -> float | None:
+    return None if part == OUTSIDE or not forward.layers else forward.parts[part] / forward.layers
 
 
 def _measured_rates(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
@@ -261,7 +288,7 @@ def _draw_end_to_end(figure: Any, profile: Profile) -> str:
             _draw_line(axes, [each for each in found if each.is_even], style, colour, name)
             _draw_apart(axes, [each for each in found if not each.is_even], style[0], colour)
         _name_apart(axes, [each for _, found in chosen for each in found if not each.is_even])
-        for _, found in chosen:
+        for name, found in chosen:
             best = max(found, key=lambda each: each.speedup)
             sentences.append(f"{kind}, {name}: {best.speedup:.2f}x at {100 * (best.mean_skipped or 0):.0f} %")
         axes.axhline(1, color="black", linewidth=1)
@@ -289,7 +316,8 @@ def _draw_apart(axes: Any, found: list[Forward], marker: str, colour: str) -> No
     for forward in found:
         place = (100 * (forward.mean_skipped or 0.0), forward.speedup)
         axes.plot(*place, marker, color=colour, fillstyle="none")
-        axes.plot(place[0], forward.ceiling, color=colour, marker="_", markersize=12)
+        if forward.ceiling is not None:
+            axes.plot(place[0], forward.ceiling, color=colour, marker="_", markersize=12)
 
 
 def _name_apart(axes: Any, found: list[Forward]) -> None:
@@ -338,6 +366,7 @@ SPEED_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 3.6),
         draw=_draw_end_to_end,
         sheet=_end_to_end_sheet,
+        files=lambda profile: [forward.file for forward in _forwards(profile)],
     ),
     Figure(
         name="breakdown",
@@ -345,10 +374,16 @@ SPEED_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 6.4),
         draw=_draw_breakdown,
         sheet=_breakdown_sheet,
+        files=lambda profile: [forward.file for forward in _broken_down(profile)],
         height=_breakdown_height,
     ),
     Figure(
-        name="operators", title="Speed-up of operators", size=(9.0, 7.0), draw=_draw_operators, sheet=_operator_sheet
+        name="operators",
+        title="Speed-up of operators",
+        size=(9.0, 7.0),
+        draw=_draw_operators,
+        sheet=_operator_sheet,
+        files=lambda profile: [point.file for points in _points(profile).values() for point in points],
     ),
 )
 """Figures of a profile."""

@@ -1,10 +1,17 @@
-"""What all figures share: colours that any eye can tell apart, in grey too, and legends that hide no data."""
+"""What all figures share: colours, markers and dashes that can be told apart in grey, and legends that hide no data."""
 
+from collections.abc import Mapping
 from typing import Any
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart; the order also falls in lightness.
+# Okabe and Ito's palette, which people with any colour vision can tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#707070"
 SKY, YELLOW, VERMILION, PURPLE = "#56B4E9", "#F0E442", "#D55E00", "#CC79A7"
+CYCLE = (BLUE, ORANGE, GREEN, SKY, GREY, PURPLE, VERMILION)
+"""Colours of lines in their order: neighbours differ in lightness, but some of the seven are equally light."""
+MARKERS = "os^DvPX*<>phd"
+"""Markers of lines in their order; they and the colours repeat after different numbers, so that pairs do not."""
+DASHES = ("-", "--", "-.")
+"""Dashes of lines in their order; dotted lines are ceilings and targets."""
 HALF_NAMES = {"attention": "attention", "ffn": "FFN"}
 HALF_COLOURS = {"attention": BLUE, "ffn": ORANGE}
 HALF_HATCHES = {"attention": "", "ffn": "//"}
@@ -40,9 +47,11 @@ def signed_colours() -> Any:
     return LinearSegmentedColormap.from_list("signed", [VERMILION, "#ffffff", shade(1.0)]).with_extremes(bad="#bbbbbb")
 
 
-def legend_above(axes: Any, columns: int = 3) -> None:
-    """Put the legend above the axes, where it can hide no data."""
+def legend_above(axes: Any, columns: int = 3, entries: Mapping[str, Any] | None = None) -> None:
+    """Put the legend above the axes, where it can hide no data; without entries it is that of all labelled lines."""
+    names = {} if entries is None else {"handles": list(entries.values()), "labels": list(entries)}
     axes.legend(
+        **names,
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
         ncols=columns,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wide.report.figure import Figure, Sheet
+from wide.report.kernel_marks import draw_points, kernel_legend, kernel_name
 from wide.report.profiles import Forward, OperatorPoint, Profile
 from wide.report.selection import MissingRecordsError
 from wide.report.speed_figures import LINES, MANY_SIZES, OPERATOR_NAMES
@@ -66,23 +67,25 @@ def _draw_sweep(figure: Any, profile: Profile, key: Key, what: str, label: str) 
     most = max(map(len, found.values()))
     for axes, (operator, lines) in zip(panels, found.items(), strict=False):
         name = OPERATOR_NAMES.get(operator, operator)
+        entries: dict[str, Any] = {}
         places = sorted({key(point) or 0 for points in lines.values() for point in points})
         for (words, points), (style, colour) in zip(lines.items(), LINES * len(lines), strict=False):
             at = [places.index(key(point) or 0) for point in points]
             shown = words.rpartition(", ")[0]
-            axes.plot(at, [point.speedup for point in points], style, color=colour, label=shown)
+            entries[shown] = draw_points(axes, at, points, style, colour)
             ideal = [point.ideal for point in points]
             axes.plot(at, ideal, color=colour, linestyle=":", linewidth=1, marker="_", markersize=14)
-            values = ", ".join(f"{point.speedup:.2f}x at {key(point):g}" for point in points)
+            values = ", ".join(f"{point.speedup:.2f}x at {key(point):g} ({kernel_name(point)})" for point in points)
             sentences.append(f"{name} ({shown}): {values}")
         axes.axhline(1, color="black", linewidth=1)
         axes.set_title(name, fontsize="medium", loc="left", pad=8 + 13 * most)
         axes.set_xticks(range(len(places)), [f"{place:g}" for place in places])
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_ylim(0, None)
-        legend_above(axes, columns=1)
+        legend_above(axes, columns=1, entries=entries)
     for axes in panels[len(found) :]:
         axes.set_axis_off()
+    kernel_legend(figure, (point for lines in found.values() for points in lines.values() for point in points))
     figure.supylabel("speed-up over the dense peer", fontsize="medium")
     figure.supxlabel(label, fontsize="medium")
     return (
@@ -93,7 +96,8 @@ def _draw_sweep(figure: Any, profile: Profile, key: Key, what: str, label: str) 
 
 
 def _sweep_sheet(profile: Profile, key: Key, what: str) -> Sheet:
-    header = ("operator", "device", "group_size", "batch", "tokens", "active", "candidate", "median_us", "dense_us")
+    names = "operator device group_size batch tokens active backend candidate median_us dense_us"
+    header = tuple(names.split())
     rows = (
         (*(getattr(point, name) for name in header), point.speedup, point.ideal)
         for lines in _known(profile, key, what).values()
@@ -101,6 +105,11 @@ def _sweep_sheet(profile: Profile, key: Key, what: str) -> Sheet:
         for point in points
     )
     return Sheet((*header, "speedup", "ideal_speedup"), tuple(rows))
+
+
+def _sweep_files(profile: Profile, key: Key, what: str) -> list[str]:
+    found = _known(profile, key, what)
+    return [point.file for lines in found.values() for points in lines.values() for point in points]
 
 
 def _decode_groups(profile: Profile) -> dict[str, list[Mapping[str, Any]]]:
@@ -267,6 +276,7 @@ SWEEP_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 3.6),
         draw=lambda figure, profile: _draw_sweep(figure, profile, _group, "group sizes", "channels of a group"),
         sheet=lambda profile: _sweep_sheet(profile, _group, "group sizes"),
+        files=lambda profile: _sweep_files(profile, _group, "group sizes"),
     ),
     Figure(
         name="operators-sparsity",
@@ -274,6 +284,7 @@ SWEEP_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 6.4),
         draw=lambda figure, profile: _draw_sweep(figure, profile, _sparsity, "sparsities", "skipped pairs, %"),
         sheet=lambda profile: _sweep_sheet(profile, _sparsity, "sparsities"),
+        files=lambda profile: _sweep_files(profile, _sparsity, "sparsities"),
     ),
     Figure(
         name="decode-groups",
@@ -281,6 +292,7 @@ SWEEP_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 3.8),
         draw=_draw_decode_groups,
         sheet=_decode_groups_sheet,
+        files=lambda profile: [str(each["file"]) for found in _decode_groups(profile).values() for each in found],
     ),
     Figure(
         name="end-to-end-groups",
@@ -288,7 +300,15 @@ SWEEP_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 3.6),
         draw=_draw_group_sweeps,
         sheet=_group_sweep_sheet,
+        files=lambda profile: [each.file for found in _group_sweeps(profile).values() for each in found],
     ),
-    Figure(name="batches", title="Batched decode", size=(9.0, 3.4), draw=_draw_batches, sheet=_batch_sheet),
+    Figure(
+        name="batches",
+        title="Batched decode",
+        size=(9.0, 3.4),
+        draw=_draw_batches,
+        sheet=_batch_sheet,
+        files=lambda profile: [each.file for each in _batches(profile)],
+    ),
 )
 """Figures of sweeps; each needs what varies to have been timed at two values at least."""
