@@ -10,7 +10,7 @@ from wide.errors import ConfigError, MissingExtraError
 from wide.training import trackers
 from wide.training.progress_log import ProgressLog
 from wide.training.stages import prune, recover
-from wide.training.trackers import require_tracker
+from wide.training.trackers import require_tensorboard, require_tracker
 
 POINT = {"loss": 1.0, "lm_loss": 1.0, "sparsity.attention": 0.5, "sparsity.ffn": 0.5, "sparsity.target": 0.5}
 POINT |= {"temperature": 1.0, "tokens_per_second": 10.0}
@@ -86,3 +86,14 @@ def test_what_is_not_installed_or_unknown_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="TensorBoard is --tensorboard"):
         require_tracker("tensorboard")
     require_tracker(None)
+
+
+def test_tensorboard_is_refused_or_named_before_anything_is_trained(monkeypatch):
+    assert require_tensorboard(False) is None
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    assert require_tensorboard(True) is None
+    assert require_tensorboard(None) is None
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"wide\[log\].*leave --tensorboard out"):
+        require_tensorboard(True)
+    assert "metrics.jsonl" in (require_tensorboard(None) or "")

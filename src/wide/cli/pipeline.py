@@ -32,7 +32,7 @@ from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
 from wide.training.rehearsal import rehearsal
 from wide.training.stages import prune, recover
-from wide.training.trackers import require_tracker
+from wide.training.trackers import require_tensorboard, require_tracker
 from wide.training.trainer import micro_batch_size
 
 _DIAL_BLOCKS = 16
@@ -175,6 +175,9 @@ class Pipeline:
         if self._options.report:
             require_matplotlib()
         require_tracker(self._options.tracker)
+        left_out = require_tensorboard(self._options.tensorboard)
+        if left_out is not None:
+            say(left_out)
         say(f"model    {self._options.model}")
         self._tokenizer = load_tokenizer(self._options.model)
         return load_base(self._options)

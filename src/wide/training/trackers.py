@@ -26,6 +26,25 @@ def require_tracker(name: TrackerName | None) -> None:
         raise MissingExtraError(f"the tracker {name} is not installed: pip install {name}, or leave --tracker out")
 
 
+def require_tensorboard(wanted: bool | None) -> str | None:
+    """Refuse TensorBoard that is wanted and cannot be used before anything has been trained.
+
+    Args:
+        wanted: True insists on it, None takes it where it is installed, False does without.
+
+    Returns:
+        What to say where it is left out because it is not installed, else None.
+
+    Raises:
+        MissingExtraError: If it is insisted on and not installed.
+    """
+    if wanted is False or importlib.util.find_spec("tensorboard") is not None:
+        return None
+    if wanted:
+        raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]', or leave --tensorboard out")
+    return "TensorBoard is not installed (pip install 'wide[log]'): curves go to metrics.jsonl and the report alone"
+
+
 class Tracker:
     """One run of a tracker; where it goes and who owns it is the library's own configuration.
 
