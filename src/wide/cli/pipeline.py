@@ -163,9 +163,10 @@ class Pipeline:
         for stage in stages:
             micro_batch_size(stage, num_processes())
 
-    @staticmethod
-    def _rehearse(model: Any, deciding: Callable[[], Any]) -> None:
+    def _rehearse(self, model: Any, deciding: Callable[[], Any]) -> None:
         # What is refused must neither occupy the output folder nor wait until the dense model has been measured.
+        if self._folder.resume:
+            return
         with rehearsal(model):
             deciding()
         if is_attached(model):

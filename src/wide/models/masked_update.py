@@ -12,8 +12,9 @@ class MaskedUpdate:
     """One layer's LoRA as W x + (M o B A) dropout(x) scaling, where M is 1 where W is not zero.
 
     PEFT calls it in place of its own forward and merge (`LoraLayer.lora_variant`), so that training, evaluation and
-    merging take the same update. M is read off W in every forward and costs no memory between them. The update is as
-    large as W, so the forward of such a layer costs twice that of the base layer, its backward about three times.
+    merging take the same update. M is read off W in every forward. The update is as large as W, so the forward of
+    such a layer costs twice that of the base layer, its backward about three times, and until the backward each layer
+    keeps its update.
     """
 
     @staticmethod
@@ -26,7 +27,11 @@ class MaskedUpdate:
             x: `[..., in]`, in the dtype of LoRA.
             result: `[..., out]`, of the base layer.
         """
-        return result + functional.linear(module.lora_dropout[active_adapter](x), _update(module, active_adapter))
+        x, update = module.lora_dropout[active_adapter](x), _update(module, active_adapter)
+        if not module.training:
+            # Without autocast, as a merged weight multiplies; the update is as large as it.
+            x, update = x.to(result.dtype), update.to(result.dtype)
+        return result + functional.linear(x, update)
 
     @staticmethod
     def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:

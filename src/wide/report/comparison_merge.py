@@ -114,14 +114,16 @@ def _settings(comparison: Comparison, method: str) -> set[str] | None:
 
 
 def _owners(renamed: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """Return which comparison's cell counts: the first dense one, else the last that finished."""
+    """Return which comparison's cell counts: the first dense one that finished, else the last that finished."""
     owners: dict[str, str] = {}
+    complete: set[str] = set()
     for name, records in renamed.items():
         finished = {record.subject for record in records if (record.metric, record.value) == ("status", FINISHED)}
         for subject in dict.fromkeys(record.subject for record in records):
-            is_later = subject in finished and not subject.startswith(f"{DENSE}/")
-            if subject not in owners or is_later:
+            keeps = subject.startswith(f"{DENSE}/") and subject in complete
+            if subject not in owners or (subject in finished and not keeps):
                 owners[subject] = name
+        complete |= finished
     return owners
 
 

@@ -37,4 +37,4 @@ def sparsity_weight(step: int, *, steps: int, final: float, ramp: bool) -> float
 
     Source: D-LLM's released training code, a quarter of a sine.
     """
-    return final * math.sin(0.5 * math.pi * step / max(steps - 1, 1)) if ramp else final
+    return final * math.sin(0.5 * math.pi * step / (steps - 1)) if ramp and steps > 1 else final
