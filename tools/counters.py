@@ -1,23 +1,26 @@
 """Reads the profiler's counters for every kernel of one layer, as `auto` runs it and dense: what limits each operator.
 
 Usage: python tools/counters.py --out DIR [--prompt 4096,16384] [--decode 2048] [--rates 0.5,0.5] [--limit S] [--tables]
+       python tools/counters.py --out DIR --naive 1024,2048 [--limit S]
        python tools/counters.py --out DIR --csv DIR/counters.csv
 
 Needs Nsight Compute (ncu) and the right to read counters. One layer of Llama-3.1-8B's shapes with random weights runs
 under the profiler, which repeats each kernel for groups of counters with cold caches, clocks as they are. DIR gets
 the profiler's own table (counters.csv) and what is looked at (counters.json), a row for each kernel, also where the
-profiler is stopped before its end. The second form reads a table that is there.
+profiler is stopped before its end. The second form counts what pruned products move, naive and fused, at each size: DIR
+gets naive-bytes.json, sums over the kernels of each way, sorting included. The third form reads a table that is there.
 """
 
 import argparse
 import csv
 import json
+import math
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +51,33 @@ KEPT: dict[str, tuple[str, float]] = {
 # Ours begin with an underscore; the rest are products and attention of the libraries. Written to mean the same whether
 # it is searched for or matched as a whole.
 KERNELS = r"^(_.*|gemm_.*|nvjet.*|cudnn.*|.*(gemv|splitK|cutlass|cublas|flash).*)$"
+ANY_KERNEL = ".*"
+# Sectors have 32 bytes. Whatever a kernel asks of the second-level cache, and what of it comes from or goes to memory.
+MOVED: dict[str, tuple[str, float]] = {
+    "gpu__time_duration.sum": ("time_us", 1e-3),
+    "lts__t_sectors.sum": ("l2_bytes", 32),
+    "dram__bytes_read.sum": ("dram_read_bytes", 1),
+    "dram__bytes_write.sum": ("dram_written_bytes", 1),
+}
 _GRACE_S = 60.0
 
 
-def ncu_command(out: Path, program: Sequence[str], *, tables: bool = False) -> list[str]:
+def ncu_command(
+    out: Path,
+    program: Sequence[str],
+    *,
+    tables: bool = False,
+    counters: Mapping[str, tuple[str, float]] = KEPT,
+    kernels: str = KERNELS,
+) -> list[str]:
     """Return the command that runs a program of ours under the profiler.
 
     Args:
         out: Folder for counters.csv.
         program: With its arguments.
         tables: Whether to read whole sections beside the counters that are kept.
+        counters: That are kept.
+        kernels: Pattern of the names of those that are looked at.
 
     Raises:
         SystemExit: If there is no profiler.
@@ -65,11 +85,11 @@ def ncu_command(out: Path, program: Sequence[str], *, tables: bool = False) -> l
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if ncu is None:
         raise SystemExit("counters: ncu was not found; install Nsight Compute or put it on PATH")
-    asked = ["--metrics", ",".join(KEPT)]
+    asked = ["--metrics", ",".join(counters)]
     if tables:
         asked += [word for section in SECTIONS for word in ("--section", section)]
     flags = ["--profile-from-start", "off", "--clock-control", "none", "--nvtx", "--csv", "--page", "raw"]
-    flags += ["--print-units", "base", "--kernel-name-base", "demangled", "--kernel-name", f"regex:{KERNELS}"]
+    flags += ["--print-units", "base", "--kernel-name-base", "demangled", "--kernel-name", f"regex:{kernels}"]
     return [ncu, *flags, *asked, "--log-file", str(out / "counters.csv"), *program]
 
 
@@ -88,7 +108,9 @@ def profile(command: Sequence[str], limit_s: float | None = None) -> int:
         return process.wait() or 1
 
 
-def read_rows(text: str) -> Iterator[dict[str, Any]]:
+def read_rows(
+    text: str, counters: Mapping[str, tuple[str, float]] = KEPT, kernels: str = KERNELS
+) -> Iterator[dict[str, Any]]:
     """Yield one flat row per kernel of the profiler's raw table: range, name, grid, and the counters that are kept.
 
     A counter that is missing or not a number is left out; so is a last line that was cut off.
@@ -96,7 +118,7 @@ def read_rows(text: str) -> Iterator[dict[str, Any]]:
     lines = [line for line in text.splitlines() if line.startswith('"')]
     for row in csv.DictReader(lines):
         # The line of units has no ID, and a line that was cut off lacks columns.
-        if not row["ID"] or None in row.values() or not re.match(KERNELS, row["Kernel Name"]):
+        if not row["ID"] or None in row.values() or not re.match(kernels, row["Kernel Name"]):
             continue
         # Each range: "domain:name:...", behind the thread's number.
         ranges = (re.findall(r'"[^":]*:([^":]*)', value) for name, value in row.items() if "Push/Pop" in name)
@@ -105,7 +127,7 @@ def read_rows(text: str) -> Iterator[dict[str, Any]]:
             "kernel": row["Kernel Name"],
             "grid": row["Grid Size"],
         }
-        numbers = {name: _number(row.get(metric, ""), factor) for metric, (name, factor) in KEPT.items()}
+        numbers = {name: _number(row.get(metric, ""), factor) for metric, (name, factor) in counters.items()}
         yield named | {name: number for name, number in numbers.items() if number is not None}
 
 
@@ -163,6 +185,55 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
                     torch.cuda.profiler.stop()
 
 
+def launch_naive(sizes: Sequence[int]) -> None:
+    """Run each pruned product of 50 % twice, the second time for the profiler."""
+    import torch
+
+    from wide.profiling.naive_products import AXES, implementations, make_problem, work
+
+    device = torch.device("cuda")
+    for size in sizes:
+        for axis in AXES:
+            problem = make_problem(axis, size, group_size=128, active=0.5, dtype=torch.bfloat16, device=device)
+            for name, call in implementations(problem, backend="triton").items():
+                # Gathered weights may be copied once more.
+                stored = 2.5 * work(axis, name, size, 128, 0.5).storage * problem.a.element_size()
+                if stored > torch.cuda.mem_get_info(device)[0]:
+                    continue
+                call()
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+                torch.cuda.nvtx.range_push(f"{axis} {size} {name}")
+                call()
+                torch.cuda.synchronize()
+                torch.cuda.nvtx.range_pop()
+                torch.cuda.profiler.stop()
+                torch.cuda.empty_cache()
+
+
+def sum_ranges(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a record for each pruned product, with what all its kernels moved; one with a gap in it is left out.
+
+    The profiler empties the caches before each kernel, so that what one kernel leaves for the next is counted as read
+    from memory, as the accounting of naive products does.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    names = [name for name, _ in MOVED.values()]
+    for row in rows:
+        if row["range"].count(" ") < 2:
+            # Of a kernel outside of every product.
+            continue
+        axis, size, candidate = row["range"].split(" ", 2)
+        record = found.setdefault(
+            row["range"],
+            {"axis": axis, "size": int(size), "candidate": candidate, "kernels": 0} | dict.fromkeys(names, 0),
+        )
+        record["kernels"] += 1
+        for name in names:
+            record[name] += row.get(name, math.nan)
+    return [record for record in found.values() if all(math.isfinite(record[name]) for name in names)]
+
+
 def _stop(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -182,6 +253,22 @@ def _report(table: Path, out: Path, command: str, code: int) -> None:
         sys.stderr.write(f"counters: the profiler ended with {code}; {len(rows)} kernels until then are written\n")
 
 
+def _report_naive(table: Path, out: Path, command: str, code: int) -> None:
+    """Write naive-bytes.json from the profiler's table and print a line for each way."""
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    records = sum_ranges(read_rows(text, MOVED, ANY_KERNEL))
+    if code and records:
+        # Of the last one some kernels may be missing.
+        records.pop()
+    report = {"command": command, "complete": code == 0 and "==ERROR==" not in text, "records": records}
+    (out / "naive-bytes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for record in records:
+        moved = "".join(f"{record[name] / 2**20:14,.1f} MiB" for name, _ in MOVED.values() if name.endswith("bytes"))
+        sys.stdout.write(f"{record['axis']} {record['size']:6d} {record['candidate']:16s}{moved}\n")
+    if code:
+        sys.stderr.write(f"counters: the profiler ended with {code}; {len(records)} products until then are written\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the profiler and write what it found; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,10 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=None, help="seconds after which the profiler is stopped")
     parser.add_argument("--tables", action="store_true", help="whole sections into counters.csv, several times as long")
     parser.add_argument("--csv", type=Path, default=None, help="a table of the profiler to read instead of running it")
+    parser.add_argument("--naive", default="", metavar="SIZES", help="M = N = K of pruned products to look at instead")
     parser.add_argument("--launch", action="store_true", help="run the kernels only, for a profiler")
     options = parser.parse_args(arguments)
+    naive = [int(n) for n in options.naive.split(",") if n]
     prompts, decodes = ([int(n) for n in text.split(",") if n] for text in (options.prompt, options.decode))
     attention, ffn = (float(rate) for rate in options.rates.split(","))
+    if options.launch and naive:
+        launch_naive(naive)
+        return 0
     if options.launch:
         launch(prompts, decodes, (attention, ffn))
         return 0
@@ -206,9 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = options.out / "counters.csv"
         table.unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, _stop)
-        command = ncu_command(options.out, [sys.executable, __file__, "--launch", *given], tables=options.tables)
+        program = [sys.executable, __file__, "--launch", *given]
+        if naive:
+            command = ncu_command(options.out, program, counters=MOVED, kernels=ANY_KERNEL)
+        else:
+            command = ncu_command(options.out, program, tables=options.tables)
         code = profile(command, options.limit)
-    _report(table, options.out, " ".join(["python tools/counters.py", *given]), code)
+    (_report_naive if naive else _report)(table, options.out, " ".join(["python tools/counters.py", *given]), code)
     return code
 
 

@@ -32,6 +32,19 @@ def test_files_and_functions_stay_small(file):
         assert length <= limit, f"{node.name} is {length} lines long"
 
 
+def test_limits_of_the_kernels_are_written_once():
+    limits = {"HOPPER_STEP", "K_STEP", "HOPPER_GROUP", "PATTERN_GROUPS", "MAX_GROUPS_PER_BLOCK"}
+    found = [
+        name.id.lstrip("_")
+        for file in SOURCES
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign)
+        for name in ast.walk(node.targets[0])
+        if isinstance(name, ast.Name) and name.id.lstrip("_") in limits
+    ]
+    assert sorted(found) == ["HOPPER_STEP", "PATTERN_GROUPS"]
+
+
 def test_no_file_is_a_drawer():
     assert not [f for f in SOURCES if f.stem in ("utils", "misc", "common", "helpers")]
 

@@ -66,6 +66,26 @@ def test_every_row_is_measured(finished):
     assert found["wanda", False]["token_perplexity"] != found["wanda", True]["token_perplexity"]
 
 
+def test_how_routers_were_trained_is_recorded(finished):
+    records = read_records(finished / "compare.jsonl")[0]
+    training = {record.subject: json.loads(record.value) for record in records if record.metric == "training"}
+    assert list(training) == [f"wide/0.5/{seed}/calibrated" for seed in (1, 2)]
+    assert list(training.values()) == [{"steps": 2, "batch_size": 2, "sequence_length": 32}] * 2
+
+
+def test_what_is_not_by_default_in_training_is_recorded(everyday, tmp_path):
+    changes = ["--train.learning_rate=0.005", "--train.compile=false", "--train.checkpoint_every=7"]
+    changes += ["--objective.smoothing=0.02", "--match=linear_flops", "--methods=wide,skipgpt-original"]
+    assert main([*everyday, "--output", str(tmp_path / "run"), *changes]) == 0
+    run = Selection(*read_records(tmp_path / "run/compare.jsonl"))
+    shared = {"learning_rate": 0.005, "smoothing": 0.02, "target": "linear_flops"}
+    shared |= {"steps": 2, "batch_size": 2, "sequence_length": 32}
+    assert run.content("wide/0.5/17/calibrated", "training") == shared
+    # What a method's own settings change of the stage is what was trained.
+    own = run.content("skipgpt-original/0.5/17/calibrated", "training")
+    assert own == shared | {"temperature_end": 1.0}
+
+
 def test_a_cell_does_not_depend_on_those_before_it(finished, everyday, tmp_path):
     assert main([*everyday, "--output", str(tmp_path / "run"), "--seeds=2", "--methods=wide"]) == 0
     name = "cells/wide-0.5-seed2"
@@ -197,7 +217,9 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(cell_runner, "recover_row", interrupt)
         assert main([*everyday, *output]) == 130
-    assert "--resume" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "wanda 0.5 seed 17 + LoRA stopped; what it decided is kept; 1 of 3 cells is finished and kept in" in said
+    assert "--resume" in said
     decided = []
     real_apply = cell_runner.apply
 
@@ -210,6 +232,31 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
     # What wanda had decided came back from its adapter.
     assert decided == ["wide"]
     assert rows(tmp_path / "run")["wanda", True]["seeds"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("held_out_documents", "stopped; nothing was written\n"),
+        ("dense", "[1/3] dense seed 17 stopped; nothing of it is kept; none of 3 cells is finished, and the same"),
+        ("wanda", "[2/3] wanda 0.5 seed 17 stopped; nothing of it is kept; 1 of 3 cells is finished and kept in"),
+    ],
+)
+def test_an_interrupted_comparison_says_what_is_kept(where, words, everyday, tmp_path, monkeypatch, capsys):
+    real_apply = cell_runner.apply
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    def of_method(model, method, *args, **options):
+        return interrupt() if method.name == where else real_apply(model, method, *args, **options)
+
+    if where == "held_out_documents":
+        monkeypatch.setattr("wide.cli.comparison_run.held_out_documents", interrupt)
+    monkeypatch.setattr(cell_runner, "apply", of_method)
+    assert main([*everyday, "--output", str(tmp_path / "run")]) == 130
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "run").exists() == (where != "held_out_documents")
 
 
 def test_shards_share_a_folder(everyday, tmp_path, capsys):

@@ -190,7 +190,7 @@ def test_sigterm_in_training_keeps_a_checkpoint_and_the_same_command_goes_on(
     assert main(given) == 130
     said = capsys.readouterr().err
     assert "wide 0.5 seed 17" in said
-    assert "stopped after step 2 of 4; finished cells are kept" in said
+    assert "stopped after step 2 of 4; its last checkpoint is kept; 1 of 2 cells is finished and kept" in said
     assert "the same command goes on from there" in said
     checkpoints = tmp_path / "run/cells/wide-0.5-seed17" / folder / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
@@ -219,7 +219,7 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
         assert main(given) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     said = capsys.readouterr().err
-    assert "wide: interrupted: [2/2] wanda 0.5 seed 17 stopped by SIGTERM; finished cells are kept" in said
+    assert "wide: interrupted: [2/2] wanda 0.5 seed 17 stopped by SIGTERM; what it decided is kept" in said
     assert main(given) == 0
     assert decided == ["dense", "wanda"]
     assert "wanda 0.5 seed 17: finished before" not in capsys.readouterr().out

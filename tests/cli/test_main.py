@@ -86,6 +86,15 @@ def test_ctrl_c_exits_with_130_and_says_what_was_kept(monkeypatch, capsys):
     assert "step 12 was kept" in capsys.readouterr().err
 
 
+def test_ctrl_c_promises_nothing_that_no_command_has_said(monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wide.cli.recipes.run", interrupt)
+    assert main(["recipes", "list"]) == 130
+    assert capsys.readouterr().err == "wide: interrupted\n"
+
+
 def test_recipes_can_be_listed_shown_and_copied(tmp_path, capsys):
     assert main(["recipes", "list"]) == 0
     assert "quickstart" in capsys.readouterr().out

@@ -1,11 +1,16 @@
 """`wide prune` that is refused before any work: nothing is computed, nothing written, and the folder stays free."""
 
+import io
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from wide.cli.main import main
+from wide.data.progress import progress
 from wide.errors import ConfigError
+from wide.training.progress_log import ProgressLog
 from wide.training.rehearsal import rehearsal
 
 SMALL = ["--dtype=float32", "--device=cpu", "--train.sequence_length=32", "--eval.tokens=64", "--eval.window=32"]
@@ -71,3 +76,69 @@ def test_a_rehearsal_ends_where_text_is_read(tiny_model_folder):
     with pytest.raises(ConfigError, match="no"), rehearsal(model):
         raise ConfigError("no")
     assert model(ids).logits.shape[:2] == (1, 4)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_rehearsal_shows_no_bars(tiny_model_folder, monkeypatch):
+    model, ids = AutoModelForCausalLM.from_pretrained(tiny_model_folder), torch.arange(4).unsqueeze(0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+
+    def work():
+        log = ProgressLog("stage 1", steps=3, first_step=0)
+        try:
+            for _ in progress(range(3), title="layers", total=3):
+                model(ids)
+        finally:
+            log.close()
+
+    with rehearsal(model):
+        work()
+    assert sys.stderr.getvalue() == ""
+    work()
+    assert "layers" in sys.stderr.getvalue()
+    assert "stage 1" in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a run"])
+def test_ctrl_c_before_anything_was_written_says_so(
+    before, tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys
+):
+    output = tmp_path / "run"
+    given = [*of("shortened-ppl", *WINDOWS, "--{0}.protect_first=0", "--{0}.protect_last=1"), "--sparsity=0.5"]
+    command_line = command(tiny_model_folder, prose_folder, output, *given)
+    if before == "a run":
+        assert main(command_line) == 0
+        command_line += ["--overwrite"]
+    found = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wide.cli.method_pipeline.apply", interrupt)
+    capsys.readouterr()
+    assert main(command_line) == 130
+    as_it_was = f", and {output} is as it was" if before == "a run" else ""
+    assert capsys.readouterr().err == f"wide: interrupted: stopped; nothing was written{as_it_was}\n"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == found
+
+
+def test_ctrl_c_in_deciding_keeps_nothing_of_it(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "run"
+    given = [*of("shortened-ppl", *WINDOWS, "--{0}.protect_first=0", "--{0}.protect_last=1"), "--sparsity=0.5"]
+
+    def interrupt(*_args, output=None, **_options):
+        if output is not None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wide.cli.method_pipeline.apply", interrupt)
+        assert main(command(tiny_model_folder, prose_folder, output, *given)) == 130
+    said = capsys.readouterr().err
+    assert f"pruned stopped; nothing of it is kept; what this run finished is kept in {output}, and the same" in said
+    assert not (output / "stage1").exists()
+    assert main([*command(tiny_model_folder, prose_folder, output, *given), "--resume"]) == 0
+    assert (output / "adapter").is_dir()

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
+from wide.kernels.device import interprets_triton
 from wide.kernels.gemm_k import KTile, gemm_k
 from wide.kernels.gemm_mn import MnTile, gemm_mn
 from wide.kernels.gemm_mn.operator import executed
 from wide.kernels.reorder import reorder, reorder_patterns
 
+pytestmark = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 MASKS = ("random", "all", "none", "one row", "one group")
 # Many rows in large tiles and under two masks only: the interpreter takes its time for every tile.
 SHAPES = [(rows, kind, 16) for rows in (1, 3, 17, 64, 127) for kind in MASKS]

@@ -8,9 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wide.kernels.device import interprets_triton
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
 from wide.kernels.reorder.reference import gray_rank
 from wide.kernels.reordering import PatternReordering, Reordering
+
+INTERPRETED = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 
 BACKENDS = st.sampled_from(["torch", "triton"])
 
@@ -24,6 +27,7 @@ def masks(draw: st.DrawFn) -> torch.Tensor:
     return torch.rand(rows, groups, generator=generator) < active
 
 
+@INTERPRETED
 @settings(max_examples=20, deadline=None)
 @given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
 def test_lists_are_the_active_rows_ascending(mask: torch.Tensor, backend: str, block_m: int) -> None:
@@ -36,6 +40,7 @@ def test_lists_are_the_active_rows_ascending(mask: torch.Tensor, backend: str, b
     assert order.offsets.tolist() == [0, *mask.sum(0).cumsum(0).tolist()]
 
 
+@INTERPRETED
 @settings(max_examples=20, deadline=None)
 @given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
 def test_tiles_cover_every_active_row_once(mask: torch.Tensor, backend: str, block_m: int) -> None:
@@ -46,6 +51,7 @@ def test_tiles_cover_every_active_row_once(mask: torch.Tensor, backend: str, blo
     assert {tuple(tile) for tile in tiles} == wanted
 
 
+@INTERPRETED
 @settings(max_examples=15, deadline=None)
 @given(mask=masks(), backend=BACKENDS, num_sequences=st.integers(1, 3))
 def test_sequences_are_reordered_each_for_itself(mask: torch.Tensor, backend: str, num_sequences: int) -> None:
@@ -58,6 +64,7 @@ def test_sequences_are_reordered_each_for_itself(mask: torch.Tensor, backend: st
             assert torch.equal(order.index[sequence, group, :count], single.index[group, :count])
 
 
+@INTERPRETED
 @settings(max_examples=20, deadline=None)
 @given(mask=masks(), backend=BACKENDS, groups_per_block=st.integers(1, 8), keeps_empty=st.booleans())
 def test_pattern_sort_is_a_stable_sort_by_gray_rank(
@@ -77,6 +84,7 @@ def test_pattern_sort_is_a_stable_sort_by_gray_rank(
         assert sorted(rows.tolist()) == listed.nonzero().flatten().tolist()
 
 
+@INTERPRETED
 @pytest.mark.parametrize("active", [0.5, 1.0])
 def test_a_thousand_rows_are_listed_as_the_reference_lists_them(active: float) -> None:
     mask = torch.rand(1000, 9, generator=torch.Generator().manual_seed(4)) < active
@@ -105,6 +113,7 @@ def test_neighbouring_gray_ranks_differ_in_one_bit() -> None:
     assert all((a ^ b).bit_count() == 1 for a, b in itertools.pairwise(by_rank))
 
 
+@INTERPRETED
 def test_mask_may_be_a_strided_view() -> None:
     mask = torch.rand(40, 6) < 0.5
     strided = mask.t().contiguous().t()

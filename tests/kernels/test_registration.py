@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from wide.kernels.device import interprets_triton
 from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
 from wide.kernels.reorder_rows import reorder_rows
+
+INTERPRETED = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 
 
 def _inputs() -> dict[str, torch.Tensor]:
@@ -32,7 +35,7 @@ def ffn(mask: torch.Tensor, x: torch.Tensor, up: torch.Tensor, gate: torch.Tenso
     return gemm_k(h, down, patterns, group_size=16, backend="triton")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
 def test_opcheck(backend: str) -> None:
     # opcheck compares whole outputs: with everything executing none of them is unspecified.
     data = {**_inputs(), "mask": torch.ones(32, 3, dtype=torch.bool), "x": torch.randn(32, 32)}
@@ -81,6 +84,7 @@ def test_opcheck(backend: str) -> None:
         torch.library.opcheck(operator.default, arguments)
 
 
+@INTERPRETED
 def test_ffn_traces_as_one_graph_and_gives_the_same() -> None:
     data = _inputs()
     compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")

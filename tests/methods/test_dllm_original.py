@@ -15,6 +15,7 @@ from wide.method_config import DLLMOriginalConfig
 from wide.methods.dllm import ORIGINAL, _penalty, train_original
 from wide.methods.linear_work import layer_weights
 from wide.methods.method import Target
+from wide.methods.routed import objective_for
 from wide.models.accounting import SkipCounter
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
@@ -271,7 +272,9 @@ def test_training_meets_the_target_over_all_layers(tmp_path):
 def test_the_penalty_on_every_token_is_over_all_layers_and_leaves_the_first_tokens_out():
     torch.manual_seed(0)
     model = attach(dense_model(num_hidden_layers=3), Plan((DENSE, *plan(first_tokens=2).layers)))
-    config, _ = _penalty(replace(SETTINGS, penalty="token"), ObjectiveConfig(sparsity=0.6), attachment(model).plan)
+    plan_, settings = attachment(model).plan, replace(SETTINGS, penalty="token")
+    config, told = _penalty(settings, ObjectiveConfig(sparsity=0.6), discover(model), plan_, Target(sparsity=0.4))
+    assert told == ()
     assert (config.per_token, config.weight_ramp) == (True, True)
     batch = blocks_of_text().batch([0, 1])
     with training_mode(model, routers=True, gradient_checkpointing=False):
@@ -283,6 +286,29 @@ def test_the_penalty_on_every_token_is_over_all_layers_and_leaves_the_first_toke
     executed = 1 + routing[1].attention[..., 0] + routing[2].attention[..., 0]
     # 40 % of all layers are to be skipped: 60 % of the two that have routers.
     distance = (executed / 3 - 0.6).abs()[:, 2:].mean()
+    assert float(measured.loss) == pytest.approx(float(measured.lm_loss) + 5.0 * float(distance.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_the_penalty_on_every_token_is_over_all_work_where_the_target_is(evicts):
+    torch.manual_seed(0)
+    model = attach(dense_model(num_hidden_layers=3), Plan((DENSE, *plan(evicts).layers)))
+    specs, plan_, target = discover(model), attachment(model).plan, Target(sparsity=0.3, match="linear_flops")
+    objective = objective_for(specs, plan_, target, ObjectiveConfig())
+    config, told = _penalty(replace(SETTINGS, penalty="token"), objective, specs, plan_, target)
+    # Layers are alike, so shares of their work are shares of layers, unless keys and values stay.
+    assert bool(told) != evicts
+    batch = blocks_of_text().batch([0, 1])
+    with training_mode(model, routers=True, gradient_checkpointing=False):
+        torch.manual_seed(1)
+        _, measured = Objective(model, config)(batch)
+        torch.manual_seed(1)
+        with observe(model) as routing:
+            model(input_ids=batch.input_ids)
+    weights = layer_weights(specs[0])
+    of_layer = weights.total - (0 if evicts else weights.key_value)
+    skipped = 2 - routing[1].attention[..., 0] - routing[2].attention[..., 0]
+    distance = (0.3 - skipped * of_layer / (3 * weights.total)).abs().mean()
     assert float(measured.loss) == pytest.approx(float(measured.lm_loss) + 5.0 * float(distance.detach()), rel=1e-5)
 
 

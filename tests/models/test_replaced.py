@@ -198,14 +198,42 @@ def test_lora_is_as_it_was_where_whole_units_are_pruned():
     unmerged = logits(model, ids)
     attachment(model).lora.merge()
     torch.testing.assert_close(logits(model, ids), unmerged, atol=1e-5, rtol=1e-5)
-    # One zero more, that no scale explains, and its layer is masked.
+    # One zero more, that no scale explains, is a weight like any other: to the layer and to the merge.
     other = make("llama")
     column = int((scales["layers.0.ffn.scale"] != 0).nonzero()[0])
     weights[NAME][0, column] = 0.0
     attach(other, plan, tensors=scales, weights=weights)
     _random_lora(other)
-    masked = [name for name, layer in _layers_with_lora(other).items() if layer.lora_variant]
+    assert not any(layer.lora_variant for layer in _layers_with_lora(other).values())
+    unmerged = logits(other, ids)
+    attachment(other).lora.merge()
+    torch.testing.assert_close(logits(other, ids), unmerged, atol=1e-5, rtol=1e-5)
+    assert other.state_dict()[NAME][0, column] != 0
+    assert not other.state_dict()[NAME][:, scales["layers.0.ffn.scale"] == 0].any()
+    # Many are no chance: single weights of kept units are pruned, too.
+    both = make("llama")
+    weights[NAME][::2, column] = 0.0
+    attach(both, plan, tensors=scales, weights=weights)
+    _random_lora(both)
+    masked = [name for name, layer in _layers_with_lora(both).items() if layer.lora_variant]
     assert masked == [NAME.removesuffix(".weight")]
+    attachment(both).lora.merge()
+    assert not both.state_dict()[NAME][::2, column].any()
+
+
+def test_zeros_that_a_base_pruned_before_had_stay_zeros():
+    model, ids = make("llama"), tokens()
+    base = dict(model.named_parameters())
+    with torch.no_grad():
+        base[NAME][3, ::2] = 0.0
+    attach(model, dense_plan(), weights={NAME: base[NAME].detach() * 2.0})
+    _random_lora(model)
+    masked = [name for name, layer in _layers_with_lora(model).items() if layer.lora_variant]
+    assert masked == [NAME.removesuffix(".weight")]
+    unmerged = logits(model, ids)
+    attachment(model).lora.merge()
+    torch.testing.assert_close(logits(model, ids), unmerged, atol=1e-5, rtol=1e-5)
+    assert not model.state_dict()[NAME][3, ::2].any()
 
 
 def test_masked_updates_are_part_of_one_compiled_graph():

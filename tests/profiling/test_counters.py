@@ -39,12 +39,12 @@ def tool():
     return module
 
 
-def _install(folder, code):
+def _install(folder, code, table=TABLE):
     """Put a profiler into a folder that writes the table where it is told to, and then does what `code` says."""
     program = folder / "ncu"
     program.write_text(
         f"#!{sys.executable}\nimport sys, time\nfrom pathlib import Path\n"
-        f"Path(sys.argv[sys.argv.index('--log-file') + 1]).write_text({TABLE!r})\n{code}\n"
+        f"Path(sys.argv[sys.argv.index('--log-file') + 1]).write_text({table!r})\n{code}\n"
     )
     program.chmod(0o755)
 
@@ -103,6 +103,36 @@ def test_kernels_until_a_bad_end_are_written(tool, monkeypatch, tmp_path, capsys
     said = capsys.readouterr()
     assert "2 kernels until then" in said.err
     assert "prefill 4096 routed" in said.out
+
+
+NAIVE = f"""==PROF== Connected to process 7
+"ID","Kernel Name","Grid Size","{RANGE}","{TIME}","lts__t_sectors.sum","dram__bytes_read.sum","{WRITTEN}"
+"","","","","ns","sector","byte","byte"
+"0","void at::index_kernel<long>(char *)","(4, 2, 1)","{_pushed("N 512 gather-scatter")}","1,000","1,000","64","32"
+"1","nvjet_tst","(4, 1, 1)","{_pushed("N 512 gather-scatter")}","500","10","6","2"
+"2","_gemm_mn_kernel","(4, 1, 1)","{_pushed("N 512 fused")}","500","10","n/a","2"
+"3","nvjet_tst","(4, 1, 1)","{_pushed("K 512 dense")}","500","10","6","2"
+"""
+
+
+def test_what_a_pruned_product_moves_is_the_sum_of_its_kernels(tool):
+    gathered, dense = tool.sum_ranges(tool.read_rows(NAIVE, tool.MOVED, tool.ANY_KERNEL))
+    assert gathered == {
+        **{"axis": "N", "size": 512, "candidate": "gather-scatter", "kernels": 2, "time_us": 1.5},
+        **{"l2_bytes": 32 * 1010, "dram_read_bytes": 70, "dram_written_bytes": 34},
+    }
+    # The fused one has a gap in its counters.
+    assert (dense["axis"], dense["candidate"]) == ("K", "dense")
+
+
+@pytest.mark.parametrize(("code", "products"), [("sys.exit(0)", 2), ("sys.exit(3)", 1)])
+def test_moved_bytes_are_written_but_for_the_product_that_was_cut_off(tool, monkeypatch, tmp_path, code, products):
+    _install(tmp_path, code, NAIVE)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    tool.main(["--out", str(tmp_path / "out"), "--naive", "512"])
+    report = json.loads((tmp_path / "out" / "naive-bytes.json").read_text())
+    assert (len(report["records"]), report["complete"]) == (products, products == 2)
 
 
 def test_a_table_that_is_there_is_read_without_a_profiler(tool, tmp_path):

@@ -109,3 +109,14 @@ def test_sizes_that_do_not_fit_are_refused():
         problem("N", group_size=20)
     with pytest.raises(ShapeError, match="'X'"):
         problem("X")
+
+
+def test_only_the_named_candidates_run_beside_dense(tmp_path, capsys):
+    flags = ["--device", "cpu", "--sizes", "256", "--out", str(tmp_path)]
+    assert main([*flags, "--candidates", "dense,fused"]) == 0
+    records = json.loads((tmp_path / "naive.json").read_text())["records"]
+    assert {record["candidate"] for record in records} == {"dense", "fused"}
+    assert {record.get("backend") for record in records if record["candidate"] == "fused"} == {"torch"}
+    with pytest.raises(SystemExit):
+        main([*flags, "--candidates", "fused"])
+    assert "wants dense and any of" in capsys.readouterr().err

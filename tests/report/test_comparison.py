@@ -100,6 +100,17 @@ def test_several_seeds_give_mean_and_spread():
     assert (value.mean, value.error, value.seeds) == (20.0, 2.0, 3)
 
 
+def test_what_rounds_to_zero_has_no_sign():
+    shares = {"sparsity__mean": -1e-9, "sparsity__parameters_removed": -0.0, "method__seconds": -0.0}
+    found = comparison(grid(recovers=False), measured(WANDA, 20.0, **shares))
+    # All-zero columns are left out.
+    other = measured(Cell("wanda", 0.5, 17), 20.0, sparsity__mean=0.5, sparsity__parameters_removed=0.5)
+    whole = comparison(grid(recovers=False), measured(WANDA, 20.0, **shares), other)
+    assert "-0" not in "".join(map(to_csv, (found, whole))).replace("-09", "")
+    lines = {line[:2]: line for line in facts_table(whole).rows}
+    assert lines["wanda", "25"][3:5] == ("0.0", "0.0")
+
+
 def test_perplexities_that_overflow_have_no_error():
     found = comparison(grid(), measured(WANDA, math.inf), measured(Cell("wanda", 0.25, 2), 5.0))
     value = found.value(Row("wanda", False), 0.25, PERPLEXITY)

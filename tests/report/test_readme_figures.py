@@ -19,7 +19,7 @@ RECIPES = {
 }
 BENCHMARK = json.loads((RECORDS / "lab-benchmark.json").read_text())
 LAB = ROOT / "docs/results/lab-88m"
-EQUAL_LORA, EQUAL_WORK, QUARTER, SEEDS, EQUAL_TOKENS = (
+EQUAL_LORA, EQUAL_WORK, QUARTER_OF_WORK, QUARTER, SEEDS, EQUAL_TOKENS = (
     {
         (record.subject, record.metric): record.value
         for name in names
@@ -28,6 +28,7 @@ EQUAL_LORA, EQUAL_WORK, QUARTER, SEEDS, EQUAL_TOKENS = (
     for names in (
         ("n50",),
         ("f50", "f50-fitted"),
+        ("f25", "f25-fitted"),
         ("n25", "n25-fitted"),
         # Of equal cells the last grid counts, as in the table of three seeds.
         ("n50", "n50-rest", "n50-fitted", "seeds", "seeds-tyr", "seeds-tyr-18", "seeds-fitted", "seeds-fitted-18"),
@@ -236,11 +237,22 @@ def test_rows_with_the_same_lora_are_those_of_their_records():
 def test_rows_at_half_of_the_work_are_those_of_their_records():
     said = re.search(
         r"At half of the work for all, Týr has ([\d.]+), WIDE ([\d.]+) \(G = 128\), DDP\s+([\d.]+), "
-        r"and the better recipe below ([\d.]+)\.",
+        r"and the better recipe below ([\d.]+);",
         README,
     )
     rows = [EQUAL_WORK[f"{row}/0.5/17/recovered", "token_perplexity"] for row in ("tyr", "wide", "ddp", "wide-fitted")]
     assert list(said.groups()) == [f"{figure:.1f}" for figure in rows]
+
+
+def test_rows_at_a_quarter_of_the_work_are_those_of_their_records():
+    said = re.search(
+        r"at a quarter of it Týr has ([\d.]+), WIDE ([\d.]+) \(uniform ([\d.]+)\), DDP ([\d.]+) "
+        r"and the better recipe ([\d.]+)\.",
+        README,
+    )
+    rows = ("tyr", "wide", "wide-uniform", "ddp", "wide-fitted")
+    found = [QUARTER_OF_WORK[f"{row}/0.25/17/recovered", "token_perplexity"] for row in rows]
+    assert list(said.groups()) == [f"{figure:.1f}" for figure in found]
 
 
 def test_rows_at_a_quarter_with_lora_are_those_of_their_records():
@@ -283,8 +295,12 @@ def test_means_over_seeds_and_equal_tokens_are_those_of_their_records():
         found = [SEEDS[f"{row}/0.5/{seed}/recovered", "token_perplexity"] for seed in (17, 18, 19)]
         figures += [statistics.mean(found), statistics.stdev(found)]
     assert list(said.groups()) == [f"{figure:.1f}" for figure in figures]
-    equal = re.search(r"SliceGPT comes to ([\d.]+); Týr was not run so", README)
-    assert equal[1] == f"{EQUAL_TOKENS['slicegpt/0.5/17/recovered', 'token_perplexity']:.1f}"
+    equal = re.search(
+        r"SliceGPT comes to ([\d.]+), with more than the others DDP to ([\d.]+); Týr was not finished so", README
+    )
+    longer = [EQUAL_TOKENS[f"{row}/0.5/17/recovered", "token_perplexity"] for row in ("slicegpt", "ddp")]
+    assert list(equal.groups()) == [f"{figure:.1f}" for figure in longer]
+    assert ("tyr/0.5/17/recovered", "token_perplexity") not in EQUAL_TOKENS
 
 
 def test_small_models_and_the_dense_perplexity_are_those_of_the_records():

@@ -16,19 +16,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
 FOLDERS = (
-    *("decode-groups", "groups-256", "groups-512", "naive", "batches", "batches-rates", "sparsity", "sweeps", "rates"),
+    *("decode-groups", "groups-64", "groups-256", "groups-512", "naive", "batches", "batches-rates"),
+    *("prefill-batches", "sparsity", "sweeps", "rates"),
     *(".", "steps", "sweeps-native", "rows"),
 )
 NANO = DOCS / "results/nano-sweeps"
 LAB = DOCS / "results/lab-88m"
 RUNS = ("fitted-50", "fitted-50-routers", "clustered")
+GROUPS = "f16-a192,f256-a192,f512-a192,f128-a64,f128-a384,f128-a768,wide,wide-32,wide-64"
 # Of some pages only these rows are drawn, beside the dense ones.
-ROWS = {"lab-88m/q-all": "wide,ddp,skipgpt,wide-fitted", "lab-88m/g-all": "f256-a192,wide,wide-32,wide-64"}
+ROWS = {"lab-88m/q-all": "wide,ddp,skipgpt,wide-fitted", "lab-88m/g-all": GROUPS}
 RESULTS = {
     "lab-88m": [LAB],
-    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "f50")},
+    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "f25", "f50")},
     "lab-88m/n50-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted")],
-    "lab-88m/f25-all": [LAB / "f25"],
+    "lab-88m/parts-all": [LAB / name for name in ("parts", "parts-sharp", "parts-plain", "f50-fitted")],
     "lab-88m/seeds-all": [LAB / f"seeds{name}" for name in ("", "-fitted", "-fitted-18", "-tyr", "-tyr-18")],
     "lab-88m/q-all": [LAB / name for name in ("q-sweep", "q-sweep-fitted", "n25", "n50", "n25-fitted", "n50-fitted")],
     "lab-88m/g-all": [LAB / name for name in ("g-sweep", "n50")],

@@ -252,6 +252,31 @@ def test_naive_depth_is_drawn_and_tabulated_by_stage(tmp_path):
     assert "<td>gather-scatter</td>" in page.read_text()
 
 
+def test_the_line_of_the_dense_product_crosses_no_words_of_naive_depth(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ways = [depth_record("dense", 20.0, GEMM=20.0), depth_record("fused", 12.0, sort=1.0, GEMM=11.0)]
+    ways.append(depth_record("gather-scatter", 90.0, indices=60.0, gather=4.0, GEMM=12.0, scatter=6.0))
+    write_json(tmp_path / "depth.json", [way | {"speedup": 20.0 / way["median_us"]} for way in ways])
+    drawn = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    DEPTH_FIGURES[0].draw(drawn, read_profile(tmp_path))
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    line = axes.transData.transform((1.0, 0.0))[0]
+    assert len(axes.texts) == 3
+    for words in axes.texts:
+        # Letters alone: the box of an annotation reaches to its point.
+        assert words.get_window_extent().x1 < line or words._get_xy_display()[0] > line
+
+
+def test_a_rest_that_rounds_to_zero_has_no_sign(tmp_path):
+    write_json(tmp_path / "depth.json", [depth_record("dense", 20.0, GEMM=20.01)])
+    assert depth_table(read_profile(tmp_path)).rows[0][-1] == "0.0"
+
+
 def test_naive_depth_on_a_cpu_says_what_is_missing(tmp_path):
     record = {"rows": 64, "width_in": 8, "width_out": 8, "active": 0.5, "candidate": "dense", "error": 0.0}
     write_json(tmp_path / "depth.json", [record])

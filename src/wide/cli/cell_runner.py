@@ -3,8 +3,8 @@
 import gc
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from wide.cli.loading import load_base, training_blocks
 from wide.cli.measuring import HeldOut
 from wide.cli.method_flags import Match
 from wide.cli.run_folder import ADAPTER, RECORDS
+from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.evaluation.report import EvaluationReport
 from wide.methods.apply import PROVENANCE, apply
@@ -29,6 +30,7 @@ from wide.records import Record, RecordFile, read_records
 from wide.report.cells import Cell
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
+from wide.training.checkpoint import has_checkpoint
 
 _RECOVERED, _TRAINING = "recovered", "training"
 _SHARES = {
@@ -42,6 +44,10 @@ _SHARES = {
 """Metric below 'sparsity.' -> field of a method's report."""
 
 
+# Choices of the machine or of chance, and what the cell's name and settings say already.
+_NOT_OF_TRAINING = frozenset(
+    {"seed", "micro_batch_size", "gradient_checkpointing", "compile", "checkpoint_every", "sparsity", "include_fixed"}
+)
 _COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "linear FLOPs of the decoder layers"}
 
 
@@ -105,6 +111,19 @@ class CellRunner:
         found = [self._status(cell, recovered) for recovered in self.stages(cell)]
         failed = [status for status in found if status is not None and status.value != FINISHED]
         return any(status.time >= self._began for status in failed) or (None not in found and not failed)
+
+    def is_complete(self, cell: Cell) -> bool:
+        """Return whether all stages of a cell have been measured."""
+        return all(self.is_finished(cell, recovered) for recovered in self.stages(cell))
+
+    def kept(self, cell: Cell) -> str:
+        """Say what lies of a cell that was stopped."""
+        folder = self.folder(cell)
+        if has_checkpoint(folder / _RECOVERED):
+            return "its last checkpoint is kept"
+        if (folder / ADAPTER).is_dir():
+            return "what it decided is kept"
+        return "its last checkpoint is kept" if has_checkpoint(folder / _TRAINING) else "nothing of it is kept"
 
     def folder(self, cell: Cell) -> Path:
         """Return the folder of a cell, which need not exist."""
@@ -221,6 +240,9 @@ class CellRunner:
             lines = "\n".join([*self._own_target(cell), *report["deviations"]])
             yield Record(subject=subject, metric="deviations", value=lines, unit="text")
             yield Record(subject=subject, metric="settings", value=json.dumps(report["settings"]), unit="text")
+            if "prune" in provenance:
+                text = json.dumps(_training(provenance["prune"]), sort_keys=True)
+                yield Record(subject=subject, metric="training", value=text, unit="text")
 
     def _own_target(self, cell: Cell) -> Iterator[str]:
         """Yield a sentence where a row counts its sparsity otherwise than the comparison."""
@@ -228,6 +250,21 @@ class CellRunner:
         own = grid.match_of(cell.method)
         if own != grid.match and cell.method != DENSE:
             yield f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}"
+
+
+def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how routers were trained, as far as not by default: options of later versions leave old records as equal.
+
+    Args:
+        facts: What the training left in the provenance.
+    """
+    pairs = ((facts["stage"], StageConfig()), (facts["objective"], ObjectiveConfig()))
+    return {
+        name: value
+        for options, usual in pairs
+        for name, value in options.items()
+        if name not in _NOT_OF_TRAINING and value != asdict(usual).get(name)
+    }
 
 
 def _task_perplexities(subject: str, report: EvaluationReport) -> Iterator[Record]:

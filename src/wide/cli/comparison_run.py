@@ -17,7 +17,7 @@ from wide.cli.grid import NEXT
 from wide.cli.loading import held_out_documents, require_lora
 from wide.cli.pipeline import device_name
 from wide.cli.run_folder import CELLS, GRID, RunFolder
-from wide.cli.termination import terminable
+from wide.cli.termination import telling, terminable
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
@@ -45,6 +45,7 @@ class ComparisonRun:
         self._folder = folder
         self._command = shlex.join(command)
         self._debug = debug
+        self._runner: CellRunner | None = None
 
     def run(self) -> None:
         """Run the cells that are not finished, and draw the tables.
@@ -53,8 +54,8 @@ class ComparisonRun:
             EvaluationError: If cells failed; the others are measured and the tables drawn then.
             KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
         """
-        with terminable():
-            runner = self._prepare()
+        with terminable(), telling(self._kept):
+            runner = self._runner = self._prepare()
             finished = self._run_cells(runner)
             say()
             draw(self._folder.path)
@@ -65,8 +66,7 @@ class ComparisonRun:
 
     def _run_cells(self, runner: CellRunner) -> list[bool]:
         """Run the cells of this process, and return of each whether it is complete now."""
-        grid = self._request.grid
-        own = grid.own(grid.cells(recovers=self._request.recover is not None))
+        grid, own = self._request.grid, self._own_cells()
         titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
         if grid.shard != NEXT:
             say(f"cells    {len(own)} of this process\n")
@@ -79,10 +79,27 @@ class ComparisonRun:
             say(f"left     {others} of {len(own)} cells to the processes that hold them")
         return finished
 
+    def _own_cells(self) -> Sequence[Cell]:
+        grid = self._request.grid
+        return grid.own(grid.cells(recovers=self._request.recover is not None))
+
+    def _kept(self) -> str:
+        """Say what is kept of a comparison that was stopped."""
+        if self._runner is None:
+            return self._folder.kept()
+        own = self._own_cells()
+        finished = sum(map(self._runner.is_complete, own))
+        cells = f"{finished} of {len(own)} cells" if finished else f"none of {len(own)} cells"
+        verb = "are" if finished > 1 else "is"
+        where = f" and kept in {self._folder.path}" if finished else ""
+        return f"{cells} {verb} finished{where}, and {self._again} goes on from there"
+
     @property
     def _again(self) -> str:
         # Processes that share a folder go on with what they find there, whether told so or not.
-        return "the same command" if self._request.grid.shard else "the same command with --resume"
+        if self._request.grid.shard:
+            return "the same command"
+        return "the same command with --resume (instead of --overwrite)"
 
     def _prepare(self) -> CellRunner:
         """Check everything that can be checked, then claim the folder."""
@@ -159,10 +176,7 @@ class ComparisonRun:
         try:
             found = runner.run(cell, recovered)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(
-                f"{name} {interrupt or 'stopped'}; finished cells are kept in {self._folder.path}, and {self._again} "
-                "goes on from there"
-            ) from interrupt
+            raise KeyboardInterrupt(f"{name} {str(interrupt) or 'stopped'}; {runner.kept(cell)}") from interrupt
         except Exception as error:
             runner.note_failure(cell, recovered, error)
             if self._debug:

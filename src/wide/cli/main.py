@@ -69,8 +69,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
     except KeyboardInterrupt as interrupt:
         if debug:
             raise
-        kept = str(interrupt) or "checkpoints that were written before are kept; the same command with --resume goes on"
-        return _fail(f"interrupted: {kept}", code=130)
+        # What is kept only the command knows.
+        return _fail(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", code=130)
     except (RuntimeError, MemoryError) as error:
         # Known by its name, because importing torch here would slow every command down.
         if debug or type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):

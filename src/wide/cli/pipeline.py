@@ -30,6 +30,7 @@ from wide.report.drawing import FOLDER, require_matplotlib
 from wide.report.page import write_report
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
+from wide.training.checkpoint import has_checkpoint
 from wide.training.rehearsal import rehearsal
 from wide.training.stages import prune, recover
 from wide.training.trackers import require_tensorboard, require_tracker
@@ -257,10 +258,12 @@ class Pipeline:
         try:
             stage()
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(
-                f"{subject} {interrupt or 'stopped'}; what was reached is kept in {stage_folder}, and the same command "
-                "with --resume (instead of --overwrite) goes on from there"
-            ) from interrupt
+            # Deciding, and training before its first checkpoint, begin anew.
+            if has_checkpoint(stage_folder):
+                what = f"what was reached is kept in {stage_folder}"
+            else:
+                what = "nothing of it is kept" if self._is_missing(subject) else f"{self._folder.path} is as it was"
+            raise KeyboardInterrupt(f"{subject} {str(interrupt) or 'stopped'}; {what}") from interrupt
         if not is_main_process():
             return
         self._records.append(training_records(subject, attachment(model).provenance[key], stage_folder))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from wide.cli.arguments import Arguments, add_run_switches, build, peek, resolved
 from wide.cli.method_flags import OBJECTIVE, TRAINED, add_method_flags, check_method, settings_of
 from wide.cli.options import EvalOptions, PruneRequest, RunOptions, SampleOptions
+from wide.cli.termination import telling
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError
@@ -155,8 +156,10 @@ def run(given: Sequence[str]) -> None:
         from wide.cli.pipeline import Pipeline
 
         pipeline = Pipeline(asked.run, asked.scoring, asked.sample, folder, command=command)
-        pipeline.prune(asked.settings, asked.objective, asked.stage, asked.recover)
+        with telling(folder.kept):
+            pipeline.prune(asked.settings, asked.objective, asked.stage, asked.recover)
         return
     from wide.cli.method_pipeline import MethodPipeline
 
-    MethodPipeline(asked.run, asked.scoring, asked.sample, folder, command=command).prune_by(asked)
+    with telling(folder.kept):
+        MethodPipeline(asked.run, asked.scoring, asked.sample, folder, command=command).prune_by(asked)

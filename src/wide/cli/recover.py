@@ -6,6 +6,7 @@ from pathlib import Path
 
 from wide.cli.arguments import Arguments, add_run_switches, build, resolved
 from wide.cli.options import EvalOptions, RunOptions, SampleOptions
+from wide.cli.termination import telling
 from wide.config import ObjectiveConfig, RecoverConfig
 from wide.errors import ConfigError
 
@@ -67,4 +68,5 @@ def run(given: Sequence[str]) -> None:
         options.output, config, resume=values["resume"], overwrite=values["overwrite"], defaults=defaults
     )
     pipeline = Pipeline(options, scoring, sample, folder, command=["wide", "recover", *given])
-    pipeline.recover(start.adapter, objective, stage)
+    with telling(folder.kept):
+        pipeline.recover(start.adapter, objective, stage)

@@ -52,6 +52,7 @@ class RunFolder:
         """Check the folder without touching it."""
         self.path = Path(path)
         self.resume = resume
+        self._is_claimed = False
         self._config = dict(config)
         self._resumable = resumable
         self._defaults = dict(defaults or {})
@@ -65,12 +66,27 @@ class RunFolder:
 
         To be called when everything that can be checked has been checked.
         """
+        self._is_claimed = True
         if not is_main_process():
             return
         if not self.resume:
             self._remove_products()
         self.path.mkdir(parents=True, exist_ok=True)
         save_config(self.path / CONFIG, self._config)
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether anything of this run may have been written."""
+        return self._is_claimed
+
+    def kept(self) -> str:
+        """Say what lies here when a run is stopped, and how it goes on."""
+        if self._is_claimed:
+            return (
+                f"what this run finished is kept in {self.path}, and the same command with --resume (instead of "
+                "--overwrite) goes on from there"
+            )
+        return "nothing was written" + (f", and {self.path} is as it was" if self.path.exists() else "")
 
     @property
     def config(self) -> dict[str, Any]:

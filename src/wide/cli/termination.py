@@ -1,8 +1,8 @@
-"""SIGTERM, by which schedulers and `timeout` end a process, ends it as Ctrl-C does."""
+"""SIGTERM, by which schedulers and `timeout` end a process, ends it as Ctrl-C does; both say what is kept."""
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,6 +22,19 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def telling(kept: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C inside the block end with a message that says what is kept.
+
+    Args:
+        kept: Looks at what is there then, and returns it in words.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"{str(interrupt) or 'stopped'}; {kept()}") from interrupt
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+HOPPER_STEP = 64
+"""Channels that the kernels for Hopper multiply in one step: they take groups of a multiple of it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:

@@ -10,13 +10,14 @@ import torch
 
 from wide.errors import ConfigError
 from wide.kernels.contract import Case
-from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.device import HOPPER_STEP, device_facts, triton_obstacle
 from wide.kernels.gemm_k.hopper import fits_stored
 from wide.kernels.gemm_k_rows import fits_rows
 from wide.kernels.gemm_mn.hopper import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
+from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice, TuningTable, machine_key, shipped_path
 
 _FEW_ROWS = (1, 2, 4)
@@ -25,11 +26,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 # Above, skipping pairs in attention over a cache saves less than noise.
 _NEARLY_ALL = 0.95
 # Hidden sizes that the Hopper kernels take are multiples of it.
-_HOPPER_STEP = 128
-# And so are groups of their products.
-_HOPPER_GROUP = 64
-# Most groups that one sort by patterns covers.
-_PATTERN_GROUPS = 8
+_WIDTH_STEP = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,17 +192,17 @@ def _many(
 
 def _misfits_hopper(name: OperatorName, sizes: LayerSizes) -> bool:
     """Return whether width or groups are none that any kernel for Hopper takes."""
-    if sizes.hidden_size % _HOPPER_STEP or name == "attention":
-        return sizes.hidden_size % _HOPPER_STEP != 0
+    if sizes.hidden_size % _WIDTH_STEP or name == "attention":
+        return sizes.hidden_size % _WIDTH_STEP != 0
     width, groups = _grouped(name, sizes)
-    return width // groups % _HOPPER_GROUP != 0
+    return width // groups % HOPPER_STEP != 0
 
 
 def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
     """Return whether the kernel in CUDA C++ takes a layer's groups and can be compiled here."""
     width, groups = _grouped(name, sizes)
     if name in ("output", "down"):
-        fits = groups > _PATTERN_GROUPS or fits_stored(width // groups, groups, sizes.hidden_size)
+        fits = groups > PATTERN_GROUPS or fits_stored(width // groups, groups, sizes.hidden_size)
     else:
         fits = fits_cluster(width // groups, gated=name == "gate_up" and sizes.is_gated)
     if not fits:
@@ -219,8 +216,8 @@ def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
 def _sorts_alike(name: OperatorName, sizes: LayerSizes, choice: Choice) -> bool:
     """Return whether a layer's rows are sorted as where a kernel in CUDA C++ was measured, and many groups run here."""
     width, groups = _grouped(name, sizes)
-    if groups <= _PATTERN_GROUPS or choice.groups_per_block <= _PATTERN_GROUPS:
-        return groups <= _PATTERN_GROUPS and choice.groups_per_block <= _PATTERN_GROUPS
+    if groups <= PATTERN_GROUPS or choice.groups_per_block <= PATTERN_GROUPS:
+        return groups <= PATTERN_GROUPS and choice.groups_per_block <= PATTERN_GROUPS
     if not fits_rows(width // groups, groups, sizes.hidden_size):
         return False
     missing = native_obstacle()

@@ -16,10 +16,9 @@ from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.operator_table import OperatorName, OperatorTable
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reorder_rows import reorder_rows
-from wide.kernels.reordering import Reordering
+from wide.kernels.reordering import PATTERN_GROUPS, Reordering
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
 
-_PATTERN_GROUPS = 8
 _BLOCK_M = 128
 
 
@@ -106,10 +105,10 @@ def sum_groups(
         tile = GemvTile(*choice.tile) if choice.tile else None
         return gemv_k(h, weight, mask, bias=bias, backend=table.backend, tile=tile)
     num_groups = mask.shape[1]
-    if choice.backend == "cuda" and num_groups > _PATTERN_GROUPS:
+    if choice.backend == "cuda" and num_groups > PATTERN_GROUPS:
         rows = reorder_rows(mask, backend=table.backend)
         return gemm_k_rows(h, weight, rows, group_size=h.shape[1] // num_groups, bias=bias, backend="cuda")
-    per_block = min(choice.groups_per_block or _PATTERN_GROUPS, num_groups)
+    per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
     order = reorder_patterns(
         mask,
         groups_per_block=per_block,

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+PATTERN_GROUPS = 8
+"""Most groups that one sort by patterns covers, one bit of a byte each."""
+
 
 class Reordering(NamedTuple):
     """Per group the ascending list of rows that execute it, over all tokens (for GEMMs).

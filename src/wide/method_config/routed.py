@@ -41,7 +41,8 @@ class DLLMOriginalConfig(_TokenRouterConfig):
         temperature: Of the Gumbel-softmax, the same at every step.
         penalty: 'token' is the original's: the distance of every token's own skip rate from the target, with a weight
             that rises from 0; 'mean' that of the mean over tokens, with the constant weight of the objective.
-        weight: Of the penalty 'token' at the last step.
+        weight: Of the penalty 'token' at the last step. Rates are over all layers: of layers where the target is
+            nominal, as the original's, and of matrix-product work under match=linear_flops.
     """
 
     router_rank: int = 512

@@ -7,6 +7,8 @@ Written over the machinery of this package.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
@@ -18,7 +20,7 @@ from wide.grouping import Grouping
 from wide.method_config import DLLMConfig, DLLMOriginalConfig
 from wide.methods.linear_work import feed_forward
 from wide.methods.method import Effort, Method, Target
-from wide.methods.routed import train_routers
+from wide.methods.routed import linear_work, train_routers
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.plan import Dense, Following, LayerPlan, Plan, Routed
@@ -94,7 +96,7 @@ def train_original(
     specs = discover(model)
     plan = Plan(tuple(_original_layer(spec, settings) for spec in specs))
     of_routed = _target_of_routed_layers(target, plan)
-    objective, penalty = _penalty(settings, objective, plan)
+    objective, penalty = _penalty(settings, objective, specs, plan, target)
     effort, found = train_routers(
         model,
         plan,
@@ -119,7 +121,7 @@ def train_original(
 
 
 def _penalty(
-    settings: DLLMOriginalConfig, objective: ObjectiveConfig, plan: Plan
+    settings: DLLMOriginalConfig, objective: ObjectiveConfig, specs: Sequence[BlockSpec], plan: Plan, target: Target
 ) -> tuple[ObjectiveConfig, tuple[str, ...]]:
     """Return the objective with the penalty that is set, and what of it is not the original's."""
     if settings.penalty == "mean":
@@ -127,9 +129,15 @@ def _penalty(
             f"the penalty is on the mean skip rate with a weight of {objective.weight:g} throughout; the original's on "
             "that of every token with a weight that rises from 0 to 5",
         )
-    # The original's rates are over all layers, those here over the layers with routers.
-    weight = settings.weight * _num_routed(plan) / len(plan.layers)
-    return dataclasses.replace(objective, weight=weight, per_token=True, weight_ramp=True), ()
+    # The original's rates are over all layers, those of the objective over what has routers.
+    routed, layers = _num_routed(plan), len(plan.layers)
+    weight, told = settings.weight * routed / layers, tuple[str, ...]()
+    if target.match == "linear_flops":
+        skippable, total = linear_work(specs, plan)
+        weight = settings.weight * skippable / total
+        if not math.isclose(skippable * layers, total * routed):
+            told = ("a token's rate is the share of its matrix products that it skips, the original's that of layers",)
+    return dataclasses.replace(objective, weight=weight, per_token=True, weight_ramp=True), told
 
 
 def _original_layer(spec: BlockSpec, settings: DLLMOriginalConfig) -> LayerPlan:

@@ -98,9 +98,7 @@ def objective_for(
     if target.match == "nominal":
         sparsity, measure = target.sparsity, "mean"
     else:
-        layers = costs(specs, plan, 0).layers
-        skippable = sum(layer.prunable for layer in layers)
-        total = skippable + sum(layer.fixed for layer in layers)
+        skippable, total = linear_work(specs, plan)
         sparsity, measure = target.sparsity * total / max(skippable, 1.0), "linear_flops"
         if sparsity >= 1.0:
             raise ConfigError(
@@ -113,6 +111,13 @@ def objective_for(
         "include_fixed": False,
     }
     return dataclasses.replace(objective, **changes)
+
+
+def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:
+    """Return the FLOP of a token in matrix products of all decoder layers: those that it can skip, and all of them."""
+    layers = costs(specs, plan, 0).layers
+    skippable = sum(layer.prunable for layer in layers)
+    return skippable, skippable + sum(layer.fixed for layer in layers)
 
 
 def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str | Path | None) -> Effort:

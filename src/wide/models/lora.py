@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError
 from wide.models.attach import attachment
-from wide.models.masked_update import mask_updates
+from wide.models.masked_update import mask_updates, pruned_places
 from wide.plan import Skipped
 
 _ADAPTER = "default"
@@ -75,13 +75,12 @@ class LoraHandle:
     def merge(self) -> None:
         """Add the LoRA updates to the base weights and remove the wrappers, in place and for good.
 
-        Zeros of replaced weights stay zeros: where single weights are pruned the update never fills them, and where
-        whole units are, what it wrote for them is taken out.
+        What a method pruned of replaced weights stays zero: where single weights are pruned the update never fills
+        them, and where whole units are, what it wrote for them is taken out.
         """
-        replaced = attachment(self._model).replaced
-        zeros = {} if replaced is None else replaced.zeros()
+        pruned = pruned_places(attachment(self._model))
         self._tuner.merge_and_unload()
-        for parameter, places in zeros.items():
+        for parameter, places in pruned.items():
             parameter.data.masked_fill_(places, 0)
         self._forget()
         self.merged = True

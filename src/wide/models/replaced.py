@@ -41,6 +41,10 @@ class ReplacedWeights:
         with self._pruned():
             return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether a parameter is replaced."""
+        return parameter in self._others
+
     def zeros(self) -> dict[nn.Parameter, Tensor]:
         """Return where each replaced parameter holds zeros, bool of its shape."""
         with self._pruned():

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from wide.kernels.device import hopper_obstacle
+from wide.kernels.device import HOPPER_STEP, hopper_obstacle
 from wide.kernels.gemm_k.tiles import default_hopper_tile as hopper_k_tile
 from wide.kernels.gemm_k.tiles import default_tile as k_tile
 from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import gemv_k_race, gemv_mn_race
 from wide.profiling.k_tiles import AnyKTile, stored_tiles
-from wide.profiling.mn_tiles import HOPPER_STEP, mn_hopper_tiles
+from wide.profiling.mn_tiles import mn_hopper_tiles
 from wide.profiling.races import Race, decode_race, prefill_race
 from wide.profiling.sweeps import ATTENTION_GROUP, FFN, GATE, HIDDEN, Sweep, k_sweep, mn_sweep, normal
 

@@ -14,10 +14,9 @@ from wide.kernels.gemm_k.tiles import (
 )
 from wide.kernels.gemm_k_rows import fits_rows
 from wide.kernels.native.build import obstacle as native_obstacle
+from wide.kernels.reordering import PATTERN_GROUPS
 
 AnyKTile = KTile | HopperKTile | StoredKTile
-PATTERN_GROUPS = 8
-"""Most groups that are sorted by patterns; more of them are sorted as rows in one order."""
 DOWN_TILES = (
     (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
     (64, KTile(128, 64, 3, 4, 2, 1, run=8)),

@@ -2,7 +2,7 @@
 
 import torch
 
-from wide.kernels.device import hopper_obstacle
+from wide.kernels.device import HOPPER_STEP, hopper_obstacle
 from wide.kernels.gemm_mn.hopper import fits_cluster
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile, default_hopper_tile
 from wide.kernels.native.build import obstacle as native_obstacle
@@ -30,10 +30,6 @@ MN_PLAIN_TILES: tuple[tuple[int, MnTile], ...] = (
     (64, MnTile(128, 64, 3, 4, 3, 1)),
     (64, MnTile(64, 64, 4, 4, 3, 1)),
 )
-
-
-HOPPER_STEP = 64
-"""Channels that groups must be a multiple of for the Hopper kernels."""
 
 
 def mn_hopper_tiles(device: torch.device, group_size: int, *, gated: bool) -> MnTiles:

@@ -1,6 +1,7 @@
 """Naive beside fused: pruned products by gathering and scattering, as a grouped product, fused, and dense.
 
 Usage: python -m wide.profiling.naive --out DIR [--sizes 512,1024,2048] [--group-size 128] [--sparsity 0.5]
+       [--backend triton] [--candidates dense,gather-scatter,"grouped product",fused]
 
 Agreement first; what disagrees is not timed. On a CPU only agreement and the accounting of traffic are written.
 """
@@ -9,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from wide.kernels.contract import relative_error
-from wide.profiling.naive_products import AXES, Problem, executed, implementations, make_problem, wanted, work
+from wide.profiling.backends import TIMED
+from wide.profiling.naive_products import AXES, NAMES, Problem, executed, implementations, make_problem, wanted, work
 
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 # Gathered weights may be copied once more, into the layout that the product wants.
@@ -29,17 +31,20 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def measure(problem: Problem, *, backend: str, rounds: int) -> list[dict[str, Any]]:
+def measure(problem: Problem, *, backend: str, rounds: int, names: Sequence[str] = NAMES) -> list[dict[str, Any]]:
     """Return one record per implementation: error, time, throughput, peak memory, and the accounted traffic.
 
     Args:
         problem: What to compute; on a CPU nothing is timed.
         backend: Of the fused operators.
         rounds: Replays of each candidate.
+        names: Of the implementations; 'dense' is what the others are compared with.
     """
     reference = wanted(problem)
-    calls = implementations(problem, backend=backend)
+    calls = {name: call for name, call in implementations(problem, backend=backend).items() if name in names}
     records = {name: _accounted(problem, name) for name in calls}
+    if "fused" in records:
+        records["fused"]["backend"] = backend
     agreeing: dict[str, Callable[[], Tensor]] = {}
     for name, call in calls.items():
         record = records[name]
@@ -145,13 +150,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--sparsity", type=float, default=0.5, help="share that is skipped")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu checks and times nothing")
+    parser.add_argument(
+        "--backend", choices=TIMED, default="triton", help="of the fused products; on the CPU their references run"
+    )
+    parser.add_argument("--candidates", default=",".join(NAMES), help="comma-separated; dense must be among them")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no size is begun")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; run it on one, or with --device cpu, which times nothing")
+    names = options.candidates.split(",")
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown or "dense" not in names:
+        parser.error(f"--candidates wants dense and any of {', '.join(NAMES[1:])}, got {options.candidates}")
     device = torch.device(options.device)
-    dtype, backend = (torch.bfloat16, "triton") if options.device == "cuda" else (torch.float32, "torch")
+    dtype, backend = (torch.bfloat16, options.backend) if options.device == "cuda" else (torch.float32, "torch")
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -167,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
             problem = make_problem(
                 axis, size, group_size=options.group_size, active=1.0 - options.sparsity, dtype=dtype, device=device
             )
-            found = measure(problem, backend=backend, rounds=8 if options.quick else 20)
+            found = measure(problem, backend=backend, rounds=8 if options.quick else 20, names=names)
             is_red = is_red or any(record.get("error", 0.0) > _TOLERANCE[dtype] for record in found)
             result["records"] += found
             _say(_table(found))

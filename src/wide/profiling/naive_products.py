@@ -16,9 +16,11 @@ from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.reordering import PATTERN_GROUPS
 
 AXES = ("M", "N", "K")
-_PATTERN_GROUPS = 8
+NAMES = ("dense", "gather-scatter", "grouped product", "fused")
+"""Of the implementations; whole tokens have no grouped product, which would be the gathered one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ def implementations(problem: Problem, *, backend: str) -> Mapping[str, Callable[
 
     Args:
         problem: What to compute.
-        backend: Of the fused operators: 'triton', or 'torch' to check them on a CPU.
+        backend: Of the fused operators: 'triton', 'gluon', 'cuda', or 'torch' to check them on a CPU.
     """
     gathered = {"M": _gathered_rows, "N": _gathered_columns, "K": _gathered_depth}[problem.axis]
     # Inputs of skipped groups must not count; in a model they come as zeros, so the dense peer is not charged for it.
@@ -104,8 +106,13 @@ def implementations(problem: Problem, *, backend: str) -> Mapping[str, Callable[
     if problem.axis != "M":
         # With one group a grouped product is the gathered one.
         grouped = _grouped_depth if problem.axis == "K" else _grouped_columns
-        found["grouped product"] = partial(grouped, problem, backend)
+        found["grouped product"] = partial(grouped, problem, sorting_backend(backend))
     return found
+
+
+def sorting_backend(backend: str) -> str:
+    """Return what sorts the mask for fused operators of a backend: kernels of Hopper GPUs have no sort of their own."""
+    return backend if backend == "torch" else "triton"
 
 
 def wanted(problem: Problem) -> Tensor:
@@ -238,13 +245,16 @@ def _grouped_depth(problem: Problem, backend: str) -> Tensor:
 
 
 def _fused_columns(problem: Problem, backend: str) -> Tensor:
-    return gemm_mn(problem.a, problem.b, reorder(problem.mask, backend=backend), backend=backend)
+    return gemm_mn(problem.a, problem.b, reorder(problem.mask, backend=sorting_backend(backend)), backend=backend)
 
 
 def _fused_depth(problem: Problem, backend: str) -> Tensor:
     num_groups = problem.mask.shape[1]
-    per_block = min(_PATTERN_GROUPS, num_groups)
+    per_block = min(PATTERN_GROUPS, num_groups)
     order = reorder_patterns(
-        problem.mask, groups_per_block=per_block, keeps_empty=per_block >= num_groups, backend=backend
+        problem.mask,
+        groups_per_block=per_block,
+        keeps_empty=per_block >= num_groups,
+        backend=sorting_backend(backend),
     )
     return gemm_k(problem.a, problem.b, order, group_size=problem.group_size, backend=backend)

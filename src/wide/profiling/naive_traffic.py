@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wide.profiling.naive_products import AXES, work
+from wide.profiling.naive_products import AXES, NAMES, work
 
-NAMES = ("dense", "gather-scatter", "grouped product", "fused")
 # Of bfloat16.
 _BYTES = 2
 

@@ -15,9 +15,9 @@ from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reorder_rows import reorder_rows
-from wide.kernels.reordering import PatternReordering
+from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering
 from wide.kernels.tuning import Choice
-from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, PATTERN_GROUPS, AnyKTile, k_hopper_tiles, stored_tiles
+from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, AnyKTile, k_hopper_tiles, stored_tiles
 from wide.profiling.mn_tiles import MN_GATED_TILES, MN_PLAIN_TILES, AnyMnTile, MnTiles, mn_hopper_tiles
 
 HIDDEN = 4096

@@ -6,8 +6,9 @@ import torch
 
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.operator_table import OPERATORS, OperatorName, OperatorTable
+from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
-from wide.profiling.k_tiles import PATTERN_GROUPS, stored_tiles
+from wide.profiling.k_tiles import stored_tiles
 from wide.profiling.timing import time_interleaved
 
 # A dense product must win by this factor before it replaces the sparse one.

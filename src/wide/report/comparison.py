@@ -132,6 +132,15 @@ class Comparison:
         for subject in self._finished(Row(method, False), sparsity):
             yield self.run.content(subject, "settings")
 
+    def training(self, method: str, sparsity: float) -> Mapping[str, Any] | None:
+        """Return how the routers of a method's first cell at a sparsity were trained, as far as not by default.
+
+        None where no record says it: of methods without routers, and of older records.
+        """
+        subjects = self._finished(Row(method, False), sparsity)
+        found = (self.run.content(subject, "training") for subject in subjects)
+        return next((content for content in found if content is not None), None)
+
     def seeds(self, row: Row, sparsity: float) -> list[int]:
         """Return the seeds of a row that have been measured, ascending."""
         found = [read_subject(subject) for subject in self._finished(row, sparsity)]

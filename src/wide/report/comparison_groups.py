@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wide.report.comparison import DENSE, RATIO, Comparison, Row, Value, record_files
+from wide.report.comparison_style import logarithmic
 from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
 from wide.report.style import CYCLE, MARKERS, legend_above
@@ -14,6 +15,7 @@ from wide.report.style import CYCLE, MARKERS, legend_above
 _SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": "query channels of an attention group"}
 _STYLES = tuple(zip(MARKERS, CYCLE, strict=False))
 _FFN = "ffn_group_size"
+_WIDE = 2.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,8 @@ class _Line:
 def _lines(comparison: Comparison, key: str) -> dict[str, list[_Point]]:
     """Return the rows that differ in one size alone, where there are at least two of it."""
     lines: dict[tuple[Any, ...], _Line] = {}
+    trained: dict[tuple[Any, ...], list[Any]] = {}
+    kept: list[tuple[tuple[Any, ...], Any, _Line]] = []
     for row in comparison.rows:
         for sparsity in comparison.sparsities if row.method != DENSE else ():
             settings = comparison.settings(row.method, sparsity)
@@ -46,8 +50,16 @@ def _lines(comparison: Comparison, key: str) -> dict[str, list[_Point]]:
                 continue
             others = {name: value for name, value in settings.items() if name != key}
             point = _Point(row=row, sparsity=sparsity, size=int(size), value=value)
-            place = (json.dumps(others, sort_keys=True), sparsity, row.recovered)
-            lines.setdefault(place, _Line(settings=others, points=[])).points.append(point)
+            alike = (json.dumps(others, sort_keys=True), sparsity, row.recovered)
+            training = comparison.training(row.method, sparsity)
+            # Rows of older records, which do not say how they were trained, join the first of those that are alike.
+            known = trained.setdefault(alike, [])
+            if training is not None and training not in known:
+                known.append(training)
+            kept.append((alike, training, _Line(settings=others, points=[point])))
+    for alike, training, line in kept:
+        place = (*alike, 0 if training is None else trained[alike].index(training))
+        lines.setdefault(place, replace(line, points=[])).points.extend(line.points)
     several = [line for line in lines.values() if len({point.size for point in line.points}) > 1]
     found: dict[str, list[_Point]] = {}
     for line in several:
@@ -89,6 +101,10 @@ def _draw(figure: Any, comparison: Comparison) -> str:
             for name, points in lines.items()
         ]
         axes.set_ylabel("perplexity, x dense" if key == next(iter(panels)) else "")
+    ratios = [point.value.mean for lines in panels.values() for points in lines.values() for point in points]
+    if max(ratios) > _WIDE * min(ratios):
+        # One size that breaks the model would press all others onto one line.
+        logarithmic(axes)
     return "Quality over the size of groups; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
 
 

@@ -1,8 +1,8 @@
 """Several comparisons of one model on one text as one, for a common table and common figures."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from wide.errors import DataError
 from wide.records import Record
@@ -21,9 +21,9 @@ _TOLERANCE = 2e-3
 def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Comparison:
     """Return one comparison of all rows.
 
-    Rows of one name, settings, target, LoRA and training tokens are one row; of equal cells the last comparison's
-    counts. Other rows of one name get the comparison's name added. The dense rows are those of the first comparison
-    that has them.
+    Rows of one name, settings, training, target, LoRA and training tokens are one row; of equal cells the last
+    comparison's counts that has all their finished stages, of dense ones the first's, and notes say which others do
+    not. Other rows of one name get the comparison's name added.
 
     Args:
         comparisons: By name, in their order.
@@ -42,16 +42,17 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
         name: [moved for record in each.run.records if (moved := _renamed(record, name, shown)) is not None]
         for name, each in comparisons.items()
     }
-    last = _owners(renamed)
-    cells = [record for name, records in renamed.items() for record in records if last[record.subject] == name]
+    chosen = _choose(renamed)
+    owners_of = chosen.by_subject
+    cells = [record for name, records in renamed.items() for record in records if owners_of[record.subject] == name]
     speeds: list[CellSpeed] = []
     for name, each in comparisons.items():
         for speed in each.speeds:
             cell = replace(speed.cell, method=shown.get((name, speed.cell.method), ""))
             # The speed of another checkpoint than the one whose quality counts says nothing.
-            if last.get(cell.subject(recovered=False)) == name:
+            if owners_of.get(cell.subject(recovered=False)) == name:
                 speeds.append(CellSpeed(cell, speed.forward))
-    notes = [f"{name}: {note}" for name, each in comparisons.items() for note in each.run.notes]
+    notes = [*(f"{name}: {note}" for name, each in comparisons.items() for note in each.run.notes), *chosen.notes]
     origins = [origin for each in comparisons.values() for origin in each.run.origins]
     run = Selection([*_grid(comparisons, list(dict.fromkeys(shown.values()))), *cells], notes, origins)
     return Comparison(run, speeds, [origin for each in comparisons.values() for origin in each.speed_origins])
@@ -88,14 +89,23 @@ def _shown(comparisons: Mapping[str, Comparison], owners: Sequence[tuple[str, st
 def _is_alike(one: Comparison, other: Comparison, method: str) -> bool:
     """Return whether rows of one name are of the same settings, seeds aside; False where records do not say.
 
-    A row without finished cells is like any other of the same target.
+    A row without finished cells is like any other of the same target. How routers were trained tells rows apart where
+    both say it, which older records do not.
     """
     settings = [_settings(each, method) for each in (one, other)]
     facts = [[each.run.text("run", fact) for fact in _DECISIVE] for each in (one, other)]
     loras = {each.run.text("run", "LoRA") for each in (one, other) if any(row.recovered for row in each.rows)}
     if None in settings or facts[0] != facts[1] or len(loras) > 1:
         return False
+    training = [_training(each, method) for each in (one, other)]
+    if all(training) and training[0] != training[1]:
+        return False
     return not all(settings) or settings[0] == settings[1]
+
+
+def _training(comparison: Comparison, method: str) -> set[str]:
+    found = [comparison.training(method, sparsity) for sparsity in comparison.sparsities]
+    return {json.dumps(each, sort_keys=True) for each in found if each is not None}
 
 
 def _settings(comparison: Comparison, method: str) -> set[str] | None:
@@ -113,18 +123,62 @@ def _settings(comparison: Comparison, method: str) -> set[str] | None:
     return found
 
 
-def _owners(renamed: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """Return which comparison's cell counts: the first dense one that finished, else the last that finished."""
-    owners: dict[str, str] = {}
-    complete: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which comparison's records count, by their subject, and in words which finished cells do not."""
+
+    by_subject: dict[str, str]
+    notes: list[str]
+
+
+def _choose(renamed: Mapping[str, Sequence[Record]]) -> _Choice:
+    """Choose for each cell one comparison, so that both its stages are of one training, where one has both.
+
+    Of several it is the last, for dense cells the first.
+    """
+    finished = _finished(renamed)
+    by_subject: dict[str, str] = {}
+    replaced: dict[tuple[str, str], list[Cell]] = {}
+    split: list[str] = []
+    for cell, by_name in finished.items():
+        # Where nothing is finished, the first says why.
+        names = list(by_name) if cell.method == DENSE or not any(by_name.values()) else list(reversed(by_name))
+        every = set().union(*by_name.values())
+        whole = next((name for name in names if by_name[name] == every), None)
+        owners = {
+            stage: whole or next((name for name in names if stage in by_name[name]), names[0])
+            for stage in (False, True)
+        }
+        by_subject |= {cell.subject(recovered=stage): name for stage, name in owners.items()}
+        if whole is None:
+            split.append(f"{cell.title}: calibrated of {owners[False]}, LoRA of {owners[True]}, because none has both")
+        elif cell.method != DENSE:
+            for name in names:
+                if name != whole and by_name[name]:
+                    replaced.setdefault((whole, name), []).append(cell)
+    order = list(renamed)
+    return _Choice(by_subject, [*_told(replaced, order), *split])
+
+
+def _finished(renamed: Mapping[str, Sequence[Record]]) -> dict[Cell, dict[str, set[bool]]]:
+    """Return which stages of each cell each comparison that knows it has finished; True is LoRA."""
+    found: dict[Cell, dict[str, set[bool]]] = {}
     for name, records in renamed.items():
-        finished = {record.subject for record in records if (record.metric, record.value) == ("status", FINISHED)}
-        for subject in dict.fromkeys(record.subject for record in records):
-            keeps = subject.startswith(f"{DENSE}/") and subject in complete
-            if subject not in owners or (subject in finished and not keeps):
-                owners[subject] = name
-        complete |= finished
-    return owners
+        for record in records:
+            key = read_subject(record.subject)
+            assert key is not None
+            cell, recovered = key
+            stages = found.setdefault(cell, {}).setdefault(name, set())
+            # A later status of the same stage replaces the earlier one.
+            if record.metric == "status":
+                (stages.add if record.value == FINISHED else stages.discard)(recovered)
+    return found
+
+
+def _told(replaced: Mapping[tuple[str, str], Sequence[Cell]], order: Sequence[str]) -> Iterator[str]:
+    for (counts, left_out), cells in replaced.items():
+        why = "" if order.index(counts) > order.index(left_out) else ", which lacks a stage of them"
+        yield f"cells of {counts} count, not those of {left_out}{why}: {', '.join(cell.title for cell in cells)}"
 
 
 def _renamed(record: Record, name: str, shown: Mapping[tuple[str, str], str]) -> Record | None:

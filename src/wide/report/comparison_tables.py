@@ -29,26 +29,26 @@ class Column:
 def _decimal(value: float, error: float | None) -> str:
     if not math.isfinite(value) or value >= 10_000:
         return f"{value:.3g}"
-    return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"
+    return f"{value:z.2f}" if error is None else f"{value:z.2f} ± {error:.2f}"
 
 
 def _ratio(value: float, error: float | None) -> str:
-    return f"{value:.3g}" if value >= 1000 else f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
+    return f"{value:.3g}" if value >= 1000 else f"{value:z.3f}" if error is None else f"{value:z.3f} ± {error:.3f}"
 
 
 def _percent(value: float, error: float | None) -> str:
-    return f"{100 * value:.1f}" if error is None else f"{100 * value:.1f} ± {100 * error:.1f}"
+    return f"{100 * value:z.1f}" if error is None else f"{100 * value:z.1f} ± {100 * error:.1f}"
 
 
 def _amount(value: float, _error: float | None) -> str:
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {letter}"
-    return f"{value:.0f}"
+    return f"{value:z.0f}"
 
 
 def _seconds(value: float, _error: float | None) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:z.1f}"
 
 
 QUALITY = (
@@ -238,7 +238,8 @@ def _cell(comparison: Comparison, row: Row, sparsity: float, column: Column) -> 
 
 
 def _figures(value: Value | None) -> tuple[float | str, float | str]:
-    return ("", "") if value is None else (value.mean, "" if value.error is None else value.error)
+    # A zero has no sign in the sheet either.
+    return ("", "") if value is None else (value.mean + 0.0, "" if value.error is None else value.error + 0.0)
 
 
 def _numbers(comparison: Comparison) -> dict[Row, int]:

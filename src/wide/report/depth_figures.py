@@ -6,18 +6,19 @@ from typing import Any
 from wide.report.figure import Figure, Sheet
 from wide.report.profiles import Profile
 from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, GREEN, GREY, ORANGE, VERMILION
+from wide.report.style import BLUE, GREEN, ORANGE, VERMILION
 from wide.report.table import Table
 
-# Colour and hatch of each part, in the order in which they run.
-_PARTS = {
+_REST = "rest"
+PARTS = {
     "indices": (VERMILION, "//"),
-    "sort": (VERMILION, ""),
+    "sort": (VERMILION, ".."),
     "gather": (ORANGE, ""),
     "GEMM": (BLUE, ""),
-    "scatter": (GREEN, ""),
+    "scatter": (GREEN, "\\\\"),
+    _REST: ("#404040", ""),
 }
-_REST = "rest"
+"""Part -> colour and hatch, in the order in which they run; parts of one hatch differ in lightness."""
 _TITLES = {"indices": "indices, host waits"}
 _BAR, _MARGINS = 0.19, 1.6
 # A gap of so many bars between numbers of rows.
@@ -97,18 +98,19 @@ def _draw(figure: Any, profile: Profile) -> str:
 
 def _draw_bar(axes: Any, place: float, record: Record) -> None:
     dense, begin = _dense_us(record), 0.0
-    for name, (colour, hatch) in _PARTS.items():
-        width = record["parts_us"].get(name, 0.0) / dense
+    lengths = {**record["parts_us"], _REST: max(0.0, _rest(record))}
+    for name, (colour, hatch) in PARTS.items():
+        width = lengths.get(name, 0.0) / dense
         axes.barh(place, width, left=begin, color=colour, hatch=hatch, edgecolor="black", linewidth=0.5)
         begin += width
-    rest = max(0.0, _rest(record)) / dense
-    axes.barh(place, rest, left=begin, color=GREY, edgecolor="black", linewidth=0.5)
     words = f"{record['median_us']:,.0f} us, {record['speedup']:.2f}x"
-    axes.annotate(words, (begin + rest, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
+    # Never before the line of the dense product, which would cross the words.
+    beside = (max(1.0, begin), place)
+    axes.annotate(words, beside, xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
 
 
 def _in_words(record: Record) -> str:
-    parts = ", ".join(f"{name} {us:.1f}" for name, us in record["parts_us"].items())
+    parts = ", ".join(f"{name} {us:z.1f}" for name, us in record["parts_us"].items())
     return f"{record['candidate']}: {record['median_us']:.1f} us ({parts}), {record['speedup']:.2f}x"
 
 
@@ -117,7 +119,7 @@ def _legend(figure: Any) -> None:
 
     patches = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=_TITLES.get(name, name))
-        for name, (colour, hatch) in {**_PARTS, _REST: (GREY, "")}.items()
+        for name, (colour, hatch) in PARTS.items()
     ]
     figure.legend(handles=patches, loc="outside upper center", ncols=6, frameon=False, fontsize="small")
 
@@ -138,12 +140,13 @@ def depth_table(profile: Profile) -> Table:
     Raises:
         MissingRecordsError: If nothing was timed.
     """
-    header = ("way", "product", "tokens", "us", "x dense", *_PARTS, _REST)
+    header = ("way", "product", "tokens", "us", "x dense", *PARTS)
     lines = []
     for name, sizes in _products(profile).items():
         for rows, records in sizes.items():
             for record in records:
-                parts = [record["parts_us"].get(part) for part in _PARTS]
+                times = {**record["parts_us"], _REST: _rest(record)}
+                parts = [times.get(part) for part in PARTS]
                 lines.append(
                     (
                         str(record["candidate"]),
@@ -151,8 +154,7 @@ def depth_table(profile: Profile) -> Table:
                         f"{rows}",
                         f"{record['median_us']:.1f}",
                         f"{record['speedup']:.2f}",
-                        *("-" if us is None else f"{us:.1f}" for us in parts),
-                        f"{_rest(record):.1f}",
+                        *("-" if us is None else f"{us:z.1f}" for us in parts),
                     )
                 )
     return Table(header=header, rows=tuple(lines))

@@ -146,9 +146,9 @@ def evidence_table(evidence: Evidence) -> Table:
                 (
                     run.name,
                     NAMES[subject],
-                    "-" if value is None else f"{value:.2f}",
+                    "-" if value is None else f"{value:z.2f}",
                     "-" if value is None or not dense else f"{value / dense:.2f}",
-                    *("-" if rate is None else f"{100 * rate:.1f}" for rate in skipped),
+                    *("-" if rate is None else f"{100 * rate:z.1f}" for rate in skipped),
                     *(_speed(evidence, run.name, subject, what) for what in ("prefill", "decode")),
                 )
             )

@@ -49,7 +49,7 @@ class Sheet:
     rows: tuple[tuple[Value, ...], ...]
 
     def to_csv(self) -> str:
-        """Return the values as CSV, to 12 digits; what there is not stays empty.
+        """Return the values as CSV, to 12 digits, a zero without a sign; what there is not stays empty.
 
         Further digits are those of a machine's order of summation: the same records must give the same file.
         """
@@ -63,7 +63,7 @@ class Sheet:
 def _in_csv(value: Value) -> str | float | int:
     if value is None:
         return ""
-    return float(f"{value:.12g}") if isinstance(value, float) else value
+    return float(f"{value:z.12g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

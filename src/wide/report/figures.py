@@ -31,7 +31,7 @@ FILLS = {
     "pruned + LoRA": BLUE,
 }
 _STAGES = ("stage 1", "stage 1+2", "pruned", "pruned + LoRA")
-_COURSE = ("lm_loss", "sparsity.attention", "sparsity.ffn", "sparsity.target", "temperature")
+_COURSE = ("lm_loss", "sparsity.attention", "sparsity.ffn", "sparsity.mean", "sparsity.target", "temperature")
 
 
 def _perplexities(run: Selection) -> list[tuple[str, float]]:
@@ -86,10 +86,7 @@ def _draw_layers(figure: Any, run: Selection) -> str:
             linewidth=0.5,
             label=HALF_NAMES[half],
         )
-        sentences.append(f"{HALF_NAMES[half]} " + ", ".join(f"{100 * rate:.0f}" for _, rate in points))
-    target = run.number("run", "target.sparsity")
-    if target is not None:
-        axes.axhline(100 * target, color="black", linestyle=":", label="target")
+        sentences.append(f"{HALF_NAMES[half]} " + ", ".join(f"{100 * rate:z.0f}" for _, rate in points))
     axes.set_ylim(0, 103)
     whole_numbers(axes.xaxis)
     axes.grid(visible=False, axis="x")
@@ -117,18 +114,28 @@ def _draw_training(figure: Any, run: Selection) -> str:
         _curve(panels[0], run, stage, "lm_loss", offset, BLUE, "-", "LM loss")
         _curve(panels[1], run, stage, "sparsity.attention", offset, BLUE, "-", "attention", scale=100)
         _curve(panels[1], run, stage, "sparsity.ffn", offset, ORANGE, "--", "FFN", scale=100)
-        _curve(panels[1], run, stage, "sparsity.target", offset, "black", ":", "target", scale=100)
+        if _is_steered(run, stage):
+            _curve(panels[1], run, stage, "sparsity.mean", offset, "black", "-.", "both together", scale=100)
+            _curve(panels[1], run, stage, "sparsity.target", offset, "black", ":", "target of both", scale=100)
         _curve(panels[2], run, stage, "temperature", offset, BLUE, "-", "temperature")
     for axes, name in zip(panels, ("LM loss, nats per token", "skipped groups, %", "temperature"), strict=True):
-        axes.set_title(name, fontsize="medium", pad=24)
+        axes.set_title(name, fontsize="medium", pad=38)
         axes.set_xlabel("optimiser step")
         for _, begin in stages[1:]:
             axes.axvline(begin, color=GREY, linewidth=1)
-    legend_above(panels[1])
+    legend_above(panels[1], columns=2)
     first = run.by_step(stages[0][0], "training.lm_loss")[0][1]
     ends = ", ".join(f"{run.by_step(stage, 'training.lm_loss')[-1][1]:.2f} after {stage}" for stage, _ in stages)
     line = " A vertical line separates the stages." if len(stages) > 1 else ""
-    return f"Training loss goes from {first:.2f} to {ends}.{line}"
+    steered = any(_is_steered(run, stage) for stage, _ in stages)
+    both = " The target is one of both halves together, which count as it counts them: alike, or by their work."
+    return f"Training loss goes from {first:.2f} to {ends}.{line}{both if steered else ''}"
+
+
+def _is_steered(run: Selection, stage: str) -> bool:
+    """Return whether a stage had a target, and what it counts was recorded; LoRA on a static plan has none."""
+    targets = run.by_step(stage, "training.sparsity.target")
+    return bool(targets and targets[-1][1] > 0.0 and run.by_step(stage, "training.sparsity.mean"))
 
 
 def _curve(

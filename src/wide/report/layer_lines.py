@@ -80,7 +80,7 @@ def _in_words(line: _Line, half: str) -> str:
     points = line.halves[half]
     most = max(points, key=lambda point: point[1])
     mean = 100 * sum(share for _, share in points) / len(points)
-    return f"{HALF_NAMES[half]}, {line.name}: {mean:.0f} % on average, most in layer {most[0]}"
+    return f"{HALF_NAMES[half]}, {line.name}: {mean:z.0f} % on average, most in layer {most[0]}"
 
 
 def _sheet(lines: Sequence[_Line]) -> Sheet:

@@ -10,6 +10,10 @@ _MOST_LABELS = 48
 _WORDS_IN_CELLS_UP_TO = 8
 _MEASURE = "measure the routing (wide prune with held-out text does)"
 _MARKERS = {"attention": "o", "ffn": "s"}
+_NEGATIVE, _MISSING = "////", "xx"
+_HATCH: dict[str, Any] = {"facecolor": "none", "edgecolor": "#00000060", "linewidth": 0.0}
+# Nearer to zero, cells are written and look as zero.
+_HATCHED_FROM = 0.05
 _STYLES = {"attention": "-", "ffn": "--"}
 
 
@@ -143,7 +147,7 @@ def _draw_correlations(figure: Any, run: Selection) -> str:
             if points:
                 style = _MARKERS[half] + _STYLES[half]
                 axes.plot(*zip(*points, strict=True), style, color=HALF_COLOURS[half], label=HALF_NAMES[half])
-                sentences.append(f"{HALF_NAMES[half]}, {points[0][0]} {label}: {points[0][1]:.2f}")
+                sentences.append(f"{HALF_NAMES[half]}, {points[0][0]} {label}: {points[0][1]:z.2f}")
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xlabel(label)
         whole_numbers(axes.xaxis)
@@ -188,16 +192,29 @@ def _draw_matrices(figure: Any, run: Selection) -> str:
         axes.set_xticks(shown, [str(entry["groups"][place]) for place in shown], fontsize="small")
         axes.set_yticks(shown, [str(entry["groups"][place]) for place in shown], fontsize="small")
         axes.grid(visible=False)
+        _hatch(axes, rows)
         if count <= _WORDS_IN_CELLS_UP_TO:
             _write_cells(axes, rows)
     panels[0].set_ylabel("group")
     figure.supxlabel("group", fontsize="medium")
-    figure.colorbar(image, ax=list(panels), label="phi coefficient", shrink=0.8)
+    bar = figure.colorbar(image, ax=list(panels), label="phi coefficient", shrink=0.8)
+    bar.ax.axhspan(-1.0, -_HATCHED_FROM, hatch=_NEGATIVE, **_HATCH)
     layers = ", ".join(f"{HALF_NAMES[half]} layer {layer}" for half, layer, _ in found)
     return (
         "Correlation of the decisions of each two groups for the same token, in the layers that execute most and "
-        f"least: {layers}. Groups whose decisions never change are grey."
+        f"least: {layers}. Negative ones are hatched; groups whose decisions never change are grey and crossed."
     )
+
+
+def _hatch(axes: Any, rows: list[list[float]]) -> None:
+    """Hatch what in grey would be taken for another value: negative cells, and those without a value."""
+    from matplotlib.patches import Rectangle
+
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            hatch = "" if value > -_HATCHED_FROM else _NEGATIVE if value == value else _MISSING
+            if hatch:
+                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch=hatch, **_HATCH))
 
 
 def _write_cells(axes: Any, rows: list[list[float]]) -> None:
@@ -205,7 +222,7 @@ def _write_cells(axes: Any, rows: list[list[float]]) -> None:
         for x, value in enumerate(row):
             if value == value:
                 colour = "white" if value > 0.5 else "black"
-                words = f"{value:.1f}".replace("-0.0", "0.0")
+                words = f"{value:z.1f}"
                 axes.text(x, y, words, ha="center", va="center", fontsize="x-small", color=colour)
 
 

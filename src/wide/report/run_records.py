@@ -170,6 +170,7 @@ def _is_names(value: object) -> bool:
 
 _JSON: dict[str, Callable[[Any], bool]] = {
     "settings": _is_settings,
+    "training": lambda value: isinstance(value, dict),
     "grid.methods": _is_names,
     "grid.sparsities": lambda value: _is_list(value, is_finite),
     "windows": lambda value: _is_list(value, _is_window),

@@ -8,7 +8,7 @@ from wide.report.figure import Figure, Sheet
 from wide.report.kernel_marks import draw_points, kernel_legend, kernel_name
 from wide.report.profiles import OUTSIDE, Forward, OperatorPoint, Profile
 from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, CYCLE, DASHES, GREY, MARKERS, ORANGE, SKY, VERMILION, YELLOW, legend_above
+from wide.report.style import BLUE, CYCLE, DASHES, MARKERS, ORANGE, SKY, VERMILION, YELLOW, legend_above
 
 LINES = tuple(
     (f"{marker}{dash}", colour)
@@ -31,19 +31,19 @@ OPERATOR_NAMES = {
 MANY_SIZES = 3
 """From so many sizes of FFN groups on, forwards have a figure over them."""
 _COLUMNS = 4
-# Part -> colour and hatch; parts of one colour differ in hatch.
-_PARTS = {
+PARTS = {
     "attention": (BLUE, ""),
     "query, key and value": (SKY, ""),
     "output": (SKY, "//"),
-    "gate_up": (ORANGE, ""),
+    "gate_up": (ORANGE, "\\\\"),
     "down": (YELLOW, ""),
-    "elementwise": (GREY, ""),
-    OUTSIDE: ("#B0B0B0", "//"),
-    "router": (VERMILION, ""),
+    "elementwise": ("#404040", ""),
+    OUTSIDE: ("#B0B0B0", "xx"),
+    "router": (VERMILION, ".."),
     "reorder": (VERMILION, "//"),
     "gaps": ("#FFFFFF", ""),
 }
+"""Part of a forward -> colour and hatch; parts of one hatch differ in lightness, so that grey tells them apart, too."""
 _PART_NAMES = {"gate_up": "gate and up", "gaps": "gaps between kernels"}
 _QUERY = ("query", "query or key and value")
 _BAR, _PANEL, _LEGEND = 0.3, 0.75, 0.7
@@ -188,7 +188,7 @@ def _draw_breakdown(figure: Any, profile: Profile) -> str:
         scale, unit = (1000.0, "ms") if bars[0].median_us >= 1000 else (1.0, "us")
         for place, forward in enumerate(bars):
             begin = 0.0
-            for name, (colour, hatch) in _PARTS.items():
+            for name, (colour, hatch) in PARTS.items():
                 width = max(0.0, _parts(forward).get(name, 0.0)) / scale
                 label = _PART_NAMES.get(name, name) if place == 0 and axes is panels[0] else None
                 options = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
@@ -234,7 +234,7 @@ def _legend_of_parts(figure: Any) -> None:
 
     patches = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=_PART_NAMES.get(name, name))
-        for name, (colour, hatch) in _PARTS.items()
+        for name, (colour, hatch) in PARTS.items()
     ]
     figure.legend(handles=patches, loc="outside upper center", ncols=5, frameon=False, fontsize="small")
 

@@ -64,7 +64,7 @@ def summary_table(run: Selection) -> Table:
         ("FFN %", "sparsity.ffn", _percent),
         ("mean %", "sparsity.mean", _percent),
         ("linear FLOPs %", "sparsity.linear_flops", _percent),
-        ("trained tokens/s", "training.tokens_per_second", lambda value: f"{value:,.0f}"),
+        ("trained tokens/s", "training.tokens_per_second", lambda value: f"{value:z,.0f}"),
     ]
     subjects = run.subjects()
     used = [column for column in columns if any(run.number(subject, column[1]) is not None for subject in subjects)]
@@ -84,17 +84,17 @@ def layer_lines(run: Selection) -> list[str]:
     for name, metric in (("attention", "sparsity.attention"), ("FFN", "sparsity.ffn")):
         rates = run.by_layer(subject, metric)
         if rates:
-            lines.append(f"  {name:<10}" + " ".join(f"{100 * rate:3.0f}%" for _, rate in rates))
+            lines.append(f"  {name:<10}" + " ".join(f"{100 * rate:z3.0f}%" for _, rate in rates))
     return lines
 
 
 def _decimal(value: float) -> str:
-    return f"{value:.2f}" if value < 10_000 else f"{value:.3g}"
+    return f"{value:z.2f}" if value < 10_000 else f"{value:.3g}"
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"
+    return f"{100 * value:z.1f}"
 
 
 def _ratio(value: float, dense: float | None) -> str:
-    return "-" if not dense else f"{value / dense:.2f}"
+    return "-" if not dense else f"{value / dense:z.2f}"

@@ -52,6 +52,11 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
 
 
+def has_checkpoint(output: Path) -> bool:
+    """Return whether a stage that wrote to a folder left a checkpoint there."""
+    return bool(CheckpointFolder(output / "checkpoints", fingerprint="").steps())
+
+
 class CheckpointFolder:
     """The checkpoints of one run, of which the newest two are kept.
 

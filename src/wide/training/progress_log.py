@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from wide.data.progress import shows_bars
 from wide.errors import MissingExtraError
 from wide.records import Record, RecordFile, read_records
 from wide.training.trackers import Tracker, TrackerName
@@ -59,9 +60,8 @@ class ProgressLog:
 
         self._title, self._steps, self._silent = title, steps, silent
         self._on_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=steps, initial=first_step, desc=title, unit="step", disable=silent or not self._on_terminal
-        )
+        has_bar = self._on_terminal and not silent and shows_bars()
+        self._bar = tqdm(total=steps, initial=first_step, desc=title, unit="step", disable=not has_bar)
         self._records, self._board, self._tracker = None, None, None
         self._lines_at = max(1, steps // _PLAIN_LINES)
         self._last_line = first_step

@@ -20,7 +20,7 @@ from wide.models.plan_check import check_plan
 from wide.models.pretrained import load_pretrained
 from wide.plan import Plan
 from wide.records import fingerprint, versions
-from wide.training.checkpoint import CheckpointFolder
+from wide.training.checkpoint import has_checkpoint
 from wide.training.inference_target import calibration_batches, meet_target
 from wide.training.modes import own_randomness
 from wide.training.objective import Objective
@@ -379,7 +379,7 @@ def _free_folder(output: str | Path | None, resume: bool) -> Path | None:
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output {folder} is a file; name a folder")
-    if not resume and CheckpointFolder(folder / "checkpoints", fingerprint="").steps():
+    if not resume and has_checkpoint(folder):
         raise ConfigError(
             f"{folder} holds checkpoints of another run; continue it with resume=True, or choose or empty a folder"
         )

@@ -18,7 +18,7 @@ from wide.models.discovery import discover
 from wide.plan import Plan
 from wide.training.activations import TokensRead, counting, first_batches
 from wide.training.channel_clusters import cluster_channels
-from wide.training.checkpoint import CheckpointFolder
+from wide.training.checkpoint import has_checkpoint
 from wide.training.parallel import DataParallel
 from wide.training.router_fit import fit_routers
 from wide.training.trainer import micro_batch_size
@@ -63,8 +63,7 @@ class Start:
         self._model, self._plan, self._source, self._objective = model, plan, source, objective
         self._config = config if isinstance(config, WideConfig) else WideConfig()
         self._stage, self._parallel, self._folder = stage, parallel, folder
-        checkpoints = None if folder is None else CheckpointFolder(folder / "checkpoints", fingerprint="")
-        self._continues = resume and checkpoints is not None and bool(checkpoints.steps())
+        self._continues = resume and folder is not None and has_checkpoint(folder)
         self._seconds = 0.0
         self._text: list[TokenBatch] = []
         self._read = TokensRead()

@@ -7,12 +7,11 @@ import torch
 
 from wide.errors import UnsupportedBackendError
 from wide.kernels.contract import Case
-from wide.kernels.device import hopper_obstacle
+from wide.kernels.device import HOPPER_STEP, hopper_obstacle
 from wide.kernels.gemm_k.tiles import HopperKTile, StoredKTile, default_hopper_tile
 from wide.kernels.native.build import obstacle as native_obstacle
-from wide.kernels.reordering import PatternReordering
+from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering
 
-_K_STEP, _MAX_GROUPS = 64, 8
 _MIN_WIDTH = 128
 # Elements of 16 bytes, which copies and maps are aligned to.
 _LINE = 8
@@ -74,7 +73,7 @@ def run_cuda(
     """
     bias, group_size = options["bias"], options["group_size"]
     limited = options["packed"] is not None or options["out_dtype"] not in (None, h.dtype)
-    stored = order.counts.numel() == 1 and order.keeps_empty and order.groups_per_block <= _MAX_GROUPS
+    stored = order.counts.numel() == 1 and order.keeps_empty and order.groups_per_block <= PATTERN_GROUPS
     obstacle = (
         hopper_obstacle(h.device)
         or native_obstacle()
@@ -100,14 +99,14 @@ def supports(device: torch.device, case: Case) -> str | None:
     """Return why the backend in Gluon cannot run a case, or None."""
     sizes, options = case.sizes, case.options
     limited = bool(options.get("packed") or options.get("deterministic")) or sizes["width"] % _MIN_WIDTH != 0
-    groups = sizes.get("groups_per_block", _MAX_GROUPS)
+    groups = sizes.get("groups_per_block", PATTERN_GROUPS)
     return hopper_obstacle(device) or _obstacle(case.dtype, sizes["group_size"], groups, limited)
 
 
 def supports_cuda(device: torch.device, case: Case) -> str | None:
     """Return why the backend in CUDA C++ cannot run a case, or None."""
     sizes, options = case.sizes, case.options
-    stored = bool(options.get("keeps_empty")) and sizes["num_groups"] <= sizes.get("groups_per_block", _MAX_GROUPS)
+    stored = bool(options.get("keeps_empty")) and sizes["num_groups"] <= sizes.get("groups_per_block", PATTERN_GROUPS)
     limited = bool(options.get("packed") or options.get("out_dtype") not in (None, case.dtype))
     unfit = _stored_obstacle(case.dtype, sizes["group_size"], sizes["width"], is_stored=stored and not limited)
     return hopper_obstacle(device) or native_obstacle() or unfit
@@ -115,24 +114,25 @@ def supports_cuda(device: torch.device, case: Case) -> str | None:
 
 def fits_stored(group_size: int, num_groups: int, width: int) -> bool:
     """Return whether the kernel in CUDA C++ takes groups of a size, all in one super-block, and an output width."""
-    return group_size % _K_STEP == 0 and num_groups <= _MAX_GROUPS and width % StoredKTile().columns == 0
+    return group_size % HOPPER_STEP == 0 and num_groups <= PATTERN_GROUPS and width % StoredKTile().columns == 0
 
 
 def _stored_obstacle(dtype: torch.dtype, group_size: int, width: int, *, is_stored: bool) -> str | None:
     if dtype in _HALF and is_stored and fits_stored(group_size, 1, width):
         return None
     return (
-        "the kernel in CUDA C++ wants half precision in and out, groups of a multiple of 64 channels, a width that is "
-        f"a multiple of {StoredKTile().columns}, and rows that are not packed, sorted in one super-block of at most "
-        f"{_MAX_GROUPS} groups that keeps empty ones; got {dtype}, G={group_size}, width {width}, "
+        f"the kernel in CUDA C++ wants half precision in and out, groups of a multiple of {HOPPER_STEP} channels, a "
+        f"width that is a multiple of {StoredKTile().columns}, and rows that are not packed, sorted in one super-block "
+        f"of at most {PATTERN_GROUPS} groups that keeps empty ones; got {dtype}, G={group_size}, width {width}, "
         f"{'' if is_stored else 'not '}so sorted"
     )
 
 
 def _obstacle(dtype: torch.dtype, group_size: int, groups_per_block: int, limited: bool) -> str | None:
-    if dtype in _HALF and group_size % _K_STEP == 0 and groups_per_block <= _MAX_GROUPS and not limited:
+    if dtype in _HALF and group_size % HOPPER_STEP == 0 and groups_per_block <= PATTERN_GROUPS and not limited:
         return None
     return (
-        f"the Hopper kernel wants half precision, groups of a multiple of 64 channels, at most {_MAX_GROUPS} in a "
-        f"super-block, neither packed nor deterministic; got {dtype}, G={group_size}, {groups_per_block} groups"
+        f"the Hopper kernel wants half precision, groups of a multiple of {HOPPER_STEP} channels, at most "
+        f"{PATTERN_GROUPS} in a super-block, neither packed nor deterministic; got {dtype}, G={group_size}, "
+        f"{groups_per_block} groups"
     )

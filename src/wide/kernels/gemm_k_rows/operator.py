@@ -7,7 +7,7 @@ import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
-from wide.kernels.device import hopper_obstacle
+from wide.kernels.device import HOPPER_STEP, hopper_obstacle
 from wide.kernels.gemm_k_rows.reference import gemm_k_rows_reference
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.registration import implement
@@ -21,8 +21,8 @@ _LIBRARY.define(
     " int group_size, Tensor? mask, str backend) -> Tensor"
 )
 _HALF = (torch.float16, torch.bfloat16)
-# Channels of a step and columns of a tile.
-_K_STEP, _COLUMNS = 64, 256
+# Of a tile.
+_COLUMNS = 256
 # Elements of 16 bytes, which copies and maps are aligned to.
 _LINE = 8
 _MAX_GROUPS = 128
@@ -61,7 +61,7 @@ def gemm_k_rows(
 
 def fits_rows(group_size: int, num_groups: int, width: int) -> bool:
     """Return whether the kernel in CUDA C++ takes groups of a size, so many of them, and an output width."""
-    return group_size % _K_STEP == 0 and 0 < num_groups <= _MAX_GROUPS and width % _COLUMNS == 0
+    return group_size % HOPPER_STEP == 0 and 0 < num_groups <= _MAX_GROUPS and width % _COLUMNS == 0
 
 
 @implement(_LIBRARY, _NAME)
@@ -130,8 +130,9 @@ def _unfit(dtype: torch.dtype, group_size: int, num_groups: int, width: int) -> 
     if dtype in _HALF and fits_rows(group_size, num_groups, width):
         return None
     return (
-        f"the kernel in CUDA C++ wants half precision, up to {_MAX_GROUPS} groups of a multiple of {_K_STEP} channels "
-        f"and a width that is a multiple of {_COLUMNS}; got {dtype}, G={group_size}, {num_groups} groups, width {width}"
+        f"the kernel in CUDA C++ wants half precision, up to {_MAX_GROUPS} groups of a multiple of {HOPPER_STEP} "
+        f"channels and a width that is a multiple of {_COLUMNS}; got {dtype}, G={group_size}, {num_groups} groups, "
+        f"width {width}"
     )
 
 

@@ -7,12 +7,11 @@ import torch
 
 from wide.errors import UnsupportedBackendError
 from wide.kernels.contract import Case
-from wide.kernels.device import hopper_obstacle
+from wide.kernels.device import HOPPER_STEP, hopper_obstacle
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, default_hopper_tile
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reordering import Reordering
 
-_K_STEP = 64
 # Elements of 16 bytes, which copies and maps are aligned to.
 _LINE = 8
 # Consumers of a program in Gluon.
@@ -91,7 +90,7 @@ def fits_cluster(group_size: int, *, gated: bool) -> bool:
 
 
 def _cluster_obstacle(dtype: torch.dtype, depth: int, group_size: int, gated: bool) -> str | None:
-    if dtype in _HALF and depth > 0 and depth % _K_STEP == 0 and fits_cluster(group_size, gated=gated):
+    if dtype in _HALF and depth > 0 and depth % HOPPER_STEP == 0 and fits_cluster(group_size, gated=gated):
         return None
     return (
         "the kernel in CUDA C++ wants half precision, K a multiple of 64, and groups of a multiple of 128 channels if "
@@ -100,6 +99,6 @@ def _cluster_obstacle(dtype: torch.dtype, depth: int, group_size: int, gated: bo
 
 
 def _obstacle(dtype: torch.dtype, depth: int, group_size: int) -> str | None:
-    if dtype in _HALF and depth % _K_STEP == 0 and group_size % _K_STEP == 0:
+    if dtype in _HALF and depth % HOPPER_STEP == 0 and group_size % HOPPER_STEP == 0:
         return None
     return f"the Hopper kernel wants half precision and multiples of 64, got {dtype}, K={depth}, G={group_size}"

@@ -14,10 +14,9 @@ from wide.kernels.reorder.reference import (
     reorder_reference,
     reorder_sequences_reference,
 )
-from wide.kernels.reordering import PatternReordering, Reordering, SequenceReordering
+from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, Reordering, SequenceReordering
 
 Tensors = tuple[torch.Tensor, ...]
-_MAX_GROUPS_PER_BLOCK = 8
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 _LIBRARY.define(
@@ -88,8 +87,8 @@ def _sequences_impl(mask: torch.Tensor, backend: str) -> Tensors:
 def _patterns_impl(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Tensors:
     _check_mask(mask, 2, backend)
     _check_block(block_m)
-    if not 1 <= groups_per_block <= _MAX_GROUPS_PER_BLOCK:
-        raise ShapeError(f"groups_per_block must lie in 1..{_MAX_GROUPS_PER_BLOCK}, got {groups_per_block}")
+    if not 1 <= groups_per_block <= PATTERN_GROUPS:
+        raise ShapeError(f"groups_per_block must lie in 1..{PATTERN_GROUPS}, got {groups_per_block}")
     run = REORDER_PATTERNS.backends[backend].run
     return run(  # type: ignore[no-any-return]
         mask, block_m=block_m, groups_per_block=groups_per_block, keeps_empty=keeps_empty
