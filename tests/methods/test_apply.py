@@ -170,6 +170,7 @@ def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks, monkey
         HALF,
         get("wide").settings(ffn_group_size=16, router_rank=4),
         stage=stage,
+        objective=wide.ObjectiveConfig(smoothing=0.05),
         seed=23,
     )
     assert report.tokens_backward == 2 * 2 * 32
@@ -177,6 +178,7 @@ def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks, monkey
     assert 0 < report.linear_flops < 1
     assert report.kv_cache_kept == 1.0
     assert any("steps 2 (original: 10000)" in text for text in report.deviations)
+    assert any("smoothing 0.05 (original: 0.0)" in text for text in report.deviations)
     assert attachment(model).provenance["prune"]["stage"]["seed"] == 23
 
 

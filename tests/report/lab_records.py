@@ -1,5 +1,6 @@
 """What tests of docs/results/lab-88m.md share: the page, the records of its grids, and figures as it writes them."""
 
+import functools
 import itertools
 import json
 import math
@@ -133,6 +134,7 @@ def word(grid, method, *, recovered):
     return f"{value:.{1 if value < 1000 else 0}f}"
 
 
+@functools.cache
 def swept(method, target, metric, recovered):
     between = "q-sweep-fitted" if method == "wide-fitted" else "q-sweep"
     grid = {0.25: quarter_grid(method), 0.5: half_grid(method)}.get(target, between)

@@ -36,6 +36,8 @@ _FREE = frozenset(
         "penalty",
     }
 )
+# Of the loss: what no original has.
+_EXTRAS = ("distillation", "ramp", "smoothing")
 _MEASURED_TOKENS, _TOKENS_PER_FORWARD = 16_384, 4_096
 
 
@@ -152,7 +154,7 @@ def apply(
             seconds=seconds,
             seed=seed,
             settings=asdict(settings),
-            deviations=(*deviations, *_changes(method, settings, stage)),
+            deviations=(*deviations, *_changes(method, settings, stage, objective)),
             notes=notes,
         )
     except BaseException:
@@ -224,11 +226,15 @@ def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
     return sparsity
 
 
-def _changes(method: Method, settings: Any, stage: StageConfig) -> tuple[str, ...]:
+def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:
     """Return a sentence on the settings that are not the original's, if any."""
     pairs = [(settings, method.default_settings())]
     if method.train is not None:
         pairs.append((stage, StageConfig()))
+        # Its target is the row's, and the weight of some methods is their own.
+        usual_loss = ObjectiveConfig()
+        extras = {name: getattr(objective or usual_loss, name) for name in _EXTRAS}
+        pairs.append((dataclasses.replace(usual_loss, **extras), usual_loss))
     words = [
         f"{entry.name} {value} (original: {usual})"
         for ours, originals in pairs
