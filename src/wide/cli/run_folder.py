@@ -74,11 +74,6 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         save_config(self.path / CONFIG, self._config)
 
-    @property
-    def is_claimed(self) -> bool:
-        """Whether anything of this run may have been written."""
-        return self._is_claimed
-
     def kept(self) -> str:
         """Say what lies here when a run is stopped, and how it goes on."""
         if self._is_claimed:
