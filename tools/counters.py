@@ -8,7 +8,8 @@ Needs Nsight Compute (ncu) and the right to read counters. One layer of Llama-3.
 under the profiler, which repeats each kernel for groups of counters with cold caches, clocks as they are. DIR gets
 the profiler's own table (counters.csv) and what is looked at (counters.json), a row for each kernel, also where the
 profiler is stopped before its end. The second form counts what pruned products move, naive and fused, at each size: DIR
-gets naive-bytes.json, sums over the kernels of each way, sorting included. The third form reads a table that is there.
+gets naive-bytes.json, sums over the kernels of each way, sorting included, and the names of ways without one: those
+that did not fit in memory, too. The third form reads a table that is there.
 """
 
 import argparse
@@ -234,6 +235,16 @@ def sum_ranges(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in found.values() if all(math.isfinite(record[name]) for name in names)]
 
 
+def left_out(sizes: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the pruned products of these sizes that have no record, each as 'AXIS SIZE CANDIDATE'."""
+    from wide.profiling.naive_products import AXES, NAMES
+
+    found = {(record["axis"], record["size"], record["candidate"]) for record in records}
+    asked = ((axis, size, name) for size in dict.fromkeys(sizes) for axis in AXES for name in NAMES)
+    # Whole tokens have no grouped product.
+    return [" ".join(map(str, way)) for way in asked if way not in found and way[::2] != ("M", "grouped product")]
+
+
 def _stop(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -253,18 +264,22 @@ def _report(table: Path, out: Path, command: str, code: int) -> None:
         sys.stderr.write(f"counters: the profiler ended with {code}; {len(rows)} kernels until then are written\n")
 
 
-def _report_naive(table: Path, out: Path, command: str, code: int) -> None:
-    """Write naive-bytes.json from the profiler's table and print a line for each way."""
+def _report_naive(table: Path, out: Path, command: str, code: int, sizes: Sequence[int]) -> None:
+    """Write naive-bytes.json from the profiler's table and print a line for each way of these sizes."""
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     records = sum_ranges(read_rows(text, MOVED, ANY_KERNEL))
     if code and records:
         # Of the last one some kernels may be missing.
         records.pop()
-    report = {"command": command, "complete": code == 0 and "==ERROR==" not in text, "records": records}
+    lacking = left_out(sizes, records)
+    complete = code == 0 and "==ERROR==" not in text
+    report = {"command": command, "complete": complete, "left_out": lacking, "records": records}
     (out / "naive-bytes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for record in records:
         moved = "".join(f"{record[name] / 2**20:14,.1f} MiB" for name, _ in MOVED.values() if name.endswith("bytes"))
         sys.stdout.write(f"{record['axis']} {record['size']:6d} {record['candidate']:16s}{moved}\n")
+    if lacking:
+        sys.stdout.write(f"without a record: {', '.join(lacking)}\n")
     if code:
         sys.stderr.write(f"counters: the profiler ended with {code}; {len(records)} products until then are written\n")
 
@@ -304,7 +319,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             command = ncu_command(options.out, program, tables=options.tables)
         code = profile(command, options.limit)
-    (_report_naive if naive else _report)(table, options.out, " ".join(["python tools/counters.py", *given]), code)
+    said = " ".join(["python tools/counters.py", *given])
+    if naive:
+        _report_naive(table, options.out, said, code, naive)
+    else:
+        _report(table, options.out, said, code)
     return code
 
 

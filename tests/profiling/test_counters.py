@@ -135,6 +135,29 @@ def test_moved_bytes_are_written_but_for_the_product_that_was_cut_off(tool, monk
     assert (len(report["records"]), report["complete"]) == (products, products == 2)
 
 
+@pytest.mark.parametrize(("code", "cut_off"), [("sys.exit(0)", []), ("sys.exit(3)", ["K 512 dense"])])
+def test_ways_that_were_asked_for_and_have_no_record_are_named(tool, monkeypatch, tmp_path, capsys, code, cut_off):
+    _install(tmp_path, code, NAIVE)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    tool.main(["--out", str(tmp_path / "out"), "--naive", "512,1024"])
+    lacking = json.loads((tmp_path / "out" / "naive-bytes.json").read_text())["left_out"]
+    whole_tokens = [f"M 512 {way}" for way in ("dense", "gather-scatter", "fused")]
+    small = [*whole_tokens, "N 512 dense", "N 512 grouped product", "N 512 fused", *cut_off]
+    small += [f"K 512 {way}" for way in ("gather-scatter", "grouped product", "fused")]
+    # Of a size that no kernel is known of, all eleven.
+    assert (lacking[: len(small)], len(lacking)) == (small, len(small) + 11)
+    assert all(way.split()[1] == "1024" for way in lacking[len(small) :])
+    assert f"without a record: {lacking[0]}, {lacking[1]}, " in capsys.readouterr().out
+
+
+def test_nothing_is_left_out_where_each_way_has_a_record(tool):
+    names = ("dense", "gather-scatter", "grouped product", "fused")
+    ways = [(axis, name) for axis in "MNK" for name in names if (axis, name) != ("M", "grouped product")]
+    records = [{"axis": axis, "size": 512, "candidate": name} for axis, name in ways]
+    assert tool.left_out([512, 512], records) == []
+
+
 def test_a_table_that_is_there_is_read_without_a_profiler(tool, tmp_path):
     (tmp_path / "old.csv").write_text(TABLE)
     assert tool.main(["--out", str(tmp_path), "--csv", str(tmp_path / "old.csv")]) == 0

@@ -36,7 +36,7 @@ ALL = {
     "SkipGPT (as the WIDE paper runs it)": "skipgpt",
     "D-LLM (layer skip)": "dllm",
 }
-FEW = ("dense", "wide-fitted", "wide-uniform", "tyr", "ddp", "slicegpt", "skipgpt")
+FEW = ("dense", "wide-fitted", "wide-32", "wide-64", "wide-uniform", "tyr", "ddp", "slicegpt", "skipgpt")
 NAMES = {name: method for name, method in ALL.items() if method in FEW} | {"**WIDE, G = 128, as published**": "wide"}
 BOTH = (False, True)
 SEEDS = (17, 18, 19)

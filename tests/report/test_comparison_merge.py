@@ -3,16 +3,19 @@
 import json
 
 import pytest
-from test_comparison_speed import measured, rows, write
+from test_comparison_speed import FIGURES, measured, rows, write
 
 from wide.cli.main import main
 from wide.records import Record
 from wide.report.cells import Cell
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, Row
 from wide.report.comparison_merge import merge
 from wide.report.comparison_page import read_comparison
+from wide.report.comparison_tables import facts_table, quality_table
+from wide.report.drawing import _new_figure, _style
 
 SETTINGS = {"ffn_group_size": 64}
+DENSE_CELL = Cell(DENSE, 0.0, 17)
 LOW, HIGH = Cell("wide", 0.25, 17), Cell("wide", 0.5, 17)
 
 
@@ -119,6 +122,79 @@ def test_dense_cells_are_those_of_the_first_that_has_both_stages(tmp_path):
     assert whole.notes == []
     status = [record.value for record in whole.run.records if record.metric == "status"]
     assert status == [FINISHED] * 3
+
+
+def of_lora(name, recipe, methods, *groups, dense=None, data="text"):
+    """Return a comparison whose LoRA is of a recipe, with its dense + LoRA of this perplexity."""
+    facts = [Record(subject="run", metric=fact, value=value) for fact, value in (("LoRA", recipe), ("data", data))]
+    adapted = [] if dense is None else measured(DENSE_CELL, dense, recovered=True)
+    return write(name, methods, facts, adapted, *groups, recovers=True)
+
+
+def test_dense_with_lora_is_a_row_for_each_lora_with_a_note_which_rows_it_belongs_to(tmp_path):
+    tyr, ddp = Cell("tyr", 0.5, 17), Cell("ddp", 0.5, 17)
+    one = of_lora(tmp_path / "one", "300 steps", ["wide", "tyr"], both_stages(HIGH, 15.0, 12.0), dense=8.0)
+    # Once more of the first LoRA: the first one's dense cells count, as ever.
+    again = of_lora(tmp_path / "again", "300 steps", ["ddp"], both_stages(ddp, 16.0, 14.0), dense=8.5)
+    two = of_lora(tmp_path / "two", "1300 steps", ["tyr"], both_stages(tyr, 15.0, 11.0), dense=6.0)
+    whole = merge(comparisons(one, again, two))
+    dense = [row for row in whole.rows if whole.is_dense(row)]
+    short, long = Row("dense (one, again)", True), Row("dense (two)", True)
+    assert dense == [Row(DENSE, False), short, long]
+    assert [whole.value(row, 0.0, PERPLEXITY).mean for row in dense] == [10.0, 8.0, 6.0]
+    # All ratios are over the same dense model, whatever LoRA a row has.
+    rows_of_ratios = (*dense, Row("wide", True), Row("tyr (two)", True))
+    assert [whole.value(row, 0.5, RATIO).mean for row in rows_of_ratios] == [1.0, 0.8, 0.6, 1.2, 1.1]
+    assert whole.notes == [
+        "rows differ in LoRA: dense (one, again) + LoRA has that of wide, tyr (one), ddp; dense (two) + LoRA has that "
+        "of tyr (two); 'x dense' and retention are over dense without LoRA in every row"
+    ]
+    table = {line[0]: line[1:3] for line in facts_table(whole).rows}
+    assert (table["dense (two) + LoRA"], table["dense"]) == (("-", "17"), ("-", "17"))
+    assert [line["method"] for line in rows("quality-sparsity", whole)] == ["wide"] * 2 + ["ddp"] * 2 + [
+        "tyr (two)"
+    ] * 2
+
+
+def test_a_lora_without_its_dense_model_has_a_row_of_dashes(tmp_path):
+    one = of_lora(tmp_path / "one", "300 steps", ["wide"], both_stages(HIGH, 15.0, 12.0), dense=8.0)
+    two = of_lora(tmp_path / "two", "1300 steps", ["tyr"], both_stages(Cell("tyr", 0.5, 17), 15.0, 11.0))
+    whole = merge(comparisons(one, two), ["tyr"])
+    lines = {line[0]: line[-2:] for line in quality_table(whole).rows}
+    assert (lines["dense (one) + LoRA"][1], lines["dense (two) + LoRA"]) == ("0.800", ("-", "-"))
+    assert "dense (one) + LoRA has that of no other row; dense (two) + LoRA has that of tyr;" in whole.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data", "names"),
+    [("300 steps", "text", [DENSE]), ("300 steps", "other", ["dense (one)", "dense (two)"])],
+)
+def test_equal_lora_on_the_same_data_is_one_row_of_dense(recipe, data, names, tmp_path):
+    one = of_lora(tmp_path / "one", "300 steps", ["wide"], both_stages(HIGH, 15.0, 12.0), dense=8.0)
+    two = of_lora(tmp_path / "two", recipe, ["tyr"], dense=8.0, data=data)
+    # A comparison without LoRA has no part in it.
+    three = write(tmp_path / "three", ["ddp"])
+    whole = merge(comparisons(one, two, three))
+    assert [row.method for row in whole.rows if whole.is_dense(row) and row.recovered] == names
+    assert len(whole.notes) == len(names) - 1
+
+
+def test_each_dense_with_lora_has_a_line_of_its_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    one = of_lora(tmp_path / "one", "300 steps", ["wide"], both_stages(HIGH, 15.0, 12.0), dense=8.0)
+    two = of_lora(tmp_path / "two", "1300 steps", ["tyr"], both_stages(Cell("tyr", 0.5, 17), 15.0, 11.0), dense=6.0)
+    for found, wanted in (
+        (merge(comparisons(one, two)), {"dense (one) + LoRA": (0.8, ":"), "dense (two) + LoRA": (0.6, "-.")}),
+        (merge(comparisons(one)), {"dense + LoRA": (0.8, ":")}),
+    ):
+        for name in ("quality-sparsity", "quality-work"):
+            with _style():
+                figure = _new_figure(FIGURES[name].size)
+                FIGURES[name].draw(figure, found)
+            drawn = [line for line in figure.axes[0].get_lines() if list(line.get_xdata()) == [0, 1]]
+            lines = {"dense": (1.0, "-")} | wanted
+            assert [(line.get_ydata()[0], line.get_linestyle()) for line in drawn] == list(lines.values())
+            assert [text.get_text() for text in figure.legends[0].get_texts()][-len(lines) :] == list(lines)
 
 
 def test_what_does_not_count_is_told_on_the_page_and_on_the_terminal(tmp_path, capsys):

@@ -107,6 +107,7 @@ SWEEP, OF_WORK, SIZES, PARTS = (
     "Sizes of groups",
     "A better recipe than the paper's",
 )
+HALF, CLUSTERED_32 = "Half of the work", ("f50-clustered", "clustered-32")
 BETTER, QUARTER = ("q-sweep-fitted", "wide-fitted"), ("f25-fitted", "wide-fitted")
 
 
@@ -133,6 +134,25 @@ BETTER, QUARTER = ("q-sweep-fitted", "wide-fitted"), ("f25-fitted", "wide-fitted
         (OF_WORK, QUARTER, 0.25, ("f25", "wide"), True, "and {} times the published recipe's"),
         (OF_WORK, QUARTER, 0.25, ("f25", "tyr"), False, "Without LoRA it has {} times Týr's"),
         (OF_WORK, QUARTER, 0.25, ("f25-fitted", DENSE), False, "31.35 against 31.13, {} times"),
+        (OF_WORK, ("f25-groups", "wide-32"), 0.25, ("f25", "wide"), True, "G = 32 has {} times"),
+        (OF_WORK, ("f25-groups", "wide-64"), 0.25, ("f25", "wide"), True, "G = 64 {} times the perplexity of G = 128"),
+        (OF_WORK, ("f25-groups", "wide-32"), 0.25, ("f25", "tyr"), True, "without it), {} and"),
+        (OF_WORK, ("f25-groups", "wide-64"), 0.25, ("f25", "tyr"), True, "and {} times Týr's."),
+        (HALF, ("f50-groups", "wide-32"), 0.5, ("f50", "tyr"), True, "G = 32 has {} times Týr's perplexity"),
+        (HALF, ("f50-groups", "wide-64"), 0.5, ("f50", "tyr"), True, "G = 64 {} times, at 1 point less"),
+        (HALF, ("f50-groups", "wide-32"), 0.5, ("f50", "tyr"), False, "({} and"),
+        (HALF, ("f50-groups", "wide-64"), 0.5, ("f50", "tyr"), False, "and {} times), on WikiText-2"),
+        (HALF, ("f50-groups", "wide-32"), 0.5, ("f50", "wide"), False, "G = 32 has {} times the perplexity of G = 128"),
+        (HALF, ("f50-groups", "wide-32"), 0.5, ("f50", "wide"), True, "with LoRA {} times."),
+        (SIZES, CLUSTERED_32, 0.5, ("f50-clustered", "clustered"), False, "groups of 32 have {} times"),
+        (
+            PARTS,
+            ("parts-plain", "fitted-start-only"),
+            0.5,
+            ("parts-plain", "published"),
+            False,
+            "where it is ({} times)",
+        ),
         (SIZES, ("g-sweep", "f16-a192"), 0.5, ("n50", "wide-32"), False, "16 over 32 {} times"),
         (SIZES, ("g-sweep", "f512-a192"), 0.5, ("g-sweep", "f256-a192"), False, "512 over 256 has {} times"),
         (SIZES, ("parts-plain", "clustered-only"), 0.5, ("parts-plain", "published"), False, "alone have {} times"),
@@ -209,6 +229,10 @@ def test_what_the_better_recipe_does_over_sparsity_is_worked_out_from_the_record
     assert f"{ratio:.3f} ± {error:.3f} times DDP's at 70 %" in said
 
 
+# Whole layers are the same layers, and the same work, with either meaning of the target.
+LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
+
+
 def test_the_table_of_equal_tokens_is_that_of_the_records():
     more = "DDP, LoRA of 1300 steps"
     rows = table("Equal tokens")
@@ -217,7 +241,8 @@ def test_the_table_of_equal_tokens_is_that_of_the_records():
     assert more in rows
     for name, cells in rows.items():
         method, options = "ddp" if name == more else ALL[name], {"recovered": True}
-        grid = "equal" if name == more or method in (DENSE, "slicegpt", "blockpruner") else half_grid(method)
+        static = (DENSE, "tyr", "slicegpt", "blockpruner", *LAYERS)
+        grid = "equal" if name == more or method in static else half_grid(method)
         value, steps = measured(grid, method, recovered=True), "0 + 1300" if grid == "equal" else "1000 + 300"
         steps = "1000 + 1300" if name == more else steps
         ratio = "1" if method == DENSE else over_dense(grid, method, options, "equal")
@@ -233,20 +258,31 @@ def test_the_table_of_equal_tokens_is_that_of_the_records():
         ("ddp", "n50-fitted", "wide-fitted", "{} times that of `fitted-50`"),
         ("slicegpt", "equal", "ddp", "SliceGPT has {} times DDP's"),
         ("slicegpt", "n50", "ddp", "({} times)"),
+        ("tyr", "equal", "ddp", "Týr {} times."),
+        ("tyr", "n50", "wide", "37.35 is {} times the perplexity of G = 128"),
+        ("tyr", "n50", "wide-32", "{} times that of G = 32"),
+        ("tyr", "n50", "wide-uniform", "and {} times WIDE-uniform's"),
+        ("tyr", "n50", "tyr", "1000 more bring Týr to {} times what it had"),
+        ("shortened-ppl", "n50-rest", "shortened-ppl", "(Shortened, perplexity: {} times"),
+        ("cooppruner", "n50-rest", "cooppruner", "(CoopPruner: {} times)"),
+        ("shortened-ppl", "n50", "wide", "{} times WIDE's at best"),
     ):
         ratio, error = times(("equal", one, longer), (grid, other, longer))
         assert words.format(f"{ratio:.3f} ± {error:.3f}") in said, (one, other)
-
-
-# Whole layers are the same layers, and the same work, with either meaning of the target.
-LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
+    better = ("n50-fitted", "wide-fitted", longer)
+    ratio, error = times(better, ("equal", "tyr", longer))
+    assert f"34.48 is {ratio:.3f} ± {error:.3f} times 37.35" in said
+    tyr, work = (number("equal", "tyr", metric, recovered=True) for metric in (PERPLEXITY, WORK))
+    there = at_work("wide-fitted", work, recovered=True)
+    assert f"at Týr's {100 * work:.1f} % it would have {there:.1f} " in said
+    assert f"{there / tyr:.2f} times. Of its lead" in said
 
 
 def of_all_products(grid, method, target):
     if method in LAYERS:
         grid = {"f50": "n50-rest", "f25": "n25"}[grid]
         assert [number(grid, method, WORK, recovered=recovered) for recovered in BOTH] == [target, target]
-    grid = f"{grid}-fitted" if method == "wide-fitted" else grid
+    grid += {"wide-fitted": "-fitted", "wide-32": "-groups", "wide-64": "-groups"}.get(method, "")
     reached = [recovered for recovered in BOTH if number(grid, method, PERPLEXITY, recovered=recovered) is not None]
 
     def pair(metric, *, scale=1.0):
@@ -263,7 +299,7 @@ def of_all_products(grid, method, target):
     return cells + [f"{s:.1f}" if 1 < s < 10 else f"{s:.0f}" for s in seconds] + ["-"] * (2 - len(seconds))
 
 
-@pytest.mark.parametrize(("title", "grid", "target"), [("Half of the work", "f50", 0.5), (OF_WORK, "f25", 0.25)])
+@pytest.mark.parametrize(("title", "grid", "target"), [(HALF, "f50", 0.5), (OF_WORK, "f25", 0.25)])
 def test_the_tables_of_half_and_a_quarter_of_the_work_are_those_of_the_records(title, grid, target):
     rows = {(ALL | NAMES)[name]: cells for name, cells in table(title).items()}
     assert rows == {method: of_all_products(grid, method, target) for method in {*NAMES.values(), *LAYERS}}
@@ -295,4 +331,4 @@ def test_measured_speeds_are_those_of_the_records():
         assert said.pop(f"{name}, a quarter of the work") == [f"{value:.2f}x" for value in quarter]
     methods = {name.partition(" (")[0]: method for name, method in NAMES.items()}
     assert said == {name: [f"{value:.2f}x" for value in speeds("f50", methods[name])[0]] for name in said}
-    assert {methods[name] for name in said} == set(NAMES.values()) - {"dense", "wide-fitted"}
+    assert {methods[name] for name in said} == set(NAMES.values()) - {"dense", "wide-fitted", "wide-32", "wide-64"}

@@ -25,12 +25,20 @@ LAB = DOCS / "results/lab-88m"
 RUNS = ("fitted-50", "fitted-50-routers", "clustered")
 GROUPS = "f16-a192,f256-a192,f512-a192,f128-a64,f128-a384,f128-a768,wide,wide-32,wide-64"
 # Of some pages only these rows are drawn, beside the dense ones.
-ROWS = {"lab-88m/q-all": "wide,ddp,skipgpt,wide-fitted", "lab-88m/g-all": GROUPS}
+STATIC = "tyr,ddp,slicegpt,blockpruner,cooppruner,shortened-ppl,shortened-taylor"
+ROWS = {
+    "lab-88m/q-all": "wide,ddp,skipgpt,wide-fitted",
+    "lab-88m/g-all": GROUPS,
+    "lab-88m/equal-all": f"{STATIC},wide,wide-32,wide-64,wide-uniform,wide-fitted",
+}
 RESULTS = {
     "lab-88m": [LAB],
-    **{f"lab-88m/{name}-all": [LAB / name, LAB / f"{name}-fitted"] for name in ("n25", "f25", "f50")},
+    "lab-88m/n25-all": [LAB / name for name in ("n25", "n25-fitted")],
+    "lab-88m/f25-all": [LAB / name for name in ("f25", "f25-groups", "f25-fitted")],
+    "lab-88m/f50-all": [LAB / name for name in ("f50", "f50-groups", "f50-fitted", "f50-clustered")],
+    "lab-88m/equal-all": [LAB / name for name in ("equal", "n50", "n50-rest", "n50-fitted")],
     "lab-88m/n50-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted")],
-    "lab-88m/parts-all": [LAB / name for name in ("parts", "parts-sharp", "parts-plain", "f50-fitted")],
+    "lab-88m/parts-all": [LAB / name for name in ("parts", "parts-sharp", "parts-plain", "parts-hot", "f50-fitted")],
     "lab-88m/seeds-all": [LAB / f"seeds{name}" for name in ("", "-fitted", "-fitted-18", "-tyr", "-tyr-18")],
     "lab-88m/q-all": [LAB / name for name in ("q-sweep", "q-sweep-fitted", "n25", "n50", "n25-fitted", "n50-fitted")],
     "lab-88m/g-all": [LAB / name for name in ("g-sweep", "n50")],

@@ -217,7 +217,7 @@ def test_the_table_of_traffic_needs_no_gpu(tmp_path, capsys):
     assert main(["bench", "--config", "tab-traffic", "--rows", "512", "--out", str(tmp_path)]) == 0
     lines = {(row[0], row[1]): row[2:] for row in traffic_table(read_profile(tmp_path)).rows}
     # Three matrices of bfloat16; gathered weights are read once for each token.
-    assert lines["dense", "N"] == ("512", "1.5", "1.00", "0.0")
+    assert lines["dense", "N"] == ("512", "1.5", "1.00", "0.0", *"-----")
     assert float(lines["gather-scatter", "N"][2]) > 100
     assert "gather-scatter" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 0

@@ -23,7 +23,9 @@ MOMENTS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("crash")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(WORKER.parent)])}
+    # A forked process cannot use a GPU that its parent has used.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(WORKER.parent)])
     subprocess.run(
         [sys.executable, str(WORKER), str(root)], env=environment, check=True, capture_output=True, timeout=300
     )

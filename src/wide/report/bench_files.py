@@ -11,7 +11,7 @@ from typing import Any
 from wide.errors import DataError
 
 OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
-NAIVE, DEPTH = "naive.json", "depth.json"
+NAIVE, NAIVE_BYTES, DEPTH = "naive.json", "naive-bytes.json", "depth.json"
 DECODE_GROUPS = "decode_groups"
 """How races of decode attention over the size of groups begin."""
 REORDER = "reorder"
@@ -36,6 +36,10 @@ def is_finite(value: object) -> bool:
 
 def _positive(value: Any) -> bool:
     return is_finite(value) and value > 0
+
+
+def _amount(value: Any) -> bool:
+    return is_finite(value) and value >= 0
 
 
 def _share(value: Any) -> bool:
@@ -80,6 +84,13 @@ _NEEDED: dict[str, dict[str, Fits]] = {
         "size": _positive,
         "candidate": _text,
         "accounted_traffic_bytes": is_finite,
+    },
+    NAIVE_BYTES: {
+        "axis": _one_of("M", "N", "K"),
+        "size": _positive,
+        "candidate": _text,
+        "dram_read_bytes": _amount,
+        "dram_written_bytes": _amount,
     },
     DEPTH: {
         **_POINT,
@@ -126,10 +137,11 @@ _OTHERS: dict[str, dict[str, Fits]] = {
         "not_run": _text,
         "failure": _text,
     },
+    NAIVE_BYTES: {"l2_bytes": _amount},
     DEPTH: {"accounted_traffic_bytes": _numbers, "error": is_finite},
 }
 BENCH_FILES = tuple(_NEEDED)
-"""Names of the files that benches write."""
+"""Names of the files that benches write, and the profiler's count of bytes beside one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +190,12 @@ def read_bench_file(path: Path) -> BenchFile:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not JSON, perhaps cut while being written; measure again") from error
     if not isinstance(content, dict) or not isinstance(content.get("records"), list):
-        raise DataError(f"{path} holds no list of records; wanted what wide bench or wide profile writes")
+        raise DataError(f"{path} holds no list of records; wanted what {_writer(path.name)} writes")
     return bench_file(path.name, content, str(path))
+
+
+def _writer(name: str) -> str:
+    return "tools/counters.py --naive" if name == NAIVE_BYTES else "wide bench or wide profile"
 
 
 def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFile:
@@ -187,7 +203,7 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
 
     Args:
         name: One of `BENCH_FILES`.
-        content: As the bench writes it, with a list of records.
+        content: As the bench writes it, with a list of records, and perhaps the names of those that are 'left_out'.
         path: Where it lies.
     """
     faults: Counter[str] = Counter()
@@ -195,13 +211,15 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
     size, layers = content.get("ffn_group_size"), content.get("layers")
     facts = ("device", "date", "command", "model", "adapter", "checkpoint", "method")
     texts = {fact: content[fact] if isinstance(content.get(fact), str) else "" for fact in facts}
+    notes = [f"{path or name}: {count} of {len(content['records'])} records {fault}" for fault, count in faults.items()]
+    lacking = content.get("left_out")
+    if names := [each for each in lacking if _text(each)] if isinstance(lacking, list) else []:
+        notes.append(f"{path or name}: no record of {', '.join(names)}")
     return BenchFile(
         name=name,
         path=path,
         records=tuple(kept),
-        notes=tuple(
-            f"{path or name}: {count} of {len(content['records'])} records {fault}" for fault, count in faults.items()
-        ),
+        notes=tuple(notes),
         ffn_group_size=_whole(size),
         layers=_whole(layers),
         **texts,
@@ -236,7 +254,7 @@ def _checked(name: str, record: object, faults: Counter[str]) -> Record | None:
 
 def _is_point(name: str, record: Record) -> bool:
     """Return whether a record should be drawn: it was timed, and is not about the reordering alone."""
-    if name == NAIVE:
+    if name in (NAIVE, NAIVE_BYTES):
         return True
     if name == OPERATORS and str(record.get("sweep", "")).startswith(REORDER):
         return False

@@ -66,6 +66,7 @@ class Comparison:
         run: Its records: those of all cells, and under the subject 'run' the grid that was asked for.
         speeds: Of its cells, where they were measured.
         speed_origins: The files of the speeds.
+        adapted: What the dense model with LoRA is called, once for each LoRA that rows have.
 
     Attributes:
         sparsities: Targets, ascending.
@@ -75,7 +76,13 @@ class Comparison:
         DataError: If the records are not of a comparison.
     """
 
-    def __init__(self, run: Selection, speeds: Sequence[CellSpeed] = (), speed_origins: Sequence[Origin] = ()) -> None:
+    def __init__(
+        self,
+        run: Selection,
+        speeds: Sequence[CellSpeed] = (),
+        speed_origins: Sequence[Origin] = (),
+        adapted: Sequence[str] = (DENSE,),
+    ) -> None:
         """Index the cells."""
         self.speed_origins = tuple(speed_origins)
         self.run = run
@@ -88,11 +95,17 @@ class Comparison:
             )
         self.sparsities = sorted(map(float, sparsities))
         stages = (False, True) if run.number("run", "grid.recovers") else (False,)
-        self.rows = [Row(method, recovered) for method in [DENSE, *methods] for recovered in stages]
+        self._dense_names = frozenset((DENSE, *adapted))
+        self.rows = [Row(DENSE, False), *(Row(name, True) for name in adapted if True in stages)]
+        self.rows += [Row(method, recovered) for method in methods for recovered in stages]
         self._cells: dict[tuple[Row, float], list[Cell]] = {}
         found = {record.subject: read_subject(record.subject) for record in run.records}
         for cell, recovered in sorted(key for key in found.values() if key is not None):
             self._cells.setdefault((Row(cell.method, recovered), cell.sparsity), []).append(cell)
+
+    def is_dense(self, row: Row) -> bool:
+        """Return whether a row is the dense model, with LoRA or without."""
+        return row.method in self._dense_names
 
     def value(self, row: Row, sparsity: float, metric: str) -> Value | None:
         """Return a figure of a row, None where nothing was measured.
@@ -159,7 +172,7 @@ class Comparison:
         """Return the cells that failed, of one row and sparsity or of all."""
         found = []
         for (its_row, its_sparsity), cells in self._cells.items():
-            if row is not None and (its_row, its_sparsity) != (row, 0.0 if row.method == DENSE else sparsity):
+            if row is not None and (its_row, its_sparsity) != (row, 0.0 if self.is_dense(row) else sparsity):
                 continue
             for cell in cells:
                 status = self.run.text(cell.subject(recovered=its_row.recovered), "status")
@@ -188,7 +201,7 @@ class Comparison:
         ]
 
     def _finished(self, row: Row, sparsity: float) -> list[str]:
-        cells = self._cells.get((row, 0.0 if row.method == DENSE else sparsity), [])
+        cells = self._cells.get((row, 0.0 if self.is_dense(row) else sparsity), [])
         subjects = [cell.subject(recovered=row.recovered) for cell in cells]
         return [subject for subject in subjects if self.run.text(subject, "status") == FINISHED]
 

@@ -2,23 +2,26 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 from wide.report.comparison import DENSE, RATIO, RETENTION, Comparison, Row, Value, record_files
 from wide.report.comparison_groups import GROUP_FIGURE
 from wide.report.comparison_speed import SPEED_FIGURE
-from wide.report.comparison_style import Styles, logarithmic, method_legend, method_styles
+from wide.report.comparison_style import Dash, Styles, logarithmic, method_legend, method_styles
 from wide.report.figure import Figure, Sheet
 from wide.report.layer_lines import LAYERS_OF_METHODS
 from wide.report.selection import MissingRecordsError
 
 _WORK = "sparsity.linear_flops_layers"
+# Of the dense model with LoRA, several only where rows have different ones.
+_DASHES: tuple[Dash, ...] = (":", "-.", (0, (8, 2, 1, 2, 1, 2)))
 _PANELS = ((RATIO, "perplexity, x dense"), (RETENTION, "average accuracy, share of dense"))
 
 
 def _lines(comparison: Comparison, metric: str) -> Iterator[tuple[Row, list[tuple[float, Value]]]]:
     for row in comparison.rows:
-        if row.method == DENSE:
+        if comparison.is_dense(row):
             continue
         found = [(sparsity, comparison.value(row, sparsity, metric)) for sparsity in comparison.sparsities]
         points = [(sparsity, value) for sparsity, value in found if value is not None and math.isfinite(value.mean)]
@@ -67,17 +70,28 @@ def _plot(axes: Any, row: Row, styles: Styles, places: Sequence[float], values: 
 
 def _dense_lines(axes: Any, comparison: Comparison, metric: str) -> None:
     axes.axhline(1, color="black", linewidth=1)
-    adapted = comparison.value(Row(DENSE, True), 0.0, metric)
-    if adapted is not None:
-        # LoRA fits the calibration text, too: the dense model with the same LoRA is the fair partner of such rows.
-        axes.axhline(adapted.mean, color="black", linewidth=1, linestyle=":")
+    for row, dash in _adapted(comparison).items():
+        value = comparison.value(row, 0.0, metric)
+        if value is not None:
+            # LoRA fits the calibration text, too: the dense model with the same LoRA is the fair partner of such rows.
+            axes.axhline(value.mean, color="black", linewidth=1, linestyle=dash)
     if metric == RATIO:
         logarithmic(axes)
 
 
+def _adapted(comparison: Comparison) -> dict[Row, Dash]:
+    """Return the dashes of the dense model with each LoRA that it was measured with."""
+    rows = [row for row in comparison.rows if comparison.is_dense(row) and row.recovered]
+    return {
+        row: dash
+        for row, dash in zip(rows, cycle(_DASHES), strict=False)
+        if any(comparison.value(row, 0.0, metric) is not None for metric, _ in _PANELS)
+    }
+
+
 def _legend(figure: Any, comparison: Comparison, shown: Styles) -> None:
-    adapted = any(comparison.value(Row(DENSE, True), 0.0, metric) is not None for metric, _ in _PANELS)
-    lines = {"dense": "-", "dense + LoRA": ":"} if adapted else {"dense": "-"}
+    lines: dict[str, Dash] = {DENSE: "-"}
+    lines |= {_name(row): dash for row, dash in _adapted(comparison).items()}
     method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows), lines=lines)
 
 

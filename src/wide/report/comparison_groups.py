@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wide.report.comparison import DENSE, RATIO, Comparison, Row, Value, record_files
+from wide.report.comparison import RATIO, Comparison, Row, Value, record_files
 from wide.report.comparison_style import logarithmic
 from wide.report.figure import Figure, Sheet
 from wide.report.selection import MissingRecordsError
@@ -42,7 +42,7 @@ def _lines(comparison: Comparison, key: str) -> dict[str, list[_Point]]:
     trained: dict[tuple[Any, ...], list[Any]] = {}
     kept: list[tuple[tuple[Any, ...], Any, _Line]] = []
     for row in comparison.rows:
-        for sparsity in comparison.sparsities if row.method != DENSE else ():
+        for sparsity in comparison.sparsities if not comparison.is_dense(row) else ():
             settings = comparison.settings(row.method, sparsity)
             value = comparison.value(row, sparsity, RATIO)
             size = settings.get(key)

@@ -1,7 +1,7 @@
 """Several comparisons of one model on one text as one, for a common table and common figures."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from wide.errors import DataError
@@ -13,6 +13,7 @@ from wide.report.selection import Selection
 
 _SAME = ("model", "held-out text")
 _DECISIVE = ("target", "data")
+_OF_LORA = ("LoRA", "data")
 _JOINED = ("description", "data", "target", "LoRA", "command")
 # Of the same model on the same text, on GPUs of one kind.
 _TOLERANCE = 2e-3
@@ -23,7 +24,8 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
 
     Rows of one name, settings, training, target, LoRA and training tokens are one row; of equal cells the last
     comparison's counts that has all their finished stages, of dense ones the first's, and notes say which others do
-    not. Other rows of one name get the comparison's name added.
+    not. Other rows of one name get the comparison's name added. The dense model with LoRA is a row for each LoRA, with
+    a note which rows it belongs to.
 
     Args:
         comparisons: By name, in their order.
@@ -38,11 +40,12 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
     if lacking:
         raise DataError(f"no row {', '.join(lacking)}; there are {', '.join(dict.fromkeys(m for _, m in owners))}")
     shown = _shown(comparisons, [owner for owner in owners if not rows or owner[1] in rows])
+    adapted = _adapted(comparisons)
     renamed = {
-        name: [moved for record in each.run.records if (moved := _renamed(record, name, shown)) is not None]
+        name: [moved for record in each.run.records if (moved := _renamed(record, name, shown, adapted)) is not None]
         for name, each in comparisons.items()
     }
-    chosen = _choose(renamed)
+    chosen = _choose(renamed, {DENSE, *adapted.values()})
     owners_of = chosen.by_subject
     cells = [record for name, records in renamed.items() for record in records if owners_of[record.subject] == name]
     speeds: list[CellSpeed] = []
@@ -53,13 +56,39 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
             if owners_of.get(cell.subject(recovered=False)) == name:
                 speeds.append(CellSpeed(cell, speed.forward))
     notes = [*(f"{name}: {note}" for name, each in comparisons.items() for note in each.run.notes), *chosen.notes]
+    notes += _partners(shown, adapted)
     origins = [origin for each in comparisons.values() for origin in each.run.origins]
     run = Selection([*_grid(comparisons, list(dict.fromkeys(shown.values()))), *cells], notes, origins)
-    return Comparison(run, speeds, [origin for each in comparisons.values() for origin in each.speed_origins])
+    speed_origins = [origin for each in comparisons.values() for origin in each.speed_origins]
+    return Comparison(run, speeds, speed_origins, list(dict.fromkeys(adapted.values())) or [DENSE])
 
 
 def _methods(comparison: Comparison) -> list[str]:
-    return [method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE]
+    return list(dict.fromkeys(row.method for row in comparison.rows if not comparison.is_dense(row)))
+
+
+def _adapted(comparisons: Mapping[str, Comparison]) -> dict[str, str]:
+    """Return what the dense model with LoRA is called on the common page, by comparison with LoRA: equal LoRA alike."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, each in comparisons.items():
+        if any(row.recovered for row in each.rows):
+            groups.setdefault(tuple(each.run.text("run", fact) for fact in _OF_LORA), []).append(name)
+    return {
+        name: DENSE if len(groups) == 1 else f"{DENSE} ({', '.join(group)})"
+        for group in groups.values()
+        for name in group
+    }
+
+
+def _partners(shown: Mapping[tuple[str, str], str], adapted: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note which rows each dense model with LoRA belongs to, where there are several."""
+    if len(set(adapted.values())) < 2:
+        return
+    parts = []
+    for dense in dict.fromkeys(adapted.values()):
+        rows = dict.fromkeys(row for (name, _), row in shown.items() if adapted.get(name) == dense)
+        parts.append(f"{dense} + LoRA has that of {', '.join(rows) or 'no other row'}")
+    yield f"rows differ in LoRA: {'; '.join(parts)}; 'x dense' and retention are over dense without LoRA in every row"
 
 
 def _shown(comparisons: Mapping[str, Comparison], owners: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -131,10 +160,10 @@ class _Choice:
     notes: list[str]
 
 
-def _choose(renamed: Mapping[str, Sequence[Record]]) -> _Choice:
+def _choose(renamed: Mapping[str, Sequence[Record]], dense: Collection[str]) -> _Choice:
     """Choose for each cell one comparison, so that both its stages are of one training, where one has both.
 
-    Of several it is the last, for dense cells the first.
+    Of several it is the last, for cells of these dense rows the first.
     """
     finished = _finished(renamed)
     by_subject: dict[str, str] = {}
@@ -142,7 +171,7 @@ def _choose(renamed: Mapping[str, Sequence[Record]]) -> _Choice:
     split: list[str] = []
     for cell, by_name in finished.items():
         # Where nothing is finished, the first says why.
-        names = list(by_name) if cell.method == DENSE or not any(by_name.values()) else list(reversed(by_name))
+        names = list(by_name) if cell.method in dense or not any(by_name.values()) else list(reversed(by_name))
         every = set().union(*by_name.values())
         whole = next((name for name in names if by_name[name] == every), None)
         owners = {
@@ -152,7 +181,7 @@ def _choose(renamed: Mapping[str, Sequence[Record]]) -> _Choice:
         by_subject |= {cell.subject(recovered=stage): name for stage, name in owners.items()}
         if whole is None:
             split.append(f"{cell.title}: calibrated of {owners[False]}, LoRA of {owners[True]}, because none has both")
-        elif cell.method != DENSE:
+        elif cell.method not in dense:
             for name in names:
                 if name != whole and by_name[name]:
                     replaced.setdefault((whole, name), []).append(cell)
@@ -181,15 +210,18 @@ def _told(replaced: Mapping[tuple[str, str], Sequence[Cell]], order: Sequence[st
         yield f"cells of {counts} count, not those of {left_out}{why}: {', '.join(cell.title for cell in cells)}"
 
 
-def _renamed(record: Record, name: str, shown: Mapping[tuple[str, str], str]) -> Record | None:
+def _renamed(
+    record: Record, name: str, shown: Mapping[tuple[str, str], str], adapted: Mapping[str, str]
+) -> Record | None:
     """Return a cell's record under its row's new name, None for records of other things and of rows not shown."""
     found = read_subject(record.subject)
     if found is None:
         return None
     cell, recovered = found
     if cell.method == DENSE:
-        return record
-    method = shown.get((name, cell.method))
+        method: str | None = adapted.get(name, DENSE) if recovered else DENSE
+    else:
+        method = shown.get((name, cell.method))
     if method is None:
         return None
     return replace(record, subject=Cell(method, cell.sparsity, cell.seed).subject(recovered=recovered))

@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wide.report.comparison import DENSE, Comparison
+from wide.report.comparison import Comparison
 from wide.report.style import CYCLE, MARKERS
 
 Styles = dict[str, tuple[str, str]]
+Dash = str | tuple[int, tuple[int, ...]]
 
 
 def method_styles(comparison: Comparison) -> Styles:
     """Return the marker and the colour of each method, the same in all figures of a comparison."""
-    return styles_of([method for method in dict.fromkeys(row.method for row in comparison.rows) if method != DENSE])
+    return styles_of(list(dict.fromkeys(row.method for row in comparison.rows if not comparison.is_dense(row))))
 
 
 def styles_of(names: Sequence[str]) -> Styles:
@@ -30,7 +31,7 @@ def logarithmic(axes: Any) -> None:
     axes.yaxis.set_minor_locator(LogLocator(subs=()))
 
 
-def method_legend(figure: Any, styles: Styles, *, stages: bool, lines: Mapping[str, str] | None = None) -> None:
+def method_legend(figure: Any, styles: Styles, *, stages: bool, lines: Mapping[str, Dash] | None = None) -> None:
     """Put a legend of methods beside the axes, where it can hide no data.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 
-from wide.report.comparison import DENSE, PERPLEXITY, RATIO, RETENTION, TASK, Comparison, Row, Value
+from wide.report.comparison import PERPLEXITY, RATIO, RETENTION, TASK, Comparison, Row, Value
 from wide.report.table import Table
 
 
@@ -119,7 +119,7 @@ def tasks_table(comparison: Comparison) -> Table | None:
     lines = []
     for row, sparsity in _points(comparison):
         cells = [_cell(comparison, row, sparsity, column) for column in columns]
-        lines.append((_name(comparison, row), _target(row, sparsity), *cells))
+        lines.append((_name(comparison, row), _target(comparison, row, sparsity), *cells))
     return Table(header=("method", "target %", *(column.title for column in columns)), rows=tuple(lines))
 
 
@@ -143,7 +143,7 @@ def facts_table(comparison: Comparison) -> Table:
     for row, sparsity in _points(comparison):
         cells = [_cell(comparison, row, sparsity, column) for column in used]
         seeds = ", ".join(map(str, comparison.seeds(row, sparsity))) or "-"
-        lines.append((_name(comparison, row), _target(row, sparsity), seeds, *cells))
+        lines.append((_name(comparison, row), _target(comparison, row, sparsity), seeds, *cells))
     return Table(header=("method", "target %", "seed", *(column.title for column in used)), rows=tuple(lines))
 
 
@@ -185,7 +185,7 @@ def to_csv(comparison: Comparison) -> str:
     for row, sparsity in _points(comparison):
         values = [comparison.value(row, sparsity, column.metric) for column in columns]
         figures = [figure for value in values for figure in _figures(value)]
-        target = "" if row.method == DENSE else sparsity
+        target = "" if comparison.is_dense(row) else sparsity
         failed = "; ".join(failure.reason for failure in comparison.failures(row, sparsity))
         seeds = comparison.seeds(row, sparsity)
         writer.writerow(
@@ -212,13 +212,13 @@ def comparison_title(comparison: Comparison) -> str:
 
 def _points(comparison: Comparison) -> Iterator[tuple[Row, float]]:
     """Yield the dense rows once, then the others sparsity by sparsity."""
-    yield from ((row, 0.0) for row in comparison.rows if row.method == DENSE)
+    yield from ((row, 0.0) for row in comparison.rows if comparison.is_dense(row))
     for sparsity in comparison.sparsities:
-        yield from ((row, sparsity) for row in comparison.rows if row.method != DENSE)
+        yield from ((row, sparsity) for row in comparison.rows if not comparison.is_dense(row))
 
 
-def _target(row: Row, sparsity: float) -> str:
-    return "-" if row.method == DENSE else f"{100 * sparsity:.4g}"
+def _target(comparison: Comparison, row: Row, sparsity: float) -> str:
+    return "-" if comparison.is_dense(row) else f"{100 * sparsity:.4g}"
 
 
 def _tables(comparison: Comparison) -> list[Table]:

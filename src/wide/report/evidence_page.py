@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from wide.errors import DataError
-from wide.report.bench_files import ATTENTION, DEPTH, END_TO_END, NAIVE, OPERATORS
+from wide.report.bench_files import ATTENTION, DEPTH, END_TO_END, NAIVE, NAIVE_BYTES, OPERATORS
 from wide.report.depth_figures import DEPTH_FIGURES, depth_table
 from wide.report.evidence import EVIDENCE_FIGURES, Evidence, Run, evidence_table
 from wide.report.layer_lines import LAYERS_OF_RUNS
@@ -114,7 +114,7 @@ def _sections(evidence: Evidence, output: Path) -> list[str]:
     if profile.holds(OPERATORS, ATTENTION, END_TO_END):
         sections += figure_sections(SPEED_FIGURES, profile, output)
         sections += figure_sections(SWEEP_FIGURES, profile, output)
-    if profile.holds(NAIVE):
+    if profile.holds(NAIVE, NAIVE_BYTES):
         sections += [*figure_sections(NAIVE_FIGURES, profile, output), _traffic(profile)]
     if profile.holds(DEPTH):
         sections += [*figure_sections(DEPTH_FIGURES, profile, output), _depth(profile)]
@@ -134,14 +134,17 @@ def _depth(profile: Profile) -> str:
 
 
 def _traffic(profile: Profile) -> str:
-    """Return the accounted traffic as a table, or nothing where the figure above says what is missing."""
+    """Return accounted and measured traffic as a table, or nothing where the figure above says what is missing."""
     try:
         table = traffic_table(profile).to_html()
     except MissingRecordsError:
         return ""
     return (
-        f"<details><summary>Traffic and storage by the paper's accounting</summary>{table}<p>MiB; <em>storage</em> is "
-        "that of intermediates.</p></details>"
+        f"<details><summary>Traffic and storage by the paper's accounting, and measured traffic</summary>{table}"
+        "<p>MiB; <em>storage</em> is that of intermediates. <em>read</em>, <em>written</em> and <em>both</em>: from "
+        "and to memory by the profiler's counters, of all kernels of a way, sorting included, each with cold caches; "
+        "<em>x traffic</em>: both over the accounted traffic; <em>L2</em>: what the kernels ask of the second-level "
+        "cache. -: not measured.</p></details>"
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wide.report.cells import Cell
-from wide.report.comparison import DENSE, Comparison, Row, record_files
+from wide.report.comparison import Comparison, Row, record_files
 from wide.report.comparison_style import Styles, method_styles, styles_of
 from wide.report.evidence import Evidence
 from wide.report.figure import Figure, Sheet
@@ -98,7 +98,7 @@ def _of_comparison(comparison: Comparison) -> tuple[float, list[_Line]]:
     for target in sorted(comparison.sparsities, key=lambda each: (abs(each - _HALF), each)):
         lines = []
         for row in comparison.rows:
-            seeds = [] if row.recovered or row.method == DENSE else comparison.seeds(row, target)
+            seeds = [] if row.recovered or comparison.is_dense(row) else comparison.seeds(row, target)
             if seeds:
                 lines += _line(comparison, row, target, seeds[0])
         if lines:

@@ -1,9 +1,15 @@
-"""Throughput and memory of naive, grouped, fused and dense products, and the traffic that explains them."""
+"""Throughput and memory of naive, grouped, fused and dense products, and the traffic that explains them.
+
+Traffic is accounted, and where the profiler's counters lie beside the bench's file, measured, too.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from wide.report.bench_files import NAIVE_BYTES
 from wide.report.figure import Figure, Sheet
+from wide.report.naive_bytes import L2, MEASURED, RATIO, READ, TRAFFIC, WRITTEN
 from wide.report.profiles import Profile
 from wide.report.selection import MissingRecordsError
 from wide.report.style import BLUE, GREEN, GREY, ORANGE
@@ -15,13 +21,16 @@ _CANDIDATES = {
     "grouped product": (GREEN, "^-."),
     "fused": (BLUE, "D-"),
 }
-_MEMORY = "peak_memory_bytes"
+_MEMORY, _ACCOUNTED = "peak_memory_bytes", "accounted_traffic_bytes"
 _AXES = {"M": "M, whole tokens", "N": "N, output groups", "K": "K, input groups"}
 _ROWS = (
     ("active_tflops", 1.0, "TFLOP/s on executing pairs"),
     (_MEMORY, 2.0**20, "peak memory, MiB"),
-    ("accounted_traffic_bytes", 2.0**20, "accounted traffic, MiB"),
+    (_ACCOUNTED, 2.0**20, "accounted traffic, MiB"),
 )
+# A row of its own: factors of two cannot be read beside six orders of magnitude.
+_MEASURED_ROW = (RATIO, 1.0, "measured / accounted\ntraffic")
+_MEASURED_COLUMNS = ("read", "written", "both", "x traffic", "L2")
 
 
 def _records(profile: Profile) -> list[Mapping[str, Any]]:
@@ -34,14 +43,17 @@ def _records(profile: Profile) -> list[Mapping[str, Any]]:
 def _draw(figure: Any, profile: Profile) -> str:
     records = _records(profile)
     axes_names = [axis for axis in _AXES if any(record["axis"] == axis for record in records)]
-    panels = figure.subplots(len(_ROWS), len(axes_names), squeeze=False, sharex=True, sharey="row")
-    for row, (metric, scale, label) in zip(panels, _ROWS, strict=True):
+    rows = _rows(records)
+    panels = figure.subplots(len(rows), len(axes_names), squeeze=False, sharex=True, sharey="row")
+    for row, (metric, scale, label) in zip(panels, rows, strict=True):
         row[0].set_ylabel(label)
         for axes, axis in zip(row, axes_names, strict=True):
             found = [record for record in records if record["axis"] == axis]
             _draw_panel(axes, found, metric, scale)
             if metric == _MEMORY:
                 _draw_accounted(axes, found, scale)
+            if metric == RATIO:
+                _scale_of_factors(axes)
     for axes, axis in zip(panels[0], axes_names, strict=True):
         axes.set_title(_AXES[axis], fontsize="medium")
     for axes in panels[-1]:
@@ -55,18 +67,54 @@ def _draw(figure: Any, profile: Profile) -> str:
     ]
     return (
         "Dotted: the memory that intermediates and the result should take, by the paper's accounting. "
-        f"Pruned products by axis, on {records[0]['device']}; at {largest}: " + ("; ".join(words) or "not timed") + "."
+        f"Pruned products by axis, on {records[0]['device']}; at {largest}: "
+        + ("; ".join(words) or "not timed")
+        + f".{_measured_words(profile)}"
     )
+
+
+def _rows(records: list[Mapping[str, Any]]) -> tuple[tuple[str, float, str], ...]:
+    """Return metric, unit and label of each row of panels."""
+    return (*_ROWS, _MEASURED_ROW) if any(RATIO in record for record in records) else _ROWS
+
+
+def _height(profile: Profile) -> float:
+    return 2.4 * len(_rows(_records(profile)))
+
+
+def _measured_words(profile: Profile) -> str:
+    """Return what was measured of the traffic and what was not, a sentence each; empty where no counters are there."""
+    records = _records(profile)
+    found = [record for record in records if TRAFFIC in record]
+    if not found:
+        return " No traffic of these products was measured." if profile.holds(NAIVE_BYTES) else ""
+    sizes, largest = {record["size"] for record in found}, max(record["size"] for record in found)
+    ratios = [f"{r['axis']}, {r['candidate']}: {r[RATIO]:.2f}x" for r in found if r["size"] == largest and RATIO in r]
+    known = {(r["axis"], r["candidate"], r["size"]) for r in found}
+    lacking = [way for r in records if (way := (r["axis"], r["candidate"], r["size"])) not in known]
+    others = [f"{axis}, {name} at {size}" for axis, name, size in lacking if size in sizes]
+    others += [f"any at {size}" for *_, size in lacking if size not in sizes]
+    return (
+        " Measured traffic: bytes from and to memory by the profiler's counters, of all kernels of a way, sorting "
+        f"included, each with cold caches; over the accounted ones at {largest}: {'; '.join(ratios) or '-'}."
+        + (f" Not measured: {'; '.join(dict.fromkeys(others))}." if others else "")
+    )
+
+
+def _points(records: list[Mapping[str, Any]], name: str, metric: str, scale: float) -> list[tuple[int, float]]:
+    """Return (place of the size, value) of the records of one way that have the metric."""
+    sizes = sorted({record["size"] for record in records})
+    return [
+        (sizes.index(record["size"]), record[metric] / scale)
+        for record in records
+        if record["candidate"] == name and record.get(metric)
+    ]
 
 
 def _draw_panel(axes: Any, records: list[Mapping[str, Any]], metric: str, scale: float) -> None:
     sizes = sorted({record["size"] for record in records})
     for name, (colour, style) in _CANDIDATES.items():
-        points = [
-            (sizes.index(record["size"]), record[metric] / scale)
-            for record in records
-            if record["candidate"] == name and record.get(metric)
-        ]
+        points = _points(records, name, metric, scale)
         if points:
             axes.plot(*zip(*points, strict=True), style, color=colour, label=name)
         else:
@@ -93,6 +141,13 @@ def _draw_accounted(axes: Any, records: list[Mapping[str, Any]], scale: float) -
             axes.plot(*zip(*points, strict=True), ":", color=colour, linewidth=1.5, marker="_", markersize=12)
 
 
+def _scale_of_factors(axes: Any) -> None:
+    """Put powers of two at an axis of factors, and a line where both are equal."""
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+    axes.axhline(1, color="black", linewidth=1)
+
+
 def _legend(figure: Any, axes: Any) -> None:
     from matplotlib.lines import Line2D
 
@@ -115,8 +170,9 @@ def _sheet(profile: Profile) -> Sheet:
         "speedup",
         "active_tflops",
         "peak_memory_bytes",
-        "accounted_traffic_bytes",
+        _ACCOUNTED,
         "accounted_storage_bytes",
+        *MEASURED,
         "not_run",
         "failure",
     )
@@ -124,12 +180,12 @@ def _sheet(profile: Profile) -> Sheet:
 
 
 def traffic_table(profile: Profile) -> Table:
-    """Return what each way must move and store by the paper's accounting, MiB.
+    """Return what each way must move and store by the paper's accounting, and what it was measured to move, MiB.
 
     Raises:
         MissingRecordsError: If there are no records of naive products.
     """
-    header = ("way", "axis", "M = N = K", "traffic", "x dense", "storage")
+    header = ("way", "axis", "M = N = K", "traffic", "x dense", "storage", *_MEASURED_COLUMNS)
     found = _records(profile)
     dense = {(r["axis"], r["size"]): r["accounted_traffic_bytes"] for r in found if r["candidate"] == "dense"}
     lines = []
@@ -143,10 +199,25 @@ def traffic_table(profile: Profile) -> Table:
                 f"{record['size']}",
                 f"{moved / 2**20:,.1f}",
                 f"{moved / peer:,.2f}" if peer else "-",
-                "-" if stored is None else f"{stored / 2**20:,.1f}",
+                _mebibytes(stored),
+                *(_mebibytes(record.get(name)) for name in (READ, WRITTEN, TRAFFIC)),
+                f"{record[RATIO]:,.2f}" if RATIO in record else "-",
+                _mebibytes(record.get(L2)),
             )
         )
     return Table(header=header, rows=tuple(lines))
+
+
+def _mebibytes(value: float | None) -> str:
+    return "-" if value is None else f"{value / 2**20:,.1f}"
+
+
+def _files(profile: Profile) -> list[str]:
+    """Return the files of the bench that are drawn, and the counters beside them."""
+    drawn = [str(record["file"]) for record in _records(profile)]
+    places = {Path(path).parent for path in drawn}
+    counted = [file.path for file in profile.files if file.name == NAIVE_BYTES and Path(file.path).parent in places]
+    return [*drawn, *counted]
 
 
 NAIVE_FIGURES: tuple[Figure[Profile], ...] = (
@@ -156,7 +227,8 @@ NAIVE_FIGURES: tuple[Figure[Profile], ...] = (
         size=(9.0, 7.2),
         draw=_draw,
         sheet=_sheet,
-        files=lambda profile: [str(record["file"]) for record in _records(profile)],
+        height=_height,
+        files=_files,
     ),
 )
 """Figures of naive beside fused products."""

@@ -12,12 +12,14 @@ from wide.report.bench_files import (
     DEPTH,
     END_TO_END,
     NAIVE,
+    NAIVE_BYTES,
     OPERATORS,
     BenchFile,
     Record,
     read_bench_file,
 )
 from wide.report.figure import Origin
+from wide.report.naive_bytes import with_measured
 
 OWN = ("own routing", "pruned")
 """What a pruned model itself is called among the candidates: its routers deciding, or what a static plan left."""
@@ -200,8 +202,8 @@ class Profile:
         return list({tuple(record[key] for key in keys): record for record in found}.values())
 
     def naive(self) -> list[Record]:
-        """Return the records of naive beside fused products."""
-        return self._records(NAIVE)
+        """Return the records of naive beside fused products, with what was measured of their traffic where it was."""
+        return with_measured(self._records(NAIVE), self._records(NAIVE_BYTES))
 
     def depth(self) -> list[Record]:
         """Return the timed records of naive dynamic depth taken apart; of equal ones the latest file counts."""
