@@ -2,18 +2,20 @@
 
 Usage: python tools/counters.py --out DIR [--prompt 4096,16384] [--decode 2048] [--rates 0.5,0.5] [--limit S] [--tables]
        python tools/counters.py --out DIR --naive 1024,2048 [--limit S]
-       python tools/counters.py --out DIR --csv DIR/counters.csv
+       python tools/counters.py --out DIR --csv DIR/counters.csv [--naive 1024,2048]
 
 Needs Nsight Compute (ncu) and the right to read counters. One layer of Llama-3.1-8B's shapes with random weights runs
 under the profiler, which repeats each kernel for groups of counters with cold caches, clocks as they are. DIR gets
 the profiler's own table (counters.csv) and what is looked at (counters.json), a row for each kernel, also where the
 profiler is stopped before its end. The second form counts what pruned products move, naive and fused, at each size: DIR
-gets naive-bytes.json, sums over the kernels of each way, sorting included, and the names of ways without one: those
-that did not fit in memory, too. The third form reads a table that is there.
+gets naive-bytes.json, sums over the kernels of each way, sorting included, and the names of the ways that have none,
+such as those that did not fit in memory. The third form reads a table that is there, of pruned products with --naive
+and their sizes; its machine and date are not known.
 """
 
 import argparse
 import csv
+import datetime
 import json
 import math
 import re
@@ -60,6 +62,8 @@ MOVED: dict[str, tuple[str, float]] = {
     "dram__bytes_read.sum": ("dram_read_bytes", 1),
     "dram__bytes_write.sum": ("dram_written_bytes", 1),
 }
+# The problem and the backend of pruned products.
+_GROUP_SIZE, _ACTIVE, _BACKEND = 128, 0.5, "triton"
 _GRACE_S = 60.0
 
 
@@ -187,7 +191,7 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
 
 
 def launch_naive(sizes: Sequence[int]) -> None:
-    """Run each pruned product of 50 % twice, the second time for the profiler."""
+    """Run each pruned product twice, the second time for the profiler."""
     import torch
 
     from wide.profiling.naive_products import AXES, implementations, make_problem, work
@@ -195,10 +199,12 @@ def launch_naive(sizes: Sequence[int]) -> None:
     device = torch.device("cuda")
     for size in sizes:
         for axis in AXES:
-            problem = make_problem(axis, size, group_size=128, active=0.5, dtype=torch.bfloat16, device=device)
-            for name, call in implementations(problem, backend="triton").items():
+            problem = make_problem(
+                axis, size, group_size=_GROUP_SIZE, active=_ACTIVE, dtype=torch.bfloat16, device=device
+            )
+            for name, call in implementations(problem, backend=_BACKEND).items():
                 # Gathered weights may be copied once more.
-                stored = 2.5 * work(axis, name, size, 128, 0.5).storage * problem.a.element_size()
+                stored = 2.5 * work(axis, name, size, _GROUP_SIZE, _ACTIVE).storage * problem.a.element_size()
                 if stored > torch.cuda.mem_get_info(device)[0]:
                     continue
                 call()
@@ -245,15 +251,23 @@ def left_out(sizes: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list
     return [" ".join(map(str, way)) for way in asked if way not in found and way[::2] != ("M", "grouped product")]
 
 
+def measured_on() -> dict[str, str]:
+    """Return the GPU, if there is one, torch and today's date, as a report says them."""
+    import torch
+
+    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return device | {"torch": torch.__version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+
+
 def _stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _report(table: Path, out: Path, command: str, code: int) -> None:
-    """Write counters.json from the profiler's table and print a line for each kernel."""
+def _report(table: Path, out: Path, facts: Mapping[str, str], code: int) -> None:
+    """Write counters.json, with these facts, from the profiler's table and print a line for each kernel."""
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     rows = list(read_rows(text))
-    report = {"command": command, "complete": code == 0 and "==ERROR==" not in text, "records": rows}
+    report = {**facts, "complete": code == 0 and "==ERROR==" not in text, "records": rows}
     (out / "counters.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     shown = ("time_us", "clock_mhz", "tensor_pct", "l2_pct", "dram_pct")
     sys.stdout.write(f"{'':28s} {'':40s}" + "".join(f"{name:>11s}" for name in shown) + "\n")
@@ -264,8 +278,8 @@ def _report(table: Path, out: Path, command: str, code: int) -> None:
         sys.stderr.write(f"counters: the profiler ended with {code}; {len(rows)} kernels until then are written\n")
 
 
-def _report_naive(table: Path, out: Path, command: str, code: int, sizes: Sequence[int]) -> None:
-    """Write naive-bytes.json from the profiler's table and print a line for each way of these sizes."""
+def _report_naive(table: Path, out: Path, facts: Mapping[str, str], code: int, sizes: Sequence[int]) -> None:
+    """Write naive-bytes.json, with these facts, from the profiler's table and print a line for each way."""
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     records = sum_ranges(read_rows(text, MOVED, ANY_KERNEL))
     if code and records:
@@ -273,7 +287,8 @@ def _report_naive(table: Path, out: Path, command: str, code: int, sizes: Sequen
         records.pop()
     lacking = left_out(sizes, records)
     complete = code == 0 and "==ERROR==" not in text
-    report = {"command": command, "complete": complete, "left_out": lacking, "records": records}
+    ran = {"group_size": _GROUP_SIZE, "active": _ACTIVE, "backend": _BACKEND}
+    report = {**facts, **ran, "complete": complete, "left_out": lacking, "records": records}
     (out / "naive-bytes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for record in records:
         moved = "".join(f"{record[name] / 2**20:14,.1f} MiB" for name, _ in MOVED.values() if name.endswith("bytes"))
@@ -308,8 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    facts = {"command": " ".join(["python tools/counters.py", *given])}
     table, code = options.csv, 0
     if table is None:
+        facts |= measured_on()
         table = options.out / "counters.csv"
         table.unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, _stop)
@@ -319,11 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             command = ncu_command(options.out, program, tables=options.tables)
         code = profile(command, options.limit)
-    said = " ".join(["python tools/counters.py", *given])
     if naive:
-        _report_naive(table, options.out, said, code, naive)
+        _report_naive(table, options.out, facts, code, naive)
     else:
-        _report(table, options.out, said, code)
+        _report(table, options.out, facts, code)
     return code
 
 

@@ -1,5 +1,6 @@
 """The tool that reads the profiler's counters: its table, a profiler that is stopped, and none at all."""
 
+import datetime
 import importlib.util
 import json
 import re
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 TOOL = Path(__file__).parents[2] / "tools" / "counters.py"
 TIME, TENSOR, WRITTEN = (
@@ -133,6 +135,33 @@ def test_moved_bytes_are_written_but_for_the_product_that_was_cut_off(tool, monk
     tool.main(["--out", str(tmp_path / "out"), "--naive", "512"])
     report = json.loads((tmp_path / "out" / "naive-bytes.json").read_text())
     assert (len(report["records"]), report["complete"]) == (products, products == 2)
+    assert report["command"] == f"python tools/counters.py --out {tmp_path / 'out'} --naive 512"
+
+
+def test_a_report_says_what_ran_where_and_when(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, table, options in (("counters", TABLE, []), ("naive-bytes", NAIVE, ["--naive", "512"])):
+        _install(tmp_path, "sys.exit(0)", table)
+        tool.main(["--out", str(tmp_path), *options])
+        report = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (report["device"], report["torch"]) == ("NVIDIA H200", torch.__version__)
+        assert datetime.date.fromisoformat(report["date"])
+    assert (report["group_size"], report["active"], report["backend"]) == (128, 0.5, "triton")
+
+
+def test_the_launched_products_are_those_that_the_report_says(tool, monkeypatch):
+    def made(axis, size, **facts):
+        asked.append((axis, size, facts["group_size"], facts["active"]))
+        raise InterruptedError
+
+    asked = []
+    monkeypatch.setattr("wide.profiling.naive_products.make_problem", made)
+    with pytest.raises(InterruptedError):
+        tool.launch_naive([256])
+    assert asked == [("M", 256, 128, 0.5)]
 
 
 @pytest.mark.parametrize(("code", "cut_off"), [("sys.exit(0)", []), ("sys.exit(3)", ["K 512 dense"])])
@@ -163,6 +192,16 @@ def test_a_table_that_is_there_is_read_without_a_profiler(tool, tmp_path):
     assert tool.main(["--out", str(tmp_path), "--csv", str(tmp_path / "old.csv")]) == 0
     report = json.loads((tmp_path / "counters.json").read_text())
     assert (len(report["records"]), report["complete"]) == (2, False)
+    # Nothing says where it was measured, and when.
+    assert not {"device", "torch", "date"} & report.keys()
+
+
+def test_a_table_of_pruned_products_is_read_without_a_profiler(tool, tmp_path):
+    (tmp_path / "old.csv").write_text(NAIVE)
+    assert tool.main(["--out", str(tmp_path), "--csv", str(tmp_path / "old.csv"), "--naive", "512"]) == 0
+    report = json.loads((tmp_path / "naive-bytes.json").read_text())
+    assert (len(report["records"]), len(report["left_out"]), report["complete"]) == (2, 9, True)
+    assert "device" not in report
 
 
 def test_without_a_profiler_the_way_out_is_named(tool, monkeypatch, tmp_path):

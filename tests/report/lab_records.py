@@ -90,12 +90,20 @@ OF_SEEDS = {
 }
 
 
+# The same at half of the work.
+HALF_SEEDS = {
+    "wide-fitted": ("f50-fitted", "f50-seeds-fitted", "f50-seeds-fitted"),
+    **dict.fromkeys(("tyr", "wide", "ddp"), ("f50", "f50-seeds", "f50-seeds")),
+}
+
+
 def of_seeds(method, metric, *, recovered=False, grids=None):
     runs = zip(grids or OF_SEEDS.get(method, ("n50", "seeds", "seeds")), SEEDS, strict=True)
     return [number(grid, method, metric, seed=seed, recovered=recovered) for grid, seed in runs]
 
 
 def spread(values, digits):
+    values = [value for value in values if value is not None]
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 

@@ -8,7 +8,7 @@ from test_comparison_speed import FIGURES, measured, rows, write
 from wide.cli.main import main
 from wide.records import Record
 from wide.report.cells import Cell
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, Row
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Row
 from wide.report.comparison_merge import merge
 from wide.report.comparison_page import read_comparison
 from wide.report.comparison_tables import facts_table, quality_table
@@ -124,6 +124,45 @@ def test_dense_cells_are_those_of_the_first_that_has_both_stages(tmp_path):
     assert status == [FINISHED] * 3
 
 
+def accuracies(cell, value, *tasks, recovered=False):
+    for metric in ("average", *tasks):
+        yield Record(subject=cell.subject(recovered=recovered), metric=f"accuracy.{metric}", value=value)
+
+
+def test_dense_cells_are_those_with_the_most_tasks(tmp_path):
+    cell = (*measured(HIGH, 15.0, settings=SETTINGS), *accuracies(HIGH, 0.4, "piqa"))
+    one = write(tmp_path / "one", ["wide"], cell)
+    # Dense cells of the same perplexity within what is taken for one text.
+    two = write(tmp_path / "two", ["tyr"], accuracies(DENSE_CELL, 0.5, "piqa"), dense=10.01)
+    three = write(tmp_path / "three", ["ddp"], accuracies(DENSE_CELL, 0.8, "piqa"), dense=10.02)
+    four = write(tmp_path / "four", ["slicegpt"], accuracies(DENSE_CELL, 0.25), dense=10.01)
+    for folders, dense, retention in (
+        # The first of equal ones.
+        ((one, two, three, four), 10.01, 0.8),
+        ((one, three, two, four), 10.02, 0.5),
+        ((four, one), 10.01, 1.6),
+        ((one,), 10.0, None),
+    ):
+        whole = merge(comparisons(*folders))
+        assert quality(whole, DENSE_CELL)[0] == dense
+        found = whole.value(Row("wide", False), 0.5, RETENTION)
+        assert (None if found is None else found.mean) == retention
+        assert whole.notes == []
+
+
+def test_tasks_of_dense_cells_that_do_not_count_are_noted(tmp_path):
+    one = write(tmp_path / "one", ["wide"], measured(DENSE_CELL, 8.0, recovered=True), recovers=True)
+    two = write(tmp_path / "two", ["tyr"], accuracies(DENSE_CELL, 0.5, "piqa"))
+    for folders in ((one, two), (two, one)):
+        whole = merge(comparisons(*folders))
+        assert quality(whole, DENSE_CELL) == [10.0, 8.0]
+        assert whole.notes == ["dense seed 17: of one, without tasks that two has, which lacks a stage"]
+    # Those of a stage that failed do not count.
+    failed = Record(subject=DENSE_CELL.subject(recovered=False), metric="status", value="OSError: disk")
+    three = write(tmp_path / "three", ["tyr"], accuracies(DENSE_CELL, 0.5, "piqa"), [failed])
+    assert merge(comparisons(one, three)).notes == []
+
+
 def of_lora(name, recipe, methods, *groups, dense=None, data="text"):
     """Return a comparison whose LoRA is of a recipe, with its dense + LoRA of this perplexity."""
     facts = [Record(subject="run", metric=fact, value=value) for fact, value in (("LoRA", recipe), ("data", data))]
@@ -195,6 +234,46 @@ def test_each_dense_with_lora_has_a_line_of_its_own(tmp_path):
             lines = {"dense": (1.0, "-")} | wanted
             assert [(line.get_ydata()[0], line.get_linestyle()) for line in drawn] == list(lines.values())
             assert [text.get_text() for text in figure.legends[0].get_texts()][-len(lines) :] == list(lines)
+
+
+def drawn_lines(name, found):
+    """Return (height, dashes) of the black lines across each panel of a figure, and the words of its legend."""
+    with _style():
+        figure = _new_figure(FIGURES[name].size)
+        FIGURES[name].draw(figure, found)
+    panels = [[line for line in axes.get_lines() if list(line.get_xdata()) == [0, 1]] for axes in figure.axes]
+    lines = [[(line.get_ydata()[0], str(line._unscaled_dash_pattern)) for line in panel] for panel in panels]
+    return lines, [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_many_dense_models_with_lora_have_dashes_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = [Cell(f"row{i}", 0.5, 17) for i in range(8)]
+    folders = [
+        of_lora(tmp_path / f"f{i}", f"{i} steps", [cell.method], both_stages(cell, 15.0, 12.0), dense=2.0 + i)
+        for i, cell in enumerate(cells)
+    ]
+    (lines,), words = drawn_lines("quality-sparsity", merge(comparisons(*folders)))
+    assert len(dict(lines)) == len({dash for _, dash in lines}) == 9
+    assert words[-9:] == ["dense", *(f"dense (f{i}) + LoRA" for i in range(8))]
+
+
+def test_a_dense_model_without_a_line_is_not_in_the_legend(tmp_path):
+    pytest.importorskip("matplotlib")
+    tyr = Cell("tyr", 0.5, 17)
+    task = (*accuracies(DENSE_CELL, 0.5), *accuracies(HIGH, 0.4))
+    one = of_lora(tmp_path / "one", "300 steps", ["wide"], both_stages(HIGH, 15.0, 12.0), task, dense=8.0)
+    finished = Record(subject=DENSE_CELL.subject(recovered=True), metric="status", value=FINISHED)
+    only_tasks = (*accuracies(DENSE_CELL, 0.45, recovered=True), finished)
+    two = of_lora(tmp_path / "two", "1300 steps", ["tyr"], both_stages(tyr, 15.0, 11.0), only_tasks)
+    whole = merge(comparisons(one, two))
+    (perplexities, shares), words = drawn_lines("quality-sparsity", whole)
+    assert [height for height, _ in perplexities] == [1.0, 0.8]
+    assert [height for height, _ in shares] == [1.0, 0.9]
+    assert words[-3:] == ["dense", "dense (one) + LoRA", "dense (two) + LoRA"]
+    (lines,), words = drawn_lines("quality-work", whole)
+    assert [height for height, _ in lines] == [1.0, 0.8]
+    assert words[-2:] == ["dense", "dense (one) + LoRA"]
 
 
 def test_what_does_not_count_is_told_on_the_page_and_on_the_terminal(tmp_path, capsys):

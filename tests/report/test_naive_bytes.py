@@ -5,11 +5,13 @@ import io
 import json
 
 import pytest
+import torch
 from test_legible import covered
 from test_partial_records import GONE, WRONG, draw, with_wrong
 
 from wide.cli.main import main
 from wide.errors import DataError
+from wide.profiling.naive_products import make_problem
 from wide.report.bench_files import bench_file
 from wide.report.drawing import draw_svg
 from wide.report.evidence_page import write_folder
@@ -42,6 +44,7 @@ COUNTS = [count(axis, 512, way) for axis in "MNK" for way in WAYS]
 
 def profile(products=PRODUCTS, counts=COUNTS, **facts):
     """Return what a folder with both files, or with counts=None the bench's alone, holds."""
+    facts = {"device": "GPU", **facts}
     files = [bench_file("naive.json", {"device": "GPU", "records": products}, "folder/naive.json")]
     if counts is not None:
         files.append(bench_file("naive-bytes.json", {"records": counts, **facts}, "folder/naive-bytes.json"))
@@ -114,9 +117,61 @@ def test_counters_of_another_problem_or_backend_are_not_joined(changes):
     assert [bool(line["measured_traffic_bytes"]) for line in found] == [False, True]
 
 
-def test_half_of_an_odd_number_of_groups_is_counted():
-    (found,) = lines(profile([product("N", 384, "fused", active=2 / 3)], [count("N", 384, "fused")]))
+def joins(counted, made, axis="N", size=512, **changes):
+    """Return whether counters of a file with these facts are joined with the bench's record of a problem made so."""
+    problem = make_problem(axis, size, **made, dtype=torch.float32, device=torch.device("cpu"))
+    facts = {"group_size": problem.group_size, "active": problem.active, **changes}
+    (found,) = lines(profile([product(axis, size, "fused", **facts)], [count(axis, size, "fused")], **counted))
+    return bool(found["measured_traffic_bytes"])
+
+
+@pytest.mark.parametrize("axis", "MNK")
+@pytest.mark.parametrize("size", [128, 384, 512, 896])
+@pytest.mark.parametrize("active", [0.5, 1 / 3, 0.4, 0.45, 0.6, 2 / 3])
+def test_counters_are_those_of_the_problem_that_keeps_as_many_groups(active, size, axis):
+    ran, asked = (
+        make_problem(axis, size, group_size=128, active=share, dtype=torch.float32, device=torch.device("cpu"))
+        for share in (0.5, active)
+    )
+    alike = bool((ran.mask == asked.mask).all())
+    assert joins({}, {"group_size": 128, "active": active}, axis, size) == alike
+
+
+def test_half_of_an_odd_number_of_groups_is_the_even_number_beside_it():
+    found = [
+        joins({}, {"group_size": 128, "active": active}, size=size)
+        for size, active in ((384, 1 / 3), (384, 0.4), (384, 0.5), (640, 0.5), (896, 0.4), (896, 0.5))
+    ]
+    assert found == [False, False, True, True, False, True]
+
+
+def test_the_problem_and_the_backend_are_those_that_the_file_of_counters_says():
+    said = {"group_size": 64, "active": 0.25, "backend": "gluon"}
+    made = {"group_size": 64, "active": 0.25}
+    assert joins(said, made, backend="gluon")
+    assert not joins(said, made)
+    assert not joins(said, {"group_size": 128, "active": 0.25}, backend="gluon")
+    assert not joins(said, {"group_size": 64, "active": 0.5}, backend="gluon")
+    # Other ways than the fused one have no backend.
+    dense = product("N", 512, "dense", group_size=64, active=0.25)
+    (found,) = lines(profile([dense], [count("N", 512, "dense")], **said))
     assert found["measured_traffic_bytes"] == str(20 * MIB)
+
+
+@pytest.mark.parametrize(("fact", "value"), [("group_size", "many"), ("active", 2.0), ("backend", 3)])
+def test_an_unusable_fact_of_the_counters_is_said_and_is_as_if_it_was_missing(fact, value):
+    source = profile(**{fact: value})
+    assert source.notes == [f"folder/naive-bytes.json: 12 of 12 records drawn without {fact!r}, which is unusable"]
+    assert lines(source) == lines(profile())
+
+
+@pytest.mark.parametrize(("device", "is_joined"), [("GPU", True), ("", True), (None, True), ("another", False)])
+def test_counters_of_another_device_are_left_out_and_said_to_be(device, is_joined):
+    source = profile(device=device)
+    _, _, words = drawn(source)
+    left_out = "Left out: folder/naive-bytes.json, counted on another, while these products ran on GPU."
+    assert (left_out in words) == ("No traffic of these products was measured." in words) == (not is_joined)
+    assert any(line["measured_traffic_bytes"] for line in lines(source)) == is_joined
 
 
 def test_counters_belong_to_the_bench_in_their_folder(tmp_path):
@@ -144,11 +199,18 @@ def test_what_was_not_counted_is_said(tmp_path, capsys):
     for words in (
         "naive-bytes.json: 1 of 11 records left out, without a usable 'dram_read_bytes'",
         "naive-bytes.json: no record of N 512 fused",
+        "naive-bytes.json: the profiler did not finish cleanly, so that kernels may be missing",
     ):
         assert words in said
         # Under the figure and among the notes.
         assert page.count(words) == 2
     assert "Not measured: M, dense at 512; N, fused at 512; any at 1024." in page
+
+
+def test_only_counters_say_that_they_are_incomplete():
+    assert profile(complete=True).notes == []
+    facts = {"complete": False, "left_out": ["N 512 fused"], "records": PRODUCTS}
+    assert bench_file("naive.json", facts).notes == ()
 
 
 def test_counters_that_fit_nothing_are_said_to():

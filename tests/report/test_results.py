@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
 FOLDERS = (
-    *("decode-groups", "groups-64", "groups-256", "groups-512", "naive", "batches", "batches-rates"),
+    *("decode-groups", "groups-32", "groups-64", "groups-256", "groups-512", "naive", "batches", "batches-rates"),
     *("prefill-batches", "sparsity", "sweeps", "rates"),
     *(".", "steps", "sweeps-native", "rows"),
 )
@@ -30,18 +30,24 @@ ROWS = {
     "lab-88m/q-all": "wide,ddp,skipgpt,wide-fitted",
     "lab-88m/g-all": GROUPS,
     "lab-88m/equal-all": f"{STATIC},wide,wide-32,wide-64,wide-uniform,wide-fitted",
+    "lab-88m/f50-seeds-all": "tyr,ddp,wide,wide-fitted",
+    "lab-88m/skipgpt-all": "skipgpt,blockpruner,f128-a768,wide",
 }
 RESULTS = {
     "lab-88m": [LAB],
     "lab-88m/n25-all": [LAB / name for name in ("n25", "n25-fitted")],
     "lab-88m/f25-all": [LAB / name for name in ("f25", "f25-groups", "f25-fitted")],
     "lab-88m/f50-all": [LAB / name for name in ("f50", "f50-groups", "f50-fitted", "f50-clustered")],
-    "lab-88m/equal-all": [LAB / name for name in ("equal", "n50", "n50-rest", "n50-fitted")],
+    "lab-88m/f50-seeds-all": [LAB / name for name in ("f50", "f50-fitted", "f50-seeds", "f50-seeds-fitted")],
+    "lab-88m/equal-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted", "equal")],
     "lab-88m/n50-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted")],
     "lab-88m/parts-all": [LAB / name for name in ("parts", "parts-sharp", "parts-plain", "parts-hot", "f50-fitted")],
     "lab-88m/seeds-all": [LAB / f"seeds{name}" for name in ("", "-fitted", "-fitted-18", "-tyr", "-tyr-18")],
     "lab-88m/q-all": [LAB / name for name in ("q-sweep", "q-sweep-fitted", "n25", "n50", "n25-fitted", "n50-fitted")],
     "lab-88m/g-all": [LAB / name for name in ("g-sweep", "n50")],
+    "lab-88m/skipgpt-all": [
+        *(LAB / name for name in ("n50", "skipgpt-seeds", "skipgpt-slow", "skipgpt-smooth", "g-sweep"))
+    ],
     "lab-88m/speed-all": [LAB / name for name in ("f50", "f25", "n50-fitted")],
     "lab-88m/runs": [LAB / "runs" / name for name in RUNS],
     **{str(path.parent.relative_to(DOCS / "results")): [path.parent] for path in LAB.glob("runs/**/records.jsonl")},

@@ -9,6 +9,8 @@
 //   FLUSH 0 none (products are kept alive; look for HGMMA in the machine code of whatever leaves a part out), 3 via shared memory (PIECE columns of a row), 5 64 bytes of a row by shuffles, 2 bulk reduction.
 //   SUM16: the sum is 0 float32, 1 bfloat16, 2 float16.   LOADS, MULTIPLY = 0: leave that part out.
 //   PARTIAL (with SUM16=2, MODE 0 or 1): nothing is added, sums are stored by super-block for another kernel.
+//   SIDES (FLUSH=3, float32, BN 128 or 256): slabs belong to halves of the second-level cache in turns, programs take those of the half
+//        that they are next to, and sums lie where their half owns the memory: 4 rows x 256 columns in 4 KB (bench_sides/).
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -48,6 +50,9 @@ typedef unsigned short u16;
 #ifndef PARTIAL
 #define PARTIAL 0
 #endif
+#ifndef SIDES
+#define SIDES 0
+#endif
 // Pingpong: a consumer waits for stages only when the other has seen all of its own full. Without that, it may stand two
 // rounds ahead of a barrier, whose parity then tells nothing.
 #define ORDER (MODE == 1 && LOADS)
@@ -83,6 +88,7 @@ constexpr u32 SMEM = BAR_OFFSET + 16 * STAGES + (MODE == 3 ? 32 : 0);
 static_assert(SMEM <= 232448, "shared memory");
 static_assert(BN % CL_ROWS == 0 && (MODE == 1 || BN <= 256) && CL_COLS <= 2 && CL_ROWS <= 2, "shape");
 static_assert(MODE < 2 || FLUSH == 3, "held and staged tiles leave through shared memory");
+static_assert(!SIDES || (FLUSH == 3 && !SUM16 && MODE < 2 && 256 % BN == 0), "sums by halves of the cache");
 static_assert(!SUM16 || FLUSH == 0 || FLUSH == 3, "16-bit sums leave through shared memory");
 
 __device__ __forceinline__ u32 smem_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -186,10 +192,22 @@ __device__ __forceinline__ u32 any_of(int w) {
   return (v | (v >> 8) | (v >> 16) | (v >> 24)) & 255;
 }
 
-// Where 64 x BN sums of a warp group go; `row` is the target row of place lane & 15 of the warp, or -1.
+// Where 64 x BN sums of a warp group go; `row` is the target row of place lane & 15 of the warp, or -1. With SIDES `row` is where
+// the row's 256 columns begin in the sums, and `column` counts from there.
 struct Target {
   int row, column;
 };
+#if SIDES
+// The half that owns the first 4 KB of the pair-th 8 KB: found in bench_sides, `pages` has one bit for each 2 MB.
+__device__ __forceinline__ u32 owner_of(u32 pair, u32 mask, const u32* __restrict__ pages) {
+  return (__popc(pair & mask) ^ (__ldg(pages + (pair >> 13)) >> ((pair >> 8) & 31))) & 1;
+}
+// `group`: which 256 columns of those of this half.
+__device__ __forceinline__ int place_of(int row, int group, int side, int quads, u32 mask, const u32* __restrict__ pages) {
+  const u32 pair = group * quads + (row >> 2);
+  return (int)(pair * 2048 + ((side ^ owner_of(pair, mask, pages)) << 10) + (row & 3) * 256);
+}
+#endif
 #if SUM16
 typedef u16 Sum;
 #else
@@ -246,7 +264,7 @@ __device__ __forceinline__ void take_piece(int target, float* out, u32 buffer, i
     float x, y, z, w;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x), "=f"(y), "=f"(z), "=f"(w)
                  : "r"(buffer + r * (PIECE * 4) + (((lane % LANES) * 16 + (r & 3) * 32) & (PIECE * 4 - 1))) : "memory");
-    reduce4(row, out + (u64)row * (u32)stride, x, y, z, w, policy);
+    reduce4(row, out + (SIDES ? (u64)(u32)row : (u64)row * (u32)stride), x, y, z, w, policy);
   }
 }
 #elif FLUSH == 3
@@ -419,7 +437,11 @@ down_sorted(const __grid_constant__ Map a_map, const __grid_constant__ Map w_map
             float* scales,
 #endif
             const int* __restrict__ index, const int* __restrict__ counts,
-      const int2* __restrict__ items, const int* __restrict__ num_items, int M, int N, int row_tiles, int stride_sum, int S, int G, int slabs, int parts) {
+      const int2* __restrict__ items, const int* __restrict__ num_items, int M, int N, int row_tiles, int stride_sum, int S, int G, int slabs, int parts
+#if SIDES
+      , const u32* __restrict__ side_of, const u32* __restrict__ pages, u32 mask, u32* tickets, volatile u32* seats
+#endif
+      ) {
   extern __shared__ __align__(1024) unsigned char raw[];
   const u32 base = smem_of(raw), full = base + BAR_OFFSET, empty = full + 8 * STAGES;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, group = thread >> 7;
@@ -430,6 +452,18 @@ down_sorted(const __grid_constant__ Map a_map, const __grid_constant__ Map w_map
   const int row_rank = rank % CL_ROWS, col_rank = rank / CL_ROWS;
   // Staged: of each unit's 64 rows, whether they are there, and whether they have left.
   const u32 out_full = empty + 8 * STAGES, out_empty = out_full + 16;
+#if SIDES
+  // A cluster takes the next seat of its half, or of the other, if its own is full.
+  if (thread == 0 && rank == 0) {
+    const u32 room = gridDim.x / CLUSTER / 2;
+    u32 sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    u32 half = side_of[sm], seat = atomicAdd(tickets + half, 1u);
+    if (seat >= room) half ^= 1, seat = atomicAdd(tickets + half, 1u);
+    seats[blockIdx.x / CLUSTER] = seat << 1 | half;
+    __threadfence();
+  }
+#endif
   if (thread == 0) {
     if (MODE == 3)
       for (int unit = 0; unit < 2; ++unit) {
@@ -448,7 +482,15 @@ down_sorted(const __grid_constant__ Map a_map, const __grid_constant__ Map w_map
 #else
   __syncthreads();
 #endif
+#if SIDES
+  const u32 seat = __shfl_sync(0xffffffff, seats[blockIdx.x / CLUSTER], 0);
+  const int side = seat & 1;
+  Walk walk(items, *num_items, seat >> 1, gridDim.x / CLUSTER / 2, slabs);
+#define SLAB(slab) (2 * (slab) + side)
+#else
   Walk walk(items, *num_items, blockIdx.x / CLUSTER, gridDim.x / CLUSTER, slabs);
+#define SLAB(slab) (slab)
+#endif
   const int ksteps = G / BK;
 
   if (group == 0) {
@@ -469,7 +511,7 @@ down_sorted(const __grid_constant__ Map a_map, const __grid_constant__ Map w_map
         const int row = block * M + (item.x % row_tiles) * (128 * CL_ROWS) + row_rank * 128;
         const u32 own = (u32)item.y >> (16 * row_rank), every = any_of(item.y);
         for (int part = 0; part < parts; ++part) {
-          const int column = ((slab * parts + part) * CL_COLS + col_rank) * BN;
+          const int column = ((SLAB(slab) * parts + part) * CL_COLS + col_rank) * BN;
           for (u32 rest = every; rest != 0; rest &= rest - 1) {
             const int member = __ffs(rest) - 1;
             const u32 upper = (own >> member) & 1, lower = (own >> (8 + member)) & 1;
@@ -601,7 +643,7 @@ down_sorted(const __grid_constant__ Map a_map, const __grid_constant__ Map w_map
         if (turn > 0) asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory");
 #endif
 #endif
-        const int column = ((slab * parts + part) * CL_COLS + col_rank) * BN;
+        const int column = ((SLAB(slab) * parts + part) * CL_COLS + col_rank) * BN;
 #if LOADS
         int pending = -1;
         int used[HALVES];
@@ -718,7 +760,12 @@ down_sorted(const __grid_constant__ Map a_map, const __grid_constant__ Map w_map
             const int tiles = (N + BN - 1) / BN, top = place + 64 * half - (lane & 15);
             scale_rows(acc[half], scales + (u64)(block * M + min(top, M - 1)) * tiles + column / BN, tiles, count - top);
 #endif
+#if SIDES
+            const int at = place_of(rows[half], ((slab * parts + part) * CL_COLS + col_rank) * BN / 256, side, (M + 3) / 4, mask, pages);
+            flush_all(acc[half], Target{place + 64 * half < count ? at : -1, column & 255}, sum, buffer, stride_sum, N, policy);
+#else
             flush_all(acc[half], Target{place + 64 * half < count ? rows[half] : -1, column}, sum, buffer, stride_sum, N, policy);
+#endif
           }
 #endif
       }

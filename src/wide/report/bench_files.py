@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ _OTHERS: dict[str, dict[str, Fits]] = {
         "not_run": _text,
         "failure": _text,
     },
-    NAIVE_BYTES: {"l2_bytes": _amount},
+    NAIVE_BYTES: {"l2_bytes": _amount, "group_size": _positive, "active": _share, "backend": _text},
     DEPTH: {"accounted_traffic_bytes": _numbers, "error": is_finite},
 }
 BENCH_FILES = tuple(_NEEDED)
@@ -203,27 +203,42 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
 
     Args:
         name: One of `BENCH_FILES`.
-        content: As the bench writes it, with a list of records, and perhaps the names of those that are 'left_out'.
+        content: As the bench writes it, with a list of records.
         path: Where it lies.
     """
     faults: Counter[str] = Counter()
-    kept = [found for each in content["records"] if (found := _checked(name, each, faults)) is not None]
+    records = _counted(content) if name == NAIVE_BYTES else content["records"]
+    kept = [found for each in records if (found := _checked(name, each, faults)) is not None]
     size, layers = content.get("ffn_group_size"), content.get("layers")
     facts = ("device", "date", "command", "model", "adapter", "checkpoint", "method")
     texts = {fact: content[fact] if isinstance(content.get(fact), str) else "" for fact in facts}
-    notes = [f"{path or name}: {count} of {len(content['records'])} records {fault}" for fault, count in faults.items()]
-    lacking = content.get("left_out")
-    if names := [each for each in lacking if _text(each)] if isinstance(lacking, list) else []:
-        notes.append(f"{path or name}: no record of {', '.join(names)}")
+    words = [f"{count} of {len(records)} records {fault}" for fault, count in faults.items()]
+    words += _gaps(content) if name == NAIVE_BYTES else ()
     return BenchFile(
         name=name,
         path=path,
         records=tuple(kept),
-        notes=tuple(notes),
+        notes=tuple(f"{path or name}: {each}" for each in words),
         ffn_group_size=_whole(size),
         layers=_whole(layers),
         **texts,
     )
+
+
+def _counted(content: Mapping[str, Any]) -> list[Any]:
+    """Return the records of the profiler's counters, each with what their file says once of all of them."""
+    said = {fact: content[fact] for fact in ("group_size", "active", "backend") if fact in content}
+    return [{**said, **each} if isinstance(each, dict) else each for each in content["records"]]
+
+
+def _gaps(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in words what the profiler's counters say that they lack."""
+    lacking = content.get("left_out")
+    names = [each for each in lacking if _text(each)] if isinstance(lacking, list) else []
+    if names:
+        yield f"no record of {', '.join(names)}"
+    if content.get("complete") is False:
+        yield "the profiler did not finish cleanly, so that kernels may be missing"
 
 
 def _whole(value: Any) -> int | None:

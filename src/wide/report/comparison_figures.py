@@ -14,8 +14,12 @@ from wide.report.layer_lines import LAYERS_OF_METHODS
 from wide.report.selection import MissingRecordsError
 
 _WORK = "sparsity.linear_flops_layers"
-# Of the dense model with LoRA, several only where rows have different ones.
-_DASHES: tuple[Dash, ...] = (":", "-.", (0, (8, 2, 1, 2, 1, 2)))
+# Of the dense model with LoRA, several only where rows have different ones; short enough for the lines of a legend.
+# After eight they repeat.
+_DASHES: tuple[Dash, ...] = (
+    *(":", "-.", (0, (8, 2, 1, 2, 1, 2))),
+    *((0, (1, 4)), (0, (4, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (10, 3)), (0, (2, 1, 2, 5))),
+)
 _PANELS = ((RATIO, "perplexity, x dense"), (RETENTION, "average accuracy, share of dense"))
 
 
@@ -51,7 +55,7 @@ def _draw(figure: Any, comparison: Comparison) -> str:
         axes.set_xlabel("target sparsity, %")
         axes.set_ylabel(label)
     shown = {row.method: styles[row.method] for metric, _ in panels for row, _ in _lines(comparison, metric)}
-    _legend(figure, comparison, shown)
+    _legend(figure, comparison, shown, [metric for metric, _ in panels])
     return "Quality over sparsity; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
 
 
@@ -80,18 +84,19 @@ def _dense_lines(axes: Any, comparison: Comparison, metric: str) -> None:
 
 
 def _adapted(comparison: Comparison) -> dict[Row, Dash]:
-    """Return the dashes of the dense model with each LoRA that it was measured with."""
+    """Return the dashes of the dense model with each LoRA, measured or not: the same in all figures."""
     rows = [row for row in comparison.rows if comparison.is_dense(row) and row.recovered]
-    return {
-        row: dash
-        for row, dash in zip(rows, cycle(_DASHES), strict=False)
-        if any(comparison.value(row, 0.0, metric) is not None for metric, _ in _PANELS)
-    }
+    return dict(zip(rows, cycle(_DASHES), strict=False))
 
 
-def _legend(figure: Any, comparison: Comparison, shown: Styles) -> None:
+def _legend(figure: Any, comparison: Comparison, shown: Styles, metrics: Sequence[str]) -> None:
+    """Put a legend beside axes of these metrics."""
     lines: dict[str, Dash] = {DENSE: "-"}
-    lines |= {_name(row): dash for row, dash in _adapted(comparison).items()}
+    lines |= {
+        _name(row): dash
+        for row, dash in _adapted(comparison).items()
+        if any(comparison.value(row, 0.0, metric) is not None for metric in metrics)
+    }
     method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows), lines=lines)
 
 
@@ -136,7 +141,7 @@ def _draw_work(figure: Any, comparison: Comparison) -> str:
     axes.set_xlabel("matrix products of the decoder layers that are skipped (measured), %")
     axes.set_ylabel(_PANELS[0][1])
     shown = {row.method: styles[row.method] for row, _ in lines}
-    _legend(figure, comparison, shown)
+    _legend(figure, comparison, shown, [RATIO])
     return "Perplexity over the work that is really left out; hollow without LoRA. " + "; ".join(sentences) + "."
 
 

@@ -1,6 +1,7 @@
 """Several comparisons of one model on one text as one, for a common table and common figures."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from wide.errors import DataError
 from wide.records import Record
 from wide.report.cell_speeds import CellSpeed
 from wide.report.cells import Cell, read_subject
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Comparison, Row
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, TASK, Comparison, Row
 from wide.report.selection import Selection
 
 _SAME = ("model", "held-out text")
@@ -23,9 +24,9 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
     """Return one comparison of all rows.
 
     Rows of one name, settings, training, target, LoRA and training tokens are one row; of equal cells the last
-    comparison's counts that has all their finished stages, of dense ones the first's, and notes say which others do
-    not. Other rows of one name get the comparison's name added. The dense model with LoRA is a row for each LoRA, with
-    a note which rows it belongs to.
+    comparison's counts that has all their finished stages, of dense ones that with the most tasks, or the first of
+    several, and notes say which others do not. Other rows of one name get the comparison's name added. The dense model
+    with LoRA is a row for each LoRA, with a note which rows it belongs to.
 
     Args:
         comparisons: By name, in their order.
@@ -163,15 +164,20 @@ class _Choice:
 def _choose(renamed: Mapping[str, Sequence[Record]], dense: Collection[str]) -> _Choice:
     """Choose for each cell one comparison, so that both its stages are of one training, where one has both.
 
-    Of several it is the last, for cells of these dense rows the first.
+    Of several it is the last, for cells of these dense rows that with the most tasks, without which no row has a
+    retention, or the first of those.
     """
     finished = _finished(renamed)
+    tasks = _tasks(renamed, finished)
     by_subject: dict[str, str] = {}
     replaced: dict[tuple[str, str], list[Cell]] = {}
-    split: list[str] = []
+    remarks: list[str] = []
     for cell, by_name in finished.items():
-        # Where nothing is finished, the first says why.
-        names = list(by_name) if cell.method in dense or not any(by_name.values()) else list(reversed(by_name))
+        if cell.method in dense:
+            names = sorted(by_name, key=lambda name: -tasks[cell, name])
+        else:
+            # Where nothing is finished, the first says why.
+            names = list(reversed(by_name)) if any(by_name.values()) else list(by_name)
         every = set().union(*by_name.values())
         whole = next((name for name in names if by_name[name] == every), None)
         owners = {
@@ -180,13 +186,17 @@ def _choose(renamed: Mapping[str, Sequence[Record]], dense: Collection[str]) -> 
         }
         by_subject |= {cell.subject(recovered=stage): name for stage, name in owners.items()}
         if whole is None:
-            split.append(f"{cell.title}: calibrated of {owners[False]}, LoRA of {owners[True]}, because none has both")
-        elif cell.method not in dense:
+            calibrated, adapted = owners[False], owners[True]
+            remarks.append(f"{cell.title}: calibrated of {calibrated}, LoRA of {adapted}, because none has both")
+        elif cell.method in dense:
+            if tasks[cell, whole] < tasks[cell, names[0]]:
+                remarks.append(f"{cell.title}: of {whole}, without tasks that {names[0]} has, which lacks a stage")
+        else:
             for name in names:
                 if name != whole and by_name[name]:
                     replaced.setdefault((whole, name), []).append(cell)
     order = list(renamed)
-    return _Choice(by_subject, [*_told(replaced, order), *split])
+    return _Choice(by_subject, [*_told(replaced, order), *remarks])
 
 
 def _finished(renamed: Mapping[str, Sequence[Record]]) -> dict[Cell, dict[str, set[bool]]]:
@@ -202,6 +212,19 @@ def _finished(renamed: Mapping[str, Sequence[Record]]) -> dict[Cell, dict[str, s
             if record.metric == "status":
                 (stages.add if record.value == FINISHED else stages.discard)(recovered)
     return found
+
+
+def _tasks(
+    renamed: Mapping[str, Sequence[Record]], finished: Mapping[Cell, Mapping[str, Collection[bool]]]
+) -> Counter[tuple[Cell, str]]:
+    """Return how many accuracies each comparison has of the finished stages of each cell."""
+    found: set[tuple[Cell, str, bool, str]] = set()
+    for name, records in renamed.items():
+        for record in records:
+            key = read_subject(record.subject)
+            if key is not None and record.metric.startswith(TASK) and key[1] in finished[key[0]][name]:
+                found.add((key[0], name, key[1], record.metric))
+    return Counter((cell, name) for cell, name, *_ in found)
 
 
 def _told(replaced: Mapping[tuple[str, str], Sequence[Cell]], order: Sequence[str]) -> Iterator[str]:

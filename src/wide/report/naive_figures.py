@@ -9,7 +9,7 @@ from typing import Any
 
 from wide.report.bench_files import NAIVE_BYTES
 from wide.report.figure import Figure, Sheet
-from wide.report.naive_bytes import L2, MEASURED, RATIO, READ, TRAFFIC, WRITTEN
+from wide.report.naive_bytes import L2, MEASURED, RATIO, READ, TRAFFIC, WRITTEN, of_other_devices
 from wide.report.profiles import Profile
 from wide.report.selection import MissingRecordsError
 from wide.report.style import BLUE, GREEN, GREY, ORANGE
@@ -21,7 +21,7 @@ _CANDIDATES = {
     "grouped product": (GREEN, "^-."),
     "fused": (BLUE, "D-"),
 }
-_MEMORY, _ACCOUNTED = "peak_memory_bytes", "accounted_traffic_bytes"
+_MEMORY, _ACCOUNTED, _STORED = "peak_memory_bytes", "accounted_traffic_bytes", "accounted_storage_bytes"
 _AXES = {"M": "M, whole tokens", "N": "N, output groups", "K": "K, input groups"}
 _ROWS = (
     ("active_tflops", 1.0, "TFLOP/s on executing pairs"),
@@ -70,6 +70,7 @@ def _draw(figure: Any, profile: Profile) -> str:
         f"Pruned products by axis, on {records[0]['device']}; at {largest}: "
         + ("; ".join(words) or "not timed")
         + f".{_measured_words(profile)}"
+        + "".join(f" {sentence}" for sentence in of_other_devices(profile.files))
     )
 
 
@@ -101,20 +102,14 @@ def _measured_words(profile: Profile) -> str:
     )
 
 
-def _points(records: list[Mapping[str, Any]], name: str, metric: str, scale: float) -> list[tuple[int, float]]:
-    """Return (place of the size, value) of the records of one way that have the metric."""
-    sizes = sorted({record["size"] for record in records})
-    return [
-        (sizes.index(record["size"]), record[metric] / scale)
-        for record in records
-        if record["candidate"] == name and record.get(metric)
-    ]
-
-
 def _draw_panel(axes: Any, records: list[Mapping[str, Any]], metric: str, scale: float) -> None:
     sizes = sorted({record["size"] for record in records})
     for name, (colour, style) in _CANDIDATES.items():
-        points = _points(records, name, metric, scale)
+        points = [
+            (sizes.index(record["size"]), record[metric] / scale)
+            for record in records
+            if record["candidate"] == name and record.get(metric)
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), style, color=colour, label=name)
         else:
@@ -130,12 +125,12 @@ def _draw_accounted(axes: Any, records: list[Mapping[str, Any]], scale: float) -
     """Draw what intermediates and the result should take, beside what was measured."""
     sizes = sorted({record["size"] for record in records})
     # The dense product moves its two factors and its result, three matrices of one size.
-    result = {r["size"]: r["accounted_traffic_bytes"] / 3 for r in records if r["candidate"] == "dense"}
+    result = {r["size"]: r[_ACCOUNTED] / 3 for r in records if r["candidate"] == "dense"}
     for name, (colour, _) in _CANDIDATES.items():
         points = [
-            (sizes.index(record["size"]), (record["accounted_storage_bytes"] + result[record["size"]]) / scale)
+            (sizes.index(record["size"]), (record[_STORED] + result[record["size"]]) / scale)
             for record in records
-            if record["candidate"] == name and record["size"] in result and "accounted_storage_bytes" in record
+            if record["candidate"] == name and record["size"] in result and _STORED in record
         ]
         if points:
             axes.plot(*zip(*points, strict=True), ":", color=colour, linewidth=1.5, marker="_", markersize=12)
@@ -169,9 +164,9 @@ def _sheet(profile: Profile) -> Sheet:
         "median_us",
         "speedup",
         "active_tflops",
-        "peak_memory_bytes",
+        _MEMORY,
         _ACCOUNTED,
-        "accounted_storage_bytes",
+        _STORED,
         *MEASURED,
         "not_run",
         "failure",
@@ -187,10 +182,10 @@ def traffic_table(profile: Profile) -> Table:
     """
     header = ("way", "axis", "M = N = K", "traffic", "x dense", "storage", *_MEASURED_COLUMNS)
     found = _records(profile)
-    dense = {(r["axis"], r["size"]): r["accounted_traffic_bytes"] for r in found if r["candidate"] == "dense"}
+    dense = {(r["axis"], r["size"]): r[_ACCOUNTED] for r in found if r["candidate"] == "dense"}
     lines = []
     for record in found:
-        moved, stored = record["accounted_traffic_bytes"], record.get("accounted_storage_bytes")
+        moved, stored = record[_ACCOUNTED], record.get(_STORED)
         peer = dense.get((record["axis"], record["size"]))
         lines.append(
             (
