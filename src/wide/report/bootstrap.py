@@ -1,6 +1,7 @@
 """Standard errors of perplexities by resampling windows of the scored text."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +52,17 @@ def _error(losses: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64]) -> 
     # A perplexity that overflows has no error worth a number.
     if size < 2 or not bool(np.isfinite(losses).all()):
         return None
-    draws = np.random.default_rng(0).multinomial(size, np.full(size, 1.0 / size), size=_RESAMPLES).astype(np.float64)
+    draws = _draws(size)
     # Windows without scored tokens may be all that a resample holds.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         values = np.exp((draws @ losses) / (draws @ tokens))
     return float(values.std(ddof=1)) if bool(np.isfinite(values).all()) else None
+
+
+# A page asks for hundreds of errors on one text, and drawing takes nearly all of their time.
+@lru_cache(maxsize=1)
+def _draws(size: int) -> npt.NDArray[np.float64]:
+    """Return how often each resample holds each window, [resamples, size], the same at every call."""
+    draws = np.random.default_rng(0).multinomial(size, np.full(size, 1.0 / size), size=_RESAMPLES).astype(np.float64)
+    draws.setflags(write=False)
+    return draws
