@@ -60,11 +60,16 @@ def test_one_token_at_a_time_equals_the_whole_sequence_under_forced_masks():
 
 def test_continuous_batching_gives_the_tokens_of_generate():
     from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = routed()
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 9)]
+    # Left to itself the cache takes most of the machine's memory.
+    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    results = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    results = model.generate_batch(
+        inputs=prompts, generation_config=config, continuous_batching_config=pages, progress_bar=False
+    )
     found = {tuple(r.prompt_ids): list(r.generated_tokens) for r in results.values()}
     for prompt in prompts:
         ids = torch.tensor([prompt])
