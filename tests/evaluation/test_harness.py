@@ -137,11 +137,16 @@ def test_skips_are_counted_on_real_tokens_only(attached_model, tokenizer, local_
     assert padded.sparsity.ffn == pytest.approx(one.sparsity.ffn, abs=5e-3)
 
 
-def test_the_model_the_tokenizer_and_the_random_state_are_left_alone(attached_model, tokenizer, local_data):
+def test_the_model_the_tokenizer_and_the_random_state_are_left_alone(
+    attached_model, tokenizer, local_data, tmp_path, monkeypatch, capfd
+):
     import lm_eval.evaluator
     from lm_eval.utils import env
 
     describe = lm_eval.evaluator.add_env_info
+    find_commit = lm_eval.evaluator.get_git_commit_hash
+    # No git repository.
+    monkeypatch.chdir(tmp_path)
     attached_model.train()
     random.seed(5)
     torch.manual_seed(5)
@@ -151,6 +156,8 @@ def test_the_model_the_tokenizer_and_the_random_state_are_left_alone(attached_mo
     assert tokenizer.pad_token is None
     assert (random.random(), torch.rand(1)) == expected
     assert lm_eval.evaluator.add_env_info is describe
+    assert lm_eval.evaluator.get_git_commit_hash is find_commit
+    assert "fatal" not in capfd.readouterr().err
     assert "from_string" not in vars(env)
 
 

@@ -153,8 +153,16 @@ BETTER, QUARTER = ("q-sweep-fitted", "wide-fitted"), ("f25-fitted", "wide-fitted
             False,
             "where it is ({} times)",
         ),
-        (SIZES, ("g-sweep", "f16-a192"), 0.5, ("n50", "wide-32"), False, "16 over 32 {} times"),
         (SIZES, ("g-sweep", "f512-a192"), 0.5, ("g-sweep", "f256-a192"), False, "512 over 256 has {} times"),
+        (SIZES, ("g-sweep", "f512-a192"), 0.5, ("g-sweep", "f256-a192"), True, "with LoRA {} times, 32 over 64"),
+        (SIZES, ("n50", "wide-32"), 0.5, ("n50", "wide-64"), False, "32 over 64 {} times"),
+        (SIZES, ("g-sweep", "f16-a192"), 0.5, ("n50", "wide-32"), False, "16 over 32 {} times, with LoRA"),
+        (SIZES, ("n50", "wide-32"), 0.5, ("n50", "wide-64"), True, "with LoRA {} and"),
+        (SIZES, ("g-sweep", "f16-a192"), 0.5, ("n50", "wide-32"), True, "and {} times. What finer"),
+        (SIZES, ("g-sweep", "f16-a192"), 0.5, ("n50", "wide"), False, "groups of 16 have {} times that of 128"),
+        (SIZES, ("g-sweep", "f16-a192"), 0.5, ("n50", "tyr"), True, "groups of 16 have {} times the perplexity of Týr"),
+        (SIZES, ("g-sweep", "f128-a768"), 0.5, ("n50", "skipgpt"), True, "it is {} times SkipGPT's 82.7"),
+        (SIZES, ("g-sweep", "f128-a768"), 0.5, ("n50", "blockpruner"), True, "and {} times BlockPruner's 69.2"),
         (SIZES, ("parts-plain", "clustered-only"), 0.5, ("parts-plain", "published"), False, "alone have {} times"),
         (PARTS, ("parts-sharp", "no-smoothing"), 0.5, ("parts-plain", "clustered-only"), False, "({} times)"),
         (PARTS, ("parts-plain", "published"), 0.5, ("f50", "wide"), False, "from 55.80 to 54.07 ({} times)"),
@@ -231,6 +239,8 @@ def test_what_the_better_recipe_does_over_sparsity_is_worked_out_from_the_record
 
 # Whole layers are the same layers, and the same work, with either meaning of the target.
 LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
+# At a quarter only, of a run of their own.
+LATER = ("blockpruner", "dllm-original", "dllm")
 
 
 def test_the_table_of_equal_tokens_is_that_of_the_records():
@@ -282,7 +292,8 @@ def of_all_products(grid, method, target):
     if method in LAYERS:
         grid = {"f50": "n50-rest", "f25": "n25"}[grid]
         assert [number(grid, method, WORK, recovered=recovered) for recovered in BOTH] == [target, target]
-    grid += {"wide-fitted": "-fitted", "wide-32": "-groups", "wide-64": "-groups"}.get(method, "")
+    later = dict.fromkeys(LATER, "-tasks")
+    grid += {"wide-fitted": "-fitted", "wide-32": "-groups", "wide-64": "-groups", **later}.get(method, "")
     reached = [recovered for recovered in BOTH if number(grid, method, PERPLEXITY, recovered=recovered) is not None]
 
     def pair(metric, *, scale=1.0):
@@ -302,7 +313,8 @@ def of_all_products(grid, method, target):
 @pytest.mark.parametrize(("title", "grid", "target"), [(HALF, "f50", 0.5), (OF_WORK, "f25", 0.25)])
 def test_the_tables_of_half_and_a_quarter_of_the_work_are_those_of_the_records(title, grid, target):
     rows = {(ALL | NAMES)[name]: cells for name, cells in tables(title)[0].items()}
-    assert rows == {method: of_all_products(grid, method, target) for method in {*NAMES.values(), *LAYERS}}
+    methods = {*NAMES.values(), *LAYERS, *(LATER if grid == "f25" else ())}
+    assert rows == {method: of_all_products(grid, method, target) for method in methods}
     values = [float(cells[1].partition(" ")[0]) for cells in rows.values()]
     assert values == sorted(values)
 

@@ -16,8 +16,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 H200 = DOCS / "measurements/records/h200"
 # In the order of docs/results/h200/README.md: of equal measurements the last folder counts.
 FOLDERS = (
-    *("decode-groups", "groups-32", "groups-64", "groups-256", "groups-512", "naive", "batches", "batches-rates"),
-    *("prefill-batches", "sparsity", "sweeps", "rates"),
+    *("decode-groups", "groups-32", "groups-32-decode", "groups-64", "groups-256", "groups-512", "naive"),
+    *("batches", "batches-rates"),
+    *("prefill-batches", "sparsity", "sweeps", "prefill-energy", "rates"),
     *(".", "steps", "sweeps-native", "rows"),
 )
 NANO = DOCS / "results/nano-sweeps"
@@ -36,7 +37,9 @@ ROWS = {
 RESULTS = {
     "lab-88m": [LAB],
     "lab-88m/n25-all": [LAB / name for name in ("n25", "n25-fitted")],
-    "lab-88m/f25-all": [LAB / name for name in ("f25", "f25-groups", "f25-fitted")],
+    "lab-88m/f25-all": [LAB / name for name in ("f25-tasks", "f25", "f25-groups", "f25-fitted")],
+    "lab-88m/n25-tasks-all": [LAB / name for name in ("n25-tasks", "n25-fitted-tasks")],
+    "lab-88m/f25-tasks-all": [LAB / "f25-tasks"],
     "lab-88m/f50-all": [LAB / name for name in ("f50", "f50-groups", "f50-fitted", "f50-clustered")],
     "lab-88m/f50-seeds-all": [LAB / name for name in ("f50", "f50-fitted", "f50-seeds", "f50-seeds-fitted")],
     "lab-88m/equal-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted", "equal")],

@@ -294,16 +294,20 @@ def _own_random_state(model: nn.Module) -> Iterator[None]:
 def _without_waste(lm_eval: Any) -> Iterator[None]:
     """Keep the harness from what takes it minutes and serves nobody here; scores are the same.
 
-    It compiles its templates anew for every item, and lists the installed packages after every task.
+    It compiles its templates anew for every item, lists the installed packages after every task, and asks git for the
+    commit of the folder that it runs in, which outside of a repository ends on the terminal as a fatal error.
     """
     from lm_eval.utils import env
 
-    describe, env.from_string = lm_eval.evaluator.add_env_info, cache(env.from_string)
-    lm_eval.evaluator.add_env_info = lambda storage: None
+    evaluator = lm_eval.evaluator
+    describe, find_commit = evaluator.add_env_info, evaluator.get_git_commit_hash
+    env.from_string = cache(env.from_string)
+    evaluator.add_env_info = lambda storage: None
+    evaluator.get_git_commit_hash = lambda: None
     try:
         yield
     finally:
-        lm_eval.evaluator.add_env_info = describe
+        evaluator.add_env_info, evaluator.get_git_commit_hash = describe, find_commit
         del env.from_string
 
 
