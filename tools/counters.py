@@ -53,7 +53,7 @@ KEPT: dict[str, tuple[str, float]] = {
 }
 # Ours begin with an underscore; the rest are products and attention of the libraries. Written to mean the same whether
 # it is searched for or matched as a whole.
-KERNELS = r"^(_.*|gemm_.*|nvjet.*|cudnn.*|.*(gemv|splitK|cutlass|cublas|flash).*)$"
+KERNELS = r"^(_.*|gemm_.*|rows_.*|nvjet.*|cudnn.*|.*(gemv|splitK|cutlass|cublas|flash).*)$"
 ANY_KERNEL = ".*"
 # Sectors have 32 bytes. Whatever a kernel asks of the second-level cache, and what of it comes from or goes to memory.
 MOVED: dict[str, tuple[str, float]] = {

@@ -10,9 +10,9 @@ from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES
 from wide.kernels.reorder_rows import REORDER_ROWS
 
-GENERAL = (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS, GEMM_MN, GEMM_K)
-# The last one has a kernel of its own on one kind of GPU only.
-OPERATORS = (*GENERAL, GEMM_K_ROWS)
+GENERAL = (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, GEMM_MN, GEMM_K)
+# The last two have kernels of their own on one kind of GPU only.
+OPERATORS = (*GENERAL, REORDER_ROWS, GEMM_K_ROWS)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -17,6 +17,7 @@ from wide.kernels.gemm_mn import _cuda
 from wide.kernels.gemm_mn._cuda import Variant, machine_code
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
 from wide.kernels.native import build
+from wide.kernels.reorder_rows import _cuda as reorder_rows_cuda
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Largest shared memory of one block in bytes, and registers of a multiprocessor.
@@ -99,6 +100,23 @@ def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, 
     assert len(re.findall(r"UTMALDG\.2D", code)) == 1
     assert "LDGSTS" in code
     assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
+
+
+@needs_compiler
+@pytest.mark.parametrize("words", [2, 3, 4])
+def test_the_order_of_rows_fits_and_spills_nothing(words: int, tmp_path: Path) -> None:
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(reorder_rows_cuda.machine_code(words, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    functions = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert {name for name, *_ in functions} == set(reorder_rows_cuda.LAUNCHES)
+    for name, *numbers in functions:
+        registers, stack, shared, local = map(int, numbers)
+        launch = reorder_rows_cuda.LAUNCHES[name]
+        assert stack == local == 0
+        assert registers * launch.threads <= REGISTERS
+        assert shared + launch.shared_bytes <= SHARED
+    assert not re.findall(r"\b(?:STL|LDL)\b", _tool("nvdisasm", "-c", image))
 
 
 @needs_compiler

@@ -83,6 +83,12 @@ def test_more_groups_than_patterns_hold_go_by_rows_in_one_order(monkeypatch: pyt
         found.append((backend, tuple(order.words.shape)))
         return known(h, weight, order, backend="torch", **options)
 
+    def sort(mask: torch.Tensor, *, backend: str) -> Any:
+        sorters.append(backend)
+        return order_rows(mask, backend="torch")
+
+    order_rows, sorters = products.reorder_rows, []
+    monkeypatch.setattr(products, "reorder_rows", sort)
     monkeypatch.setattr(products, "gemm_k_rows", noted)
     h, weight, mask = torch.randn(ROWS, 9 * SIZE), torch.randn(DEPTH, 9 * SIZE), torch.rand(ROWS, 9) < 0.5
     choice = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=9)
@@ -93,4 +99,4 @@ def test_more_groups_than_patterns_hold_go_by_rows_in_one_order(monkeypatch: pyt
     holes = torch.where(mask.repeat_interleave(SIZE, 1), h, float("nan"))
     got = sum_groups("down", holes, weight, None, mask, table)
     torch.testing.assert_close(got, torch.where(mask.repeat_interleave(SIZE, 1), h, 0.0) @ weight.t())
-    assert found == [("cuda", (2, ROWS))]
+    assert (found, sorters) == ([("cuda", (2, ROWS))], ["cuda"])

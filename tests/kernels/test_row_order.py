@@ -1,5 +1,7 @@
 """Rows in one order: what the lists promise holds for every mask, and products over them are those of the mask."""
 
+import itertools
+import operator
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.gemm_k_rows import GEMM_K_ROWS, fits_rows, gemm_k_rows
 from wide.kernels.gemm_k_rows import operator as product
-from wide.kernels.reorder_rows import MAX_GROUPS, reorder_rows
+from wide.kernels.reorder_rows import MAX_GROUPS, reference, reorder_rows
 from wide.kernels.reorder_rows.reference import SORTED_GROUPS
 from wide.kernels.reordering import RowReordering
 
@@ -66,12 +68,41 @@ def _units(mask: torch.Tensor) -> torch.Tensor:
     return (units.view(len(units), 2, 32) << torch.arange(32)).sum(2)
 
 
-def test_the_rarest_groups_are_sorted_by_where_there_are_too_many() -> None:
-    # One rare group among more frequent ones than a key has bits: its rows still come together.
-    mask = torch.rand(640, SORTED_GROUPS + 20) < 0.9
-    mask[:, 70] = torch.arange(640) % 10 == 0
-    index = reorder_rows(mask, backend="torch").index.long()
-    assert mask[index, 70].int().diff().abs().sum() == 1
+def ordered(mask: torch.Tensor) -> list[int]:
+    """Return rows as the reference says they lie, a row at a time."""
+    rows, groups = mask.tolist(), range(mask.shape[1])
+    places = sorted(groups, key=lambda group: (sum(row[group] for row in rows), group))
+    buckets: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        first = next((place for place, group in enumerate(places) if row[group]), len(places))
+        buckets.setdefault(first, []).append(number)
+    found = []
+    for first in sorted(buckets, reverse=True):
+        members = buckets[first]
+        frequent = {place: sum(rows[number][places[place]] for number in members) for place in groups if place > first}
+        rare = sorted(frequent, key=lambda place: (frequent[place], place))[:SORTED_GROUPS]
+
+        def rank(number: int, rare: list[int] = rare) -> list[bool]:
+            # The row executes its bucket's group, which turns the direction of the Gray code.
+            bits = itertools.accumulate((rows[number][places[place]] for place in rare), operator.xor, initial=True)
+            return list(bits)
+
+        found += sorted(members, key=rank)
+    return found
+
+
+@repeated
+@given(mask=masks())
+def test_rows_lie_by_their_rarest_group_and_then_by_those_rare_among_such_rows(mask: torch.Tensor) -> None:
+    assert reorder_rows(mask, backend="torch").index.tolist() == ordered(mask)
+
+
+def test_chunks_are_put_in_order_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "CHUNK_ROWS", 128)
+    mask = torch.rand(300, 20) < torch.rand(20)
+    index = reorder_rows(mask, backend="torch").index.tolist()
+    chunks = [ordered(mask[begin : begin + 128]) for begin in (0, 128, 256)]
+    assert index == [128 * i + row for i, chunk in enumerate(chunks) for row in chunk]
 
 
 @repeated
@@ -106,7 +137,9 @@ def test_masks_that_do_not_fit_are_named(mask: torch.Tensor, words: str) -> None
 
 def test_unknown_backends_are_named() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(UnsupportedBackendError, match=r"'torch' and 'triton', got 'cuda'"):
+    with pytest.raises(UnsupportedBackendError, match=r"\['cuda', 'torch'\], got 'triton'"):
+        reorder_rows(mask, backend="triton")
+    with pytest.raises(UnsupportedBackendError, match=r"^reorder_rows: .*; choose backend='torch'$"):
         reorder_rows(mask, backend="cuda")
     with pytest.raises(UnsupportedBackendError, match=r"\['cuda', 'dense', 'torch'\], got 'triton'"):
         _run(backend="triton")

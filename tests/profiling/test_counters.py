@@ -75,6 +75,7 @@ def test_nothing_profiled_is_an_empty_table(tool):
         ("_route", True),
         ("gemm_mn", True),
         ("gemm_k_rows", True),
+        ("rows_order", True),
         ("nvjet_sm90_tst_256x8_64x6_2x1_v_bz_TNT", True),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", True),
         ("void gemv2T_kernel_val<int, int>(float)", True),

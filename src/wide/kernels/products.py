@@ -106,7 +106,7 @@ def sum_groups(
         return gemv_k(h, weight, mask, bias=bias, backend=table.backend, tile=tile)
     num_groups = mask.shape[1]
     if choice.backend == "cuda" and num_groups > PATTERN_GROUPS:
-        rows = reorder_rows(mask, backend=table.backend)
+        rows = reorder_rows(mask, backend=choice.backend)
         return gemm_k_rows(h, weight, rows, group_size=h.shape[1] // num_groups, bias=bias, backend="cuda")
     per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
     order = reorder_patterns(

@@ -22,8 +22,12 @@ LIST_KERNELS = (
     "_one_list_kernel",
     "_unions_kernel",
     "_items_kernel",
-    "_key_kernel",
-    "_words_kernel",
+    "rows_pack",
+    "rows_rank",
+    "rows_buckets",
+    "rows_order",
+    "rows_words",
+    "rows_items",
 )
 """Kernels that list what executes, for whichever operator: the part 'reorder'. All others count with their operator."""
 QUERY_KERNELS = ("_gemm_mn_kernel", "_gemv_mn", "_clear_skipped")
@@ -79,7 +83,7 @@ def sum_parts(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _category(part: str, kernel: str) -> str:
-    # Triton's kernels are named as their functions, a compiler's suffix aside; names in C++ never begin this way.
+    # Kernels of our own are named as their functions, a compiler's suffix aside; names in C++ never begin this way.
     if kernel.startswith(LIST_KERNELS):
         return "reorder"
     if part == "query":

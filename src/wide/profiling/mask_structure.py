@@ -40,6 +40,7 @@ from wide.profiling.mask_tiles import (
     in_super_blocks,
     informative_groups,
     neighbours,
+    one_order,
     rare_groups,
     shuffled,
 )
@@ -92,6 +93,7 @@ def ways(mask: Mask, tile: int) -> Iterator[tuple[str, int, Execution]]:
         yield "bundles", size, by_rate(mask, size, tile)
     for name, groups in (("informative", informative_groups(mask)), ("rare first", rare_groups(mask))):
         yield name, num_groups, in_order(mask, gray_rows(mask[:, groups]), tile)
+    yield "rare of each", num_groups, in_order(mask, one_order(mask), tile)
     yield "clustered", num_groups, in_order(mask, clustered_rows(mask, tile), tile)
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from wide.kernels.reorder_rows import reorder_rows
 
 MOSTLY_ON, MOSTLY_OFF = 0.95, 0.05
 """Share of rows from which, or up to which, a group is not worth a place in sorted super-blocks."""
@@ -81,6 +84,11 @@ def rare_groups(mask: Mask) -> Indices:
     and divides them least, so that there is more left to sort by for the groups after it.
     """
     return np.argsort(mask.mean(0), kind="stable")
+
+
+def one_order(mask: Mask) -> Indices:
+    """Return the rows as `reorder_rows` has them: by their rarest group, then by those rare among such rows."""
+    return reorder_rows(torch.from_numpy(mask), backend="torch").index.numpy().astype(np.int64)
 
 
 def bundles(mask: Mask, size: int) -> list[Indices]:

@@ -300,7 +300,7 @@ def k_sweep(
 
 
 def _by_rows(h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    order = reorder_rows(mask, backend="triton")
+    order = reorder_rows(mask, backend="cuda")
     return gemm_k_rows(h, weight, order, group_size=h.shape[1] // mask.shape[1], backend="cuda")
 
 

@@ -7,7 +7,8 @@ import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import hopper_obstacle
+from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.registration import implement
 from wide.kernels.reorder_rows.reference import TILE_ROWS, UNIT_ROWS, num_words, reorder_rows_reference
 from wide.kernels.reordering import RowReordering
@@ -25,7 +26,7 @@ def reorder_rows(mask: torch.Tensor, *, backend: str) -> RowReordering:
 
     Args:
         mask: True = execute, bool [M, N_G] with N_G up to 128, any strides.
-        backend: 'torch' or 'triton'.
+        backend: 'torch' or 'cuda' (CUDA C++, sm_90).
 
     Raises:
         ShapeError: If the mask does not fit.
@@ -42,14 +43,9 @@ def _impl(mask: torch.Tensor, backend: str) -> Tensors:
         raise ShapeError(
             f"{_NAME} wants a bool mask [M, N_G] of 1 to {MAX_GROUPS} groups, got {mask.dtype} {tuple(mask.shape)}"
         )
-    if backend == "torch":
-        return reorder_rows_reference(mask)
-    if backend != "triton":
-        raise UnsupportedBackendError(f"{_NAME} has the backends 'torch' and 'triton', got {backend!r}")
-    obstacle = triton_obstacle(mask.device)
-    if obstacle is not None:
-        raise UnsupportedBackendError(f"{_NAME}: {obstacle}; choose backend='torch'")
-    return _run_triton(mask)
+    if backend not in REORDER_ROWS.backends:
+        raise UnsupportedBackendError(f"{_NAME} has the backends {sorted(REORDER_ROWS.backends)}, got {backend!r}")
+    return REORDER_ROWS.backends[backend].run(mask)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake(f"wide::{_NAME}", lib=_LIBRARY)
@@ -66,15 +62,18 @@ def _fake(mask: torch.Tensor, backend: str) -> Tensors:
     return tuple(mask.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _run_triton(mask: torch.Tensor) -> Tensors:
-    from wide.kernels.reorder_rows import _triton
+def _run_cuda(mask: torch.Tensor) -> Tensors:
+    obstacle = hopper_obstacle(mask.device) or native_obstacle()
+    if obstacle is not None:
+        raise UnsupportedBackendError(f"{_NAME}: {obstacle}; choose backend='torch'")
+    from wide.kernels.reorder_rows import _cuda
 
-    return _triton.reorder_rows(mask)
+    return _cuda.reorder_rows(mask)
 
 
-def _triton_supports(device: torch.device, case: Case) -> str | None:
+def _cuda_supports(device: torch.device, case: Case) -> str | None:
     del case
-    return triton_obstacle(device)
+    return hopper_obstacle(device) or native_obstacle()
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -100,7 +99,7 @@ REORDER_ROWS = Operator(
     reference=reorder_rows_reference,
     backends={
         "torch": Backend(run=reorder_rows_reference, supports=anywhere),
-        "triton": Backend(run=_run_triton, supports=_triton_supports),
+        "cuda": Backend(run=_run_cuda, supports=_cuda_supports),
     },
     cases=(
         _case(1, 1),
@@ -110,6 +109,9 @@ REORDER_ROWS = Operator(
         _case(127, 40, 0.3),
         _case(300, 112),
         _case(520, 128, 0.9),
+        _case(4096, 96, 0.2),
+        # More than one chunk.
+        _case(16900, 40, 0.1),
     ),
     build=_build,
     compare=_compare,

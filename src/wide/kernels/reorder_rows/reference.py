@@ -5,8 +5,10 @@ import torch
 # Rows of a unit and of a tile.
 UNIT_ROWS, TILE_ROWS = 64, 128
 WORD = 32
-# Groups that are sorted by: as many bits as an int64 has without its sign.
-SORTED_GROUPS = 63
+# Groups that a bucket's rows are sorted by: the bits of their keys.
+SORTED_GROUPS = 32
+# Rows that are put in order together, as many as one block of the kernel in CUDA C++ holds in shared memory.
+CHUNK_ROWS = 16384
 
 
 def num_words(num_groups: int) -> int:
@@ -17,9 +19,12 @@ def num_words(num_groups: int) -> int:
 def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return index, words, unions and items as described at `RowReordering`.
 
-    Rows are sorted by the Gray rank of their pattern, the group that the fewest rows execute most significant; ties by
-    row. A rare group spares most tiles when it has been sorted out of them, and divides rows least for that. Beyond 63
-    groups the most frequent ones are not sorted by.
+    Each 16384 rows are put in order by themselves. A row's bucket is the rarest group that it executes: that the fewest
+    of these rows do. Buckets lie by descending number of rows that execute their group, first the one of rows that
+    execute nothing. In a bucket, rows are sorted by the Gray rank of their pattern over 32 of the groups more frequent
+    than its own, the group that the fewest rows *of the bucket* execute most significant; ties by row. A rare group
+    spares most tiles when it has been sorted out of them, and divides rows least for that; which groups are rare
+    differs from bucket to bucket.
 
     Args:
         mask: True = execute, bool [M, N_G].
@@ -27,11 +32,8 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     Source: docs/measurements/operators/trained-masks.md.
     """
     num_rows, num_groups = mask.shape
-    rare = mask.sum(0).argsort(stable=True)[:SORTED_GROUPS]
-    # A Gray code's bit i is the parity of the first i + 1 bits of the pattern.
-    parities = mask[:, rare].cumsum(1) % 2
-    key = (parities << torch.arange(len(rare) - 1, -1, -1, device=mask.device)).sum(1)
-    index = key.argsort(stable=True)
+    chunks = mask.split(CHUNK_ROWS)
+    index = torch.cat([i * CHUNK_ROWS + row_keys(chunk).argsort(stable=True) for i, chunk in enumerate(chunks)])
     count = num_words(num_groups)
     padded = torch.zeros(-(-num_rows // TILE_ROWS) * TILE_ROWS, count * WORD, dtype=torch.bool, device=mask.device)
     padded[:num_rows, :num_groups] = mask[index]
@@ -40,6 +42,30 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     items = cost.argsort(descending=True, stable=True)
     words = _packed(padded[:num_rows]).t().contiguous()
     return index.to(torch.int32), words, _packed(units), items.to(torch.int32)
+
+
+def row_keys(mask: torch.Tensor) -> torch.Tensor:
+    """Return what rows are sorted by: the bucket, above the Gray rank within it.
+
+    Args:
+        mask: Of one chunk, bool [M, N_G].
+
+    Returns:
+        int64 [M].
+    """
+    num_rows, num_groups = mask.shape
+    executes = mask[:, mask.sum(0).argsort(stable=True)]
+    # Rows that execute nothing are a bucket of their own, the last.
+    bucket = torch.where(executes.any(1), executes.byte().argmax(1), num_groups)
+    counts = executes.new_zeros(num_groups + 1, num_groups, dtype=torch.int64).index_add_(0, bucket, executes.long())
+    places = torch.arange(num_groups, device=mask.device)
+    # All of a bucket's rows are alike in groups as rare as its own.
+    counts[places[None, :] <= torch.arange(num_groups + 1, device=mask.device)[:, None]] = num_rows + 1
+    rare = counts.argsort(dim=1, stable=True)[:, :SORTED_GROUPS]
+    # A Gray code's bit i is the parity of the first i + 1 bits of the pattern; the bucket's own group is one of them.
+    parities = (1 + executes.gather(1, rare[bucket]).cumsum(1)) % 2
+    rank = (parities << torch.arange(rare.shape[1] - 1, -1, -1, device=mask.device)).sum(1)
+    return ((num_groups - bucket) << SORTED_GROUPS) + rank
 
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:

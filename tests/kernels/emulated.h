@@ -1,0 +1,126 @@
+// Enough of CUDA C++ to run a kernel's source on a CPU: the threads of a block take turns wherever they wait for each other, blocks run
+// one after the other. It finds wrong logic; what only a GPU does (races, limits of a launch, machine code) it cannot.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+using std::min;
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct Place {
+  int x;
+};
+static Place threadIdx, blockIdx;
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __shared__ static
+
+// Stands for `extern __shared__`.
+static char dynamic_shared[232448];
+static unsigned offered[32][32];
+
+struct Thread {
+  ucontext_t state;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  bool ended;
+};
+static std::vector<Thread> block_threads(1024);
+static ucontext_t scheduler;
+static std::function<void()> running;
+
+struct Barrier {
+  int size, waiting = 0, times = 0;
+  void wait() {
+    const int now = times;
+    if (++waiting == size) {
+      waiting = 0;
+      ++times;
+    }
+    while (times == now) swapcontext(&block_threads[threadIdx.x].state, &scheduler);
+  }
+};
+static Barrier whole_block, whole_warp[32];
+
+static void __syncthreads() { whole_block.wait(); }
+static void __syncwarp() { whole_warp[threadIdx.x / 32].wait(); }
+
+// What a function makes of the values that all lanes of a warp offer.
+template <class Function> static unsigned together(unsigned value, Function function) {
+  unsigned* lanes = offered[threadIdx.x / 32];
+  lanes[threadIdx.x % 32] = value;
+  __syncwarp();
+  const unsigned found = function(lanes);
+  __syncwarp();
+  return found;
+}
+static unsigned __match_any_sync(unsigned, unsigned value) {
+  return together(value, [=](const unsigned* lanes) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= unsigned(lanes[lane] == value) << lane;
+    return found;
+  });
+}
+static unsigned __ballot_sync(unsigned all, bool vote) {
+  const unsigned found = __match_any_sync(all, vote);
+  return vote ? found : ~found;
+}
+static unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return together(value, [](const unsigned* lanes) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= lanes[lane];
+    return found;
+  });
+}
+static unsigned __shfl_sync(unsigned, unsigned value, int from) {
+  return together(value, [=](const unsigned* lanes) { return lanes[from]; });
+}
+static unsigned __shfl_up_sync(unsigned all, unsigned value, int step) {
+  const int lane = threadIdx.x % 32;
+  return __shfl_sync(all, value, lane >= step ? lane - step : lane);
+}
+static unsigned __shfl_xor_sync(unsigned all, unsigned value, int bits) { return __shfl_sync(all, value, threadIdx.x % 32 ^ bits); }
+static int __popc(unsigned value) { return __builtin_popcount(value); }
+static int __ffs(unsigned value) { return __builtin_ffs(value); }
+static void atomicAdd(unsigned* at, unsigned value) { __atomic_fetch_add(at, value, __ATOMIC_RELAXED); }
+
+static void run_thread() {
+  running();
+  block_threads[threadIdx.x].ended = true;
+}
+
+static void launch(int blocks, int threads, std::function<void()> kernel) {
+  running = kernel;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    memset(dynamic_shared, 0xa5, sizeof dynamic_shared);
+    whole_block = {threads};
+    for (Barrier& warp : whole_warp) warp = {32};
+    for (int i = 0; i < threads; ++i) {
+      Thread& thread = block_threads[i];
+      thread.ended = false;
+      getcontext(&thread.state);
+      thread.state.uc_stack.ss_sp = thread.stack.data();
+      thread.state.uc_stack.ss_size = thread.stack.size();
+      thread.state.uc_link = &scheduler;
+      makecontext(&thread.state, run_thread, 0);
+    }
+    for (int left = threads; left;) {
+      left = 0;
+      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+        if (!block_threads[threadIdx.x].ended) {
+          swapcontext(&scheduler, &block_threads[threadIdx.x].state);
+          left += !block_threads[threadIdx.x].ended;
+        }
+    }
+  }
+}

@@ -1,0 +1,68 @@
+"""The order of rows in CUDA C++, its source compiled for the CPU: the lists are the reference's."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from wide.kernels.reorder_rows import reference
+from wide.kernels.reorder_rows.reference import reorder_rows_reference
+
+FOLDER = Path(__file__).parent
+SOURCE = Path(reference.__file__).with_name("reorder_rows.cu")
+CHUNK = 4096
+"""As few rows as the source takes."""
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler of C++ (g++) here")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the compiled programs, one for each number of words."""
+    folder = tmp_path_factory.mktemp("emulated")
+    kernel = SOURCE.read_text().replace("extern __shared__ char shared[];", "char* shared = dynamic_shared;")
+    (folder / "kernel.cu").write_text(kernel)
+    compiler = ["g++", "-std=c++17", "-O1", "-w", f"-DCHUNK={CHUNK}", f"-I{folder}", f"-I{FOLDER}"]
+    source = str(FOLDER / "emulated_rows.cpp")
+    running = [
+        subprocess.Popen([*compiler, f"-DCOUNT={words}", source, "-o", str(folder / f"words{words}")])
+        for words in (2, 3, 4)
+    ]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    return folder
+
+
+def _rates(*few: float, rest: float, groups: int) -> torch.Tensor:
+    return torch.cat([torch.tensor(few), torch.full((groups - len(few),), rest)])[torch.randperm(groups)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rates"),
+    [
+        (1, torch.ones(1)),
+        (130, torch.zeros(40)),
+        (65, torch.ones(64)),
+        (200, torch.linspace(0, 0.5, 9)),
+        (300, _rates(0.02, 0.05, 0.4, rest=0.9, groups=100)),
+        (1300, _rates(0.1, 0.3, rest=0.97, groups=70)),
+        (CHUNK + 130, torch.tensor([0.1, 0.6, 0.8])),
+    ],
+    ids=lambda value: str(value if isinstance(value, int) else len(value)),
+)
+def test_lists_are_the_reference_s(
+    rows: int, rates: torch.Tensor, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "CHUNK_ROWS", CHUNK)
+    mask = torch.rand(rows, len(rates), generator=torch.Generator().manual_seed(rows)) < rates
+    mask.numpy().astype(np.uint8).tofile(tmp_path / "mask")
+    wanted = reorder_rows_reference(mask)
+    program = programs / f"words{len(wanted[1])}"
+    subprocess.run([program, str(rows), str(len(rates)), tmp_path / "mask", tmp_path / "out"], check=True)
+    got = np.fromfile(tmp_path / "out", dtype=np.int32)
+    ends = np.cumsum([part.numel() for part in wanted])
+    assert len(got) == ends[-1]
+    for part, found in zip(wanted, np.split(got, ends[:-1]), strict=True):
+        assert torch.equal(part.flatten(), torch.from_numpy(found))
