@@ -1,5 +1,5 @@
 // Enough of CUDA C++ to run a kernel's source on a CPU: the threads of a block take turns wherever they wait for each other, blocks run
-// one after the other. It finds wrong logic; what only a GPU does (races, limits of a launch, machine code) it cannot.
+// one after the other. It finds wrong logic and many races; what only a GPU does (limits of a launch, machine code, memory) it cannot.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -9,11 +9,16 @@
 #include <functional>
 #include <vector>
 
+using std::max;
 using std::min;
 
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 struct Place {
@@ -64,16 +69,12 @@ template <class Function> static unsigned together(unsigned value, Function func
   __syncwarp();
   return found;
 }
-static unsigned __match_any_sync(unsigned, unsigned value) {
-  return together(value, [=](const unsigned* lanes) {
+static unsigned __ballot_sync(unsigned, bool vote) {
+  return together(vote, [](const unsigned* lanes) {
     unsigned found = 0;
-    for (int lane = 0; lane < 32; ++lane) found |= unsigned(lanes[lane] == value) << lane;
+    for (int lane = 0; lane < 32; ++lane) found |= lanes[lane] << lane;
     return found;
   });
-}
-static unsigned __ballot_sync(unsigned all, bool vote) {
-  const unsigned found = __match_any_sync(all, vote);
-  return vote ? found : ~found;
 }
 static unsigned __reduce_or_sync(unsigned, unsigned value) {
   return together(value, [](const unsigned* lanes) {
@@ -91,6 +92,10 @@ static unsigned __shfl_up_sync(unsigned all, unsigned value, int step) {
 }
 static unsigned __shfl_xor_sync(unsigned all, unsigned value, int bits) { return __shfl_sync(all, value, threadIdx.x % 32 ^ bits); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }
+static unsigned __funnelshift_r(unsigned low, unsigned high, int bits) {
+  const unsigned long long both = (unsigned long long)high << 32 | low;
+  return unsigned(both >> (bits & 31));
+}
 static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static void atomicAdd(unsigned* at, unsigned value) { __atomic_fetch_add(at, value, __ATOMIC_RELAXED); }
 
@@ -114,12 +119,17 @@ static void launch(int blocks, int threads, std::function<void()> kernel) {
       thread.state.uc_link = &scheduler;
       makecontext(&thread.state, run_thread, 0);
     }
+    std::vector<int> turns(threads);
+    for (int i = 0; i < threads; ++i) turns[i] = i;
     for (int left = threads; left;) {
       left = 0;
-      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
-        if (!block_threads[threadIdx.x].ended) {
-          swapcontext(&scheduler, &block_threads[threadIdx.x].state);
-          left += !block_threads[threadIdx.x].ended;
+      // In another order each time: what depends on it is a race.
+      for (int i = threads - 1; i > 0; --i) std::swap(turns[i], turns[rand() % (i + 1)]);
+      for (int thread : turns)
+        if (!block_threads[thread].ended) {
+          threadIdx.x = thread;
+          swapcontext(&scheduler, &block_threads[thread].state);
+          left += !block_threads[thread].ended;
         }
     }
   }

@@ -23,7 +23,7 @@ int main(int, char** arguments) {
   auto begins = unwritten<int>(chunks * (MAX_GROUPS + 2)), index = unwritten<int>(rows), cost = unwritten<int>(tiles), list = unwritten<int>(tiles);
   auto executed = unwritten<u32>(COUNT * rows), unions = unwritten<u32>(2 * tiles * COUNT);
   launch(packs, 256, [&] { rows_pack(mask.data(), packed.data(), counts.data(), rows, groups, groups, 1); });
-  launch((rows + RANK_ROWS - 1) / RANK_ROWS, RANK_ROWS, [&] { rows_rank(packed.data(), counts.data(), places.data(), first.data(), rows, groups); });
+  launch((rows + RANK_ROWS - 1) / RANK_ROWS, RANK_ROWS, [&] { rows_rank(packed.data(), (const uint4*)counts.data(), places.data(), first.data(), rows, groups); });
   launch(chunks, THREADS, [&] { rows_buckets(first.data(), listed.data(), begins.data(), rows, groups); });
   launch(chunks * (groups + 1), THREADS, [&] { rows_order(places.data(), listed.data(), begins.data(), index.data(), groups, min(groups, 32)); });
   launch(tiles, TILE_ROWS, [&] { rows_words(packed.data(), index.data(), executed.data(), unions.data(), cost.data(), rows); });

@@ -13,8 +13,8 @@ from wide.kernels.tuning import default_path
 
 # As reorder_rows.cu has them.
 _PACK_ROWS, _RANK_ROWS, _ITEM_TILES, _MAX_GROUPS, _THREADS = 128, 256, 256, 128, 1024
-# Of two orders of rows, and of a counter of each warp for each digit.
-_SORT_BYTES = 2 * 2 * CHUNK_ROWS + 2 * 32 * 256
+# Of two orders of rows, and of the counters of each warp.
+_SORT_BYTES = 2 * 2 * CHUNK_ROWS + 2 * 32 * 258
 
 
 class Launch(NamedTuple):

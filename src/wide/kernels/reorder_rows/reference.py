@@ -21,8 +21,9 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
     Each 16384 rows are put in order by themselves. A row's bucket is the rarest group that it executes: that the fewest
     of these rows do. Buckets lie by descending number of rows that execute their group, first the one of rows that
-    execute nothing. In a bucket, rows are sorted by the Gray rank of their pattern over 32 of the groups more frequent
-    than its own, the group that the fewest rows *of the bucket* execute most significant; ties by row. A rare group
+    execute nothing. In a bucket, rows are sorted by the Gray rank of their pattern, downwards, over up to 32 of the
+    groups more frequent than its own, the group that the fewest rows *of the bucket* execute most significant; ties by
+    row. A rare group
     spares most tiles when it has been sorted out of them, and divides rows least for that; which groups are rare
     differs from bucket to bucket.
 

@@ -20,11 +20,13 @@ typedef unsigned char u8;
 #define THREADS 1024
 #define WARPS 32
 #define DIGITS 256
+// Of the counters of a warp: those of one digit, eight warps apart, lie in different banks.
+#define PITCH (DIGITS + 2)
 #define TURNS (CHUNK / THREADS)
-static_assert(CHUNK % (4 * THREADS) == 0 && CHUNK <= 65536, "digits come four to a word, positions have 16 bits");
+static_assert(CHUNK % (4 * THREADS) == 0 && CHUNK <= 32768, "digits come four to a word, positions have 16 bits");
 
 // 256 threads: a warp packs 16 rows.
-extern "C" __global__ void __launch_bounds__(256) rows_pack(const u8* mask, uint4* packed, u16* counts, int M, int N_G, int stride_m, int stride_g) {
+extern "C" __global__ void __launch_bounds__(256) rows_pack(const u8* __restrict__ mask, uint4* __restrict__ packed, u16* __restrict__ counts, int M, int N_G, int stride_m, int stride_g) {
   __shared__ u32 total[MAX_GROUPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x < MAX_GROUPS) total[threadIdx.x] = 0;
@@ -62,24 +64,31 @@ __device__ __forceinline__ u32 bit_of(const uint4& words, int bit) {
 }
 
 // 256 threads, a row each; all blocks of a chunk put its groups in order by themselves. A row that executes nothing has place N_G.
-extern "C" __global__ void __launch_bounds__(RANK_ROWS) rows_rank(const uint4* packed, const u16* counts, uint4* places, u8* first, int M, int N_G) {
+extern "C" __global__ void __launch_bounds__(RANK_ROWS) rows_rank(const uint4* __restrict__ packed, const uint4* __restrict__ counts, uint4* __restrict__ places, u8* __restrict__ first, int M, int N_G) {
   __shared__ u32 total[MAX_GROUPS];
   __shared__ int rare[MAX_GROUPS];
-  const int group = threadIdx.x % MAX_GROUPS;
-  if (threadIdx.x < MAX_GROUPS) total[threadIdx.x] = 0, rare[threadIdx.x] = 0;
+  const int row = blockIdx.x * RANK_ROWS + threadIdx.x;
+  const uint4 words = row < M ? packed[row] : make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < MAX_GROUPS) total[threadIdx.x] = 0;
   __syncthreads();
   const int chunk = blockIdx.x * RANK_ROWS / CHUNK, begin = chunk * (CHUNK / PACK_ROWS);
   const int end = min(begin + CHUNK / PACK_ROWS, (M + PACK_ROWS - 1) / PACK_ROWS);
-  u32 sum = 0;
+  // Eight groups of 16 bits a thread.
+  const int part = threadIdx.x % (MAX_GROUPS / 8);
+  u32 sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll 8
-  for (int i = begin + threadIdx.x / MAX_GROUPS; i < end; i += RANK_ROWS / MAX_GROUPS) sum += counts[i * MAX_GROUPS + group];
-  atomicAdd(&total[group], sum);
+  for (int i = begin + threadIdx.x / (MAX_GROUPS / 8); i < end; i += RANK_ROWS / (MAX_GROUPS / 8)) {
+    const uint4 found = counts[i * (MAX_GROUPS / 8) + part];
+    const u32 pair[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+    for (int k = 0; k < 8; ++k) sum[k] += pair[k / 2] >> (k % 2 * 16) & 0xffff;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) atomicAdd(&total[8 * part + k], sum[k]);
   __syncthreads();
-  if (threadIdx.x < N_G) rare[place_of(total, group, N_G)] = group;
+  if (threadIdx.x < N_G) rare[place_of(total, threadIdx.x, N_G)] = threadIdx.x;
   __syncthreads();
-  const int row = blockIdx.x * RANK_ROWS + threadIdx.x;
   if (row >= M) return;
-  const uint4 words = packed[row];
   u32 found[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int k = 0; k < COUNT; ++k)
@@ -98,24 +107,34 @@ extern "C" __global__ void __launch_bounds__(RANK_ROWS) rows_rank(const uint4* p
 template <class Digit> __device__ __forceinline__ void sort_by_digit(int rows, const u16* now, u16* next, u16* counter, u32* sums, Digit digit_of) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int turns = (rows + THREADS - 1) / THREADS, start = warp * turns * 32 + lane;
-  for (int i = thread; i < WARPS * DIGITS / 2; i += THREADS) ((u32*)counter)[i] = 0;
+  for (int i = thread; i < WARPS * PITCH / 2; i += THREADS) ((u32*)counter)[i] = 0;
+  u32 item[TURNS], digits[TURNS / 4] = {};  // row, and its place among the warp's rows with its digit; digits, four to a word
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int at = start + 32 * turn;
+    item[turn] = turn < turns && at < rows ? now[at] : 0;
+  }
   __syncthreads();
-  u16* mine = counter + warp * DIGITS;
-  u32 item[TURNS], digits[TURNS / 4];  // row, and its place among the warp's rows with its digit; digits, four to a word
+  u16* mine = counter + warp * PITCH;
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     if (turn < turns) {
       const bool inside = start + 32 * turn < rows;
-      const u32 row = inside ? now[start + 32 * turn] : 0;
-      const u32 digit = inside ? digit_of(row) : DIGITS;
-      const u32 peers = __match_any_sync(ALL, digit);
-      const u32 before = inside ? mine[digit] : 0;
+      // Read here: all digits at once would not fit into the registers.
+      const u32 digit = inside ? digit_of(item[turn]) : 0;
+      digits[turn / 4] |= digit << (turn % 4 * 8);
+      // The lanes with this digit, a bit at a time.
+      u32 peers = __ballot_sync(ALL, inside);
+#pragma unroll
+      for (int bit = 1; bit < DIGITS; bit *= 2) {
+        const u32 set = __ballot_sync(ALL, digit & bit);
+        peers &= digit & bit ? set : ~set;
+      }
+      const u32 before = mine[digit];
       __syncwarp();
       if (inside && lane == __ffs(peers) - 1) mine[digit] = (u16)(before + __popc(peers));
       __syncwarp();
-      item[turn] = row | (before + __popc(peers & ((1u << lane) - 1))) << 16;
-      if (turn % 4 == 0) digits[turn / 4] = 0;
-      digits[turn / 4] |= (digit & (DIGITS - 1)) << (turn % 4 * 8);
+      item[turn] |= (before + __popc(peers & ((1u << lane) - 1))) << 16;
     }
   }
   __syncthreads();
@@ -123,7 +142,7 @@ template <class Digit> __device__ __forceinline__ void sort_by_digit(int rows, c
   const int digit = thread / 4, quarter = thread % 4;
   u32 own = 0;
 #pragma unroll
-  for (int i = 0; i < WARPS / 4; ++i) own += counter[(quarter * (WARPS / 4) + i) * DIGITS + digit];
+  for (int i = 0; i < WARPS / 4; ++i) own += counter[(quarter * (WARPS / 4) + i) * PITCH + digit];
   u32 up_to = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -142,7 +161,7 @@ template <class Digit> __device__ __forceinline__ void sort_by_digit(int rows, c
   u32 begin = up_to - own + (warp == 0 ? 0 : earlier);
 #pragma unroll
   for (int i = 0; i < WARPS / 4; ++i) {
-    u16* at = counter + (quarter * (WARPS / 4) + i) * DIGITS + digit;
+    u16* at = counter + (quarter * (WARPS / 4) + i) * PITCH + digit;
     const u32 found = *at;
     *at = (u16)begin;
     begin += found;
@@ -155,18 +174,17 @@ template <class Digit> __device__ __forceinline__ void sort_by_digit(int rows, c
 }
 
 // 1024 threads: a chunk. Rows of the chunk by bucket, and where each bucket begins; bucket b has the rows whose first place is N_G - b.
-extern "C" __global__ void __launch_bounds__(THREADS) rows_buckets(const u8* first, u16* listed, int* begins, int M, int N_G) {
-  extern __shared__ char shared[];
+extern "C" __global__ void __launch_bounds__(THREADS) rows_buckets(const u8* __restrict__ first, u16* __restrict__ listed, int* __restrict__ begins, int M, int N_G) {
+  extern __shared__ __align__(16) char shared[];
   u16* place = (u16*)shared;                 // [2][CHUNK]
-  u16* counter = place + 2 * CHUNK;          // [WARPS][DIGITS]
-  u8* bucket = (u8*)(counter + WARPS * DIGITS);  // [CHUNK]
+  u16* counter = place + 2 * CHUNK;          // [WARPS][PITCH]
+  u8* bucket = (u8*)(counter + WARPS * PITCH);  // [CHUNK]
   __shared__ u32 sums[WARPS];
   const int from = blockIdx.x * CHUNK, rows = min(M - from, CHUNK);
   for (int i = threadIdx.x; i < rows; i += THREADS) place[i] = (u16)i, bucket[i] = (u8)(N_G - first[from + i]);
   __syncthreads();
   sort_by_digit(rows, place, place + CHUNK, counter, sums, [&](u32 row) { return (u32)bucket[row]; });
   for (int i = threadIdx.x; i < rows; i += THREADS) listed[from + i] = place[CHUNK + i];
-  // CHUNK itself does not fit into the 16 bits of 65536 rows.
   if (threadIdx.x <= N_G + 1) begins[blockIdx.x * (MAX_GROUPS + 2) + threadIdx.x] = threadIdx.x == N_G + 1 ? rows : counter[threadIdx.x];
 }
 
@@ -175,21 +193,22 @@ __device__ __forceinline__ u32 transposed(u32 bits, int lane) {
   u32 low = 0x0000ffffu;
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    const u32 other = __shfl_xor_sync(ALL, bits, step);
-    bits = lane & step ? (bits & ~low) | (other >> step & low) : (bits & low) | (other << step & ~low);
+    const u32 other = __shfl_xor_sync(ALL, bits, step), keep = lane & step ? ~low : low;
+    bits = (bits & keep) | (__funnelshift_r(other, other, lane & step ? step : 32 - step) & ~keep);
     low ^= low << (step / 2);
   }
   return bits;
 }
 
 // 1024 threads: a bucket of a chunk.
-extern "C" __global__ void __launch_bounds__(THREADS) rows_order(const uint4* places, const u16* listed, const int* begins, int* index, int N_G, int sorted) {
-  extern __shared__ char shared[];
+extern "C" __global__ void __launch_bounds__(THREADS) rows_order(const uint4* __restrict__ places, const u16* __restrict__ listed, const int* __restrict__ begins, int* __restrict__ index, int N_G, int sorted) {
+  extern __shared__ __align__(16) char shared[];
   u32* key = (u32*)shared;                                  // [CHUNK]
   u16* place = (u16*)(key + CHUNK);                         // [2][CHUNK]
-  u16* counter = place + 2 * CHUNK;                         // [WARPS][DIGITS]
+  u16* counter = place + 2 * CHUNK;                         // [WARPS][PITCH]
   __shared__ u32 sums[WARPS], total[MAX_GROUPS];
-  __shared__ int rare[MAX_GROUPS];
+  __shared__ int rare[MAX_GROUPS], picks[COUNT + 1];
+  __shared__ uint2 pick[32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int chunk = blockIdx.x / (N_G + 1), bucket = blockIdx.x % (N_G + 1), own = N_G - bucket;
   const int from = begins[chunk * (MAX_GROUPS + 2) + bucket], rows = begins[chunk * (MAX_GROUPS + 2) + bucket + 1] - from;
@@ -219,25 +238,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_order(const uint4* pl
   __syncthreads();
   if (thread < N_G) rare[place_of(total, thread, N_G)] = thread;
   __syncthreads();
+  // The bits of a key by the word that they come from: how far to turn it, and where the bit goes.
+  if (thread < sorted) {
+    const int bit = rare[thread], to = sorted - 1 - thread;
+    int at = 0;
+    for (int k = 0; k < sorted; ++k) at += rare[k] / 32 < bit / 32 || (rare[k] / 32 == bit / 32 && k < thread);
+    pick[at] = make_uint2(bit - to & 31, 1u << to);
+  }
+  if (thread <= COUNT) {
+    int before = 0;
+    for (int k = 0; k < sorted; ++k) before += rare[k] / 32 < thread;
+    picks[thread] = before;
+  }
+  __syncthreads();
   for (int i = thread; i < rows; i += THREADS) {
     const uint4 words = places[listed[i]];
-    u32 found = 0, parity = 1;
-    for (int k = 0; k < sorted; ++k) {
-      parity ^= bit_of(words, rare[k]);
-      found = found * 2 + parity;
-    }
-    key[i] = found;
+    const u32 word[4] = {words.x, words.y, words.z, words.w};
+    u32 found = 0;
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k)
+      for (int at = picks[k]; at < picks[k + 1]; ++at) found |= __funnelshift_r(word[k], word[k], pick[at].x) & pick[at].y;
+    // The parity of each bit and those above it; the bucket's own place, which all execute, turns it.
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) found ^= found >> step;
+    key[i] = ~found & ALL >> (32 - sorted);
     place[i] = (u16)i;
   }
   __syncthreads();
-  const int passes = (sorted + 7) / 8;
-  for (int pass = 0; pass < passes; ++pass)
-    sort_by_digit(rows, place + pass % 2 * CHUNK, place + (1 - pass % 2) * CHUNK, counter, sums, [&](u32 row) { return key[row] >> (8 * pass) & (DIGITS - 1); });
-  for (int i = thread; i < rows; i += THREADS) index[i] = chunk * CHUNK + listed[place[passes % 2 * CHUNK + i]];
+  // What lies below the places that differ within the bucket follows from the bits above.
+  const int same = sorted - max(0, min(sorted, N_G - 1 - own)), begin = same / 8, end = same == sorted ? begin : (sorted + 7) / 8;
+  for (int pass = begin; pass < end; ++pass)
+    sort_by_digit(rows, place + (pass - begin) % 2 * CHUNK, place + (1 - (pass - begin) % 2) * CHUNK, counter, sums, [&](u32 row) { return key[row] >> (8 * pass) & (DIGITS - 1); });
+  for (int i = thread; i < rows; i += THREADS) index[i] = chunk * CHUNK + listed[place[(end - begin) % 2 * CHUNK + i]];
 }
 
 // 128 threads: a tile.
-extern "C" __global__ void __launch_bounds__(TILE_ROWS) rows_words(const uint4* packed, const int* index, u32* words, u32* unions, int* cost, int M) {
+extern "C" __global__ void __launch_bounds__(TILE_ROWS) rows_words(const uint4* __restrict__ packed, const int* __restrict__ index, u32* __restrict__ words, u32* __restrict__ unions, int* __restrict__ cost, int M) {
   __shared__ u32 parts[TILE_ROWS / 32][COUNT];
   const int at = blockIdx.x * TILE_ROWS + threadIdx.x, warp = threadIdx.x / 32;
   const uint4 row = at < M ? packed[index[at]] : make_uint4(0, 0, 0, 0);
