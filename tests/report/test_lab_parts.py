@@ -31,6 +31,8 @@ from lab_records import (
 
 from wide.report.comparison import DENSE, PERPLEXITY
 
+# Steps of SkipGPT's longer training.
+LONG = 3000
 SIZES, PARTS, HALF = "Sizes of groups", "A better recipe than the paper's", "Half of the work"
 # Rows of the table over sizes of groups: grid and method of channels in an FFN group and in one of attention.
 SIZED = {
@@ -326,14 +328,14 @@ def test_what_is_said_of_skipgpt_is_what_was_measured():
     seeds, works = (
         [number(grid, "skipgpt", metric, **given) for grid, given in options] for metric in (PERPLEXITY, WORK)
     )
-    slow, smooth = (number(grid, "skipgpt", PERPLEXITY) for grid in ("skipgpt-slow", "skipgpt-smooth"))
+    slow, smooth, more = (number(f"skipgpt-{name}", "skipgpt", PERPLEXITY) for name in ("slow", "smooth", "long"))
     recovered, before = (number(grid, "skipgpt", PERPLEXITY, recovered=True) for grid in ("skipgpt-smooth", "n50"))
     static = number("n50", "blockpruner", PERPLEXITY)
     (heads, usual), (longer, usual_longer) = (
         [number(*SIZED[128, size], PERPLEXITY, recovered=recovered) for size in (768, 192)] for recovered in BOTH
     )
     # Other settings lie between the seeds, and all of these are behind the static choice of the same units.
-    assert static < min(seeds) < slow < smooth < max(seeds)
+    assert static < min(seeds) < slow < smooth < more < max(seeds)
     assert min(seeds) < heads < max(seeds)
     factor = max(seeds) / min(seeds)
     nominal, found = (
@@ -346,12 +348,21 @@ def test_what_is_said_of_skipgpt_is_what_was_measured():
     works += [number(grid, "skipgpt", WORK) for grid in ("skipgpt-slow", "skipgpt-smooth")]
     assert f"(5e-4: {found[3]} at {100 * works[3]:.1f} % of the work)" in nominal
     assert f"({found[4]} at {100 * works[4]:.1f} %, with LoRA {recovered:.1f})" in nominal
+    usual_words, words = (number(grid, "skipgpt", WORD) for grid in ("n50", "skipgpt-long"))
+    told = f"{more:.1f} at {100 * number('skipgpt-long', 'skipgpt', WORK):.1f} %, by word {words:.0f}"
+    assert f"({LONG}: {told}; 1000 steps of this seed {seeds[0]:.1f} and {usual_words:.0f})" in nominal
+    positions = number("skipgpt-long", "skipgpt", "method.tokens_backward")
+    assert positions == LONG * 16 * 1024
+    assert f"(1/{10_000 * 16 * 4096 / positions:.0f} instead of 1/40 of the paper's positions)" in words_of(
+        "What it says"
+    )
     said = words_of("What it says")
     assert f"ended at {seeds[0]:.0f}, 301 and 253" in said
     assert f"{seeds[1]:.0f} (18) and {seeds[2]:.0f} (19), a factor of {factor:.1f} between seeds" in said
     assert f"at {100 * min(works[:3]):.1f} to {100 * max(works[:3]):.1f} % of the work" in said
     assert f"has {found[3]}, [the smooth" in said
     assert f"{found[4]}, with LoRA {recovered:.1f} ({before:.1f}," in said
+    assert f"[three times the steps](lab-88m/skipgpt-long) {more:.1f}: one run each" in said
     assert f"whose {min(seeds):.0f} to {max(seeds):.0f} at 50 % it resembles" in words_of(SIZES)
     told = f"have [{heads:.0f}](#sizes-of-groups) where KV groups have {usual:.0f}"
     assert f"{told}, with LoRA {longer:.0f} and {usual_longer:.0f}," in said

@@ -239,7 +239,7 @@ def test_what_the_better_recipe_does_over_sparsity_is_worked_out_from_the_record
 
 # Whole layers are the same layers, and the same work, with either meaning of the target.
 LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
-# At a quarter only, of a run of their own.
+# Of runs of their own.
 LATER = ("blockpruner", "dllm-original", "dllm")
 
 
@@ -313,7 +313,7 @@ def of_all_products(grid, method, target):
 @pytest.mark.parametrize(("title", "grid", "target"), [(HALF, "f50", 0.5), (OF_WORK, "f25", 0.25)])
 def test_the_tables_of_half_and_a_quarter_of_the_work_are_those_of_the_records(title, grid, target):
     rows = {(ALL | NAMES)[name]: cells for name, cells in tables(title)[0].items()}
-    methods = {*NAMES.values(), *LAYERS, *(LATER if grid == "f25" else ())}
+    methods = {*NAMES.values(), *LAYERS, *LATER}
     assert rows == {method: of_all_products(grid, method, target) for method in methods}
     values = [float(cells[1].partition(" ")[0]) for cells in rows.values()]
     assert values == sorted(values)

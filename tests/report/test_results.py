@@ -39,8 +39,9 @@ RESULTS = {
     "lab-88m/n25-all": [LAB / name for name in ("n25", "n25-fitted")],
     "lab-88m/f25-all": [LAB / name for name in ("f25-tasks", "f25", "f25-groups", "f25-fitted")],
     "lab-88m/n25-tasks-all": [LAB / name for name in ("n25-tasks", "n25-fitted-tasks")],
-    "lab-88m/f25-tasks-all": [LAB / "f25-tasks"],
-    "lab-88m/f50-all": [LAB / name for name in ("f50", "f50-groups", "f50-fitted", "f50-clustered")],
+    "lab-88m/f25-tasks-all": [LAB / name for name in ("f25-tasks", "f25-fitted-tasks")],
+    "lab-88m/f50-tasks-all": [LAB / name for name in ("f50-tasks", "f50-fitted-tasks")],
+    "lab-88m/f50-all": [LAB / name for name in ("f50-tasks", "f50", "f50-groups", "f50-fitted", "f50-clustered")],
     "lab-88m/f50-seeds-all": [LAB / name for name in ("f50", "f50-fitted", "f50-seeds", "f50-seeds-fitted")],
     "lab-88m/equal-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted", "equal")],
     "lab-88m/n50-all": [LAB / name for name in ("n50", "n50-rest", "n50-fitted")],
@@ -49,7 +50,7 @@ RESULTS = {
     "lab-88m/q-all": [LAB / name for name in ("q-sweep", "q-sweep-fitted", "n25", "n50", "n25-fitted", "n50-fitted")],
     "lab-88m/g-all": [LAB / name for name in ("g-sweep", "n50")],
     "lab-88m/skipgpt-all": [
-        *(LAB / name for name in ("n50", "skipgpt-seeds", "skipgpt-slow", "skipgpt-smooth", "g-sweep"))
+        *(LAB / name for name in ("n50", "skipgpt-seeds", "skipgpt-slow", "skipgpt-smooth", "skipgpt-long", "g-sweep"))
     ],
     "lab-88m/speed-all": [LAB / name for name in ("f50", "f25", "n50-fitted")],
     "lab-88m/runs": [LAB / "runs" / name for name in RUNS],
