@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup quickstart test test-all check format lint types walls clean
+.PHONY: setup quickstart test test-all check format format-check lint types walls clean
 
 setup: $(READY)
 

@@ -3,7 +3,7 @@
 This file imports no torch, so that `wide --help` is quick. Each field says its unit and, where it has one, its source.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from wide.errors import ConfigError
@@ -125,6 +125,14 @@ class ObjectiveConfig:
         _require(0.0 <= self.smoothing <= 1.0, f"smoothing must lie in [0, 1], got {self.smoothing}")
 
 
+def objective_after_stage_1(objective: ObjectiveConfig) -> ObjectiveConfig:
+    """Return what stage 2 minimises after a stage 1 that minimised `objective`: the same, in full from its first step.
+
+    Ramps are for routers that know nothing yet.
+    """
+    return replace(objective, ramp=0.0, weight_ramp=False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
     """One training stage; the defaults are stage 1 of the paper.
@@ -176,6 +184,7 @@ class StageConfig:
         )
         _require(self.sequence_length >= 2, f"sequence_length must be at least 2, got {self.sequence_length}")
         _require(self.learning_rate > 0, f"learning_rate must be positive, got {self.learning_rate}")
+        _require(self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}")
         _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
         _require(0.0 <= self.warmup <= 1.0, f"warmup must lie in [0, 1], got {self.warmup}")
         _require(
@@ -215,4 +224,5 @@ class RecoverConfig(StageConfig):
         """Refuse values that LoRA cannot take."""
         StageConfig.__post_init__(self)
         _require(self.lora_rank >= 1, f"lora_rank must be at least 1, got {self.lora_rank}")
+        _require(self.lora_alpha > 0, f"lora_alpha must be positive, got {self.lora_alpha}")
         _require(0.0 <= self.lora_dropout < 1.0, f"lora_dropout must lie in [0, 1), got {self.lora_dropout}")

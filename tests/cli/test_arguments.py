@@ -88,10 +88,21 @@ def test_wrong_values_are_refused_in_one_paragraph(more):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("more", [("--sparsity", "1.0"), ("--train.batch_size", "0"), ("--eval.stride", "4096")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--sparsity", "1.0"),
+        ("--train.batch_size", "0"),
+        ("--train.weight_decay", "-1"),
+        ("--recover.weight_decay", "-0.1"),
+        ("--recover.lora_alpha", "0"),
+        ("--max_documents", "0"),
+        ("--eval.stride", "4096"),
+    ],
+)
 def test_values_out_of_range_are_refused(more):
     with pytest.raises(ConfigError, match=r"got|wanted"):
-        prune.request(parse(*more))
+        prune.request(parse("--recover.steps", "1", *more))
 
 
 def test_missing_model_is_named():

@@ -3,7 +3,10 @@
 import pytest
 
 from wide.cli import bench
+from wide.cli.arguments import field_texts
 from wide.cli.main import main
+from wide.errors import EvaluationError
+from wide.profiling.backends import HOPPER_OPERATORS
 
 
 @pytest.mark.parametrize(
@@ -16,10 +19,46 @@ from wide.cli.main import main
             "does not go with decode, prefill",
         ),
         (["bench", "--out", "o", "--backends", "triton"], 2, "--backends does not go with glue, naive"),
+        (
+            ["bench", "--out", "o", "--operators", "glue", "--rows", "4"],
+            2,
+            "--rows does not go with glue (got 4): it is for reorder, gemm_mn, gemm_k, coarse, naive, naive_depth, "
+            "traffic; leave it out, or name only those in --operators",
+        ),
+        (
+            ["bench", "--out", "o", "--operators", "coarse", "--group_size", "64"],
+            2,
+            "with coarse (got 64): it is for gemm_mn",
+        ),
+        (["bench", "--out", "o", "--operators", "coarse", "--sparsity", "0.3"], 2, "with coarse (got 0.3)"),
+        (["bench", "--out", "o", "--operators", "coarse", "--quick", "true"], 2, "with coarse (got True)"),
+        (["bench", "--out", "o", "--operators", "gemm_mn,glue", "--group_size", "64"], 2, "with glue (got 64)"),
+        (["bench", "--out", "o", "--operators", "gemm_mn,glue", "--sparsity", "0.3"], 2, "with glue (got 0.3)"),
+        (["bench", "--out", "o", "--operators", "gemm_mn,glue", "--quick", "true"], 2, "with glue (got True)"),
+        (["bench", "--out", "o", "--operators", "naive_depth", "--group_size", "64"], 2, "with naive_depth (got 64)"),
+        (["bench", "--out", "o", "--operators", "traffic", "--quick", "true"], 2, "with traffic (got True)"),
+        (["bench", "--out", "o", "--operators", "reorder,gemm_k", "--sparsity", "0.3"], 2, "with reorder (got 0.3)"),
         (["bench", "--out", "o", "--operators", "gemm_k", "--backends", "torch"], 1, "got ['torch']"),
         (["bench", "--out", "o", "--operators", "prefill", "--backends", "cuda"], 1, "prefill have no cuda backend"),
         (["bench", "--out", "o", "--operators", "gemv", "--backends", "gluon"], 1, "gemv have no gluon backend"),
         (["profile", "--out", "o", "--shape", "gpt"], 2, "unknown shape 'gpt'; choose one of llama-3.1-8b, tiny"),
+        (["profile", "--out", "o", "--model", "m", "--layers", "2"], 2, "leave out --layers (got 2; null where a file"),
+        (["profile", "--out", "o", "--model", "m", "--shape", "tiny"], 2, "leave out --shape (got tiny"),
+        (
+            ["profile", "--out", "o", "--model", "m", "--adapter", "a", "--ffn_group_size", "128"],
+            2,
+            "the adapter says how large its groups are; leave out --ffn_group_size (got 128",
+        ),
+        (
+            ["profile", "--model", "m", "--comparison", "c", "--ffn_group_size", "64"],
+            2,
+            "the adapter of each cell says how large its groups are; leave out --ffn_group_size (got 64",
+        ),
+        (
+            ["profile", "--out", "o", "--model", "m", "--checkpoint", "c", "--ffn_group_size", "64"],
+            2,
+            "--checkpoint is timed as it is; leave out --ffn_group_size (got 64",
+        ),
     ],
 )
 def test_flags_without_effect_are_refused(command, code, words, capsys):
@@ -36,9 +75,40 @@ def test_rows_and_backends_reach_the_benches_that_take_them(monkeypatch):
         )
     bench.run(["--out", "o", "--operators", "gemm_mn,prefill", "--backends", "gluon"])
     bench.run(["--out", "o", "--operators", "gemm_mn", "--rows", "512"])
-    bench.run(["--out", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5", "--group_size", "64"])
+    bench.run(["--out", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5"])
     assert calls == {
         "operators": ["--out", "o", "--operators", "gemm_mn", "--backends", "gluon", "--rows", "1024,4096,16384"],
         "attention": ["--out", "o", "--operators", "prefill", "--backends", "gluon"],
         "naive_depth": ["--out", "o", "--rows", "64", "--sparsity", "0.5"],
     }
+
+
+def test_all_operators_go_with_flags_that_some_of_them_take(monkeypatch):
+    calls = {}
+    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
+    for name in ("operators", "attention", "glue", "naive", "naive_depth"):
+        monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) and 0)
+    bench.run(["--out", "o", "--group_size", "64", "--sparsity", "0.3", "--quick", "true"])
+    shape = ["--quick", "--group-size", "64", "--sparsity", "0.3"]
+    assert calls["naive"] == ["--out", "o", *shape]
+    assert calls["naive_depth"] == ["--out", "o", "--quick", "--sparsity", "0.3"]
+    assert calls["glue"] == ["--out", "o"]
+    assert [calls[name][4:8] for name in ("operators", "attention")] == [shape[:4]] * 2
+
+
+def test_a_red_bench_costs_no_other_and_all_red_ones_are_named(monkeypatch):
+    ran = []
+    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
+    for name, red in {"operators": 1, "attention": 0, "glue": 1}.items():
+        monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name, red=red: ran.append(name) or red)
+    with pytest.raises(
+        EvaluationError, match=r"\(benches: operators of gemm_mn, gemm_k; glue of glue; marked RED above"
+    ):
+        bench.run(["--out", "o", "--operators", "gemm_mn,prefill,glue,gemm_k"])
+    assert ran == ["operators", "attention", "glue"]
+
+
+def test_the_help_names_the_operators_of_each_backend_of_one_gpu():
+    told = field_texts(bench.BenchOptions)["backends"]
+    for backend, operators in HOPPER_OPERATORS.items():
+        assert f"{backend} ({', '.join(operators)})" in told

@@ -4,12 +4,18 @@ import json
 import subprocess
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
 import wide
 from wide.cli.main import main
+from wide.config import ObjectiveConfig, RecoverConfig
+from wide.data.batches import load_blocks
 from wide.data.tokenizer import load_tokenizer
+from wide.methods.recovery import recover_row
+from wide.models.attach import attachment
+from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.report.selection import Selection
 
@@ -24,6 +30,7 @@ SHORT = [
     "--eval.tokens=128",
     "--eval.window=32",
 ]
+LORA = ["--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +51,7 @@ def finished(tmp_path_factory, tiny_model_folder, prose_folder):
             "prune",
             *("--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(folder)),
             *SHORT,
-            *("--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32"),
+            *LORA,
             *("--eval.untrained=true", "--sample.prompt=The quick", "--sample.tokens=4"),
         ]
     )
@@ -152,7 +159,7 @@ def test_recover_continues_from_the_adapter(finished, tiny_model_folder, prose_f
     code = main(
         [
             *("recover", *everyday, "--adapter", str(stage1), "--output", str(tmp_path / "two"), "--report=false"),
-            *("--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32"),
+            *LORA,
             *("--eval.tokens=128", "--eval.window=32", "--dtype=float32", "--device=cpu"),
         ]
     )
@@ -160,6 +167,85 @@ def test_recover_continues_from_the_adapter(finished, tiny_model_folder, prose_f
     assert (tmp_path / "two" / "adapter" / "lora").is_dir()
     run = Selection(*read_records(tmp_path / "two" / "records.jsonl"))
     assert run.subjects() == ["dense", "stage 1", "stage 1+2"]
+
+
+def objective_of_stage_2(folder):
+    return json.loads((folder / "adapter" / "wide_config.json").read_text())["provenance"]["recover"]["objective"]
+
+
+@pytest.mark.parametrize(
+    ("given", "ramps"),
+    [
+        (["--objective.ramp=1", "--ffn_group_size=16", "--router_rank=4"], {"ramp": 1.0}),
+        (
+            ["--method=dllm-original", "--dllm-original.penalty=token", "--dllm-original.dense_layers=0"],
+            {"weight_ramp": True},
+        ),
+    ],
+)
+def test_every_way_to_stage_2_has_the_full_target_from_its_first_step(
+    given, ramps, tiny_model_folder, prose_folder, tmp_path
+):
+    everyday = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--report=false", "--eval.tokens=0"]
+    everyday += [*LORA, "--dtype=float32", "--device=cpu"]
+    train = ["--train.steps=2", "--train.batch_size=2", "--train.sequence_length=32"]
+    assert main(["prune", *everyday, "--output", str(tmp_path / "both"), *train, *given]) == 0
+    adapter = tmp_path / "both" / "stage1" / "adapter"
+    assert main(["recover", *everyday, "--output", str(tmp_path / "alone"), "--adapter", str(adapter)]) == 0
+    stage = RecoverConfig(steps=2, batch_size=2, sequence_length=32)
+    blocks = load_blocks(str(prose_folder), load_tokenizer(tiny_model_folder), sequence_length=32)
+    models = [wide.load(str(tiny_model_folder), adapter) for _ in range(2)]
+    wide.recover(models[0], blocks, stage=stage)
+    recover_row(models[1], blocks, stage, seed=17)
+
+    found = [objective_of_stage_2(tmp_path / name) for name in ("both", "alone")]
+    found += [attachment(model).provenance["recover"]["objective"] for model in models]
+    before = attachment(models[0]).provenance["prune"]["objective"]
+    assert {name: before[name] for name in ramps} == ramps
+    assert found == [before | {"ramp": 0.0, "weight_ramp": False}] * 4
+    lines = (tmp_path / "both" / "stage2" / "metrics.jsonl").read_text().splitlines()
+    targets = [line["value"] for line in map(json.loads, lines) if line["metric"].endswith("sparsity.target")]
+    assert targets == [before["sparsity"]] * 2
+
+
+@pytest.fixture
+def recover_static(tiny_model_folder, prose_folder, tmp_path):
+    """Return a function that recovers, through the command, an adapter that skips two half-layers for every token."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).eval()
+    first, second = LayerPlan(attention=Skipped(), ffn=Dense()), LayerPlan(attention=Dense(), ffn=Skipped())
+    wide.save(wide.attach(model, Plan((first, second))), tmp_path / "static")
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(tmp_path / "static")]
+    given += [*LORA, "--report=false", "--eval.tokens=128", "--eval.window=32", "--dtype=float32", "--device=cpu"]
+    return lambda output, *more: main(["recover", *given, "--output", str(tmp_path / output), *more])
+
+
+def test_recover_trains_lora_alone_where_there_are_no_routers(recover_static, tmp_path):
+    assert recover_static("run", "--objective.distillation=0.5") == 0
+    assert (tmp_path / "run" / "adapter" / "lora").is_dir()
+    wanted = ObjectiveConfig(sparsity=0.0, weight=0.0, distillation=0.5)
+    assert ObjectiveConfig(**objective_of_stage_2(tmp_path / "run")) == wanted
+    run = Selection(*read_records(tmp_path / "run" / "records.jsonl"))
+    assert run.subjects() == ["dense", "stage 1", "stage 1+2"]
+    assert run.number("stage 1", "sparsity.mean") == run.number("stage 1+2", "sparsity.mean") == 0.5
+    assert run.text("run", "target") == "none: what is pruned stays pruned"
+    assert recover_static("again", "--config", str(tmp_path / "run" / "config.yaml")) == 0
+    assert objective_of_stage_2(tmp_path / "again") == objective_of_stage_2(tmp_path / "run")
+
+
+@pytest.mark.parametrize("flag", ["--sparsity 0.25", "--objective.weight 20.0", "--objective.ramp 0.5"])
+def test_recover_refuses_to_steer_what_has_no_routers(flag, recover_static, tmp_path, capsys):
+    assert recover_static("run", *flag.split()) == 2
+    error = capsys.readouterr().err
+    assert f"{flag} steers routers, and {tmp_path / 'static'} has none" in error
+    assert "leave it out" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_that_a_run_leaves_names_its_device_alike(finished):
+    records = read_records(finished / "records.jsonl")[0] + read_records(finished / "stage1" / "metrics.jsonl")[0]
+    facts = json.loads((finished / "adapter" / "wide_config.json").read_text())["provenance"]
+    devices = {record.device for record in records} | {facts[stage]["device"] for stage in ("prune", "recover")}
+    assert devices == {f"cpu, {torch.get_num_threads()} threads"}
 
 
 def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
@@ -171,6 +257,8 @@ def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder
     printed = capsys.readouterr().out
     found = json.loads(printed[: printed.rindex("}") + 1])
     assert found == json.loads((tmp_path / "e" / "evaluation.json").read_text())
+    devices = {record.device for record in read_records(tmp_path / "e" / "records.jsonl")[0]}
+    assert devices == {f"cpu, {torch.get_num_threads()} threads"}
     run = Selection(*read_records(finished / "records.jsonl"))
     assert found["model"]["perplexity"]["perplexity"] == pytest.approx(run.number("stage 1+2", "token_perplexity"))
     assert found["dense"]["perplexity"]["perplexity"] == pytest.approx(run.number("dense", "token_perplexity"))

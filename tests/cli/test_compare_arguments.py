@@ -154,6 +154,15 @@ def test_every_trained_method_takes_the_same_of_the_objective(method):
     assert alone == together == ObjectiveConfig(**wanted)
 
 
+def test_a_file_may_say_where_the_data_of_tasks_lies_that_a_comparison_does_not_score(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"eval": {"local_data": "tasks", "limit": 5}}))
+    tasks = asked("--config", str(file)).tasks
+    assert (tasks.names, tasks.local_data, tasks.limit) == ([], "tasks", 5)
+    with pytest.raises(ConfigError, match="limit must be at least 1 or null, got -3"):
+        asked("--eval.limit", "-3")
+
+
 def test_flags_of_other_methods_are_refused_in_files_too(tmp_path, capsys):
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"method": "tyr", "wanda": {"pattern": "2:4"}}))

@@ -58,6 +58,10 @@ def test_version(capsys):
         (["recipes", "burn"], 2, "usage"),
         (["eval", "--model", "M"], 2, "nothing to evaluate"),
         (["eval", "--model", "M", "--data", "D", "--fused"], 2, "give --adapter"),
+        (["eval", "--model", "M", "--data", "D", "--limit", "5"], 2, "--limit 5 is for tasks, and none is named"),
+        (["eval", "--model", "M", "--data", "D", "--local_data=X", "--tasks", ","], 2, "--local_data X is for tasks"),
+        (["eval", "--model", "M", "--tasks", "piqa", "--limit", "-3"], 1, "limit must be at least 1 or null, got -3"),
+        (["eval", "--model", "M", "--tasks", "piqa", "--limit", "0"], 1, "limit must be at least 1 or null, got 0"),
         (["inspect"], 2, "either --model or --adapter"),
         (["prune", "--model", "M", "--data", "D", "--output", "O", "--sparsity", "1.5"], 1, "0.5 skips half"),
         (["inspect", "--adapter", "nowhere"], 1, "not an adapter"),
@@ -69,6 +73,13 @@ def test_errors_have_codes_and_messages_and_no_traceback(arguments, code, words,
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert words is None or words in error
+
+
+def test_a_file_may_serve_evaluations_with_tasks_and_without(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("local_data: tasks\nlimit: 5\n")
+    assert main(["eval", "--config", str(file), "--model", "./nowhere", "--data", "D"]) == 1
+    assert "./nowhere" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback():

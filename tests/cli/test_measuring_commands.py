@@ -86,10 +86,14 @@ def test_profile_speaks_the_end_to_end_benchs_words(monkeypatch):
     profile.run(["--out", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
     profile.run(["--out", "o", "--model", "M", "--adapter", "A", "--generate", "8"])
     profile.run(["--out", "o", "--model", "M", "--checkpoint", "C"])
+    profile.run(["--out", "o", "--shape", "tiny", "--ffn_group_size", "64"])
     assert seen[0].rates == [(0.5, 0.5), (0.66, 0.285)]
     assert (seen[0].prompt, seen[0].layers, seen[0].generate) == ([64, 128], 2, 128)
     assert (seen[1].model, seen[1].adapter, seen[1].generate) == ("M", "A", 8)
     assert (seen[2].model, seen[2].checkpoint, seen[2].adapter) == ("M", "C", None)
+    assert [(options.shape, options.ffn_group_size) for options in seen[1:]] == [("llama-3.1-8b", 128)] * 2 + [
+        ("tiny", 64)
+    ]
 
 
 def test_profile_times_what_each_cell_of_a_comparison_keeps(monkeypatch, tmp_path, capsys):

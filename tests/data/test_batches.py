@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from wide.data.batches import IGNORED, BlockOrder, TokenBlocks, load_blocks, share_of_batch
 from wide.data.documents import Document
-from wide.data.streaming import StreamingBlocks
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.errors import ConfigError, DataError
 
@@ -124,27 +123,3 @@ def test_changed_text_gets_another_cache(tokenizer, tmp_path):
 
     assert len(write(100)) < len(write(200))
     assert len(list((tmp_path / "caches").iterdir())) == 2
-
-
-def test_streaming_gives_the_blocks_of_the_text_in_order_and_resumes(tokenizer):
-    blocks = TokenBlocks(stream_in_memory(DOCUMENTS, tokenizer), 16)
-    streaming = StreamingBlocks(lambda: DOCUMENTS, tokenizer, sequence_length=16)
-    for step in (0, 1, 3, 1):
-        for rank in range(2):
-            expected = blocks.batch([4 * step + 2 * rank, 4 * step + 2 * rank + 1])
-            seen = streaming.batch_at(step, batch_size=4, rank=rank, world=2)
-            assert torch.equal(seen.input_ids, expected.input_ids)
-            assert torch.equal(seen.labels, expected.labels)
-
-
-def test_streaming_starts_again_at_the_end_of_the_text(tokenizer):
-    blocks = TokenBlocks(stream_in_memory(DOCUMENTS, tokenizer), 16)
-    streaming = StreamingBlocks(lambda: DOCUMENTS, tokenizer, sequence_length=16)
-    batch = streaming.batch_at(1, batch_size=len(blocks))
-    assert torch.equal(batch.input_ids, blocks.batch(range(len(blocks))).input_ids)
-
-
-def test_streaming_too_little_text_is_refused(tokenizer):
-    streaming = StreamingBlocks(lambda: DOCUMENTS[:1], tokenizer, sequence_length=512)
-    with pytest.raises(DataError, match="one block needs 512"):
-        streaming.batch_at(0, batch_size=1)

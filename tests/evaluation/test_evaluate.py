@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from wide.data.documents import Document
-from wide.errors import EvaluationError
+from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
 from wide.models.observe import capture_routing
@@ -78,3 +78,9 @@ def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_dif
     assert report.to_json()["flip_rate"] == report.flip_rate
     again = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
     assert again.model == masked.model
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_documents", "max_windows", "limit"])
+def test_a_count_below_one_fails_before_any_work(name, plain_model):
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+        evaluate(plain_model, ["text"], **{name: 0})

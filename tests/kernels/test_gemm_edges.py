@@ -159,6 +159,29 @@ def test_no_slab_sees_what_an_earlier_slab_left_behind() -> None:
         torch.testing.assert_close(swept[:, 16:], alone, rtol=1e-3, atol=1e-3)
 
 
+# Of halves, 52 make 104 bytes, which 16 does not divide; of a view only the stride tells.
+@pytest.mark.parametrize(("depth", "stride"), [(52, 52), (48, 52), (52, 56)])
+@pytest.mark.parametrize("weights_by", [1, 2])
+def test_tiles_read_by_pointers_what_tensor_memory_access_cannot(weights_by: int, depth: int, stride: int) -> None:
+    mask = make_mask("random", 40)
+    x, wide = values(40, depth).half(), values(2, GROUPS * SIZE, stride, seed=1).half() * 0.1
+    weights = wide[..., :depth]
+    order = reorder(mask, block_m=16, backend="triton")
+    options: dict[str, Any] = {"up_weight": weights[1], "activation": "silu", "mask": mask}
+    got = gemm_mn(x, weights[0], order, **options, backend="triton", tile=MnTile(16, 16, 2, 4, 1, weights_by))
+    wanted = gemm_mn(x, weights[0], order, **options, backend="torch")
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_gemm_k_tiles_read_by_pointers_what_tensor_memory_access_cannot() -> None:
+    mask = make_mask("random", 40)
+    h, weight = values(40, GROUPS * SIZE).half(), values(32, GROUPS * SIZE + 4, seed=1).half()[:, : GROUPS * SIZE]
+    order = reorder_patterns(mask, groups_per_block=2, block_m=16, backend="triton")
+    got = gemm_k(h, weight, order, group_size=SIZE, backend="triton", tile=KTile(16, 16, 2, 4, 1, 1))
+    wanted = gemm_k(h, weight, order, group_size=SIZE, backend="torch")
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
 def test_stacked_weights_must_be_neighbours() -> None:
     mask = make_mask("random", 8)
     weight, up = values(GROUPS * SIZE, DEPTH), values(GROUPS * SIZE, DEPTH)

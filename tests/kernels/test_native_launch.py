@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from wide.errors import UnsupportedBackendError
+
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is missing")
 
 from wide.kernels.native import launch  # noqa: E402 (needs what may be missing)
@@ -60,7 +62,7 @@ def test_arguments_reach_the_kernel_by_value(calls, monkeypatch):
         return (driver.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(driver, "cuLaunchKernel", look)
-    kernel = launch.Kernel(b"code", "name", threads=384, shared_bytes=1024)
+    kernel = launch.Kernel(b"code", "name", threads=384, shared_bytes=1024, instead="triton")
     tensor = torch.zeros(3)
     words = (ctypes.c_char * 128).from_buffer_copy(bytes(range(128)))
     kernel(torch.device("cpu"), 132, tensor, -5, words)
@@ -73,15 +75,16 @@ def test_arguments_reach_the_kernel_by_value(calls, monkeypatch):
 
 
 def test_a_thread_without_a_context_gets_that_of_pytorch(calls):
-    launch.Kernel(b"code", "name", threads=32, shared_bytes=0)
+    launch.Kernel(b"code", "name", threads=32, shared_bytes=0, instead="triton")
     names = [name for name, _ in calls]
     assert names[:4] == ["cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
 
 
 def test_maps_describe_strided_matrices_and_are_made_once(calls):
     matrix = torch.zeros(10, 96, dtype=torch.bfloat16)[:, :64]
-    first, again = launch.tensor_map(matrix, 64, 64), launch.tensor_map(matrix, 64, 64)
-    other = launch.tensor_map(matrix[1:], 64, 64)
+    kernel = launch.Kernel(b"code", "name", threads=32, shared_bytes=0, instead="triton")
+    first, again = kernel.tensor_map(matrix, 64, 64), kernel.tensor_map(matrix, 64, 64)
+    other = kernel.tensor_map(matrix[1:], 64, 64)
     made = [arguments for name, arguments in calls if name == "cuTensorMapEncodeTiled"]
     assert first is again
     assert other is not first
@@ -91,10 +94,28 @@ def test_maps_describe_strided_matrices_and_are_made_once(calls):
     assert [[int(value) for value in values] for values in (sizes, strides, box)] == [[64, 10], [192], [64, 64]]
 
 
-def test_what_the_driver_refuses_is_said(calls, monkeypatch):
-    monkeypatch.setattr(driver, "cuLibraryLoadData", lambda *_: (driver.CUresult.CUDA_ERROR_INVALID_IMAGE, None))
+REFUSED = {
+    "code": ("cuLibraryLoadData", "gemm_mn", "triton"),
+    "function": ("cuKernelGetFunction", "gemm_k", "triton"),
+    "launch": ("cuLaunchKernel", "gemm_k_rows", "dense"),
+    "tensor map": ("cuTensorMapEncodeTiled", "gemm_k_rows", "dense"),
+}
+
+
+@pytest.mark.parametrize(("call", "name", "instead"), REFUSED.values(), ids=REFUSED)
+def test_what_the_driver_refuses_is_said_with_kernel_device_and_way_out(calls, monkeypatch, call, name, instead):
+    monkeypatch.setattr(driver, call, lambda *_: (driver.CUresult.CUDA_ERROR_INVALID_IMAGE, None))
     monkeypatch.setattr(
         driver, "cuGetErrorString", lambda _: (driver.CUresult.CUDA_SUCCESS, b"device kernel image is invalid")
     )
-    with pytest.raises(RuntimeError, match="device kernel image is invalid"):
-        launch.Kernel(b"code", "name", threads=32, shared_bytes=0)
+
+    def load_and_launch():
+        kernel = launch.Kernel(b"code", name, threads=32, shared_bytes=0, instead=instead)
+        matrix = torch.zeros(64, 64, dtype=torch.bfloat16)
+        kernel(matrix.device, 132, kernel.tensor_map(matrix, 64, 64))
+
+    # Code is loaded on the current device, everything else goes by the tensors'.
+    device = "cuda:0" if call == "cuLibraryLoadData" else "cpu"
+    words = f"^{name}: .* {device}: device kernel image is invalid; choose backend='{instead}'$"
+    with pytest.raises(UnsupportedBackendError, match=words):
+        load_and_launch()

@@ -129,9 +129,3 @@ def test_gains_at_equal_rates_are_those_of_the_records():
     told = f"go from {found['base']:.2f} to {found['cluster_lr2e-3']:.2f}, further than adjacent groups of 32"
     assert told in words_of(WHY)
     assert f"[{finer['heldout_token_perplexity']:.2f}]" in words_of(WHY)
-
-
-def test_the_later_run_that_the_readme_names_is_that_of_its_records():
-    readme = " ".join((DOCS.parent / "README.md").read_text().split())
-    values = number("n25", "wide", PERPLEXITY), number("n25", "wide", WORD)
-    assert "a later run of all rows has WIDE at {:.1f} and {:.1f}".format(*values) in readme

@@ -11,7 +11,6 @@ from wide.cli.usage import UsageError
 from wide.errors import ConfigError, EvaluationError
 
 _ROWS = "1024,4096,16384"
-_TAKE_ROWS = ("reorder", "gemm_mn", "gemm_k", "coarse", "naive", "naive_depth", "traffic")
 _BACKENDS = "triton,gluon,cuda"
 # Which bench serves an operator.
 _BENCHES = {
@@ -30,6 +29,16 @@ _BENCHES = {
 }
 # Only where they are named: the one has all operators itself, the other computes nothing.
 _NOT_ALL = ("coarse", "traffic")
+# What a flag changes something of.
+_GROUPED = ("gemm_mn", "gemm_k", "gemv", "naive", "traffic")
+_ATTENTION = ("prefill", "decode", "decode_groups")
+_TAKERS = {
+    "rows": ("reorder", "gemm_mn", "gemm_k", "coarse", "naive", "naive_depth", "traffic"),
+    "backends": ("reorder", "gemm_mn", "gemm_k", *_ATTENTION, "gemv"),
+    "group_size": _GROUPED,
+    "sparsity": (*_GROUPED, *_ATTENTION, "naive_depth"),
+    "quick": ("reorder", "gemm_mn", "gemm_k", *_ATTENTION, "gemv", "naive", "naive_depth"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +58,12 @@ class BenchOptions:
             512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
-            operator has them gluon (gemm_mn, gemm_k, prefill) and cuda (gemm_mn). Not for glue, naive, naive_depth and
-            coarse.
-        group_size: Channels in a group of the FFN; null means the usual ones.
-        sparsity: Share that random masks skip; null means the usual ones.
-        quick: Fewer shapes, tiles and rounds.
+            operator has them gluon (gemm_mn, gemm_k, prefill) and cuda (gemm_mn, gemm_k). Not for glue, naive,
+            naive_depth, coarse and traffic.
+        group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
+            ones. With 'all' operators it is for those of them, and so are the next two.
+        sparsity: Share that random masks skip, not for reorder, glue and coarse; null means the usual ones.
+        quick: Fewer shapes, tiles and rounds; not for glue, coarse and traffic.
         description: What this bench is for, in a sentence.
     """
 
@@ -111,33 +121,43 @@ def run(given: Sequence[str]) -> None:
     out = Path(options.out)
     # What runs over all sizes has a folder of its own.
     with noted(out, "bench", given), noted(out / "coarse", "bench", given):
-        red = any(_carry_out(bench, options) for bench in dict.fromkeys(_BENCHES.values()))
+        # One that is red costs no other.
+        red = [bench for bench in dict.fromkeys(_BENCHES.values()) if _carry_out(bench, options)]
     if red:
+        benches = "; ".join(f"{bench} of {', '.join(_asked(bench, options))}" for bench in red)
         raise EvaluationError(
-            f"some operators disagree with their references (marked RED above and in {options.out}); their times mean "
-            "nothing"
+            f"some operators disagree with their references (benches: {benches}; marked RED above and in "
+            f"{options.out}); their times mean nothing"
         )
 
 
 def _check_flags(options: BenchOptions) -> None:
-    if options.rows is not None and not set(options.names) & set(_TAKE_ROWS):
-        raise UsageError(
-            f"--rows does not go with {', '.join(options.names)}: it says how many tokens {', '.join(_TAKE_ROWS)} get"
-        )
-    if options.backends == _BACKENDS:
-        return
-    from wide.profiling.backends import parse_backends
+    usual = BenchOptions(out=options.out)
+    for flag, takers in _TAKERS.items():
+        value = getattr(options, flag)
+        others = [name for name in options.names if name not in takers]
+        if value == getattr(usual, flag) or not others:
+            continue
+        # Sequences have lengths of their own, so that rows are for what stands beside them. 'all' means all that take a
+        # flag; only backends are named to leave others out.
+        mixes = flag == "rows" or (flag != "backends" and options.operators == "all")
+        if not mixes or len(others) == len(options.names):
+            raise UsageError(
+                f"--{flag} does not go with {', '.join(others)} (got {value}): it is for {', '.join(takers)}; leave it "
+                "out, or name only those in --operators"
+            )
+    if options.backends != _BACKENDS:
+        from wide.profiling.backends import parse_backends
 
-    others = sorted(name for name in options.names if _BENCHES[name] not in ("operators", "attention"))
-    if others:
-        raise UsageError(
-            f"--backends does not go with {', '.join(others)}; name the operators it is for in --operators"
-        )
-    parse_backends(options.backends, options.names)
+        parse_backends(options.backends, options.names)
+
+
+def _asked(bench: str, options: BenchOptions) -> list[str]:
+    return [name for name in options.names if _BENCHES[name] == bench]
 
 
 def _carry_out(bench: str, options: BenchOptions) -> int:
-    names = [name for name in options.names if _BENCHES[name] == bench]
+    names = _asked(bench, options)
     if not names:
         return 0
     given = ["--out", str(Path(options.out))]
@@ -153,7 +173,7 @@ def _carry_out(bench: str, options: BenchOptions) -> int:
     if bench == "naive_depth":
         return _naive_depth(given, options)
     given += [] if bench in ("naive", "traffic") else ["--operators", ",".join(names)]
-    given += ["--quick"] if options.quick and bench != "traffic" else []
+    given += ["--quick"] if options.quick else []
     if options.group_size is not None:
         given += ["--group-size", str(options.group_size)]
     if options.sparsity is not None:

@@ -15,11 +15,11 @@ from wide.cli.compare_request import CompareRequest
 from wide.cli.grid import DENSE
 from wide.cli.loading import load_base, training_blocks
 from wide.cli.measuring import HeldOut
-from wide.cli.method_flags import Match
 from wide.cli.run_folder import ADAPTER, RECORDS
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.evaluation.report import EvaluationReport
+from wide.method_config import Match
 from wide.methods.apply import PROVENANCE, apply
 from wide.methods.catalogue import get
 from wide.methods.method import Target

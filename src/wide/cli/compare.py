@@ -6,7 +6,7 @@ from typing import Any
 
 from wide.cli.arguments import Arguments, add_run_switches, build, keys_of_files, peek, peek_mapping, resolved
 from wide.cli.budget import Budget
-from wide.cli.compare_request import CompareRequest, ScoredTasks
+from wide.cli.compare_request import CompareRequest
 from wide.cli.console import num_processes, say
 from wide.cli.grid import DENSE, GridOptions, method_names, method_of
 from wide.cli.method_flags import (
@@ -17,7 +17,7 @@ from wide.cli.method_flags import (
     settings_of,
     variant_settings,
 )
-from wide.cli.options import EvalOptions, RunOptions
+from wide.cli.options import EvalOptions, RunOptions, ScoredTasks
 from wide.cli.prune import RecoverSwitch
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig

@@ -5,29 +5,8 @@ from typing import Any
 
 from wide.cli.budget import Budget
 from wide.cli.grid import GridOptions
-from wide.cli.options import EvalOptions, RunOptions
+from wide.cli.options import EvalOptions, RunOptions, ScoredTasks
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredTasks:
-    """Tasks on which every model of a comparison is evaluated.
-
-    Args:
-        tasks: Tasks of lm-evaluation-harness, separated by commas: wikitext, arc_easy, arc_challenge, boolq,
-            winogrande, piqa, openbookqa, hellaswag; empty leaves them out.
-        local_data: Folder with copies of the tasks' data; null loads them from the Hugging Face hub.
-        limit: Items of each task; null means all.
-    """
-
-    tasks: str = ""
-    local_data: str | None = None
-    limit: int | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The tasks by name."""
-        return [name.strip() for name in self.tasks.split(",") if name.strip()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,13 +15,13 @@ from wide.cli.comparison_files import draw
 from wide.cli.console import say
 from wide.cli.grid import NEXT
 from wide.cli.loading import held_out_documents, require_lora
-from wide.cli.pipeline import device_name
 from wide.cli.run_folder import CELLS, GRID, RunFolder
 from wide.cli.termination import telling, terminable
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
 from wide.models.discovery import discover
+from wide.models.pretrained import device_name
 from wide.records import Record, RecordFile, fingerprint
 from wide.report.cells import Cell
 from wide.training.trainer import micro_batch_size

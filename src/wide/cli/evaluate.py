@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments, build, resolved
 from wide.cli.console import say
-from wide.cli.options import AdapterOptions, EvalOptions
+from wide.cli.options import AdapterOptions, EvalOptions, ScoredTasks
 from wide.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -16,21 +16,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskOptions:
+class TaskOptions(ScoredTasks):
     """What else is evaluated, and where results go.
 
     Args:
-        tasks: Tasks of lm-evaluation-harness, separated by commas: wikitext, arc_easy, arc_challenge, boolq,
-            winogrande, piqa, openbookqa, hellaswag.
-        local_data: Folder with copies of the tasks' data; null loads them from the Hugging Face hub.
-        limit: Items of each task; null means all.
         text_field: Field that holds the text, where rows have fields.
         output: Folder for evaluation.json, records.jsonl and the resolved configuration; null writes nothing.
     """
 
-    tasks: str = ""
-    local_data: str | None = None
-    limit: int | None = None
     text_field: str = "text"
     output: str | None = None
 
@@ -53,12 +46,16 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If neither data nor tasks are named, or fused operators are asked of a model without routers.
+        UsageError: If neither data nor tasks are named, a flag is for tasks that are not, or fused operators are asked
+            of a model without routers.
+        ConfigError: If a value is out of its range.
     """
     values = arguments().parse(given)
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
-    if scoring.data is None and not tasks.tasks:
+    if scoring.data is None and not tasks.names:
         raise UsageError("nothing to evaluate: name text with --data, tasks with --tasks, or both")
+    if not tasks.names:
+        _refuse_flags_of_tasks(given, tasks)
     if values["fused"] and options.adapter is None:
         raise UsageError("--fused runs an adapter's routers: give --adapter, too")
     from wide.cli.run_folder import RunFolder
@@ -67,14 +64,28 @@ def run(given: Sequence[str]) -> None:
     folder = None
     if tasks.output is not None:
         folder = RunFolder(tasks.output, config, resume=False, overwrite=bool(values["overwrite"]), resumable=False)
-    report = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
+    report, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None:
         folder.claim()
-        _write(folder.path, folder.records, report, config, options)
+        _write(folder.path, folder.records, report, config, device)
 
 
-def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool) -> "EvaluationReport":
+def _refuse_flags_of_tasks(given: Sequence[str], tasks: TaskOptions) -> None:
+    # On the command line only: a file may serve evaluations with tasks and without.
+    flags = {word.partition("=")[0] for word in given}
+    for name in ("local_data", "limit"):
+        value = getattr(tasks, name)
+        if value is not None and f"--{name}" in flags:
+            raise UsageError(
+                f"--{name} {value} is for tasks, and none is named; name some with --tasks, or leave it out"
+            )
+
+
+def _evaluate(
+    options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
+) -> "tuple[EvaluationReport, str]":
+    """Return the report, and what it ran on."""
     from wide.cli.loading import find_adapter, held_out_documents, load_base
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
@@ -82,13 +93,14 @@ def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions,
     from wide.models.attach import attachment
     from wide.models.dial import set_sparsity
     from wide.models.lora import merge_lora
+    from wide.models.pretrained import device_name
 
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
         read_config(find_adapter(options.adapter))
     settings: dict[str, Any] = {
         "tokenizer": load_tokenizer(options.model),
-        "tasks": [name.strip() for name in tasks.tasks.split(",") if name.strip()],
+        "tasks": tasks.names,
         "local_data": tasks.local_data,
         "window": scoring.window,
         "stride": scoring.stride,
@@ -104,23 +116,22 @@ def _evaluate(options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions,
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:
-        return dense
+        return dense, device_name(model)
     load(model, find_adapter(options.adapter))
     if options.sparsity is not None:
         set_sparsity(model, options.sparsity)
     if fused and attachment(model).lora is not None:
         merge_lora(model)
-    return replace(evaluate(model, documents, fused=fused, **settings), data=name, dense=dense.model)
+    report = replace(evaluate(model, documents, fused=fused, **settings), data=name, dense=dense.model)
+    return report, device_name(model)
 
 
-def _write(
-    folder: Path, records: Path, report: "EvaluationReport", config: dict[str, Any], options: AdapterOptions
-) -> None:
+def _write(folder: Path, records: Path, report: "EvaluationReport", config: dict[str, Any], device: str) -> None:
     from wide.cli.measuring import evaluation_records
     from wide.records import Record, RecordFile, fingerprint
 
     report.save(folder / "evaluation.json")
-    file = RecordFile(records, config_fingerprint=fingerprint(config), device=options.device)
+    file = RecordFile(records, config_fingerprint=fingerprint(config), device=device)
     data = report.data or ""
     if report.dense is None:
         subject = "dense" if report.sparsity is None else "pruned"

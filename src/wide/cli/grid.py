@@ -4,8 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wide.cli.method_flags import SETTINGS, TRAINED, VARIANT_KEYS, Match, check_method, check_variants
+from wide.cli.method_flags import SETTINGS, TRAINED, VARIANT_KEYS, check_method, check_variants
 from wide.cli.usage import UsageError
+from wide.method_config import Match
 from wide.report.cells import Cell
 
 DENSE = "dense"

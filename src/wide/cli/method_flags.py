@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.usage import UsageError
@@ -16,6 +16,7 @@ from wide.method_config import (
     DenseConfig,
     DLLMConfig,
     DLLMOriginalConfig,
+    Match,
     ShortenedConfig,
     SkipGPTConfig,
     SkipGPTOriginalConfig,
@@ -46,8 +47,6 @@ SETTINGS: Mapping[str, type[Any]] = {
 """The settings of each method by its name in the catalogue, which does not import them."""
 TRAINED = ("skipgpt", "skipgpt-original", "dllm", "dllm-original", "wide")
 """Methods that train routers, to which the flags of stage 1 apply."""
-Match = Literal["nominal", "linear_flops"]
-"""What a sparsity may count."""
 VARIANT_KEYS = ("method", "match")
 """What a variant may say beside settings of its method."""
 OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")

@@ -51,7 +51,7 @@ class MethodPipeline(Pipeline):
                 "pruned + LoRA",
                 lambda: recover_row(model, text, recipe, output=folder, resume=resume, seed=recipe.seed),
             )
-        self._finish(model)
+        self._finish()
 
     def _decide(self, model: Any, method: Method, blocks: TokenBlocks, target: Target, asked: PruneRequest) -> None:
         if self._folder.resume and self._folder.adapter.is_dir():

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError
+from wide.method_config import Match
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,11 @@ class RunOptions(ModelOptions):
     tensorboard: bool | None = None
     tracker: Literal["wandb", "trackio"] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse to train on no documents."""
+        if self.max_documents is not None and self.max_documents < 1:
+            raise ConfigError(f"max_documents must be at least 1 or null, got {self.max_documents}; null means all")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
@@ -91,6 +97,32 @@ class EvalOptions:
     def max_windows(self) -> int | None:
         """Windows that score `tokens` tokens; None means all."""
         return None if self.tokens is None else max(1, self.tokens // (self.stride or self.window))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredTasks:
+    """Tasks on which models are evaluated.
+
+    Args:
+        tasks: Tasks of lm-evaluation-harness, separated by commas: wikitext, arc_easy, arc_challenge, boolq,
+            winogrande, piqa, openbookqa, hellaswag; empty leaves them out.
+        local_data: Folder with copies of the tasks' data; null loads them from the Hugging Face hub.
+        limit: Items of each task; null means all.
+    """
+
+    tasks: str = ""
+    local_data: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse to score nothing of a task."""
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit must be at least 1 or null, got {self.limit}; null means all items of each task")
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks by name."""
+        return [name.strip() for name in self.tasks.split(",") if name.strip()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +181,7 @@ class PruneRequest:
 
     run: RunOptions
     method: str
-    match: Literal["nominal", "linear_flops"]
+    match: Match
     settings: Any
     objective: ObjectiveConfig
     stage: StageConfig

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wide.cli.console import is_main_process, num_processes, say
 from wide.cli.loading import find_adapter, held_out_documents, load_base, require_lora, training_blocks
 from wide.cli.measuring import HeldOut
@@ -18,13 +16,14 @@ from wide.cli.run_folder import RunFolder
 from wide.cli.text import continue_prompt
 from wide.cli.text_options import GenerationOptions
 from wide.cli.training_records import training_records
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, objective_after_stage_1
 from wide.data.batches import TokenBlocks
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.discovery import discover
+from wide.models.pretrained import device_name
 from wide.records import Record, RecordFile, fingerprint, read_records
 from wide.report.drawing import FOLDER, require_matplotlib
 from wide.report.page import write_report
@@ -43,6 +42,7 @@ _TARGETS = {
     "uniform": "of groups, attention and FFN each",
     "linear_flops": "of the linear FLOPs",
 }
+_UNSTEERED = "none: what is pruned stays pruned"
 _STAGES = {
     "stage 1": ("prune", "stage1"),
     "stage 1+2": ("recover", "stage2"),
@@ -118,8 +118,8 @@ class Pipeline:
         )
         if second is not None:
             assert later is not None
-            self._recover(model, later, objective, second)
-        self._finish(model)
+            self._recover(model, later, objective_after_stage_1(objective), second)
+        self._finish()
 
     def recover(self, adapter: str, objective: ObjectiveConfig, stage: RecoverConfig) -> None:
         """Train stage 2 on top of a saved adapter."""
@@ -129,14 +129,15 @@ class Pipeline:
         blocks = self._load_texts(model, stage)
         self._measure_before_recover(model, adapter, objective)
         self._recover(model, blocks, objective, stage)
-        self._finish(model)
+        self._finish()
 
     def _measure_before_recover(self, model: Any, adapter: str, objective: ObjectiveConfig) -> None:
         # The adapter is attached once before anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
         load(model, find_adapter(adapter))
+        is_routed = attachment(model).plan.is_routed
         detach(model)
-        self._begin(model, _in_words(objective), objective.sparsity)
+        self._begin(model, _in_words(objective) if is_routed else _UNSTEERED, objective.sparsity)
         self._measure(model, "dense")
         load(model, find_adapter(adapter))
         self._measure(model, "stage 1")
@@ -303,7 +304,7 @@ class Pipeline:
         sample = Record(subject=subject, metric="sample", value=self._sample.prompt + text, unit="text")
         self._records.append([sample])
 
-    def _finish(self, model: Any) -> None:
+    def _finish(self) -> None:
         if not is_main_process():
             return
         paths: list[Path] = [self._folder.adapter, self._folder.records, self._folder.path / "config.yaml"]
@@ -327,11 +328,3 @@ class Pipeline:
 
 def _in_words(objective: ObjectiveConfig) -> str:
     return f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}"
-
-
-def device_name(model: Any) -> str:
-    """Return what a model runs on, for records."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{device.type}, {torch.get_num_threads()} threads"

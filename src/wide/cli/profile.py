@@ -24,7 +24,7 @@ class ProfileOptions:
     Args:
         out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile. Null with
             a comparison, whose cells keep their own.
-        model: Hub name or local folder of a real model; null takes --shape with random weights.
+        model: Hub name or local folder of a real model; null takes a shape with random weights.
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
         checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
         comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
@@ -32,15 +32,16 @@ class ProfileOptions:
             Cells that were timed before are left alone.
         text: File whose beginning is the prompt, so that an adapter's routers decide as they do on text; null takes
             random tokens.
-        shape: Model with random weights: llama-3.1-8b or tiny.
-        layers: Only so many layers of the shape; null means all.
+        shape: Model with random weights: llama-3.1-8b or tiny; null means llama-3.1-8b. Not with a model.
+        layers: Only so many layers of the shape; null means all. Not with a model.
         batch: Sequences, one or more numbers separated by commas.
         prompt: Tokens of the prompt, one or more numbers separated by commas.
         generate: Tokens to generate.
         rates: Shares skipped by random masks in attention and FFN, 'A,F'; several pairs are separated by spaces. With
             an adapter's routers their own decisions are timed as well, and in a third run nothing is skipped. Of no
             matter to static plans and checkpoints.
-        ffn_group_size: Channels in a group of the FFN, where routers are random.
+        ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter, a
+            checkpoint or a comparison.
         compiled_peer: Race the compiled Hugging Face model, too; not with static plans and checkpoints.
         optimised: Race the Hugging Face model itself instead of the runtime: dense, masked, and after wide.optimize,
             each in a CUDA graph; the routers decide.
@@ -54,13 +55,13 @@ class ProfileOptions:
     checkpoint: str | None = None
     comparison: str | None = None
     text: str | None = None
-    shape: str = "llama-3.1-8b"
+    shape: str | None = None
     layers: int | None = None
     batch: str = "1"
     prompt: str = "2048"
     generate: int = 128
     rates: str = "0.5,0.5"
-    ffn_group_size: int = 128
+    ffn_group_size: int | None = None
     compiled_peer: bool = False
     optimised: bool = False
     quick: bool = False
@@ -123,11 +124,12 @@ def run(given: Sequence[str]) -> None:
 
 
 def _check(options: ProfileOptions) -> None:
-    if options.model is None:
+    if options.shape is not None:
         from wide.profiling.synthetic import SHAPES
 
         if options.shape not in SHAPES:
             raise UsageError(f"unknown shape {options.shape!r}; choose one of {', '.join(sorted(SHAPES))}, or --model")
+    _check_sizes(options)
     for name in ("adapter", "checkpoint", "comparison", "text"):
         if getattr(options, name) is not None and options.model is None:
             raise UsageError(f"--{name} needs its base: give --model, too")
@@ -149,6 +151,27 @@ def _check(options: ProfileOptions) -> None:
     for name in ("compiled_peer", "optimised"):
         if getattr(options, name):
             raise UsageError(f"--{name} is raced beside one model; leave it out with --comparison")
+
+
+def _check_sizes(options: ProfileOptions) -> None:
+    """Refuse sizes that something else says already."""
+    for name in ("shape", "layers"):
+        value = getattr(options, name)
+        if value is not None and options.model is not None:
+            raise UsageError(
+                f"the model says how large it is, and all of it is timed; leave out --{name} (got {value}; null where "
+                "a file names it), or --model"
+            )
+    reasons = {
+        "adapter": "the adapter says how large its groups are",
+        "comparison": "the adapter of each cell says how large its groups are",
+        "checkpoint": "--checkpoint is timed as it is",
+    }
+    for name, reason in reasons.items():
+        if options.ffn_group_size is not None and getattr(options, name) is not None:
+            raise UsageError(
+                f"{reason}; leave out --ffn_group_size (got {options.ffn_group_size}; null where a file names it)"
+            )
 
 
 def _cells(comparison: Path) -> list[Path]:
@@ -207,10 +230,10 @@ def _is_timed(out: Path) -> bool:
 def _arguments(options: ProfileOptions) -> list[str]:
     """Return the command line of the end-to-end bench, without where it writes."""
     given = ["--batch", options.batch, "--prompt", options.prompt]
-    given += ["--generate", str(options.generate), "--ffn-group-size", str(options.ffn_group_size)]
-    given += ["--rates", *options.rates.split()]
+    given += ["--generate", str(options.generate), "--rates", *options.rates.split()]
+    given += [] if options.ffn_group_size is None else ["--ffn-group-size", str(options.ffn_group_size)]
     if options.model is None:
-        given += ["--shape", options.shape]
+        given += [] if options.shape is None else ["--shape", options.shape]
         given += [] if options.layers is None else ["--layers", str(options.layers)]
     else:
         from wide.cli.loading import find_adapter

@@ -5,7 +5,7 @@ Without `--method` it is the paper's: routers are trained (stage 1), and LoRA wi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from wide.cli.arguments import Arguments, add_run_switches, build, peek, resolved
 from wide.cli.method_flags import OBJECTIVE, TRAINED, add_method_flags, check_method, settings_of
@@ -14,7 +14,7 @@ from wide.cli.termination import telling
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError
-from wide.method_config import WideMethodConfig
+from wide.method_config import Match, WideMethodConfig
 
 _DEFAULT = "wide"
 # What a method that trains nothing takes of stage 1: how its calibration text is packed, and the seed.
@@ -32,7 +32,7 @@ class MethodOptions:
     """
 
     method: str = _DEFAULT
-    match: Literal["nominal", "linear_flops"] = "nominal"
+    match: Match = "nominal"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ class RecoverOptions:
     Args:
         adapter: Folder of the adapter of stage 1, or of the run that made it.
         sparsity: Share of work to skip, in the measure named by objective.target; null keeps that of stage 1.
+            Not for an adapter without routers.
     """
 
     adapter: str
@@ -48,6 +49,7 @@ def run(given: Sequence[str]) -> None:
 
     Raises:
         ConfigError: If the output folder holds the adapter itself.
+        UsageError: If the adapter has no routers, and a flag is to steer them.
     """
     flags = arguments()
     values = flags.parse(given)

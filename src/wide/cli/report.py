@@ -11,7 +11,7 @@ from wide.errors import DataError
 if TYPE_CHECKING:
     from wide.report.comparison import Comparison
 
-_USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR [--only]]
+_USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR [--only] [--rows A,B]]
 
 Draws the report of each folder into it, from its records alone: the --output of wide prune, wide recover or wide
 compare, or the --out of wide bench or wide profile. A run that was profiled (wide profile --model M --adapter RUN --out

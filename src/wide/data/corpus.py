@@ -11,7 +11,7 @@ from pathlib import Path
 from wide.data.documents import Document, is_held_out
 from wide.data.files import TEXT_TYPES, field_text, file_type, find_files, read_file
 from wide.data.python_docs import python_docs
-from wide.errors import DataError, MissingExtraError
+from wide.errors import ConfigError, DataError, MissingExtraError
 
 PYTHON_DOCS = "python-docs"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -36,8 +36,11 @@ def load_documents(
         max_documents: Stop after so many.
 
     Raises:
+        ConfigError: If `max_documents` is less than 1.
         DataError: If the source is missing, empty, damaged or of a wrong type.
     """
+    if max_documents is not None and max_documents < 1:
+        raise ConfigError(f"max_documents must be at least 1, got {max_documents}; leave it out to read everything")
     count = 0
     for document in islice(_documents(source, split, text_field), max_documents):
         count += 1

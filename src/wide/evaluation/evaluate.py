@@ -11,7 +11,7 @@ from wide.data.batches import TokenBlocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
 from wide.data.tokenizer import load_tokenizer
-from wide.errors import EvaluationError
+from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.flips import RoutingTape
 from wide.evaluation.harness import run_harness
 from wide.evaluation.inference import SkipMeter, dense, longest_input
@@ -110,13 +110,18 @@ def evaluate(
             share of decisions that differ between the two paths.
 
     Raises:
+        ConfigError: If a count is less than 1.
         DataError: If the text cannot be read or does not fit the model.
         EvaluationError: If a task is unknown, its data cannot be had, or the figures are not numbers.
         NotAttachedError: If `fused` is asked of a model that cannot run fused now; see `wide.optimize`.
     """
-    # Wrong names must fail before the first long forward.
+    # Wrong names and counts must fail before the first long forward.
     for name in tasks:
         find_task(name)
+    counts = {"batch_size": batch_size, "max_documents": max_documents, "max_windows": max_windows, "limit": limit}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
     if data is None and not tasks:
         data = PYTHON_DOCS
     if tokenizer is None and not (isinstance(data, TokenBlocks) and not tasks):

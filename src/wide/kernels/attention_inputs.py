@@ -65,7 +65,17 @@ def check_keys_and_values(operator: str, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def check_per_sequence(operator: str, name: str, tensor: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Refuse a per-sequence number that is not int32 [B], contiguous, on the device of `q`."""
+    """Refuse a per-sequence number that is not int32 [B], contiguous, on the device of `q`.
+
+    Args:
+        operator: Name for messages.
+        name: Of the number, for messages.
+        tensor: int32 [B], or None, which is never refused.
+        q: Queries, [B, ...].
+
+    Raises:
+        ShapeError: If shape, dtype, device or strides do not fit.
+    """
     if tensor is None:
         return
     if tensor.shape != q.shape[:1] or tensor.dtype != torch.int32 or tensor.device != q.device:
@@ -75,7 +85,17 @@ def check_per_sequence(operator: str, name: str, tensor: torch.Tensor | None, q:
 
 
 def check_score_options(operator: str, window: int | None, soft_cap: float | None, scale: float | None) -> None:
-    """Refuse a window below one key and a soft cap or scale that is not positive."""
+    """Refuse a window below one key and a soft cap or scale that is not positive.
+
+    Args:
+        operator: Name for messages.
+        window: Keys that a query sees, or None.
+        soft_cap: Of the scores, or None.
+        scale: Of the scores before the cap, or None.
+
+    Raises:
+        ShapeError: If one of them is not positive.
+    """
     for name, value in (("window", window), ("soft_cap", soft_cap), ("scale", scale)):
         if value is not None and value <= 0:
             raise ShapeError(f"{operator}: {name} must be positive or None, got {value}")

@@ -41,7 +41,10 @@ def on_device_of_tensors(name: str, function: Implementation) -> Implementation:
         function: Takes tensors of one device.
 
     Returns:
-        A function that raises `ShapeError` if its tensors lie on several devices.
+        A function that takes what `function` takes.
+
+    Raises:
+        ShapeError: When the returned function is called, if its tensors lie on several devices.
     """
 
     @functools.wraps(function)

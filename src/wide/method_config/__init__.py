@@ -3,6 +3,8 @@
 Like `wide.config`, these files import no torch, so that the command line is quick.
 """
 
+from typing import Literal
+
 from wide.method_config.routed import (
     DLLMConfig,
     DLLMOriginalConfig,
@@ -22,6 +24,9 @@ from wide.method_config.static import (
     WandaConfig,
 )
 
+Match = Literal["nominal", "linear_flops"]
+"""What a sparsity may count: what each method's paper does, or the matrix-product work of all decoder layers."""
+
 __all__ = [
     "BlockPrunerConfig",
     "CoopPrunerConfig",
@@ -29,6 +34,7 @@ __all__ = [
     "DLLMConfig",
     "DLLMOriginalConfig",
     "DenseConfig",
+    "Match",
     "ShortenedConfig",
     "SkipGPTConfig",
     "SkipGPTOriginalConfig",

@@ -14,7 +14,8 @@ from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import NotAttachedError
 from wide.evaluation.inference import SkipMeter, model_device
-from wide.methods.method import Effort, Kind, Match, Method, Target
+from wide.method_config import Match
+from wide.methods.method import Effort, Kind, Method, Target
 from wide.models.accounting import Sparsity, static_sparsity
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.observe import judging

@@ -3,16 +3,16 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
+from wide.method_config import Match
 from wide.plan import Plan
 
 Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
-Match = Literal["nominal", "linear_flops"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Target:
         """Refuse what no method can reach."""
         if not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 prunes half")
-        if self.match not in ("nominal", "linear_flops"):
+        if self.match not in get_args(Match):
             raise ConfigError(f"match must be 'nominal' or 'linear_flops', got {self.match!r}")
 
 

@@ -90,7 +90,14 @@ def objective_for(
     """Return the objective that steers to a target of the benchmark.
 
     'linear_flops' of a target counts all matrix products of the decoder layers, that of an objective only those that
-    can be skipped, so the share is higher there. With `uniform`, both halves have that share.
+    can be skipped, so the share is higher there.
+
+    Args:
+        specs: The model's layers.
+        plan: What they run; its routers are to be steered.
+        target: Share to skip and how it is counted.
+        objective: Weights and ramp; its sparsity and measure are replaced by the target's.
+        uniform: Steer attention and FFN to that share each, instead of their mean.
 
     Raises:
         ConfigError: If the target cannot be reached by skipping all that is routed; the message gives the largest one.

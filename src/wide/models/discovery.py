@@ -88,7 +88,7 @@ def _block(index: int, layer: nn.Module, config: Any) -> BlockSpec:
     ffn_module = _ffn_module(layer, attention)
     ffn, reason = None, f"layer {index} has no FFN with a down_proj"
     if ffn_module is not None:
-        ffn, reason = _feed_forward(index, layer, ffn_module, config)
+        ffn, reason = _feed_forward(index, layer, ffn_module)
     spec = _attention(index, layer, attention, config)
     return BlockSpec(
         index=index,
@@ -148,7 +148,7 @@ def _norm_scope(module: nn.Module, head_dim: int, query_width: int) -> NormScope
     return "width" if weight.numel() == query_width and query_width != head_dim else "head"
 
 
-def _feed_forward(index: int, layer: nn.Module, module: nn.Module, config: Any) -> tuple[FeedForwardSpec | None, str]:
+def _feed_forward(index: int, layer: nn.Module, module: nn.Module) -> tuple[FeedForwardSpec | None, str]:
     where = f"layer {index}: {type(module).__name__}"
     if hasattr(module, "experts") or hasattr(module, "router"):
         return None, f"{where} is a mixture of experts, which routes tokens already"

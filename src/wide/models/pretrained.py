@@ -106,6 +106,14 @@ def choose_device(device: str | None) -> torch.device:
     return where
 
 
+def device_name(model: nn.Module) -> str:
+    """Return what a model runs on, for records: the GPU by its name, or 'cpu' and the number of its threads."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
 def _not_causal(name: str, config: Any) -> str:
     # The error of transformers lists hundreds of classes.
     return f"{name} ({config.model_type}) is not a causal language model that transformers can build; choose one"

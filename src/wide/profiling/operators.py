@@ -72,7 +72,14 @@ def check(names: list[str], backends: Sequence[str] = TIMED) -> list[dict[str, A
 def sweeps(
     names: list[str], rows: tuple[int, ...], quick: bool, only: tuple[int, float] | None = None
 ) -> Iterator[Sweep]:
-    """Yield the sweeps of the named operators; `only` as in `gemm_mn_sweeps`."""
+    """Yield the sweeps of the named operators.
+
+    Args:
+        names: Of `reorder`, `gemm_mn` and `gemm_k`.
+        rows: Numbers of tokens, M.
+        quick: Fewer shapes; `reorder` and `gemm_k` at 4096 rows and more only.
+        only: Group size of the FFN and share that executes, as in `gemm_mn_sweeps`; nothing to `reorder`.
+    """
     if "reorder" in names:
         yield from reorder_sweeps(tuple(n for n in rows if not quick or n >= _LEAST_ROWS_K))
     if "gemm_mn" in names:

@@ -18,8 +18,11 @@ def capture(call: Callable[[], Tensor], *, pool: Any = None) -> tuple[torch.cuda
     """Warm up on a side stream, capture one call, and return the graph with the tensor that it fills.
 
     Args:
-        call: Reads and writes the same memory every time.
+        call: Reads and writes the same memory every time; returns a tensor of any shape, such as logits [B, V].
         pool: Memory pool of another graph that is never replayed at the same time.
+
+    Returns:
+        The graph, and what `call` returned while it was captured: every replay overwrites it.
 
     Raises:
         UnsupportedBackendError: If there is no CUDA device.

@@ -105,7 +105,14 @@ def _chosen(
 
 
 def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micro_batch_size: int) -> list[TokenBatch]:
-    """Return the batches that training would have read next, in pieces that fit in memory."""
+    """Return the batches that training would have read next, in pieces that fit in memory.
+
+    Args:
+        source: What the stage read.
+        step: Steps that it ran.
+        batch_size: Sequences that each of them read.
+        micro_batch_size: Sequences in a piece.
+    """
     batches: list[TokenBatch] = []
     tokens, wanted = 0, _MIN_TOKENS
     while tokens < wanted:

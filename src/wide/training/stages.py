@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, objective_after_stage_1
 from wide.data.batches import BatchSource
 from wide.errors import ConfigError
 from wide.models.adapter import save
@@ -17,7 +17,7 @@ from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.plan_check import check_plan
-from wide.models.pretrained import load_pretrained
+from wide.models.pretrained import device_name, load_pretrained
 from wide.plan import Plan
 from wide.records import fingerprint, versions
 from wide.training.checkpoint import has_checkpoint
@@ -28,7 +28,7 @@ from wide.training.parallel import DataParallel
 from wide.training.start import Start
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
 from wide.training.trackers import TrackerName, require_tracker
-from wide.training.trainer import Outcome, RunOptions, Trainer, device_name, micro_batch_size
+from wide.training.trainer import Outcome, RunOptions, Trainer, micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -278,7 +278,7 @@ class _Run:
             "inference": inference,
             "data": self._data,
             "processes": self._parallel.world,
-            "device": device_name(_device(self._model)),
+            "device": device_name(self._model),
             "versions": versions(),
         } | ({"start": self._start} if self._start else {})
         if self._output is not None and self._parallel.is_first:
@@ -353,8 +353,7 @@ def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> Obj
 
 def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
     try:
-        # Ramps were for routers that knew nothing yet.
-        return ObjectiveConfig(**(provenance["prune"]["objective"] | {"ramp": 0.0, "weight_ramp": False}))
+        return objective_after_stage_1(ObjectiveConfig(**provenance["prune"]["objective"]))
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "this model does not record to which sparsity it was pruned; pass objective=wide.ObjectiveConfig(...)"

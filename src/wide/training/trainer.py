@@ -18,6 +18,7 @@ from wide.config import StageConfig
 from wide.data.batches import BatchSource, TokenBatch
 from wide.errors import ConfigError, TrainingError
 from wide.models.attach import attachment
+from wide.models.pretrained import device_name
 from wide.training.checkpoint import CheckpointFolder, restore
 from wide.training.interrupt import Interrupt
 from wide.training.modes import own_randomness, trainable_parameters, training_mode
@@ -152,7 +153,7 @@ class Trainer:
             tensorboard=options.tensorboard,
             tracker=options.tracker,
             fingerprint=options.fingerprint,
-            device=device_name(self._device),
+            device=device_name(self._model),
             silent=not self._parallel.is_first,
         )
         if self._device.type == "cuda":
@@ -362,11 +363,6 @@ def micro_batch_size(stage: StageConfig, world: int) -> int:
             f"micro_batch_size {size} does not divide the {share} sequences of each process; choose a divisor"
         )
     return size
-
-
-def device_name(device: torch.device) -> str:
-    """Return what records call a device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def split_batch(batch: TokenBatch, size: int) -> list[TokenBatch]:

@@ -48,7 +48,7 @@ def machine_code(words: int, folder: Path) -> bytes:
 def _kernels(words: int) -> dict[str, Kernel]:
     code = machine_code(words, default_path().parent / "kernels")
     return {
-        name: Kernel(code, name, threads=launch.threads, shared_bytes=launch.shared_bytes)
+        name: Kernel(code, name, threads=launch.threads, shared_bytes=launch.shared_bytes, instead="torch")
         for name, launch in LAUNCHES.items()
     }
 

@@ -67,7 +67,7 @@ def kernels_of(text: str, folder: Path) -> Kernels:
     def find(words: int) -> dict[str, Any]:
         code = cubin(source, folder / "kept", architecture="sm_90a", macros={"COUNT": words, "CHUNK": CHUNK_ROWS})
         return {
-            name: Kernel(code, name, threads=launch.threads, shared_bytes=launch.shared_bytes)
+            name: Kernel(code, name, threads=launch.threads, shared_bytes=launch.shared_bytes, instead="torch")
             for name, launch in _cuda.LAUNCHES.items()
         }
 

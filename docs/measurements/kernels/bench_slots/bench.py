@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from wide.kernels.native.launch import Kernel, tensor_map
+from wide.kernels.native.launch import Kernel
 from wide.profiling.timing import time_interleaved
 
 BUILD = Path(__file__).with_name("build")
@@ -34,7 +34,7 @@ def assign(kernel, name, mask):
 def multiply(kernel, name, h, weight, order, size):
     records, entries, counts, room = order
     out = torch.empty(h.shape[0], weight.shape[0], device=h.device, dtype=h.dtype)
-    box = tensor_map(weight, 128 // cluster(name), 64)
+    box = kernel.tensor_map(weight, 128 // cluster(name), 64)
     steps = (h.shape[0], weight.shape[0], size, h.stride(0), out.stride(0), room)
     kernel(h.device, MULTIPROCESSORS, box, h, out, records, entries, counts, *steps)
     return out
@@ -52,8 +52,8 @@ def main():
     out, names = Path(sys.argv[1]), sys.argv[2:]
     torch.zeros(1, device="cuda")
     codes = {name: (BUILD / f"{name}.cubin").read_bytes() for name in names}
-    products = {name: Kernel(code, "spread", threads=384, shared_bytes=SHARED) for name, code in codes.items()}
-    matchers = {name: Kernel(code, "assign", threads=512, shared_bytes=0) for name, code in codes.items()}
+    products = {name: Kernel(code, "spread", threads=384, shared_bytes=SHARED, instead="dense") for name, code in codes.items()}
+    matchers = {name: Kernel(code, "assign", threads=512, shared_bytes=0, instead="dense") for name, code in codes.items()}
     generator, worst = torch.Generator().manual_seed(3), 0.0
     whole = [name for name in names if "-" not in name]
     shapes = ((3, 64, 128), (40, 128, 256), (112, 64, 384), (128, 128, 256))

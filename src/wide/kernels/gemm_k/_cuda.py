@@ -9,7 +9,7 @@ import torch
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_k.tile_list._triton import describe
 from wide.kernels.native.build import HOPPER, cubin
-from wide.kernels.native.launch import Kernel, tensor_map
+from wide.kernels.native.launch import Kernel
 from wide.kernels.reordering import PatternReordering
 from wide.kernels.tuning import default_path
 
@@ -39,7 +39,7 @@ def machine_code(variant: Variant, folder: Path) -> bytes:
 @functools.cache
 def _kernel(variant: Variant) -> Kernel:
     code = machine_code(variant, default_path().parent / "kernels")
-    return Kernel(code, "gemm_k", threads=_THREADS, shared_bytes=_SHARED_BYTES)
+    return Kernel(code, "gemm_k", threads=_THREADS, shared_bytes=_SHARED_BYTES, instead="triton")
 
 
 def gemm_k(
@@ -49,10 +49,11 @@ def gemm_k(
     num_rows, width = order.index.shape[1], weight.shape[0]
     out = h.new_empty(num_rows, width)
     work = describe(order, _UNITS)
-    _kernel(Variant(HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16)))(
+    kernel = _kernel(Variant(HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16)))
+    kernel(
         h.device,
         device_facts(h.device).num_sms,
-        tensor_map(weight, *_BOX),
+        kernel.tensor_map(weight, *_BOX),
         h,
         out,
         out if bias is None else bias,

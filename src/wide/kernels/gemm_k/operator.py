@@ -10,7 +10,6 @@ from wide.kernels.contract import (
     Backend,
     Case,
     Operator,
-    Work,
     anywhere,
     random_mask,
     random_values,
@@ -20,6 +19,7 @@ from wide.kernels.device import triton_obstacle
 from wide.kernels.gemm_k import hopper
 from wide.kernels.gemm_k.reference import gemm_k_reference
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile, default_tile
+from wide.kernels.gemm_k.work import least_work
 from wide.kernels.registration import implement
 from wide.kernels.reordering import PatternReordering, Reordering
 
@@ -225,7 +225,7 @@ def _run_triton(
             f"gemm_k: {chosen} with block_m={order.block_m} does not work for groups of {group_size} and a width of "
             f"{width}; the Triton backend wants multiples of 16; choose backend='dense'"
         )
-    if chosen.weights_by and weight.stride(0) * weight.element_size() % 16:
+    if weight.stride(0) * weight.element_size() % 16:
         chosen = chosen._replace(weights_by=0)
     options.pop("mask")
     options["out_dtype"] = options["out_dtype"] or h.dtype
@@ -317,17 +317,6 @@ def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tens
     return relative_error(got, wanted)
 
 
-def _work(case: Case) -> Work:
-    rows, groups, size, width = (case.sizes[k] for k in ("num_rows", "num_groups", "group_size", "width"))
-    bytes_each = case.dtype.itemsize
-    pairs = case.active * rows * groups
-    return Work(
-        flop=int(2 * pairs * size * width),
-        bytes_read=int((pairs + width * groups) * size * bytes_each),
-        bytes_written=rows * width * bytes_each,
-    )
-
-
 def _cases() -> tuple[Case, ...]:
     variants: tuple[tuple[int, dict[str, Any]], ...] = (
         (1, {}),
@@ -370,5 +359,5 @@ GEMM_K = Operator(
     build=_build,
     compare=_compare,
     tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
-    work=_work,
+    work=least_work,
 )

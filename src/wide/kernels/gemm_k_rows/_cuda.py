@@ -8,7 +8,7 @@ import torch
 
 from wide.kernels.device import device_facts
 from wide.kernels.native.build import HOPPER, cubin
-from wide.kernels.native.launch import Kernel, tensor_map
+from wide.kernels.native.launch import Kernel
 from wide.kernels.reordering import RowReordering
 from wide.kernels.tuning import default_path
 
@@ -37,7 +37,7 @@ def machine_code(variant: Variant, folder: Path) -> bytes:
 @functools.cache
 def _kernel(variant: Variant) -> Kernel:
     code = machine_code(variant, default_path().parent / "kernels")
-    return Kernel(code, "gemm_k_rows", threads=_THREADS, shared_bytes=_SHARED_BYTES)
+    return Kernel(code, "gemm_k_rows", threads=_THREADS, shared_bytes=_SHARED_BYTES, instead="dense")
 
 
 def gemm_k_rows(
@@ -47,10 +47,11 @@ def gemm_k_rows(
     num_rows, width = h.shape[0], weight.shape[0]
     out = h.new_empty(num_rows, width)
     words = order.words.shape[0]
-    _kernel(Variant(WORDS=words, HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16)))(
+    kernel = _kernel(Variant(WORDS=words, HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16)))
+    kernel(
         h.device,
         device_facts(h.device).num_sms,
-        tensor_map(weight, *_BOX),
+        kernel.tensor_map(weight, *_BOX),
         h,
         out,
         out if bias is None else bias,

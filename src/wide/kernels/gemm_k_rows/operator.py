@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.contract import Backend, Case, Operator, Work, anywhere, random_mask, random_values, relative_error
+from wide.kernels.contract import Backend, Case, Operator, anywhere, random_mask, random_values, relative_error
 from wide.kernels.device import HOPPER_STEP, hopper_obstacle
+from wide.kernels.gemm_k.work import least_work
 from wide.kernels.gemm_k_rows.reference import gemm_k_rows_reference
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.registration import implement
@@ -208,17 +209,6 @@ def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tens
     return relative_error(got, wanted)
 
 
-def _work(case: Case) -> Work:
-    rows, groups, size, width = (case.sizes[k] for k in ("num_rows", "num_groups", "group_size", "width"))
-    bytes_each = case.dtype.itemsize
-    pairs = case.active * rows * groups
-    return Work(
-        flop=int(2 * pairs * size * width),
-        bytes_read=int((pairs + width * groups) * size * bytes_each),
-        bytes_written=rows * width * bytes_each,
-    )
-
-
 def _case(sizes: tuple[int, int, int, int], active: float = 0.5, *, biased: bool = False, **more: Any) -> Case:
     names = ("num_rows", "num_groups", "group_size", "width")
     options = {"biased": True} if biased else {}
@@ -253,5 +243,5 @@ GEMM_K_ROWS = Operator(
     build=_build,
     compare=_compare,
     tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
-    work=_work,
+    work=least_work,
 )

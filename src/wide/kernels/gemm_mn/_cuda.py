@@ -10,15 +10,13 @@ from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
 from wide.kernels.native.build import HOPPER, cubin
-from wide.kernels.native.launch import Kernel, tensor_map
+from wide.kernels.native.launch import Kernel
 from wide.kernels.reorder.tile_list._triton import row_tiles
 from wide.kernels.reordering import Reordering
 from wide.kernels.tuning import default_path
 
 # Rows of a tile: two programs of two consumers of 64.
 TILE_ROWS = 256
-# Weight rows of a tile.
-_WEIGHT_ROWS = 256
 # A ring of four stages of 48 KB, 32 KB in which finished rows are rearranged, barriers.
 _SHARED_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
 _THREADS = 384
@@ -37,11 +35,6 @@ class Variant(NamedTuple):
     FLOAT16: int
 
 
-def columns_of(gated: bool) -> int:
-    """Return the channels of a tile."""
-    return _WEIGHT_ROWS // 2 if gated else _WEIGHT_ROWS
-
-
 def machine_code(variant: Variant, folder: Path) -> bytes:
     """Return the compiled kernel, from `folder` if it was compiled before."""
     macros = {**variant._asdict(), "SHARED_BYTES": _SHARED_BYTES}
@@ -52,7 +45,7 @@ def machine_code(variant: Variant, folder: Path) -> bytes:
 @functools.cache
 def _kernel(variant: Variant) -> Kernel:
     code = machine_code(variant, default_path().parent / "kernels")
-    return Kernel(code, "gemm_mn", threads=_THREADS, shared_bytes=_SHARED_BYTES)
+    return Kernel(code, "gemm_mn", threads=_THREADS, shared_bytes=_SHARED_BYTES, instead="triton")
 
 
 def gemm_mn(
@@ -80,11 +73,12 @@ def gemm_mn(
         FLOAT16=int(x.dtype == torch.float16),
     )
     tiles, num_tiles = row_tiles(order, TILE_ROWS)
-    _kernel(variant)(
+    kernel = _kernel(variant)
+    kernel(
         x.device,
         device_facts(x.device).num_sms // 2 * 2,
-        tensor_map(weight, *_BOX),
-        tensor_map(weight if up_weight is None else up_weight, *_BOX),
+        kernel.tensor_map(weight, *_BOX),
+        kernel.tensor_map(weight if up_weight is None else up_weight, *_BOX),
         x,
         out,
         out if bias is None else bias,

@@ -103,7 +103,7 @@ def _activate(values, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of(LISTED, X, places, count, stride_x, ks):
+def _rows_of(LISTED, places, count, stride_x, ks):
     # Rows beyond the count read row 0 and are never stored. Offsets in 32 bits: the producer has few registers.
     rows = gl.load(LISTED + places, mask=places < count, other=0)
     return gl.expand_dims(rows * stride_x, 1) + gl.expand_dims(ks, 0)
@@ -175,8 +175,8 @@ def _produce(
         count = gl.load(COUNTS + group)
         column = group * G + (tile % PARTS) * COLUMNS
         listed = INDEX + group * M
-        x0 = _rows_of(listed, X, places, count, stride_x, ks)
-        x1 = _rows_of(listed, X, places + 64, count, stride_x, ks)
+        x0 = _rows_of(listed, places, count, stride_x, ks)
+        x1 = _rows_of(listed, places + 64, count, stride_x, ks)
         source = X
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)

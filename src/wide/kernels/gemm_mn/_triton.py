@@ -6,9 +6,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wide.kernels.device import device_facts
+from wide.kernels.gemm_mn.tiles import POINTERS, TMA
 from wide.kernels.reordering import Reordering
-
-POINTERS, TMA, TMA_STACKED = 0, 1, 2
 
 
 def gemm_mn(

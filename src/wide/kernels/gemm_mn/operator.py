@@ -20,11 +20,10 @@ from wide.kernels.contract import (
 from wide.kernels.device import interprets_triton, triton_obstacle
 from wide.kernels.gemm_mn import hopper
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile, default_tile
+from wide.kernels.gemm_mn.tiles import POINTERS, TMA_STACKED, ClusterMnTile, HopperMnTile, MnTile, default_tile
 from wide.kernels.registration import implement
 from wide.kernels.reordering import Reordering
 
-_WEIGHTS_BY_TMA_STACKED = 2
 # More rows do not fit into shared memory.
 _MAX_BLOCK_M = 128
 
@@ -214,9 +213,9 @@ def _run_triton(
             f"gemm_mn: tiles of {order.block_m} x {chosen.block_n} do not work for groups of {size} channels; the "
             f"Triton backend wants 16 <= block_m <= {_MAX_BLOCK_M} and groups that 16 divides; choose backend='dense'"
         )
-    if chosen.weights_by and weight.shape[1] * weight.element_size() % 16:
-        chosen = chosen._replace(weights_by=0)
-    if chosen.weights_by == _WEIGHTS_BY_TMA_STACKED and not stacked:
+    if any(length * weight.element_size() % 16 for length in (weight.shape[1], weight.stride(0))):
+        chosen = chosen._replace(weights_by=POINTERS)
+    if chosen.weights_by == TMA_STACKED and not stacked:
         raise ShapeError("weights_by=2 wants the up weight right behind the gate weight in memory; use weights_by=1")
     return _triton.gemm_mn(x, weight, order, tile=chosen, **options)
 

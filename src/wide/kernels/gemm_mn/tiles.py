@@ -6,6 +6,9 @@ import torch
 
 from wide.kernels.device import device_facts
 
+# How the Triton kernel reads weights: `MnTile.weights_by`.
+POINTERS, TMA, TMA_STACKED = 0, 1, 2
+
 
 class MnTile(NamedTuple):
     """Tile of the Triton kernel; the rows of a tile come from `Reordering.block_m`.
@@ -17,7 +20,9 @@ class MnTile(NamedTuple):
         num_warps: Warps of a program.
         ctas_per_sm: Programs launched per multiprocessor.
         weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer), 2 the same with gate and up as one product;
-            needs the up weight right behind the gate weight in memory.
+            needs the up weight right behind the gate weight in memory. Where rows of weights are not a multiple of 16
+            bytes long and apart, as that access wants, 1 and 2 mean 0: tiles of tables and of `wide tune` come from
+            other shapes, too, and what they say of everything else still holds.
     """
 
     block_n: int

@@ -6,13 +6,19 @@ from typing import Any
 
 import torch
 
+from wide.errors import UnsupportedBackendError
+
+
+class _RefusedError(Exception):
+    """What the driver said; a kernel says of itself the rest."""
+
 
 def _checked(answer: tuple[Any, ...]) -> Any:
     """Return what a call of the driver gave, or None if it gives nothing."""
     from cuda.bindings import driver
 
     if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver: {driver.cuGetErrorString(answer[0])[1].decode()}")
+        raise _RefusedError(driver.cuGetErrorString(answer[0])[1].decode())
     return answer[1] if len(answer) > 1 else None
 
 
@@ -24,17 +30,26 @@ class Kernel:
         name: Of the function.
         threads: Of a block.
         shared_bytes: Dynamic shared memory of a block.
+        instead: Backend that computes the same without this kernel, for messages.
+
+    Raises:
+        UnsupportedBackendError: If the driver refuses the code, a launch or a tensor map; the message names kernel,
+            device and the driver's reason.
     """
 
-    def __init__(self, image: bytes, name: str, *, threads: int, shared_bytes: int) -> None:
+    def __init__(self, image: bytes, name: str, *, threads: int, shared_bytes: int, instead: str) -> None:
         """Load the code, on the current device's context; nothing runs yet. Not while a CUDA graph is captured."""
         from cuda.bindings import driver
 
-        _bind_context()
-        self._library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
-        self._kernel = _checked(driver.cuLibraryGetKernel(self._library, name.encode()))
+        self._name, self._instead = name, instead
         self._threads, self._shared_bytes = threads, shared_bytes
         self._functions: dict[int, Any] = {}
+        try:
+            _bind_context()
+            self._library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
+            self._kernel = _checked(driver.cuLibraryGetKernel(self._library, name.encode()))
+        except _RefusedError as refused:
+            raise self._error(torch.device("cuda", torch.cuda.current_device()), refused) from refused
 
     def __call__(self, device: torch.device, blocks: int, *arguments: Any) -> None:
         """Launch on the device's current stream.
@@ -46,14 +61,37 @@ class Kernel:
         """
         from cuda.bindings import driver
 
-        with torch.cuda.device(device):
-            _bind_context()
-            function = self._function(torch.cuda.current_device())
-            values = [_as_argument(argument) for argument in arguments]
-            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-            stream = torch.cuda.current_stream().cuda_stream
-            sizes = (blocks, 1, 1, self._threads, 1, 1, self._shared_bytes)
-            _checked(driver.cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
+        try:
+            with torch.cuda.device(device):
+                _bind_context()
+                function = self._function(torch.cuda.current_device())
+                values = [_as_argument(argument) for argument in arguments]
+                pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+                stream = torch.cuda.current_stream().cuda_stream
+                sizes = (blocks, 1, 1, self._threads, 1, 1, self._shared_bytes)
+                _checked(driver.cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
+        except _RefusedError as refused:
+            raise self._error(device, refused) from refused
+
+    def tensor_map(self, matrix: torch.Tensor, box_rows: int, box_columns: int) -> Any:
+        """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
+
+        Args:
+            matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
+            box_rows: Rows of a box, at most 256.
+            box_columns: Columns of a box; 64 fill a line.
+        """
+        rows, columns = matrix.shape
+        stride = matrix.stride(0) * matrix.element_size()
+        try:
+            return _encoded(matrix.data_ptr(), rows, columns, stride, matrix.dtype, box_rows, box_columns)
+        except _RefusedError as refused:
+            raise self._error(matrix.device, refused) from refused
+
+    def _error(self, device: torch.device, refused: _RefusedError) -> UnsupportedBackendError:
+        return UnsupportedBackendError(
+            f"{self._name}: the CUDA driver says on {device}: {refused}; choose backend={self._instead!r}"
+        )
 
     def _function(self, device: int) -> Any:
         from cuda.bindings import driver
@@ -82,19 +120,6 @@ def _as_argument(argument: Any) -> Any:
     if isinstance(argument, int):
         return ctypes.c_int32(argument)
     return argument
-
-
-def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> Any:
-    """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
-
-    Args:
-        matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
-        box_rows: Rows of a box, at most 256.
-        box_columns: Columns of a box; 64 fill a line.
-    """
-    rows, columns = matrix.shape
-    stride = matrix.stride(0) * matrix.element_size()
-    return _encoded(matrix.data_ptr(), rows, columns, stride, matrix.dtype, box_rows, box_columns)
 
 
 @functools.lru_cache(maxsize=4096)

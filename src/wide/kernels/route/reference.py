@@ -6,7 +6,14 @@ from wide.kernels.rms_norm.reference import rms_norm_reference
 
 
 def margins(x: torch.Tensor, down: torch.Tensor, difference: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-    """Return execute logit minus skip logit, float32 [M, N_G]; arguments as in `RouteWeights`."""
+    """Return execute logit minus skip logit, float32 [M, N_G].
+
+    Args:
+        x: Rows, [M, D], of the dtype of `down`.
+        down: Bottleneck matrix, [r, D] in float32, or [2 * r, D] in half precision: two parts, whose sum it is.
+        difference: Execute row minus skip row of the second matrix, float32 [N_G, r].
+        offset: Execute bias minus skip bias, float32 [N_G]; None without bias.
+    """
     rank = difference.shape[1]
     whole = down.float().view(-1, rank, down.shape[1]).sum(0)
     found = x.float() @ whole.t() @ difference.t()
@@ -16,7 +23,15 @@ def margins(x: torch.Tensor, down: torch.Tensor, difference: torch.Tensor, offse
 def route_reference(
     x: torch.Tensor, down: torch.Tensor, difference: torch.Tensor, offset: torch.Tensor | None, *, threshold: float
 ) -> torch.Tensor:
-    """Decide by the margin; arguments as in `route`."""
+    """Return which rows execute which groups: those whose margin reaches the threshold, bool [M, N_G].
+
+    Args:
+        x: As of `margins`.
+        down: As of `margins`.
+        difference: As of `margins`.
+        offset: As of `margins`.
+        threshold: In logits.
+    """
     return margins(x, down, difference, offset) >= threshold
 
 
