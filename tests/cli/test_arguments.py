@@ -5,6 +5,7 @@ import yaml
 
 from wide.cli import bench, compare, profile, prune
 from wide.cli.arguments import build, field_texts, resolved
+from wide.cli.main import main
 from wide.cli.recipe_files import recipe_command, recipe_names, recipe_path
 from wide.cli.run_folder import save_config
 from wide.cli.usage import UsageError
@@ -103,6 +104,50 @@ def test_wrong_values_are_refused_in_one_paragraph(more):
 def test_values_out_of_range_are_refused(more):
     with pytest.raises(ConfigError, match=r"got|wanted"):
         prune.request(parse("--recover.steps", "1", *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--train.batch_size=0"], "train.batch_size must be at least 1, got 0"),
+        (["--eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
+        (["--recover.steps=1", "--recover.lora_rank=0"], "recover.lora_rank must be at least 1"),
+        (["--eval.window=0"], "eval.window=0 and stride=None: wanted 1 <= stride"),
+        (["--objective.weight=-1"], "objective.weight must not be negative"),
+        (["--train.temperature_end=0"], "train: temperatures must be positive"),
+        # Flags of no group, one of which is checked together with a group.
+        (["--sparsity=1.0"], "sparsity must lie in"),
+        (["--ffn_group_size=0"], "ffn_group_size must be at least 1"),
+    ],
+)
+def test_values_out_of_range_are_named_as_their_flags_are(more, words):
+    with pytest.raises(ConfigError) as caught:
+        prune.request(parse(*more))
+    assert str(caught.value).startswith(words)
+
+
+def test_settings_of_methods_are_named_as_their_flags_are():
+    flags = prune.arguments("dllm-original")
+    with pytest.raises(ConfigError, match=r"^dllm-original\.router_rank must be at least 1, got 0"):
+        prune.request(flags.parse([*EVERYDAY, "--method=dllm-original", "--dllm-original.router_rank=0"]))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing yet\n"])
+def test_an_empty_file_is_called_empty(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"c.yaml is empty; write keys and values into it"):
+        parse("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "owner"),
+    [("prune", "compare-nano", "compare"), ("compare", "paper-50", "prune"), ("recover", "fig-kernels", "bench")],
+)
+def test_a_recipe_of_another_command_says_whose_it_is(command, recipe, owner, capsys):
+    assert main([command, "--config", recipe, "--model=M", "--data=D", "--output=O"]) == 2
+    said = capsys.readouterr().err
+    assert f"{recipe} is a recipe of wide {owner}, not of wide {command}: run wide {owner} --config {recipe}" in said
 
 
 def test_missing_model_is_named():

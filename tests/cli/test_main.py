@@ -64,8 +64,8 @@ def test_version(capsys):
         (["eval", "--model", "M", "--tasks", "piqa", "--limit", "0"], 1, "limit must be at least 1 or null, got 0"),
         (["inspect"], 2, "either --model or --adapter"),
         (["prune", "--model", "M", "--data", "D", "--output", "O", "--sparsity", "1.5"], 1, "0.5 skips half"),
-        (["inspect", "--adapter", "nowhere"], 1, "not an adapter"),
-        (["inspect", "--model", "./nowhere"], 1, "no model can be loaded"),
+        (["inspect", "--adapter", "nowhere"], 1, "there is no folder 'nowhere'; check the path"),
+        (["inspect", "--model", "./nowhere"], 1, "there is no folder './nowhere'"),
     ],
 )
 def test_errors_have_codes_and_messages_and_no_traceback(arguments, code, words, capsys):
@@ -116,3 +116,10 @@ def test_recipes_can_be_listed_shown_and_copied(tmp_path, capsys):
     assert target.read_text() == shown
     assert main(["recipes", "copy", "paper-50", str(target)]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+def test_pruning_nothing_is_refused(capsys):
+    assert main(["prune", "--model", "M", "--data", "D", "--sparsity", "0", "--output", "O"]) == 2
+    error = capsys.readouterr().err
+    assert "--sparsity 0 leaves nothing to prune" in error
+    assert "wide eval --sparsity 0" in error

@@ -1,15 +1,20 @@
-"""`wide prune` that is refused before any work: nothing is computed, nothing written, and the folder stays free."""
+"""Commands that are refused before any work: nothing is computed, nothing written, and the folder stays free."""
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import wide
 from wide.cli.main import main
+from wide.config import WideConfig
+from wide.data.documents import is_held_out
 from wide.data.progress import progress
 from wide.errors import ConfigError
+from wide.models.attach import attachment
 from wide.training.progress_log import ProgressLog
 from wide.training.rehearsal import rehearsal
 
@@ -142,3 +147,67 @@ def test_ctrl_c_in_deciding_keeps_nothing_of_it(tiny_model_folder, prose_folder,
     assert not (output / "stage1").exists()
     assert main([*command(tiny_model_folder, prose_folder, output, *given), "--resume"]) == 0
     assert (output / "adapter").is_dir()
+
+
+@pytest.fixture
+def adapter_of_another(tiny_model_folder, tmp_path):
+    """Return the folder of an adapter of a model with one layer more."""
+    config = AutoConfig.from_pretrained(tiny_model_folder)
+    config.num_hidden_layers += 1
+    model = wide.attach(AutoModelForCausalLM.from_config(config), WideConfig(ffn_group_size=16, router_rank=4))
+    attachment(model).provenance["prune"] = {"objective": {"sparsity": 0.5}}
+    return wide.save(model, tmp_path / "adapter of another")
+
+
+@pytest.mark.parametrize("what", ["recover", "eval"])
+def test_a_wrong_adapter_is_refused_before_text_is_tokenised(
+    what, adapter_of_another, tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys
+):
+    def tokenise(*_args, **_settings):
+        raise AssertionError("text was read")
+
+    monkeypatch.setattr("wide.data.batches.stream_in_memory", tokenise)
+    monkeypatch.setattr("wide.evaluation.evaluate.evaluate", tokenise)
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(adapter_of_another)]
+    output = tmp_path / "run"
+    assert main([what, *given, "--output", str(output), "--device=cpu"]) == 1
+    assert "num_layers is 2, expected 3" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_flags_of_recover_are_named_with_their_group(adapter_of_another, tmp_path, capsys):
+    given = ["--model=M", "--data=D", "--adapter", str(adapter_of_another), "--output", str(tmp_path / "run")]
+    assert main(["recover", *given, "--objective.weight=-1"]) == 1
+    assert "error: objective.weight must not be negative" in capsys.readouterr().err
+    assert main(["recover", *given, "--sparsity=1.5"]) == 1
+    assert "error: sparsity must lie in" in capsys.readouterr().err
+
+
+def test_one_text_file_is_told_from_a_text_of_many_documents(tiny_model_folder, tmp_path, capsys):
+    text, output = tmp_path / "good.txt", tmp_path / "run"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    given = of("shortened-ppl", *WINDOWS, "--{0}.protect_first=0", "--{0}.protect_last=1")
+    assert main(command(tiny_model_folder, text, output, *given)) == 1
+    said = capsys.readouterr().err
+    assert f"no held-out text: in {str(text)!r} there is 1 document, and it does not fall into the split" in said
+    assert "give several files, or rows. Name some with --eval.data" in said
+    held_out = next(tmp_path / f"{n}.txt" for n in range(100) if is_held_out(f"{n}.txt"))
+    text.rename(held_out)
+    assert main(command(tiny_model_folder, held_out, output, *given)) == 1
+    assert "no text to train on beside the held-out text: in" in capsys.readouterr().err
+    assert main(command(tiny_model_folder, held_out, output, *given, "--eval.tokens=0", "--report=false")) == 0
+
+
+@pytest.mark.parametrize("what", [["prune"], ["compare", "--methods=wanda"]])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(what, tmp_path, capsys):
+    given = [*what, "--model=./nowhere", "--data=nowhere", "--output"]
+    # Nobody, root included, can make a name of more than 255 bytes.
+    for long in (tmp_path / ("x" * 300), tmp_path / "deeper" / ("x" * 300)):
+        assert main([*given, str(long)]) == 1
+        assert f"cannot be made in {tmp_path}: File name too long; choose another folder" in capsys.readouterr().err
+    if Path("/proc/self").exists():
+        assert main([*given, "/proc/wideout"]) == 1
+        assert "--output /proc/wideout cannot be " in capsys.readouterr().err
+    assert main([*given, str(tmp_path / "deeper" / "run")]) == 1
+    assert "./nowhere" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

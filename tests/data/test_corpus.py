@@ -9,7 +9,7 @@ import zstandard
 
 from wide.data import corpus
 from wide.data.corpus import load_documents, source_fingerprint
-from wide.errors import DataError
+from wide.errors import DataError, EmptySplitError
 
 ROWS = [{"text": "first text"}, {"text": " \n"}, {"text": None}, {"text": "zweiter Täxt"}]
 
@@ -40,6 +40,7 @@ def test_python_docs_are_read_without_running_the_modules():
     assert not {"this", "antigravity"} & set(sys.modules)
 
 
+@pytest.mark.filterwarnings("ignore:.*null in the field")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json"])
 def test_rows_of_any_compression_give_their_texts_without_blank_ones(tmp_path, name):
     packers = {".gz": gzip.compress, ".zst": zstandard.compress}
@@ -112,6 +113,39 @@ def test_a_missing_path_is_not_taken_for_a_data_set(tmp_path):
             texts(source)
 
 
+def test_a_path_into_a_folder_that_is_here_is_not_taken_for_a_data_set(tmp_path, monkeypatch):
+    asked = []
+    hub(monkeypatch, lambda name, *_args, **_settings: asked.append(name) or iter(ROWS[:1]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(DataError, match=r"no file, folder or match for 'texts/nope'; .* from another folder"):
+        texts("texts/nope")
+    assert not asked
+    assert texts("owner/nope") == ["first text"]
+    assert asked == ["owner/nope"]
+
+
+def test_a_source_of_few_documents_says_why_a_split_is_empty(tmp_path):
+    path = tmp_path / "good.txt"
+    path.write_text("a line\n" * 4000)
+    with pytest.raises(EmptySplitError, match=r"there is 1 document, .*'heldout'.*a .txt or .md file is one document"):
+        texts(path, split="heldout")
+    assert len(texts(path, split="train")) == 1
+    (tmp_path / "more.md").write_text("one more")
+    with pytest.raises(EmptySplitError, match=r"there are 2 documents, and none falls"):
+        texts(tmp_path, split="heldout")
+
+
+def test_rows_that_hold_null_are_left_out_and_counted(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines([*ROWS, {"text": None}]))
+    with pytest.warns(UserWarning, match=r"a.jsonl: 2 rows that hold null in the field 'text', left out"):
+        assert texts(path) == ["first text", "zweiter Täxt"]
+    hub(monkeypatch, lambda *_args, **_settings: iter(ROWS))
+    with pytest.warns(UserWarning, match=r"owner/name: 1 row that holds null"):
+        assert texts("owner/name") == ["first text", "zweiter Täxt"]
+
+
 def test_files_are_held_out_by_the_same_rule(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": str(i)} for i in range(60)]))
     train, heldout = texts(tmp_path, split="train"), texts(tmp_path, split="heldout")
@@ -127,6 +161,7 @@ def hub(monkeypatch, load_dataset):
     monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*null in the field")
 def test_a_data_set_is_streamed_with_its_configuration(monkeypatch):
     asked = []
 

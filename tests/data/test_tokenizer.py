@@ -66,3 +66,27 @@ def test_the_fingerprint_changes_with_the_tokens(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.add_tokens(["<new>"])
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
+
+
+def test_no_hub_is_asked_for_a_path_into_a_folder_that_is_here(tmp_path, monkeypatch):
+    import transformers
+
+    def asked(name, **_settings):
+        raise OSError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", asked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(
+        DataError, match=r"no folder 'models/nope'.*check the path .*run the command from another folder"
+    ):
+        load_tokenizer("models/nope")
+    with pytest.raises(DataError, match=r"no folder './models/nope'.*check the path$"):
+        load_tokenizer("./models/nope")
+    with pytest.raises(DataError, match="the hub was asked for owner/model"):
+        load_tokenizer("owner/model")
+    # A live model has been loaded already, perhaps from elsewhere.
+    model = Embedded(4)
+    model.config = types.SimpleNamespace(_name_or_path="models/nope")
+    with pytest.raises(DataError, match="the hub was asked for models/nope"):
+        load_tokenizer(model)

@@ -7,6 +7,7 @@ from wide.data.documents import Document
 from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
+from wide.models.lora import add_lora, merge_lora
 from wide.models.observe import capture_routing
 
 DOCUMENTS = [Document(name=str(i), text=f"The {i}th text says that rivers run to the sea. " * 4) for i in range(3)]
@@ -84,3 +85,22 @@ def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_dif
 def test_a_count_below_one_fails_before_any_work(name, plain_model):
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         evaluate(plain_model, ["text"], **{name: 0})
+
+
+def test_dense_is_the_base_model_without_lora_unless_it_was_merged(attached_model, plain_model):
+    wanted = evaluate(plain_model, DOCUMENTS, window=32).model
+    handle = add_lora(attached_model, rank=2)
+    for parameter in handle.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    parts = [parameter.requires_grad for parameter in attached_model.parameters()]
+    report = evaluate(attached_model, DOCUMENTS, window=32)
+    assert report.dense == wanted != report.model
+    assert parts == [parameter.requires_grad for parameter in attached_model.parameters()]
+    assert evaluate(attached_model, DOCUMENTS, window=32) == report
+    assert not report.dense_has_lora
+    merge_lora(attached_model)
+    merged = evaluate(attached_model, DOCUMENTS, window=32)
+    assert merged.dense != wanted
+    assert merged.dense_has_lora
+    assert "dense + LoRA" in merged.table()
+    assert "LoRA" not in report.table()

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from wide.config import WideConfig
-from wide.errors import AdapterError, NotAttachedError
+from wide.errors import AdapterError, ConfigError, NotAttachedError
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
 from wide.models.lora import add_lora
+from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 
@@ -112,7 +113,7 @@ def test_router_tensors_must_fit_exactly(adapter, damage):
         tensors[name][0, 0] = float("nan")
     save_file(tensors, adapter / ROUTER_FILE)
     model = make("llama")
-    with pytest.raises(AdapterError, match=r"router tensor"):
+    with pytest.raises(AdapterError, match=r"router tensor.*copy it again"):
         load(model, adapter)
     assert not is_attached(model)
 
@@ -122,11 +123,18 @@ def test_damaged_files_are_clear_errors(adapter):
     with pytest.raises(AdapterError, match="damaged"):
         load(make("llama"), adapter)
     (adapter / ROUTER_FILE).unlink()
-    with pytest.raises(AdapterError, match="missing"):
+    with pytest.raises(AdapterError, match=r"missing.*copy it again, or use .*RUN/stage1/adapter"):
         load(make("llama"), adapter)
     (adapter / CONFIG_FILE).write_text("{")
-    with pytest.raises(AdapterError, match="not valid JSON"):
+    with pytest.raises(AdapterError, match=r"not valid JSON.*copy it again, or use .*RUN/stage1/adapter"):
         load(make("llama"), adapter)
+
+
+def test_a_folder_that_is_missing_is_told_from_one_that_is_no_adapter(tmp_path):
+    with pytest.raises(AdapterError, match=r"there is no folder '.*nodir'; check the path"):
+        load(make("llama"), tmp_path / "nodir")
+    with pytest.raises(AdapterError, match=r"is not an adapter: wide_config.json is missing; name the folder"):
+        load(make("llama"), tmp_path)
 
 
 def test_unknown_and_missing_configuration_keys_are_refused(adapter):
@@ -170,7 +178,7 @@ def test_damaged_lora_files_are_clear_errors(tmp_path, name):
     file = save(pruned(lora=True), tmp_path / "adapter") / "lora" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     model = make("llama")
-    with pytest.raises(AdapterError, match="damaged"):
+    with pytest.raises(AdapterError, match=r"damaged.*copy it again"):
         load(model, tmp_path / "adapter")
     assert not is_attached(model)
 
@@ -210,6 +218,24 @@ def test_checkpoint_routers_stay_float32_and_missing_tensors_are_refused(tmp_pat
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(AdapterError, match="missing_keys"):
         load_checkpoint(tmp_path)
+
+
+def test_no_hub_is_asked_for_a_model_in_a_folder_that_is_here(tmp_path, monkeypatch):
+    import transformers
+
+    def asked(name, **_settings):
+        raise OSError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", asked)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", asked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for read in (load_skeleton, load_pretrained, load_checkpoint):
+        with pytest.raises((ConfigError, AdapterError), match=r"there is no folder 'models/nope'.*another folder"):
+            read("models/nope")
+    assert not is_pruned_checkpoint("models/nope")
+    with pytest.raises(ConfigError, match="the hub was asked for owner/model"):
+        load_skeleton("owner/model")
 
 
 def test_a_dense_checkpoint_is_not_taken_for_a_pruned_one(tmp_path):

@@ -1,14 +1,17 @@
 """A whole small run: routing is measured, figures and curves are written, and all is drawn again from records."""
 
+import importlib
 import json
 
 import pytest
 
 from wide.cli.main import main
-from wide.records import read_records
+from wide.cli.training_records import training_records
+from wide.records import Record, RecordFile, read_records
 from wide.report.drawing import FOLDER
 from wide.report.figures import FIGURES
 from wide.report.selection import Selection
+from wide.report.table import summary_table
 
 CURVES = {"loss", "lm_loss", "sparsity.attention", "sparsity.ffn", "temperature", "tokens_per_second"}
 SHORT = ["--train.steps", "3", "--train.batch_size", "2", "--train.sequence_length", "32"]
@@ -83,3 +86,42 @@ def test_reports_are_drawn_from_records(run, tmp_path, capsys):
     assert "stage 1 (routers)" in page
     assert "GPU" in page
     assert str(tmp_path / "all/report.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.cli.measuring.evaluate"])
+def test_a_run_that_is_resumed_after_its_last_step_keeps_its_rate(
+    where, tmp_path, tiny_model_folder, prose_folder, monkeypatch, capsys
+):
+    given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    given += ["--sparsity", "0.5", "--ffn_group_size", "16", "--router_rank", "4", "--device", "cpu", *SHORT]
+    given += ["--eval.tokens", "128", "--eval.window", "64", "--report", "false", "--tensorboard", "false"]
+    module, _, name = where.rpartition(".")
+    real = getattr(importlib.import_module(module), name)
+
+    def stop(*args, **options):
+        if (tmp_path / "run/stage1/metrics.jsonl").is_file():
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, stop)
+        assert main(given) == 130
+    assert main([*given, "--resume"]) == 0
+    metrics = read_records(tmp_path / "run/stage1/metrics.jsonl")[0]
+    speeds = {record.value for record in metrics if record.metric == "training.tokens_per_second"}
+    run = Selection(*read_records(tmp_path / "run/records.jsonl"))
+    assert min(speeds) <= run.number("stage 1", "training.tokens_per_second") * (1 + 1e-9)
+    assert summary_table(run).header[-1] == "trained tokens/s"
+    assert "trained tokens/s" in capsys.readouterr().out
+
+
+def test_the_rate_is_of_the_summary_and_else_of_all_recorded_steps(tmp_path):
+    speeds = [100.0, 300.0] * 250
+    RecordFile(tmp_path / "metrics.jsonl").append(
+        Record(subject="stage 1", metric="training.tokens_per_second", value=value, step=step)
+        for step, value in enumerate(speeds)
+    )
+    for summary, expected in (({"tokens_per_second": 5.0}, 5.0), ({"tokens_per_second": None}, 150.0), ({}, 150.0)):
+        run = Selection(list(training_records("stage 1", summary, tmp_path)))
+        assert run.number("stage 1", "training.tokens_per_second") == pytest.approx(expected)
+    assert not list(training_records("pruned", {"tokens_per_second": None}, tmp_path / "none"))

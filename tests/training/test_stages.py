@@ -13,7 +13,7 @@ from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
 from wide.models.dial import measure_sparsity
-from wide.training import stages
+from wide.training import inference_target, stages
 from wide.training.stages import prune, recover
 from wide.training.text_source import ShiftedSource, batch_source
 
@@ -78,6 +78,13 @@ def test_a_target_for_attention_and_ffn_each_is_met_by_a_threshold_each(texts, t
     pytest.importorskip("peft")
     recover(pruned, texts, tokenizer=tiny_tokenizer, stage=lora_stage(train_routers=False, steps=2))
     assert [router.threshold for router in attachment(pruned).routers()] == thresholds
+
+
+def test_a_target_that_no_threshold_reaches_is_said(texts, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(inference_target, "calibrate_dial", lambda *given, **named: [(0.2, -1.0), (0.3, 0.0)])
+    with pytest.warns(UserWarning, match=r"reaches 20\.0% to 30\.0% here, not the target of 90\.0%: .* skip 30\.0%"):
+        pruned = prune(model(), texts, sparsity=0.9, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=2))
+    assert {router.threshold for router in attachment(pruned).routers()} == {0.0}
 
 
 def test_the_threshold_stays_at_argmax_when_asked(texts, tiny_tokenizer):

@@ -2,7 +2,8 @@
 
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -12,8 +13,9 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
-from wide.cli.recipe_files import find_recipe
+from wide.cli.recipe_files import find_recipe, is_recipe, recipe_command
 from wide.cli.usage import UsageError
+from wide.errors import ConfigError
 
 T = TypeVar("T")
 # How a run is carried out, not what it is: left out of the saved configuration.
@@ -30,6 +32,7 @@ class Arguments:
 
     def __init__(self, command: str, description: str) -> None:
         """Begin with the flags that every command has."""
+        self._command = command
         self._parser = ArgumentParser(
             prog=f"wide {command}", usage=f"wide {command} [FLAGS]", description=description, exit_on_error=False
         )
@@ -140,12 +143,21 @@ class Arguments:
             if each in self._refused:
                 raise UsageError(f"{shown} {self._refused[each]}")
 
+    def _refuse_recipe_of_another(self, path: Path) -> None:
+        command = recipe_command(_read_yaml(path))
+        if is_recipe(path) and command != self._command:
+            raise UsageError(
+                f"{path.stem} is a recipe of wide {command}, not of {self._parser.prog}: run wide {command} --config "
+                f"{path.stem}"
+            )
+
     def _refuse_unknown_keys(self, path: Path) -> None:
         known = self.known_keys()
         groups = sorted({name.rpartition(".")[0] for name in known if "." in name})
         for key in _dotted(_read_yaml(path), groups):
             # A key may be written as its flag is, and groups that are methods have dashes.
             if key.replace("-", "_") not in known:
+                self._refuse_recipe_of_another(path)
                 self._refuse_misplaced(f"{path}: {key}", key)
                 raise UsageError(f"{path}: {self._parser.prog} has no key {key!r}{_nearest(key, [*known, *groups])}")
 
@@ -208,16 +220,45 @@ def add_run_switches(flags: Arguments) -> None:
     flags.add_switch("overwrite", "Replace the run that lies in --output.")
 
 
-def build(cls: type[T], values: Mapping[str, Any], **changes: Any) -> T:
+def build(cls: type[T], values: Mapping[str, Any], *, group: str = "", **changes: Any) -> T:
     """Return a dataclass from the parsed values of its fields; keys that are not its fields are ignored.
 
     Args:
         cls: The dataclass.
-        values: All values, or those of its group.
+        values: All values.
+        group: Prefix of its flags, e.g. 'train'; empty for everyday flags.
         changes: Values that win.
+
+    Raises:
+        ConfigError: If a value is out of its range; the message names it as its flag does.
     """
+    if group:
+        values = values.get(group.replace("-", "_"), {})
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    return cls(**({key: value for key, value in values.items() if key in names} | changes))
+    with flags_named(group, of=names - set(changes), not_of=changes):
+        return cls(**({key: value for key, value in values.items() if key in names} | changes))
+
+
+@contextmanager
+def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) -> Iterator[None]:
+    """Put a group's name before the setting with which the message of an error begins, as its flag has it.
+
+    Args:
+        group: Prefix of the flags; empty leaves messages as they are.
+        of: The settings that belong to the group.
+        not_of: Settings that may be refused with them and have flags elsewhere.
+
+    Raises:
+        ConfigError: What was raised inside, with that name.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        first = re.match(r"\w*", str(error))
+        name = first[0] if first else ""
+        if not group or name in not_of:
+            raise
+        raise type(error)(f"{group}.{error}" if name in of else f"{group}: {error}") from error
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,6 +307,8 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {_in_one_line(error)}") from error
+    if found is None:
+        raise UsageError(f"{path} is empty; write keys and values into it (wide recipes show NAME prints an example)")
     if not isinstance(found, Mapping):
         raise UsageError(f"{path} must hold keys and values, not {type(found).__name__}")
     return found

@@ -62,7 +62,7 @@ def request(values: dict[str, Any]) -> CompareRequest:
     if values["recover"]["steps"] < 0:
         raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves LoRA out")
     grid = build(GridOptions, values)
-    scoring, tasks = build(EvalOptions, values["eval"]), build(ScoredTasks, values["eval"])
+    scoring, tasks = build(EvalOptions, values, group="eval"), build(ScoredTasks, values, group="eval")
     if scoring.tokens == 0 and not tasks.names:
         raise UsageError("nothing to compare by: let --eval.tokens be above 0, or name tasks with --eval.tasks")
     return CompareRequest(
@@ -70,9 +70,9 @@ def request(values: dict[str, Any]) -> CompareRequest:
         grid=grid,
         budget=build(Budget, values),
         settings={name: _settings(grid, name, values) for name in (DENSE, *grid.method_names)},
-        objective=build(ObjectiveConfig, values["objective"]),
-        stage=build(StageConfig, values["train"]),
-        recover=build(RecoverConfig, values["recover"]) if values["recover"]["steps"] else None,
+        objective=build(ObjectiveConfig, values, group="objective"),
+        stage=build(StageConfig, values, group="train"),
+        recover=build(RecoverConfig, values, group="recover") if values["recover"]["steps"] else None,
         scoring=scoring,
         tasks=tasks,
     )

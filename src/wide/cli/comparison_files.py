@@ -5,7 +5,7 @@ from pathlib import Path
 from wide.cli.console import say
 from wide.cli.run_folder import CELLS, COMPARISON, GRID, RECORDS
 from wide.errors import DataError
-from wide.report.comparison_page import read_comparison, write_comparison
+from wide.report.comparison_page import draw_comparison, read_comparison
 from wide.report.comparison_tables import to_text
 from wide.report.writing import write_whole
 
@@ -29,18 +29,25 @@ def collect(folder: Path) -> Path:
     return folder / COMPARISON
 
 
-def draw(folder: Path) -> None:
-    """Write the tables of whatever has been measured, and print them.
+def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
+    """Write tables, page and figures of whatever has been measured, and print the tables.
 
     Args:
         folder: Of the comparison.
+        later: Leave the figures to a process that goes on measuring; the page says so.
+        quiet: Print nothing.
 
     Raises:
         DataError: If it is not the folder of a comparison.
     """
     records = collect(folder)
     comparison = read_comparison(records)
+    paths, notes = draw_comparison(comparison, folder, later=later)
+    if quiet:
+        return
     say(to_text(comparison))
     say("\nwritten:")
-    for path in (records, *write_comparison(comparison, folder)):
+    for path in (records, *paths):
         say(f"  {path}")
+    for note in dict.fromkeys(notes):
+        say(f"note     {note}")

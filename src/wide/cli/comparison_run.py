@@ -11,7 +11,7 @@ from typing import Any
 from wide.cli.cell_runner import CellRunner
 from wide.cli.cell_sharing import free_cells
 from wide.cli.compare_request import CompareRequest
-from wide.cli.comparison_files import draw
+from wide.cli.comparison_files import collect, draw
 from wide.cli.console import say
 from wide.cli.grid import NEXT
 from wide.cli.loading import held_out_documents, require_lora
@@ -24,6 +24,8 @@ from wide.models.discovery import discover
 from wide.models.pretrained import device_name
 from wide.records import Record, RecordFile, fingerprint
 from wide.report.cells import Cell
+from wide.report.comparison_page import read_comparison
+from wide.report.drawing import FOLDER
 from wide.training.trainer import micro_batch_size
 
 
@@ -48,7 +50,7 @@ class ComparisonRun:
         self._runner: CellRunner | None = None
 
     def run(self) -> None:
-        """Run the cells that are not finished, and draw the tables.
+        """Run the cells that are not finished, and draw tables and page, also of a comparison that is stopped.
 
         Raises:
             EvaluationError: If cells failed; the others are measured and the tables drawn then.
@@ -56,9 +58,13 @@ class ComparisonRun:
         """
         with terminable(), telling(self._kept):
             runner = self._runner = self._prepare()
-            finished = self._run_cells(runner)
+            try:
+                finished = self._run_cells(runner)
+            except KeyboardInterrupt:
+                self._draw_stopped(runner)
+                raise
             say()
-            draw(self._folder.path)
+            draw(self._folder.path, later=self._leaves_figures(runner))
         if not all(finished):
             raise EvaluationError(
                 f"{finished.count(False)} of {len(finished)} cells failed, see the table; {self._again} runs them again"
@@ -78,6 +84,21 @@ class ComparisonRun:
         if others:
             say(f"left     {others} of {len(own)} cells to the processes that hold them")
         return finished
+
+    def _draw_stopped(self, runner: CellRunner) -> None:
+        """Leave the page of what a stopped comparison has measured, if that is anything."""
+        if any(map(runner.is_complete, self._own_cells())):
+            draw(self._folder.path, later=self._leaves_figures(runner), quiet=True)
+
+    def _leaves_figures(self, runner: CellRunner) -> bool:
+        """Return whether drawing is left to another process: only the one that ends last need spend the time."""
+        grid, folder = self._request.grid, self._folder.path
+        # Figures that lie there already are kept up to date, lest a page lose them.
+        if grid.shard is None or (folder / FOLDER).is_dir():
+            return False
+        failed = {failure.cell.folder for failure in read_comparison(collect(folder)).failures()}
+        cells = grid.cells(recovers=self._request.recover is not None)
+        return not all(cell.folder in failed or runner.is_complete(cell) for cell in cells)
 
     def _own_cells(self) -> Sequence[Cell]:
         grid = self._request.grid

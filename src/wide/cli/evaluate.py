@@ -86,12 +86,11 @@ def _evaluate(
     options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
 ) -> "tuple[EvaluationReport, str]":
     """Return the report, and what it ran on."""
-    from wide.cli.loading import find_adapter, held_out_documents, load_base
+    from wide.cli.loading import attach_adapter, find_adapter, held_out_documents, load_base
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
-    from wide.models.adapter import load, read_config
-    from wide.models.attach import attachment
-    from wide.models.dial import set_sparsity
+    from wide.models.adapter import read_config
+    from wide.models.attach import attachment, detach
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
 
@@ -113,13 +112,15 @@ def _evaluate(
     if scoring.data is not None:
         documents, name = held_out_documents(scoring.data, scoring, text_field=tasks.text_field)
     model = load_base(options, pruned_too=options.adapter is None)
+    if options.adapter is not None:
+        # As much as can be told without scoring: whether it fits this model, and its dial the sparsity.
+        attach_adapter(model, options)
+        detach(model)
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:
         return dense, device_name(model)
-    load(model, find_adapter(options.adapter))
-    if options.sparsity is not None:
-        set_sparsity(model, options.sparsity)
+    attach_adapter(model, options)
     if fused and attachment(model).lora is not None:
         merge_lora(model)
     report = replace(evaluate(model, documents, fused=fused, **settings), data=name, dense=dense.model)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import build
+from wide.cli.arguments import build, flags_named
 from wide.cli.options import AdapterOptions, EvalOptions, ModelOptions, RunOptions
 from wide.cli.run_folder import ADAPTER
 from wide.cli.usage import UsageError
@@ -16,13 +16,14 @@ from wide.config import ObjectiveConfig, objective_after_stage_1
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
-from wide.errors import AdapterError, DataError, MissingExtraError
+from wide.errors import AdapterError, DataError, EmptySplitError, MissingExtraError
 from wide.models.adapter import load, read_config
 from wide.models.auto import load_checkpoint
 from wide.models.dial import set_sparsity
 from wide.models.pretrained import choose_device, is_pruned_checkpoint, load_pretrained
 from wide.plan import Plan
 
+_WITHOUT_HELD_OUT = "Name some with --eval.data (and --eval.split), or switch the evaluation off with --eval.tokens 0"
 # Characters of text that hold a token at the very most, in prose of any language and any tokenizer in use.
 _CHARACTERS_PER_TOKEN = 16
 
@@ -52,10 +53,21 @@ def load_routed(options: AdapterOptions) -> Any:
     """Return the base model with its adapter, if one is named, and the dial set, if asked for."""
     model = load_base(options, pruned_too=options.adapter is None)
     if options.adapter is not None:
-        load(model, find_adapter(options.adapter))
-        if options.sparsity is not None:
-            set_sparsity(model, options.sparsity)
+        attach_adapter(model, options)
     return model
+
+
+def attach_adapter(model: Any, options: AdapterOptions) -> None:
+    """Attach the adapter that is named, and set the dial, if asked for.
+
+    Raises:
+        AdapterError: If the adapter is incomplete or damaged, or does not fit the model.
+        NotAttachedError: If the model is attached already.
+    """
+    assert options.adapter is not None
+    load(model, find_adapter(options.adapter))
+    if options.sparsity is not None:
+        set_sparsity(model, options.sparsity)
 
 
 def find_adapter(name: str) -> Path:
@@ -86,7 +98,8 @@ def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
     found = config["provenance"].get("prune", {}).get("objective", {})
     if "sparsity" not in found and "sparsity" not in given:
         raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
-    return replace(objective_after_stage_1(build(ObjectiveConfig, found)), **given)
+    with flags_named("objective", of=given, not_of=("sparsity",)):
+        return replace(objective_after_stage_1(build(ObjectiveConfig, found)), **given)
 
 
 def _objective_without_routers(folder: Path, given: Mapping[str, Any]) -> ObjectiveConfig:
@@ -115,18 +128,25 @@ def require_lora() -> None:
 def training_blocks(
     options: RunOptions, held_out: EvalOptions, tokenizer: Any, *, sequence_length: int, seed: int
 ) -> TokenBlocks:
-    """Return the packed training text, without the documents that are held out of it for the evaluation."""
+    """Return the packed training text, without the documents that are held out of it for the evaluation.
+
+    Raises:
+        DataError: If there is too little text, or none that is not held out.
+    """
     holds_out = held_out.tokens != 0 and held_out.data is None and not _is_hub_name(options.data)
-    return load_blocks(
-        options.data,
-        tokenizer,
-        sequence_length=sequence_length,
-        split="train" if holds_out else None,
-        text_field=options.text_field,
-        max_documents=options.max_documents,
-        cache=None if options.cache is None else Path(options.cache).expanduser(),
-        seed=seed,
-    )
+    try:
+        return load_blocks(
+            options.data,
+            tokenizer,
+            sequence_length=sequence_length,
+            split="train" if holds_out else None,
+            text_field=options.text_field,
+            max_documents=options.max_documents,
+            cache=None if options.cache is None else Path(options.cache).expanduser(),
+            seed=seed,
+        )
+    except EmptySplitError as error:
+        raise DataError(f"no text to train on beside the held-out text: {error}. {_WITHOUT_HELD_OUT}") from error
 
 
 def held_out_documents(source: str, options: EvalOptions, *, text_field: str) -> tuple[list[Document], str]:
@@ -148,10 +168,7 @@ def held_out_documents(source: str, options: EvalOptions, *, text_field: str) ->
     except DataError as error:
         if options.data is not None:
             raise
-        raise DataError(
-            f"no held-out text: {error}. Name some with --eval.data (and --eval.split), or switch the evaluation off "
-            "with --eval.tokens 0"
-        ) from error
+        raise DataError(f"no held-out text: {error}. {_WITHOUT_HELD_OUT}") from error
     return documents, name if split is None else f"{name} ({split})"
 
 

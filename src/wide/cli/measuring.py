@@ -125,13 +125,25 @@ def evaluation_records(subject: str, scores: Scores, sparsity: Sparsity | None, 
 
 
 def sparsity_records(subject: str, sparsity: Sparsity, where: str) -> Iterator[Record]:
-    """Yield the skip rates of a model and of each of its layers."""
+    """Yield the skip rates of a model and of each of its layers.
+
+    Where some layers have a rate of a half, the others are dense there and have 0; a half that is dense in all layers,
+    or that the model lacks, has no records.
+    """
     for name in _SHARES:
         value = getattr(sparsity, name)
         yield Record(subject=subject, metric=f"sparsity.{name}", value=value, unit="share", where=where)
+    # Tells a static plan from routers, also where no router was measured.
+    yield Record(subject=subject, metric="sparsity.tokens", value=sparsity.tokens, unit="token", where=where)
+    known = {place for rates in sparsity.layers for place, rate in enumerate(rates) if rate is not None}
     for layer, rates in enumerate(sparsity.layers):
-        for half, rate in zip(("attention", "ffn"), rates, strict=True):
-            if rate is not None:
+        for place, half in enumerate(("attention", "ffn")):
+            if place in known:
                 yield Record(
-                    subject=subject, metric=f"sparsity.{half}", value=rate, unit="share", where=where, layer=layer
+                    subject=subject,
+                    metric=f"sparsity.{half}",
+                    value=rates[place] or 0.0,
+                    unit="share",
+                    where=where,
+                    layer=layer,
                 )

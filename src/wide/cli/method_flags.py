@@ -98,8 +98,7 @@ def settings_of(method: str, values: Mapping[str, Any], **changes: Any) -> Any:
     Raises:
         ConfigError: If a value is out of its range.
     """
-    # Dashes become underscores in keys.
-    return build(SETTINGS[method], values.get(method.replace("-", "_"), {}), **changes)
+    return build(SETTINGS[method], values, group=method, **changes)
 
 
 def check_variants(variants: Mapping[str, Any]) -> None:

@@ -4,10 +4,11 @@ import importlib.util
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from wide.cli.arguments import flags_named
 from wide.cli.console import is_main_process, num_processes, say
 from wide.cli.loading import find_adapter, held_out_documents, load_base, require_lora, training_blocks
 from wide.cli.measuring import HeldOut
@@ -126,21 +127,18 @@ class Pipeline:
         require_lora()
         self._check_batches(stage)
         model = self._load_model()
-        blocks = self._load_texts(model, stage)
-        self._measure_before_recover(model, adapter, objective)
-        self._recover(model, blocks, objective, stage)
-        self._finish()
-
-    def _measure_before_recover(self, model: Any, adapter: str, objective: ObjectiveConfig) -> None:
-        # The adapter is attached once before anything is written, to see that it fits, and taken off again so that
+        # Attached once before texts are read and anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
         load(model, find_adapter(adapter))
-        is_routed = attachment(model).plan.is_routed
+        target = _in_words(objective) if attachment(model).plan.is_routed else _UNSTEERED
         detach(model)
-        self._begin(model, _in_words(objective) if is_routed else _UNSTEERED, objective.sparsity)
+        blocks = self._load_texts(model, stage)
+        self._begin(model, target, objective.sparsity)
         self._measure(model, "dense")
         load(model, find_adapter(adapter))
         self._measure(model, "stage 1")
+        self._recover(model, blocks, objective, stage)
+        self._finish()
 
     def _recover(self, model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: RecoverConfig) -> None:
         self._train(
@@ -163,7 +161,9 @@ class Pipeline:
     def _check_batches(*stages: StageConfig) -> None:
         # Seen here rather than by the trainer, which comes after the dense model has been measured.
         for stage in stages:
-            micro_batch_size(stage, num_processes())
+            group = "recover" if isinstance(stage, RecoverConfig) else "train"
+            with flags_named(group, of=asdict(stage)):
+                micro_batch_size(stage, num_processes())
 
     def _rehearse(self, model: Any, deciding: Callable[[], Any]) -> None:
         # What is refused must neither occupy the output folder nor wait until the dense model has been measured.

@@ -93,28 +93,34 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
     """Return the run that parsed values describe.
 
     Raises:
-        UsageError: If the number of steps of stage 2 is negative, or a tracker is asked for where nothing feeds it.
+        UsageError: If nothing is to be pruned, the number of steps of stage 2 is negative, or a tracker is asked for
+            where nothing feeds it.
         ConfigError: If a value is out of its range, or two of them contradict.
     """
     if values["recover"]["steps"] < 0:
         raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves stage 2 out")
+    if values["sparsity"] == 0:
+        raise UsageError(
+            "--sparsity 0 leaves nothing to prune; name the share to skip, like 0.5 (wide eval --sparsity 0 runs "
+            "everything of a trained adapter)"
+        )
     method, match = values["method"], values["match"]
     if values["tracker"] is not None and (method, match) != (_DEFAULT, "nominal"):
         raise UsageError(
             f"--tracker keeps the curves of --method {_DEFAULT} --match nominal only, and the command runs --method "
             f"{method} --match {match}; leave it out"
         )
-    objective = build(ObjectiveConfig, values.get("objective", {}), sparsity=values["sparsity"])
+    objective = build(ObjectiveConfig, values, group="objective", sparsity=values["sparsity"])
     return PruneRequest(
         run=build(RunOptions, values),
         method=method,
         match=match,
         settings=_settings(values, objective),
         objective=objective,
-        stage=build(StageConfig, values["train"]),
-        recover=build(RecoverConfig, values["recover"]) if values["recover"]["steps"] else None,
-        scoring=build(EvalOptions, values["eval"]),
-        sample=build(SampleOptions, values["sample"]),
+        stage=build(StageConfig, values, group="train"),
+        recover=build(RecoverConfig, values, group="recover") if values["recover"]["steps"] else None,
+        scoring=build(EvalOptions, values, group="eval"),
+        sample=build(SampleOptions, values, group="sample"),
     )
 
 

@@ -42,6 +42,11 @@ def find_recipe(name: str) -> Path:
     return recipe_path(name)
 
 
+def is_recipe(path: Path) -> bool:
+    """Return whether a file is a recipe that ships, not a file of the user's."""
+    return path.parent == _folder()
+
+
 def recipe_command(settings: Mapping[str, Any]) -> str:
     """Return the command that the settings of a recipe are for."""
     marks = {"methods": "compare", "rates": "profile", "operators": "bench"}

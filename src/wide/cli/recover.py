@@ -54,8 +54,8 @@ def run(given: Sequence[str]) -> None:
     flags = arguments()
     values = flags.parse(given)
     options, start = build(RunOptions, values), build(RecoverOptions, values)
-    stage, scoring = build(RecoverConfig, values["recover"]), build(EvalOptions, values["eval"])
-    sample = build(SampleOptions, values["sample"])
+    stage, scoring = build(RecoverConfig, values, group="recover"), build(EvalOptions, values, group="eval")
+    sample = build(SampleOptions, values, group="sample")
     from wide.cli.loading import objective_after
     from wide.cli.pipeline import Pipeline
     from wide.cli.run_folder import RunFolder

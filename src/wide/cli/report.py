@@ -133,9 +133,6 @@ def _comparison(folder: Path) -> "Comparison":
 
 
 def _write_comparison(comparison: "Comparison", folder: Path) -> None:
-    from wide.report.comparison_figures import COMPARISON_FIGURES
-    from wide.report.comparison_page import write_comparison
-    from wide.report.page import figure_sections
+    from wide.report.comparison_page import draw_comparison
 
-    more = "".join(figure_sections(COMPARISON_FIGURES, comparison, folder))
-    _say_drawn(write_comparison(comparison, folder, more=more), comparison.notes)
+    _say_drawn(*draw_comparison(comparison, folder))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,30 @@ class RunFolder:
 
     def _check_writable(self) -> None:
         existing = self.path.absolute()
-        while not existing.exists():
+        # Path.exists would raise for a name that is too long.
+        while not os.path.exists(existing):
             existing = existing.parent
         if not existing.is_dir():
             raise ConfigError(f"--output {self.path} cannot be made: {existing} is a file; name a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(f"--output {self.path} cannot be written: no permission in {existing}; choose another")
+        if existing != self.path.absolute():
+            self._try_to_make(existing)
+
+    def _try_to_make(self, existing: Path) -> None:
+        # Permission is not enough everywhere (/proc, full disks, names too long), and a folder that cannot be made
+        # must not be noticed when the work is done. Made beside, not in place: processes may share the folder.
+        beside = None
+        try:
+            beside = Path(tempfile.mkdtemp(prefix=".wide.", dir=existing))
+            (beside / self.path.absolute().relative_to(existing)).mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--output {self.path} cannot be made in {existing}: {error.strerror or error}; choose another folder"
+            ) from error
+        finally:
+            if beside is not None:
+                shutil.rmtree(beside, ignore_errors=True)
 
     def _check_same(self, saved: Path) -> None:
         try:

@@ -1,6 +1,7 @@
 """What a training stage left behind, as records of the run."""
 
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from wide.records import Record, read_records
 
 _METRICS_FILE = "metrics.jsonl"
 _MOST_POINTS = 200
+_RATE = "tokens_per_second"
 _SUMMARY = {
-    "tokens_per_second": "token/s",
+    _RATE: "token/s",
     "seconds": "s",
     "steps": "step",
     "tokens": "token",
@@ -21,25 +23,34 @@ _SUMMARY = {
 def training_records(subject: str, summary: Mapping[str, Any], folder: Path) -> Iterator[Record]:
     """Yield the course of a stage, thinned to what a figure can show, and its summary.
 
+    Where the summary has no rate, because no step was left to a resumed run, it is that of the recorded steps.
+
     Args:
         subject: The stage.
         summary: What the trainer wrote about the stage.
         folder: Of the stage, where the trainer keeps its metrics.
     """
-    yield from _course(subject, folder / _METRICS_FILE)
+    metrics = folder / _METRICS_FILE
+    points = read_records(metrics)[0] if metrics.is_file() else []
+    yield from _course(subject, points)
+    found = {_RATE: _rate(points), **{name: value for name, value in summary.items() if value is not None}}
     for name, unit in _SUMMARY.items():
-        value = summary.get(name)
+        value = found.get(name)
         if isinstance(value, int | float):
             yield Record(subject=subject, metric=f"training.{name}", value=value, unit=unit, where="training")
 
 
-def _course(subject: str, metrics: Path) -> Iterator[Record]:
-    if not metrics.is_file():
-        return
-    records, _ = read_records(metrics)
-    steps = sorted({record.step for record in records if record.step is not None})
+def _rate(points: Sequence[Record]) -> float | None:
+    """Return tokens per second over all recorded steps, which have equally many tokens; None where none says it."""
+    rates = [point.value for point in points if point.metric == f"training.{_RATE}" and point.step is not None]
+    known = [rate for rate in rates if isinstance(rate, int | float) and rate > 0]
+    return statistics.harmonic_mean(known) if known else None
+
+
+def _course(subject: str, points: Sequence[Record]) -> Iterator[Record]:
+    steps = sorted({record.step for record in points if record.step is not None})
     every = max(1, len(steps) // _MOST_POINTS)
     shown = {*steps[::every], *steps[-1:]}
-    for record in records:
+    for record in points:
         if record.step in shown:
             yield replace(record, subject=subject)

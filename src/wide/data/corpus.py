@@ -9,9 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from wide.data.documents import Document, is_held_out
-from wide.data.files import TEXT_TYPES, field_text, file_type, find_files, read_file
+from wide.data.files import TEXT_TYPES, field_text, file_type, find_files, read_file, warn_of_nulls
+from wide.data.local_names import is_path
 from wide.data.python_docs import python_docs
-from wide.errors import ConfigError, DataError, MissingExtraError
+from wide.errors import ConfigError, DataError, EmptySplitError, MissingExtraError
 
 PYTHON_DOCS = "python-docs"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -38,6 +39,7 @@ def load_documents(
     Raises:
         ConfigError: If `max_documents` is less than 1.
         DataError: If the source is missing, empty, damaged or of a wrong type.
+        EmptySplitError: If it has documents, and none of them falls into the split.
     """
     if max_documents is not None and max_documents < 1:
         raise ConfigError(f"max_documents must be at least 1, got {max_documents}; leave it out to read everything")
@@ -46,6 +48,8 @@ def load_documents(
         count += 1
         yield document
     if not count:
+        if split is not None and _is_local(source):
+            _refuse_empty_split(source, split, text_field)
         raise DataError(f"{str(source)!r} (split {split or 'all'}) holds no text; name another source or split")
 
 
@@ -78,10 +82,21 @@ def _of_split(documents: Iterator[Document], split: str | None) -> Iterator[Docu
     return (document for document in documents if is_held_out(document.name) == (split == "heldout"))
 
 
+def _refuse_empty_split(source: str | Path, split: str, text_field: str) -> None:
+    count = sum(1 for _ in _documents(source, None, text_field))
+    if count:
+        have, none = ("is 1 document", "it does not fall") if count == 1 else (f"are {count} documents", "none falls")
+        raise EmptySplitError(
+            f"in {str(source)!r} there {have}, and {none} into the split {split!r}: text is split by whole documents, "
+            "about one in ten of which is held out, by a hash of its name; a .txt or .md file is one document, and of "
+            "a .jsonl or .parquet file each row is one, so give several files, or rows"
+        )
+
+
 def _is_local(source: str | Path) -> bool:
     if isinstance(source, Path) or Path(source).expanduser().exists():
         return True
-    looks_local = source.startswith((".", "/", "~")) or any(sign in source for sign in "*?[")
+    looks_local = is_path(source) or any(sign in source for sign in "*?[")
     return looks_local or file_type(Path(source)) in TEXT_TYPES or not _HUB_NAME.fullmatch(source)
 
 
@@ -98,18 +113,23 @@ def _hub_documents(source: str, split: str, text_field: str) -> Iterator[Documen
     # The errors of the network stack are an open set, and each means the same to the caller.
     except Exception as error:
         raise _hub_error(source, split, error, offline) from error
-    number = 0
-    while True:
-        try:
-            row = next(rows, None)
-        except Exception as error:
-            raise _hub_error(source, split, error, offline) from error
-        if row is None:
-            return
-        number += 1
-        text = field_text(row, text_field, f"{source}, row {number}")
-        if text.strip():
-            yield Document(name=f"{source}:{number}", text=text)
+    number = nulls = 0
+    try:
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                raise _hub_error(source, split, error, offline) from error
+            if row is None:
+                return
+            number += 1
+            text = field_text(row, text_field, f"{source}, row {number}")
+            if text is None:
+                nulls += 1
+            elif text.strip():
+                yield Document(name=f"{source}:{number}", text=text)
+    finally:
+        warn_of_nulls(nulls, text_field, source)
 
 
 def _hub_error(source: str, split: str, error: Exception, offline: bool) -> DataError:

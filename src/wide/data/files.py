@@ -3,12 +3,14 @@
 import glob
 import gzip
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from wide.data.documents import Document
+from wide.data.local_names import way_to_hub
 from wide.errors import DataError, MissingExtraError
 
 _CHUNK_BYTES = 1 << 20
@@ -35,7 +37,8 @@ def find_files(source: str | Path) -> list[Path]:
     else:
         paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     if not paths:
-        raise DataError(f"there is no file, folder or match for {str(source)!r}; check the path")
+        name = str(source)
+        raise DataError(f"there is no file, folder or match for {name!r}; check the path{way_to_hub(name)}")
     for found_path in paths:
         if file_type(found_path) not in TEXT_TYPES:
             raise DataError(
@@ -58,11 +61,27 @@ def read_file(path: Path, text_field: str) -> Iterator[Document]:
 
     Raises:
         DataError: If the file is damaged, not UTF-8, or has no such field.
+
+    Warns:
+        UserWarning: If rows hold null instead of text; says how many were left out.
     """
     reader = _READERS[file_type(path)]
-    for position, text in reader(path, text_field):
-        if text.strip():
-            yield Document(name=f"{path.name}:{position}" if position else path.name, text=text)
+    nulls = 0
+    try:
+        for position, text in reader(path, text_field):
+            if text is None:
+                nulls += 1
+            elif text.strip():
+                yield Document(name=f"{path.name}:{position}" if position else path.name, text=text)
+    finally:
+        warn_of_nulls(nulls, text_field, str(path))
+
+
+def warn_of_nulls(count: int, text_field: str, where: str) -> None:
+    """Say how many rows had no text, where there were any; whoever reads only the first rows is told of those."""
+    if count:
+        rows = "1 row that holds" if count == 1 else f"{count} rows that hold"
+        warnings.warn(f"{where}: {rows} null in the field {text_field!r}, left out", stacklevel=3)
 
 
 def _read_text(path: Path, _text_field: str) -> Iterator[tuple[int, str]]:
@@ -86,12 +105,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
             yield number, value
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     for number, row in read_json_lines(path):
         yield number, _field(row, text_field, f"{path}, line {number}")
 
 
-def _read_json(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+def _read_json(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     text = _decode(b"".join(_chunks(path)), str(path))
     try:
         rows = json.loads(text)
@@ -105,7 +124,7 @@ def _read_json(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
         yield number, _field(row, text_field, f"{path}, item {number}")
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -125,7 +144,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str]]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str | None]]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".json": _read_json,
@@ -134,8 +153,8 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str]]]] = {
 }
 
 
-def field_text(row: dict[str, Any], text_field: str, where: str) -> str:
-    """Return the text of one row; a null counts as blank.
+def field_text(row: dict[str, Any], text_field: str, where: str) -> str | None:
+    """Return the text of one row; None where it holds null, as rows of public data sets do.
 
     Raises:
         DataError: If the row has no such field (the message names those it has) or the value is not text.
@@ -143,14 +162,12 @@ def field_text(row: dict[str, Any], text_field: str, where: str) -> str:
     if text_field not in row:
         raise _missing_field(text_field, list(row), where)
     value = row[text_field]
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    if value is not None and not isinstance(value, str):
         raise DataError(f"{where}: the field {text_field!r} holds {type(value).__name__}, text was wanted")
     return value
 
 
-def _field(row: object, text_field: str, where: str) -> str:
+def _field(row: object, text_field: str, where: str) -> str | None:
     if isinstance(row, str):
         return row
     if not isinstance(row, dict):
@@ -159,7 +176,10 @@ def _field(row: object, text_field: str, where: str) -> str:
 
 
 def _missing_field(text_field: str, seen: list[str], where: str) -> DataError:
-    return DataError(f"{where} has no field {text_field!r}; fields seen: {sorted(seen)}; choose one with text_field")
+    return DataError(
+        f"{where} has no field {text_field!r}; fields seen: {sorted(seen)}; choose one with --text_field (in Python, "
+        "text_field=)"
+    )
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from wide.data.local_names import missing_folder
 from wide.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,19 +22,19 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
         model: Hub name, folder, or a live Hugging Face model, whose configuration says where it came from.
 
     Raises:
-        DataError: If there is no tokenizer.
+        DataError: If there is no tokenizer, or the name is a path to nothing, of which no hub is asked.
     """
     from transformers import AutoTokenizer
 
     name = _origin(model) if isinstance(model, nn.Module) else str(model)
+    # A live model has been loaded already, from wherever its name stood for then.
+    wrong = None if isinstance(model, nn.Module) else missing_folder(name)
+    if wrong is not None:
+        raise DataError(wrong)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     # Besides OSError, the readers of the many tokenizer formats raise whatever their parsers do.
     except Exception as error:
-        if name.startswith((".", "/", "~")) and not Path(name).exists():
-            raise DataError(
-                f"there is no folder {name!r} to load a model and its tokenizer from; check the path"
-            ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         nowhere = "" if Path(name).exists() else f" (and there is no local folder {name})"
         raise DataError(

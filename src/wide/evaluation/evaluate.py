@@ -14,7 +14,7 @@ from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.flips import RoutingTape
 from wide.evaluation.harness import run_harness
-from wide.evaluation.inference import SkipMeter, dense, longest_input
+from wide.evaluation.inference import SkipMeter, dense, has_merged_lora, longest_input
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import find_task
@@ -105,7 +105,8 @@ def evaluate(
         max_documents: Score only so many documents of the text.
         max_windows: Score only so many windows of the text.
         limit: Evaluate only so many items of each task.
-        compare_dense: Score the same model with routing switched off, too; LoRA that is not merged stays active.
+        compare_dense: Score the base model, too: routing, pruning and LoRA switched off; the report says where LoRA
+            was merged and cannot be.
         fused: Score the model through its fused operators (`wide.optimize`), and on the text also masked, with the
             share of decisions that differ between the two paths.
 
@@ -154,6 +155,7 @@ def evaluate(
         sparsity=None if data is None else meter.result(),
         masked=masked,
         flip_rate=flips,
+        dense_has_lora=dense_scores is not None and has_merged_lora(model),
     )
 
 

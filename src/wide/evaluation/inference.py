@@ -1,22 +1,34 @@
 """Running a model for judgement: evaluation mode, no gradients, and what it skips on the way."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from wide.models.accounting import SkipCounter, Sparsity
-from wide.models.attach import is_attached
+from wide.models.attach import attachment, is_attached
+from wide.models.lora import without_lora
 from wide.models.observe import bypass, observe
 from wide.routing import LayerRouting
 
 
 @contextmanager
 def dense(model: nn.Module) -> Iterator[None]:
-    """Run the model without routing; a model without routers is left as it is."""
-    with bypass(model) if is_attached(model) else nullcontext():
+    """Run the base model: no routing, nothing pruned, no LoRA that is not merged; others are left as they are."""
+    if not is_attached(model):
         yield
+        return
+    with bypass(model), without_lora(model):
+        yield
+
+
+def has_merged_lora(model: nn.Module) -> bool:
+    """Return whether LoRA was added to the weights for good, so that the base model is not at hand."""
+    if not is_attached(model):
+        return False
+    state = attachment(model)
+    return "recover" in state.provenance if state.lora is None else bool(state.lora.merged)
 
 
 def model_device(model: nn.Module) -> torch.device:

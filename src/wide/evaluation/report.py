@@ -38,12 +38,13 @@ class EvaluationReport:
     Args:
         data: Name of the text that was scored, None if none was.
         model: Figures of the model as it is (pruned, if it carries routers).
-        dense: Figures of the same model with routing and pruning switched off; None if it carries no plan or none were
-            asked for.
+        dense: Figures of the base model, routing, pruning and LoRA switched off; None if the model carries no plan or
+            none were asked for.
         sparsity: What was skipped on the text, on exactly the tokens that were scored, or what a static plan prunes;
             None for a model without a plan. That of tasks is with each task.
         masked: Figures of the masked path on the text, where `model` ran through fused operators; None otherwise.
         flip_rate: Share of routing decisions that differ between those two paths, in [0, 1]; None otherwise.
+        dense_has_lora: Whether the dense figures are with LoRA, which was merged into the weights for good.
     """
 
     data: str | None
@@ -52,6 +53,7 @@ class EvaluationReport:
     sparsity: Sparsity | None
     masked: Scores | None = None
     flip_rate: float | None = None
+    dense_has_lora: bool = False
 
     @property
     def retention(self) -> float | None:
@@ -71,6 +73,7 @@ class EvaluationReport:
             "retention": self.retention,
             "masked": None if self.masked is None else self.masked.to_json(),
             "flip_rate": self.flip_rate,
+            "dense_has_lora": self.dense_has_lora,
         }
 
     def save(self, path: Path) -> None:
@@ -80,7 +83,8 @@ class EvaluationReport:
 
     def table(self) -> str:
         """Return the report as readable text."""
-        rows = [("", "pruned" if self.sparsities() else "model", "dense"), *self._score_rows()]
+        dense = "dense + LoRA" if self.dense_has_lora else "dense"
+        rows = [("", "pruned" if self.sparsities() else "model", dense), *self._score_rows()]
         if self.dense is None:
             rows = [(name, value, "") for name, value, _ in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]

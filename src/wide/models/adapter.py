@@ -35,6 +35,7 @@ FORMAT_VERSION = 3
 CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
 STATIC_FILE, WEIGHTS_FILE = "wide_static.safetensors", "wide_weights.safetensors"
 ORDER_FILE = "wide_order.safetensors"
+_WAY_OUT = "copy it again, or use what a stage of its run kept (RUN/stage1/adapter, RUN/stage2/adapter)"
 _KEYS_1 = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
 # What later formats have added, and what older files mean by saying nothing.
 _ADDED = {2: {"has_weights": False}, 3: {"has_order": False}}
@@ -138,12 +139,15 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     try:
         attach(model, plan, tensors=static, weights=weights, orders=orders)
     except (ShapeError, ConfigError) as error:
-        raise AdapterError(f"{folder} is damaged: {error}") from error
+        raise AdapterError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
     try:
         load_router_state(model, routers)
         apply_config(model, config)
         if has_lora:
             load_lora(model, folder / LORA_FOLDER)
+    except AdapterError as error:
+        detach(model)
+        raise AdapterError(f"{folder}: {error}; {_WAY_OUT}") from error
     except Exception:
         detach(model)
         raise
@@ -158,13 +162,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise AdapterError(f"{folder} is not an adapter: {CONFIG_FILE} is missing")
+        if not folder.exists():
+            raise AdapterError(f"there is no folder {str(folder)!r}; check the path of the adapter, or of its run")
+        raise AdapterError(
+            f"{folder} is not an adapter: {CONFIG_FILE} is missing; name the folder that wide.save wrote, or that of a "
+            "run with an adapter in it"
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise AdapterError(f"{file} is not valid JSON ({error}); the adapter is damaged") from error
+        raise AdapterError(f"{file} is not valid JSON ({error}); the adapter is damaged: {_WAY_OUT}") from error
     if not isinstance(config, dict):
-        raise AdapterError(f"{file} must hold an object, not {type(config).__name__}")
+        raise AdapterError(f"{file} must hold an object, not {type(config).__name__}; {_WAY_OUT}")
     return current_config(config, str(file))
 
 
@@ -183,7 +192,7 @@ def current_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     keys = _KEYS_1.union(*(facts for added, facts in _ADDED.items() if added <= version))
     missing, unknown = sorted(keys - set(config)), sorted(set(config) - keys)
     if missing or unknown:
-        raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}")
+        raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}; copy it again, as wide wrote it")
     for added, facts in _ADDED.items():
         config = facts | config if added > version else config
     return {**config, "format_version": FORMAT_VERSION, "plan": Plan.from_json(config["plan"]).to_json()}
@@ -276,11 +285,11 @@ def _read_tensors(folder: Path, name: str, *, wanted: bool) -> dict[str, Tensor]
             raise AdapterError(f"{file} does not belong to this adapter, whose plan has no such values; take it away")
         return {}
     if not file.is_file():
-        raise AdapterError(f"{file} is missing: the adapter is incomplete")
+        raise AdapterError(f"{file} is missing: the adapter is incomplete; {_WAY_OUT}")
     try:
         return load_file(str(file))
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file} cannot be read ({error}); the file is damaged") from error
+        raise AdapterError(f"{file} cannot be read ({error}); the file is damaged: {_WAY_OUT}") from error
 
 
 def _has_lora(config: dict[str, Any], folder: Path) -> bool:
@@ -289,7 +298,7 @@ def _has_lora(config: dict[str, Any], folder: Path) -> bool:
     # Without LoRA the routers of stage 2 would load well and compute something nobody trained.
     wanted = bool(config["has_lora"])
     if wanted and not found:
-        raise AdapterError(f"{folder / LORA_FOLDER} is missing: the adapter is incomplete")
+        raise AdapterError(f"{folder / LORA_FOLDER} is missing: the adapter is incomplete; {_WAY_OUT}")
     if found and not wanted:
         raise AdapterError(f"{folder / LORA_FOLDER} does not belong to this adapter, which has no LoRA; take it away")
     return found

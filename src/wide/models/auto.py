@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wide.data.local_names import missing_folder
 from wide.errors import AdapterError, NotAttachedError, ShapeError, UnsupportedModelError
 from wide.models.adapter import apply_config, config_of, current_config, require_final_scales
 from wide.models.attach import attach, attachment
@@ -193,10 +194,13 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
         options: For `from_pretrained`, e.g. `dtype=torch.float32`.
 
     Raises:
-        AdapterError: If it is not such a checkpoint, or its tensors do not fit.
+        AdapterError: If there is no such folder, it is not such a checkpoint, or its tensors do not fit.
     """
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+    wrong = missing_folder(str(path))
+    if wrong is not None:
+        raise AdapterError(wrong)
     facts, _ = PreTrainedConfig.get_config_dict(str(path))
     model_type = str(facts.get("model_type", ""))
     if not model_type.startswith(PREFIX):

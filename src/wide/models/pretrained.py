@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wide.data.local_names import missing_folder
 from wide.errors import ConfigError, UnsupportedModelError
 
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,6 +48,8 @@ def is_pruned_checkpoint(name: str) -> bool:
     """Return whether a name or folder is a full pruned checkpoint; False too where nothing can be read."""
     from transformers import PreTrainedConfig
 
+    if missing_folder(name) is not None:
+        return False
     try:
         facts, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError):
@@ -77,6 +80,9 @@ def load_skeleton(name: str) -> Any:
 def _configuration(name: str) -> Any:
     from transformers import AutoConfig
 
+    wrong = missing_folder(name)
+    if wrong is not None:
+        raise ConfigError(wrong)
     # Asked first: transformers itself does not know the type of a pruned checkpoint.
     if is_pruned_checkpoint(name):
         raise UnsupportedModelError(

@@ -4,13 +4,14 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from wide.errors import MissingExtraError
 from wide.report.figure import Figure, Source
 from wide.report.selection import MissingRecordsError
-from wide.report.writing import write_whole
+from wide.report.writing import replacing, write_whole
 
 FOLDER = "figures"
 """Folder beside a report that holds its figures as SVG, PNG and CSV."""
@@ -28,6 +29,11 @@ _STYLE = {
     # Identifiers inside the file are hashes, with this instead of random salt: same records, same bytes.
     "svg.hashsalt": "wide",
 }
+
+
+def has_matplotlib() -> bool:
+    """Return whether figures can be drawn."""
+    return find_spec("matplotlib") is not None
 
 
 def require_matplotlib() -> None:
@@ -73,8 +79,8 @@ def save_figure(figure: Figure[Source], source: Source, folder: Path) -> tuple[s
         drawn = _new_figure(figure.size_of(source))
         description = figure.draw(drawn, source)
         svg = _as_svg(drawn)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(place.with_suffix(".png"), format="png", dpi=_DPI)
+        with replacing(place.with_suffix(".png")) as unfinished:
+            drawn.savefig(unfinished, format="png", dpi=_DPI)
     write_whole(place.with_suffix(".svg"), svg)
     write_whole(place.with_suffix(".csv"), values)
     return svg, description
@@ -92,7 +98,8 @@ def save_png(path: Path, figures: Sequence[Figure[Source]], source: Source) -> N
                 figure.draw(part, source)
             except MissingRecordsError as missing:
                 part.text(0.5, 0.5, str(missing), ha="center", va="center", wrap=True)
-        whole.savefig(path, format="png", dpi=_DPI)
+        with replacing(path) as unfinished:
+            whole.savefig(unfinished, format="png", dpi=_DPI)
 
 
 def _as_svg(drawn: Any) -> str:

@@ -19,7 +19,7 @@ from wide.report.style import (
     legend_above,
     whole_numbers,
 )
-from wide.report.table import NAMES
+from wide.report.table import AFTER, NAMES
 
 HATCHES = {"dense": "", "untrained": "xx", "stage 1": "//", "stage 1+2": "..", "pruned": "//", "pruned + LoRA": ".."}
 FILLS = {
@@ -93,14 +93,16 @@ def _draw_layers(figure: Any, run: Selection) -> str:
     axes.set_xlabel("decoder layer")
     axes.set_ylabel("skipped groups, %")
     legend_above(axes)
-    return f"Skipped groups per layer in percent after {subject}: " + "; ".join(sentences) + "."
+    return f"Skipped groups per layer in percent {AFTER[subject]}: " + "; ".join(sentences) + "."
 
 
 def _stages(run: Selection) -> Iterator[tuple[str, int]]:
     """Yield the stages that were recorded, each with the number of steps before it."""
     stages = [stage for stage in _STAGES if run.by_step(stage, "training.lm_loss")]
     if not stages:
-        raise MissingRecordsError("no record 'training.lm_loss' with steps; train with metrics on")
+        raise MissingRecordsError(
+            "no record 'training.lm_loss' with steps; wide prune and wide recover write it while they train"
+        )
     offset = 0
     for stage in stages:
         yield stage, offset
@@ -125,7 +127,7 @@ def _draw_training(figure: Any, run: Selection) -> str:
             axes.axvline(begin, color=GREY, linewidth=1)
     legend_above(panels[1], columns=2)
     first = run.by_step(stages[0][0], "training.lm_loss")[0][1]
-    ends = ", ".join(f"{run.by_step(stage, 'training.lm_loss')[-1][1]:.2f} after {stage}" for stage, _ in stages)
+    ends = ", ".join(f"{run.by_step(stage, 'training.lm_loss')[-1][1]:.2f} {AFTER[stage]}" for stage, _ in stages)
     line = " A vertical line separates the stages." if len(stages) > 1 else ""
     steered = any(_is_steered(run, stage) for stage, _ in stages)
     both = " The target is one of both halves together, which count as it counts them: alike, or by their work."
@@ -182,3 +184,15 @@ LAYERS = Figure(name="layers", title="Sparsity per layer", size=(9.0, 3.2), draw
 TRAINING = Figure(name="training", title="Training", size=(9.0, 3.2), draw=_draw_training, sheet=_training_sheet)
 FIGURES: tuple[Figure[Selection], ...] = (PERPLEXITY, LAYERS, *ROUTING_FIGURES, TRAINING)
 """All figures of a run."""
+
+
+def figures_of(run: Selection) -> tuple[Figure[Selection], ...]:
+    """Return the figures of a run, without those of what a static plan has not: routing, and a course of training.
+
+    Args:
+        run: Its records.
+    """
+    if not run.is_static():
+        return FIGURES
+    has_course = any(run.by_step(stage, "training.lm_loss") for stage in _STAGES)
+    return (PERPLEXITY, LAYERS, *([TRAINING] if has_course else []))

@@ -9,7 +9,7 @@ from pathlib import Path
 from wide.report.coloured_text import sample_section, text_css
 from wide.report.drawing import FOLDER, save_figure, save_png
 from wide.report.figure import Figure, Origin, Source
-from wide.report.figures import FIGURES
+from wide.report.figures import figures_of
 from wide.report.selection import MissingRecordsError, Selection, read_selection
 from wide.report.table import NAMES, Table, summary_table
 from wide.report.writing import write_whole
@@ -43,6 +43,11 @@ _NO_SPEED = MissingRecordsError(
 )
 
 
+_STATIC = "<p>The plan is static: it prunes the same for every token, so there is no routing to show.</p>"
+_ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
+"""Subject -> what fitted it to the training text."""
+
+
 def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, Path]:
     """Draw `report.html`, `report.png` and the folder `figures` from a run's records; return page and picture.
 
@@ -57,8 +62,8 @@ def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, 
     """
     run = read_selection(records)
     page, picture = folder / PAGE, folder / PICTURE
-    write_whole(page, document(run_title(run), run_body(run, folder) + (more or _missing("Speed", _NO_SPEED))))
-    save_png(picture, FIGURES, run)
+    write_whole(page, document(run_title(run), run_body(run, folder) + (more or missing_section("Speed", _NO_SPEED))))
+    save_png(picture, figures_of(run), run)
     return page, picture
 
 
@@ -79,9 +84,16 @@ def run_body(run: Selection, folder: Path) -> str:
         sample = None if subject is None else run.json(subject, "routing.sample")
         text = sample_section(sample)
     except MissingRecordsError as missing:
-        text = _missing("Execution by token", missing)
-    figures = figure_sections(FIGURES, run, folder)
-    parts = (facts(run), _table(run), text, *figures, _samples(run), notes_section(run.notes))
+        text = missing_section("Execution by token", missing)
+    figures = figure_sections(figures_of(run), run, folder)
+    parts = (
+        facts(run),
+        _table(run),
+        _STATIC if run.is_static() else text,
+        *figures,
+        _samples(run),
+        notes_section(run.notes),
+    )
     return "\n".join(filter(None, parts))
 
 
@@ -98,7 +110,7 @@ def figure_sections(figures: Sequence[Figure[Source]], source: Source, folder: P
         try:
             svg, description = save_figure(figure, source, folder)
         except MissingRecordsError as missing:
-            sections.append(_missing(figure.title, missing))
+            sections.append(missing_section(figure.title, missing))
         else:
             sections.append(_drawn(figure.name, figure.title, svg, description, _from(figure.origins(source), folder)))
     return sections
@@ -140,9 +152,20 @@ def _table(run: Selection) -> str:
         f"<h2>Results</h2>{table.to_html()}"
         "<p>Perplexity is per token. Sparsity is the share of skipped groups, measured on the evaluated tokens; "
         "<em>mean</em> weighs attention and FFN alike, <em>linear FLOPs</em> weighs each group by the matrix-product "
-        "work that skipping it saves. Stage 2 adapts the weights to the training text, the dense model was not "
-        "adapted: on text of the same kind, part of what stage 2 gains is that.</p>"
+        f"work that skipping it saves.{_caution(run)}</p>"
     )
+
+
+def _caution(run: Selection) -> str:
+    """Return what keeps an adapted model from being compared with the dense one; empty where none was adapted."""
+    for subject in run.subjects():
+        if subject in _ADAPTED:
+            name = _ADAPTED[subject]
+            return (
+                f" {name[0].upper()}{name[1:]} adapts the weights to the training text, the dense model was not "
+                f"adapted: on text of the same kind, part of what {name} gains is that."
+            )
+    return ""
 
 
 def _from(origins: Sequence[Origin], folder: Path) -> str:
@@ -164,7 +187,13 @@ def _drawn(name: str, title: str, svg: str, description: str, origins: str) -> s
     )
 
 
-def _missing(title: str, missing: MissingRecordsError) -> str:
+def missing_section(title: str, missing: str | MissingRecordsError) -> str:
+    """Return the section that stands for what is not drawn.
+
+    Args:
+        title: Of what is missing.
+        missing: Why, and the way out: a sentence without its full stop, or an error that says so.
+    """
     return f'<h2>{escape(title)}</h2><p class="missing">Not drawn: {escape(str(missing))}.</p>'
 
 

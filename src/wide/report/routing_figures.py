@@ -5,6 +5,7 @@ from typing import Any
 from wide.report.figure import Figure, Sheet, Value
 from wide.report.selection import MissingRecordsError, Selection
 from wide.report.style import HALF_COLOURS, HALF_NAMES, legend_above, share_colours, signed_colours, whole_numbers
+from wide.report.table import AFTER
 
 _MOST_LABELS = 48
 _WORDS_IN_CELLS_UP_TO = 8
@@ -56,7 +57,7 @@ def _draw_patterns(figure: Any, run: Selection) -> str:
         )
     panels[0].set_ylabel("decoder layer")
     figure.colorbar(image, ax=panels[-1], label="share of tokens")
-    return f"Share of tokens that execute each group after {subject}. " + "; ".join(sentences) + "."
+    return f"Share of tokens that execute each group {AFTER[subject]}. " + "; ".join(sentences) + "."
 
 
 def _thin(axes: Any, count: int) -> None:

@@ -11,6 +11,7 @@ from wide.report.run_records import check, key_of
 
 SUBJECTS = ("dense", "untrained", "stage 1", "stage 1+2", "pruned", "pruned + LoRA")
 """What a run may have measured, in the order in which it is shown."""
+_OF_METHODS = ("pruned", "pruned + LoRA")
 
 
 class MissingRecordsError(WideError, LookupError):
@@ -101,6 +102,21 @@ class Selection:
             s for s in self.subjects() if self.by_layer(s, "sparsity.ffn") or self.by_layer(s, "sparsity.attention")
         ]
         return found[-1] if found else None
+
+    def is_static(self) -> bool:
+        """Return whether all that was measured beside the dense model has a plan without routers."""
+        models = [subject for subject in self.subjects() if subject != "dense"]
+        routed = any(metric.startswith("routing.") for _, metric, *_ in (*self._values, *self._damaged))
+        if routed or not models:
+            return False
+        tokens = [self.number(subject, "sparsity.tokens") for subject in models]
+        known = [number for number in tokens if number is not None]
+        if known:
+            # Of a static plan no token need be watched to know its sparsity.
+            return not any(known)
+        # Older records: a run of a method measures the routing before the quality, if there are routers.
+        decided = self.number("pruned", "training.seconds") is not None
+        return decided and all(subject in _OF_METHODS for subject in models)
 
     def _of(self, subject: str, metric: str) -> list[Record]:
         return [r for r in self._values.values() if r.subject == subject and r.metric == metric]

@@ -15,6 +15,17 @@ NAMES = {
 }
 
 
+AFTER = {
+    "dense": "without pruning",
+    "untrained": "with untrained routers",
+    "stage 1": "after stage 1",
+    "stage 1+2": "after stage 1+2",
+    "pruned": "after pruning",
+    "pruned + LoRA": "after pruning and LoRA",
+}
+"""What ends a sentence on a model."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Texts in rows and columns.

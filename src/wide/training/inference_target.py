@@ -5,6 +5,7 @@ on training text, a dial is made of it, and where it misses the target by more t
 moved from 0 (the paper's argmax) to the dial's. A target for attention and FFN each is met by a threshold for each.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -96,8 +97,13 @@ def _chosen(
     """
     target, routers = objective.sparsity, attachment(model).routers()
     kinds = {router.half_layer for router in routers}
-    # A target beyond the dial's ends leaves the argmax routing, and the record says what it skips.
     in_range = ends[0] - _TOLERANCE <= target <= ends[1] + _TOLERANCE
+    if not in_range:
+        warnings.warn(
+            f"a threshold reaches {ends[0]:.1%} to {ends[1]:.1%} here, not the target of {target:.1%}: inference takes "
+            f"the routers' own decisions, which skip {argmax:.1%}; train longer, or choose another target",
+            stacklevel=4,
+        )
     if in_range and objective.target == "uniform" and len(kinds) == 2:
         return balanced_thresholds(model, batches, target, tolerance=_TOLERANCE)
     moved = in_range and abs(argmax - target) > _TOLERANCE

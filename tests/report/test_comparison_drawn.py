@@ -1,0 +1,131 @@
+"""What `wide compare` leaves behind is the page with figures that `wide report` draws, by whoever ends last."""
+
+import os
+import signal
+import sys
+
+import pytest
+import yaml
+from test_comparison_speed import DENSE_CELL, measured, write
+
+from wide.cli import cell_runner
+from wide.cli.comparison_files import draw
+from wide.cli.main import main
+from wide.records import RecordFile
+from wide.report.cells import Cell
+
+FIGURE = "quality-sparsity"
+SHORT = [
+    *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=wanda", "--recover.steps=0"),
+    *("--eval.tokens=128", "--eval.window=32", "--train.sequence_length=32"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawing():
+    pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Return a folder of a comparison with its cells' records alone."""
+    folder = write(tmp_path / "run", ["wanda"])
+    (folder / "compare.jsonl").rename(folder / "grid.jsonl")
+    RecordFile(folder / "cells/wanda/records.jsonl", device="cpu").append(measured(Cell("wanda", 0.5, 17), 12.0))
+    RecordFile(folder / "cells/dense/records.jsonl", device="cpu").append(measured(DENSE_CELL, 10.0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
+    settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
+    settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}}))
+    where = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--config", str(settings)]
+    return ["compare", *SHORT, *where]
+
+
+def pictures(folder):
+    return (folder / "report.html").read_text().count("data:image/svg+xml")
+
+
+def test_tables_are_drawn_with_the_figures_of_wide_report(finished, capsys):
+    assert main(["report", str(finished)]) == 0
+    page = (finished / "report.html").read_text()
+    assert pictures(finished) == 2
+    capsys.readouterr()
+    assert main(["compare", "--table", str(finished)]) == 0
+    assert (finished / "report.html").read_text() == page
+    assert f"  {finished / 'figures'}\n" in capsys.readouterr().out
+    assert not list(finished.glob("**/.*"))
+
+
+def test_without_matplotlib_the_page_says_how_to_draw_figures(finished, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["compare", "--table", str(finished)]) == 0
+    words = "figures need matplotlib: pip install 'wide[report]', then wide report FOLDER"
+    assert f"note     {words}" in capsys.readouterr().out
+    page = (finished / "report.html").read_text().replace("&#x27;", "'")
+    assert f"Not drawn: {words}." in page
+    assert "<table>" in page
+
+
+def test_figures_that_are_left_to_another_process_are_announced(finished, capsys):
+    draw(finished, later=True)
+    assert "the process that ends last draws them" in capsys.readouterr().out
+    assert "the process that ends last draws them" in (finished / "report.html").read_text()
+    assert not (finished / "figures").exists()
+
+
+def test_pictures_are_replaced_whole(finished, monkeypatch):
+    from matplotlib.figure import Figure
+
+    assert main(["compare", "--table", str(finished)]) == 0
+    picture = finished / f"figures/{FIGURE}.png"
+    before, real = picture.read_bytes(), Figure.savefig
+
+    def stop_half_way(self, file, **how):
+        if how["format"] == "png":
+            file.write_bytes(b"half")
+            raise KeyboardInterrupt
+        return real(self, file, **how)
+
+    monkeypatch.setattr(Figure, "savefig", stop_half_way)
+    assert main(["compare", "--table", str(finished)]) == 130
+    assert picture.read_bytes() == before
+    assert not list(finished.glob("**/.*"))
+
+
+def test_a_comparison_ends_with_figures(everyday, tmp_path, capsys):
+    assert main([*everyday, "--output", str(tmp_path / "run")]) == 0
+    assert pictures(tmp_path / "run") == 2
+    assert (tmp_path / f"run/figures/{FIGURE}.png").is_file()
+    assert "note  " not in capsys.readouterr().out
+
+
+def test_of_processes_that_share_a_comparison_the_last_draws_figures(everyday, tmp_path):
+    given = [*everyday, "--output", str(tmp_path / "run")]
+    assert main([*given, "--shard=1/2"]) == 0
+    assert "the process that ends last draws them" in (tmp_path / "run/report.html").read_text()
+    assert not (tmp_path / "run/figures").exists()
+    assert main([*given, "--shard=2/2"]) == 0
+    assert pictures(tmp_path / "run") == 2
+
+
+@pytest.mark.parametrize("shard", [[], ["--shard=next"]], ids=["alone", "shared"])
+def test_a_comparison_that_is_stopped_leaves_a_page(shard, everyday, tmp_path, monkeypatch):
+    real = cell_runner.apply
+
+    def stop(model, method, *args, **options):
+        if method.name == "wanda":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(model, method, *args, **options)
+
+    given = [*everyday, "--output", str(tmp_path / "run"), *shard]
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_runner, "apply", stop)
+        assert main(given) == 130
+    page = (tmp_path / "run/report.html").read_text()
+    assert "dense" in page
+    assert ("the process that ends last draws them" in page) == bool(shard)
+    assert main([*given, *([] if shard else ["--resume"])]) == 0
+    assert pictures(tmp_path / "run") == 2

@@ -1,0 +1,127 @@
+"""A run of a static method: all layers are shown, and nothing is asked for that such a run cannot have."""
+
+import csv
+import re
+
+import pytest
+from test_report import record, routing_records
+
+from wide.cli.main import main
+from wide.cli.measuring import sparsity_records
+from wide.models.accounting import Sparsity
+from wide.records import RecordFile, read_records
+from wide.report.drawing import draw_svg
+from wide.report.figures import FIGURES, LAYERS, TRAINING, figures_of
+from wide.report.page import write_report
+from wide.report.selection import Selection
+
+SHARES = ("attention", "ffn", "mean", "linear_flops", "linear_flops_with_fixed", "linear_flops_layers")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model_folder, prose_folder):
+    pytest.importorskip("matplotlib")
+    output = tmp_path_factory.mktemp("runs") / "run"
+    code = main(
+        [
+            *("prune", "--method", "shortened-ppl", "--sparsity", "0.5", "--device", "cpu"),
+            *("--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)),
+            *("--shortened-ppl.num_windows=2", "--shortened-ppl.window_length=32"),
+            *("--shortened-ppl.protect_first=0", "--shortened-ppl.protect_last=0"),
+            *("--train.sequence_length", "32", "--eval.tokens", "256", "--eval.window", "64"),
+        ]
+    )
+    assert code == 0
+    return output
+
+
+def by_layer(records):
+    return {(each.metric, each.layer): each.value for each in records if each.layer is not None}
+
+
+def test_layers_that_a_static_method_keeps_are_shown_with_zero(run):
+    with (run / "figures/layers.csv").open() as stream:
+        rows = [(row["half"], row["layer"], float(row["skipped_share"])) for row in csv.DictReader(stream)]
+    assert [row[:2] for row in rows] == [(half, layer) for half in ("attention", "ffn") for layer in "01"]
+    assert sorted(share for *_, share in rows) == [0.0, 0.0, 1.0, 1.0]
+    page = (run / "report.html").read_text()
+    found = re.search("Skipped groups per layer in percent after pruning: attention ([0-9, ]+); FFN ", page)
+    assert found is not None
+    assert sorted(found[1].split(", ")) == ["0", "100"]
+
+
+def test_a_static_run_asks_for_nothing_that_it_cannot_have(run):
+    page = (run / "report.html").read_text()
+    missing = re.findall("Not drawn: [^<]*", page)
+    assert len(missing) == 1
+    assert "the speed of this model was not measured" in missing[0]
+    assert page.count("The plan is static: it prunes the same for every token, so there is no routing to show.") == 1
+    assert "Stage 2" not in page
+    assert "<h2>Training</h2>" not in page
+    assert "LoRA adapts" not in page
+
+
+def test_a_half_without_any_rate_has_no_records_by_layer():
+    for rates, expected in (
+        (((None, None), (1.0, None)), {("sparsity.attention", 0): 0.0, ("sparsity.attention", 1): 1.0}),
+        (((None, None), (None, None)), {}),
+    ):
+        shares = dict.fromkeys((*SHARES, "parameters_removed", "kv_cache_kept"), 0.5)
+        records = list(sparsity_records("pruned", Sparsity(**shares, layers=rates, tokens=0), "text"))
+        assert by_layer(records) == expected
+
+
+def pruned(*more):
+    yield record("dense", "token_perplexity", 10.0)
+    yield record("pruned", "token_perplexity", 20.0)
+    yield record("pruned", "training.seconds", 3.0)
+    yield from more
+
+
+def test_what_is_static_is_seen_from_the_records():
+    old = Selection(list(pruned()))
+    assert old.is_static()
+    assert len(figures_of(old)) == 2
+    # Sparsity of routers is counted over tokens; that of a static plan needs none.
+    for subject in ("pruned", "stage 1"):
+        for tokens in (0, 256):
+            found = [record(subject, "token_perplexity", 2.0), record(subject, "sparsity.tokens", tokens)]
+            assert Selection(found).is_static() == (tokens == 0)
+    routed = [each for each in routing_records() if each.metric != "routing.sample"]
+    assert not Selection([*pruned(), *routed]).is_static()
+    # Of what `wide eval` wrote before it is not known, nor of what was not measured.
+    assert not Selection([record("pruned", "token_perplexity", 2.0)]).is_static()
+    assert figures_of(Selection([record("dense", "token_perplexity", 2.0)])) == FIGURES
+
+
+def test_lora_on_a_static_plan_has_a_course_and_a_caution(tmp_path):
+    pytest.importorskip("matplotlib")
+    lora = [record("pruned + LoRA", "token_perplexity", 12.0)]
+    for metric in ("lm_loss", "sparsity.attention", "sparsity.ffn"):
+        lora += [record("pruned + LoRA", f"training.{metric}", 4.0 - step / 10, step=step) for step in range(2)]
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append(pruned(*lora))
+    page = write_report(file.path, tmp_path)[0].read_text()
+    assert "<h2>Training</h2>" in page
+    assert "LoRA adapts the weights to the training text" in page
+    assert "part of what LoRA gains is that" in page
+    assert "Stage 2" not in page
+    words = draw_svg(TRAINING, Selection(*read_records(file.path)))[1]
+    assert "from 4.00 to 3.90 after pruning and LoRA" in words
+
+
+def test_stages_are_named_in_english():
+    for subject, words in (("pruned", "after pruning"), ("stage 1", "after stage 1")):
+        found = Selection(
+            [record(subject, "sparsity.ffn", 0.5), *(record(subject, "sparsity.ffn", 0.5, layer=n) for n in range(2))]
+        )
+        assert f"in percent {words}: FFN 50, 50." in draw_svg(LAYERS, found)[1]
+
+
+def test_stage_2_is_spoken_of_where_there_is_one(tmp_path):
+    pytest.importorskip("matplotlib")
+    for subject, is_said in (("stage 1", False), ("stage 1+2", True)):
+        file = RecordFile(tmp_path / subject / "records.jsonl")
+        file.append([record("stage 1", "token_perplexity", 3.0), record(subject, "token_perplexity", 2.0)])
+        page = write_report(file.path, file.path.parent)[0].read_text()
+        assert ("Stage 2 adapts the weights to the training text" in page) == is_said
