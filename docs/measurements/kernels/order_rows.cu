@@ -1,11 +1,10 @@
-// One order of rows by all their groups, as reorder_rows_reference: five launches, nothing waits for the host.
+// One order of rows by all their groups, as reorder_rows_reference: three launches here, and rows_words and rows_items of
+// src/wide/kernels/reorder_rows/reorder_rows.cu; nothing waits for the host.
 //
 // rows_pack     masks to words of 32 groups, and how many of each 128 rows execute a group
 // rows_rank     the same words with the groups of each chunk of rows from the rarest to the most frequent one (places), and the bucket
 //               of each row: its first place, the last place first
 // rows_order    finds the rows of a bucket and sorts them by the Gray rank over the places that the fewest of them execute
-// rows_words    what the sorted rows execute, what units of 64 of them do, and how many groups a tile of two units executes
-// rows_items    tiles by that number, descending, ties by tile
 //
 // COUNT: words that a row takes, 2 to 4. CHUNK: rows of a chunk. Loops are kept rolled where they are long: a block runs each function
 // once, and its instructions, not yet in the cache, cost more than what unrolling saves.
@@ -312,45 +311,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_order(const uint4* __
     now = next;
   }
   for (int i = thread; i < rows; i += THREADS) index[i] = chunk * CHUNK + listed[now ? now[i] : i];
-}
-
-// 128 threads: a tile.
-extern "C" __global__ void __launch_bounds__(TILE_ROWS) rows_words(const uint4* __restrict__ packed, const int* __restrict__ index, u32* __restrict__ words, u32* __restrict__ unions, int* __restrict__ cost, int M) {
-  __shared__ u32 parts[TILE_ROWS / 32][COUNT];
-  const int at = blockIdx.x * TILE_ROWS + threadIdx.x, warp = threadIdx.x / 32;
-  const uint4 row = at < M ? packed[index[at]] : make_uint4(0, 0, 0, 0);
-  const u32 word[4] = {row.x, row.y, row.z, row.w};
-#pragma unroll
-  for (int k = 0; k < COUNT; ++k) {
-    if (at < M) words[(long long)k * M + at] = word[k];
-    const u32 any = __reduce_or_sync(ALL, word[k]);
-    if (threadIdx.x % 32 == 0) parts[warp][k] = any;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int executed = 0;
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) {
-      const u32 low = parts[0][k] | parts[1][k], high = parts[2][k] | parts[3][k];
-      unions[(2 * blockIdx.x) * COUNT + k] = low;
-      unions[(2 * blockIdx.x + 1) * COUNT + k] = high;
-      executed += __popc(low | high);
-    }
-    cost[blockIdx.x] = executed;
-  }
-}
-
-// 256 threads, a tile each.
-extern "C" __global__ void __launch_bounds__(256) rows_items(const int* cost, int* items, int tiles) {
-  __shared__ int others[256];
-  const int tile = blockIdx.x * 256 + threadIdx.x, mine = tile < tiles ? cost[tile] : 0;
-  int place = 0;
-  for (int begin = 0; begin < tiles; begin += 256) {
-    __syncthreads();
-    if (begin + (int)threadIdx.x < tiles) others[threadIdx.x] = cost[begin + threadIdx.x];
-    __syncthreads();
-#pragma unroll 4
-    for (int i = 0; i < min(256, tiles - begin); ++i) place += others[i] > mine || (others[i] == mine && begin + i < tile);
-  }
-  if (tile < tiles) items[place] = tile;
 }

@@ -1,13 +1,14 @@
-"""One order of rows in CUDA C++ (order_rows.cu): five launches; rows are sorted within blocks, nothing waits."""
+"""One order of rows in CUDA C++: three launches of order_rows.cu and two of those that ship; nothing waits."""
 
 import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from wide.kernels.native.build import cubin
 from wide.kernels.native.launch import Kernel
+from wide.kernels.reorder_rows import _cuda as shipped
+from wide.kernels.reorder_rows._cuda import Launch
 from wide.kernels.reorder_rows.reference import CHUNK_ROWS, SORTED_GROUPS, TILE_ROWS, UNIT_ROWS, num_words
 from wide.kernels.tuning import default_path
 
@@ -17,19 +18,10 @@ _PACK_ROWS, _RANK_ROWS, _ITEM_TILES, _MAX_GROUPS, _THREADS = 128, 256, 256, 128,
 _SORT_BYTES = (4 + 2 + 2 * 2 + 2) * CHUNK_ROWS + 2 * 32 * 258
 
 
-class Launch(NamedTuple):
-    """How a function of the source is launched."""
-
-    threads: int
-    shared_bytes: int = 0
-
-
 LAUNCHES = {
     "rows_pack": Launch(_THREADS),
     "rows_rank": Launch(_RANK_ROWS),
     "rows_order": Launch(_THREADS, _SORT_BYTES),
-    "rows_words": Launch(TILE_ROWS),
-    "rows_items": Launch(_ITEM_TILES),
 }
 
 
@@ -46,11 +38,13 @@ def machine_code(words: int, folder: Path) -> bytes:
 
 @functools.cache
 def _kernels(words: int) -> dict[str, Kernel]:
+    """Return its own kernels, and those that ship for the rest."""
     code = machine_code(words, default_path().parent / "kernels")
-    return {
+    own = {
         name: Kernel(code, name, threads=launch.threads, shared_bytes=launch.shared_bytes, instead="torch")
         for name, launch in LAUNCHES.items()
     }
+    return shipped._kernels(words) | own
 
 
 def reorder_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
