@@ -7,7 +7,7 @@ import types
 import pytest
 import zstandard
 
-from wide.data import corpus
+from wide.data import corpus, local_names
 from wide.data.corpus import load_documents, source_fingerprint
 from wide.errors import DataError, EmptySplitError
 
@@ -116,11 +116,14 @@ def test_a_missing_path_is_not_taken_for_a_data_set(tmp_path):
 def test_a_path_into_a_folder_that_is_here_is_not_taken_for_a_data_set(tmp_path, monkeypatch):
     asked = []
     hub(monkeypatch, lambda name, *_args, **_settings: asked.append(name) or iter(ROWS[:1]))
+    monkeypatch.setattr(local_names, "_is_on_hub", lambda name, kind: (name, kind) == ("texts/there", "dataset"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
-    with pytest.raises(DataError, match=r"no file, folder or match for 'texts/nope'; .* from another folder"):
+    with pytest.raises(DataError, match=r"no file, folder or match for 'texts/nope'; .* the hub has no 'texts/nope'"):
         texts("texts/nope")
     assert not asked
+    assert texts("texts/there") == ["first text"]
+    asked.clear()
     assert texts("owner/nope") == ["first text"]
     assert asked == ["owner/nope"]
 

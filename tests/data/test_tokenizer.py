@@ -3,6 +3,7 @@ import types
 import pytest
 from torch import nn
 
+from wide.data import local_names
 from wide.data.tokenizer import (
     adds_bos,
     check_vocabulary,
@@ -75,12 +76,13 @@ def test_no_hub_is_asked_for_a_path_into_a_folder_that_is_here(tmp_path, monkeyp
         raise OSError(f"the hub was asked for {name}")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", asked)
+    monkeypatch.setattr(local_names, "_is_on_hub", lambda name, kind: (name, kind) == ("models/there", "model"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    with pytest.raises(
-        DataError, match=r"no folder 'models/nope'.*check the path .*run the command from another folder"
-    ):
+    with pytest.raises(DataError, match=r"no folder 'models/nope'.*check the path .*the hub has no 'models/nope'"):
         load_tokenizer("models/nope")
+    with pytest.raises(DataError, match="the hub was asked for models/there"):
+        load_tokenizer("models/there")
     with pytest.raises(DataError, match=r"no folder './models/nope'.*check the path$"):
         load_tokenizer("./models/nope")
     with pytest.raises(DataError, match="the hub was asked for owner/model"):
@@ -90,3 +92,28 @@ def test_no_hub_is_asked_for_a_path_into_a_folder_that_is_here(tmp_path, monkeyp
     model.config = types.SimpleNamespace(_name_or_path="models/nope")
     with pytest.raises(DataError, match="the hub was asked for models/nope"):
         load_tokenizer(model)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("model", "owner/model"), ("dataset", "owner/data:part")])
+def test_the_hub_is_asked_once_whether_it_has_a_name(kind, name, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def answer(self, repository, *, repo_type, timeout):
+        asked.append((repository, repo_type))
+        if "there" not in repository:
+            raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", answer)
+    local_names._is_on_hub.cache_clear()
+    assert not local_names._is_on_hub(name, kind)
+    assert not local_names._is_on_hub(name, kind)
+    assert local_names._is_on_hub(f"there/{kind}", kind)
+    assert asked == [(name.partition(":")[0], kind), (f"there/{kind}", kind)]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    local_names._is_on_hub.cache_clear()
+    # Without retries the loader itself can say what its cache misses.
+    assert local_names._is_on_hub(name, kind)
+    local_names._is_on_hub.cache_clear()

@@ -96,7 +96,7 @@ def _refuse_empty_split(source: str | Path, split: str, text_field: str) -> None
 def _is_local(source: str | Path) -> bool:
     if isinstance(source, Path) or Path(source).expanduser().exists():
         return True
-    looks_local = is_path(source) or any(sign in source for sign in "*?[")
+    looks_local = is_path(source, "dataset") or any(sign in source for sign in "*?[")
     return looks_local or file_type(Path(source)) in TEXT_TYPES or not _HUB_NAME.fullmatch(source)
 
 

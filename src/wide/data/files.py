@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.data.documents import Document
-from wide.data.local_names import way_to_hub
+from wide.data.local_names import without_hub
 from wide.errors import DataError, MissingExtraError
 
 _CHUNK_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def find_files(source: str | Path) -> list[Path]:
         paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     if not paths:
         name = str(source)
-        raise DataError(f"there is no file, folder or match for {name!r}; check the path{way_to_hub(name)}")
+        raise DataError(f"there is no file, folder or match for {name!r}; check the path{without_hub(name)}")
     for found_path in paths:
         if file_type(found_path) not in TEXT_TYPES:
             raise DataError(
