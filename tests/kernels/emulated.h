@@ -30,6 +30,7 @@ static Place threadIdx, blockIdx;
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 #define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 // Stands for `extern __shared__`.
 static char dynamic_shared[232448];

@@ -24,7 +24,6 @@ LIST_KERNELS = (
     "_items_kernel",
     "rows_pack",
     "rows_rank",
-    "rows_buckets",
     "rows_order",
     "rows_words",
     "rows_items",

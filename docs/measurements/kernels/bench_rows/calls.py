@@ -53,10 +53,3 @@ def called(kernels: Kernels, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return reorder_rows(mask, backend="cuda")
     finally:
         _cuda._kernels = kept
-
-
-def five_launches(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the order by ../order_rows.cu."""
-    import five
-
-    return five.reorder_rows(mask)

@@ -1,4 +1,4 @@
-"""Other ways of the source, and another source."""
+"""Other ways of the source."""
 
 import functools
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calls import SHIPPED, Kernels, Recorded, called, five_launches
+from calls import SHIPPED, Kernels, Recorded, called
 from equality import must_equal
 from masks import buckets, cases, independent, mask_of, with_rows
 from record import DEVICE, Record, say
@@ -19,32 +19,20 @@ from wide.kernels.reorder_rows import _cuda
 from wide.kernels.reorder_rows.reference import CHUNK_ROWS, reorder_rows_reference
 from wide.profiling.timing import time_interleaved
 
-BALLOTS = """      u32 peers = __ballot_sync(ALL, inside);
+BALLOTS = """    u32 peers = __ballot_sync(ALL, inside);
 #pragma unroll
-      for (int bit = 1; bit < DIGITS; bit *= 2) {
-        const u32 set = __ballot_sync(ALL, digit & bit);
-        peers &= digit & bit ? set : ~set;
-      }
+    for (int bit = 1; bit < DIGITS; bit *= 2) {
+      const u32 set = __ballot_sync(ALL, digit & bit);
+      peers &= digit & bit ? set : ~set;
+    }
 """
-MATCH = "      const u32 peers = __match_any_sync(ALL, inside ? digit : DIGITS + lane);\n"
-BITS = "#pragma unroll\n      for (int bit = 1; bit < DIGITS; bit *= 2) {"
-READ = """      // Read here: all digits at once would not fit into the registers.
-      const u32 digit = inside ? digit_of(item[turn]) : 0;
-      digits[turn / 4] |= digit << (turn % 4 * 8);
-"""
-READ_BEFORE = "      const u32 digit = digits[turn / 4] >> (turn % 4 * 8) & (DIGITS - 1);\n"
-MINE = "  u16* mine = counter + warp * PITCH;\n"
-ALL_DIGITS = """#pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn)
-    if (turn < turns && start + 32 * turn < rows) digits[turn / 4] |= digit_of(item[turn]) << (turn % 4 * 8);
-"""
+MATCH = "    const u32 peers = __match_any_sync(ALL, inside ? digit : DIGITS + lane);\n"
+BITS = "#pragma unroll\n    for (int bit = 1; bit < DIGITS; bit *= 2) {"
 PATCHES: dict[str, tuple[tuple[str, str], ...]] = {
     # The shipped text again: how much a copy of the same code differs.
     "same": (),
     "match_any": ((BALLOTS, MATCH),),
-    "rolled": ((BITS, BITS.replace("#pragma unroll", "#pragma unroll 1")),),
-    "preload": ((READ, READ_BEFORE), (MINE, ALL_DIGITS + MINE)),
-    "match_any preload": ((BALLOTS, MATCH), (READ, READ_BEFORE), (MINE, ALL_DIGITS + MINE)),
+    "rolled bits": ((BITS, BITS.replace("#pragma unroll", "#pragma unroll 1")),),
 }
 
 
@@ -107,12 +95,12 @@ def launch_floor(record: Record) -> None:
 
         return run
 
-    calls: dict[str, Any] = {f"{count} x rows_items of one tile": launches(count) for count in (1, 2, 6)}
+    calls: dict[str, Any] = {f"{count} x rows_items of one tile": launches(count) for count in (1, 2, 5)}
     recorded = Recorded(SHIPPED, mask_of(0.5, 16384, 112, 17).to(DEVICE))
     for name, _, arguments in recorded.launches:
         if name == "rows_order":
-            # All buckets empty: blocks begin and end.
-            arguments[4].zero_()
+            # No row in any bucket: blocks begin and end.
+            arguments[3].fill_(255)
     calls["rows_order, 113 blocks without rows"] = lambda: recorded.again("rows_order")
     keep(record, time_interleaved(calls, rounds=20), lambda name: {"what": "floor"})
 
@@ -142,8 +130,6 @@ def variants(record: Record, masks: dict[str, torch.Tensor]) -> None:
                 ways[name] = lambda mask: called(found, mask)
 
             record.attempt(f"variant {name}", build)
-        if record.attempt("five launches", lambda: check_way(record, "five launches", five_launches, masks)):
-            ways["five launches"] = five_launches
         for name, found in ready.items():
             record.attempt(f"resources of {name}", lambda name=name, found=found: resources(record, name, found))
         for rows in (16384, 4096):

@@ -1,4 +1,4 @@
-"""One order of rows in CUDA C++ (reorder_rows.cu): six launches; rows are sorted within blocks, nothing waits."""
+"""One order of rows in CUDA C++ (reorder_rows.cu): five launches; rows are sorted within blocks, nothing waits."""
 
 import functools
 from pathlib import Path
@@ -13,8 +13,8 @@ from wide.kernels.tuning import default_path
 
 # As reorder_rows.cu has them.
 _PACK_ROWS, _RANK_ROWS, _ITEM_TILES, _MAX_GROUPS, _THREADS = 128, 256, 256, 128, 1024
-# Of two orders of rows, and of the counters of each warp.
-_SORT_BYTES = 2 * 2 * CHUNK_ROWS + 2 * 32 * 258
+# Of keys, the rows of a bucket, two orders of them, ranks, and the counters of each warp.
+_SORT_BYTES = (4 + 2 + 2 * 2 + 2) * CHUNK_ROWS + 2 * 32 * 258
 
 
 class Launch(NamedTuple):
@@ -25,10 +25,9 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = {
-    "rows_pack": Launch(256),
+    "rows_pack": Launch(_THREADS),
     "rows_rank": Launch(_RANK_ROWS),
-    "rows_buckets": Launch(_THREADS, _SORT_BYTES + CHUNK_ROWS),
-    "rows_order": Launch(_THREADS, _SORT_BYTES + 4 * CHUNK_ROWS),
+    "rows_order": Launch(_THREADS, _SORT_BYTES),
     "rows_words": Launch(TILE_ROWS),
     "rows_items": Launch(_ITEM_TILES),
 }
@@ -67,18 +66,14 @@ def reorder_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
         return raw.new_empty(shape, dtype=dtype)
 
     packed, places, counts = new(num_rows, 4), new(num_rows, 4), new(packs, _MAX_GROUPS, dtype=torch.int16)
-    first, listed, begins = (
-        new(num_rows, dtype=torch.uint8),
-        new(num_rows, dtype=torch.int16),
-        new(chunks, _MAX_GROUPS + 2),
-    )
+    # Read 16 at once.
+    buckets = new(-(-num_rows // 16) * 16, dtype=torch.uint8)
     index, cost, items = new(num_rows), new(tiles), new(tiles)
     words, unions = new(count, num_rows), new(TILE_ROWS // UNIT_ROWS * tiles, count)
     run["rows_pack"](device, packs, raw, packed, counts, num_rows, num_groups, *raw.stride())
-    run["rows_rank"](device, -(-num_rows // _RANK_ROWS), packed, counts, places, first, num_rows, num_groups)
-    run["rows_buckets"](device, chunks, first, listed, begins, num_rows, num_groups)
+    run["rows_rank"](device, -(-num_rows // _RANK_ROWS), packed, counts, places, buckets, num_rows, num_groups)
     bits = min(num_groups, SORTED_GROUPS)
-    run["rows_order"](device, chunks * (num_groups + 1), places, listed, begins, index, num_groups, bits)
+    run["rows_order"](device, chunks * (num_groups + 1), places, buckets, index, num_rows, num_groups, bits)
     run["rows_words"](device, tiles, packed, index, words, unions, cost, num_rows)
     run["rows_items"](device, -(-tiles // _ITEM_TILES), cost, items, tiles)
     return index, words, unions, items
