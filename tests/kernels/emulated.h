@@ -77,6 +77,13 @@ static unsigned __ballot_sync(unsigned, bool vote) {
     return found;
   });
 }
+static unsigned __match_any_sync(unsigned, unsigned value) {
+  return together(value, [=](const unsigned* lanes) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= unsigned(lanes[lane] == value) << lane;
+    return found;
+  });
+}
 static unsigned __reduce_or_sync(unsigned, unsigned value) {
   return together(value, [](const unsigned* lanes) {
     unsigned found = 0;

@@ -19,6 +19,7 @@ from wide.kernels.reorder_rows import _cuda
 from wide.kernels.reorder_rows.reference import CHUNK_ROWS, reorder_rows_reference
 from wide.profiling.timing import time_interleaved
 
+MATCH = "    const u32 peers = __match_any_sync(ALL, inside ? digit : DIGITS + lane);\n"
 BALLOTS = """    u32 peers = __ballot_sync(ALL, inside);
 #pragma unroll
     for (int bit = 1; bit < DIGITS; bit *= 2) {
@@ -26,13 +27,11 @@ BALLOTS = """    u32 peers = __ballot_sync(ALL, inside);
       peers &= digit & bit ? set : ~set;
     }
 """
-MATCH = "    const u32 peers = __match_any_sync(ALL, inside ? digit : DIGITS + lane);\n"
-BITS = "#pragma unroll\n    for (int bit = 1; bit < DIGITS; bit *= 2) {"
 PATCHES: dict[str, tuple[tuple[str, str], ...]] = {
     # The shipped text again: how much a copy of the same code differs.
     "same": (),
-    "match_any": ((BALLOTS, MATCH),),
-    "rolled bits": ((BITS, BITS.replace("#pragma unroll", "#pragma unroll 1")),),
+    "ballots": ((MATCH, BALLOTS),),
+    "ballots, rolled": ((MATCH, BALLOTS.replace("#pragma unroll", "#pragma unroll 1")),),
 }
 
 
