@@ -170,6 +170,33 @@ def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+    tuning = _measured(tmp_path)
+    rows = Choice(
+        backend="cuda", tile=(128, 256), block_m=128, groups_per_block=112, median_us=102.0, dense_us=100.0,
+        left_to_tiles=0.97,
+    )  # fmt: skip
+    tuning.store(tuning_key("gemm_k_rows", CPU, gemm_case("down", LLAMA, 4096, 0.5)), rows)
+
+    def at(left: float | None, num_rows: int = 4096, *, active: float = 0.5, **sizes: int) -> str:
+        layer = dataclasses.replace(LLAMA, **sizes)
+        shares: dict[str, Any] = {"executed": (0.5, active), "left": left, "tuning": tuning}
+        return measured_table(layer, device=CPU, dtype=torch.bfloat16, **shares).choice("down", num_rows).backend
+
+    assert at(None) == at(1.0) == at(0.91) == "dense"
+    assert at(0.89) == at(0.0) == at(0.89, 16384) == "cuda"
+    # However many pairs execute: what is left to tiles decides.
+    assert at(0.6, active=0.59) == at(0.6, active=0.1) == at(0.6, active=1.0) == "cuda"
+    # Fewer rows than measured, groups of another size, and few groups, which have a sort of their own.
+    assert at(0.6, 2048) == at(0.6, ffn_groups=56) == at(0.6, ffn_groups=8) == "dense"
+    monkeypatch.setattr(measured, "native_obstacle", lambda: "no compiler")
+    measured._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match="no compiler; the dense product runs instead"):
+        assert at(0.6) == "dense"
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.gemm_k_rows import GEMM_K_ROWS, fits_rows, gemm_k_rows
 from wide.kernels.gemm_k_rows import operator as product
-from wide.kernels.reorder_rows import MAX_GROUPS, reference, reorder_rows
+from wide.kernels.reorder_rows import MAX_GROUPS, left_to_tiles, reference, reorder_rows
 from wide.kernels.reorder_rows.reference import SORTED_GROUPS
 from wide.kernels.reordering import RowReordering
 
@@ -49,6 +49,8 @@ def test_lists_say_what_rows_and_units_execute(mask: torch.Tensor) -> None:
     cost = units.view(-1, 2, groups).any(1).sum(1)[order.items.long()]
     assert sorted(order.items.tolist()) == list(range(len(cost)))
     assert (cost.diff() <= 0).all()
+    left = units.view(-1, 2, groups).any(1).float().mean().item()
+    assert left_to_tiles(mask) == pytest.approx(left)
 
 
 def test_rows_of_one_mask_lie_together_and_spare_their_tiles_what_others_execute() -> None:

@@ -78,6 +78,24 @@ def test_dense_wins_a_tie_within_the_noise() -> None:
     assert {choice.backend for _, _, choice in fastest(records).values()} == {"dense"}
 
 
+def test_a_product_over_one_sort_is_kept_though_dense_won() -> None:
+    def of_down(backend: str, median_us: float, **more: Any) -> dict[str, Any]:
+        record = _record(backend, median_us, **more)
+        sizes = {"num_rows": 4096, "num_groups": 112, "group_size": 128, "width": 4096}
+        return record | {"case": record["case"] | {"operator": "gemm_k", "sizes": sizes, "options": {}}}
+
+    sort: dict[str, Any] = {"tile": (128, 256), "groups_per_block": 112, "left_to_tiles": 0.97}
+    records = [of_down("dense", 10.0), of_down("cuda", 10.3, **sort), of_down("triton", 12.0, groups_per_block=8)]
+    found = {name: choice for name, _, choice in fastest(records).values()}
+    assert found["gemm_k"].backend == "dense"
+    kept = Choice(backend="cuda", **sort, median_us=10.3, dense_us=10.0)
+    assert found == {"gemm_k": found["gemm_k"], "gemm_k_rows": kept}
+    # Nothing to compare it with, and a sort of few groups, which has no masks to be alike under.
+    assert "gemm_k_rows" not in {name for name, _, _ in fastest(records[1:]).values()}
+    few = of_down("cuda", 7.0, tile=(128, 256), groups_per_block=8)
+    assert {name for name, _, _ in fastest([records[0], few]).values()} == {"gemm_k"}
+
+
 def test_a_dense_product_without_a_rival_is_no_choice() -> None:
     assert fastest([_record("dense", 10.0), {"candidate": "operator", "median_us": 1.0}]) == {}
 

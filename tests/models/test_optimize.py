@@ -1,6 +1,7 @@
 """What cannot run fused is refused by name before anything changes, and nothing is slower without a word."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from families import make, tokens
 from torch import nn
 
 from wide.config import WideConfig
-from wide.errors import NotAttachedError, UnsupportedBackendError, UnsupportedModelError
+from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedBackendError, UnsupportedModelError
 from wide.kernels import measured
 from wide.kernels.device import DeviceFacts
 from wide.kernels.operator_table import OperatorTable
+from wide.kernels.reorder_rows import left_to_tiles
 from wide.models import fused as fused_module
 from wide.models import optimize as optimize_module
 from wide.models import optimize_checks
@@ -19,6 +21,7 @@ from wide.models.attach import attach, attachment
 from wide.models.fused_router import FusedRouter
 from wide.models.observe import capture_routing, force_routing
 from wide.models.optimize import deoptimize, optimize
+from wide.plan import Dense
 
 CONFIG = WideConfig(ffn_group_size=16)
 SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
@@ -151,6 +154,47 @@ def test_auto_says_when_nothing_is_measured(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimize(model, table=SMALL)
+
+
+def noted_tables(monkeypatch):
+    """Return a list of what is asked of the measurements: executed shares and what is left to tiles."""
+    asked = []
+
+    def table(sizes, **named):
+        asked.append((named["executed"], named["left"]))
+        return measured.dense_table()
+
+    monkeypatch.setattr(optimize_module, "measured_table", table)
+    return asked
+
+
+def test_a_sample_tells_what_each_layer_executes(monkeypatch):
+    model, ids, asked = attach(make("llama"), CONFIG).eval(), tokens(2, 70), noted_tables(monkeypatch)
+    deoptimize(optimize(model, executed=(0.3, 0.7)))
+    assert asked == [((0.3, 0.7), None)] * 2
+    asked.clear()
+    with torch.no_grad(), capture_routing(model) as routing:
+        model(ids)
+    deoptimize(optimize(model, sample=ids))
+    for (executed, left), layer in zip(asked, routing, strict=True):
+        assert executed == pytest.approx((layer.attention.float().mean().item(), layer.ffn.float().mean().item()))
+        assert left == pytest.approx(left_to_tiles(layer.ffn.flatten(0, 1)))
+        assert executed[1] <= left <= 1.0
+
+
+def test_samples_that_are_no_token_ids_and_those_nothing_would_follow_are_refused():
+    model, ids = attach(make("llama"), CONFIG).eval(), tokens(2, 9)
+    for wrong in (ids[0], ids.float(), ids[:, :0]):
+        refused(model, ShapeError, r"token ids, integer \[batch, tokens\], got torch", sample=wrong)
+    for options in ({"backend": "torch"}, {"table": SMALL}):
+        refused(model, ConfigError, "a sample tells backend='auto'", sample=ids, **options)
+
+
+def test_a_sample_knows_of_halves_without_routers(monkeypatch):
+    asked, plan = noted_tables(monkeypatch), attachment(attach(make("llama"), CONFIG)).plan
+    layers = tuple(replace(layer, ffn=Dense()) for layer in plan.layers)
+    optimize(attach(make("llama"), replace(plan, layers=layers)).eval(), sample=tokens(1, 9))
+    assert [(executed[1], left) for executed, left in asked] == [(1.0, None)] * 2
 
 
 def test_zeros_of_skipped_heads_do_not_depend_on_gradients():

@@ -1,5 +1,6 @@
 """`wide tune`: measure on this machine's GPU which operator pays at a model's own shapes, for `wide.optimize`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ def run(given: Sequence[str]) -> None:
         quick=options.quick,
         say=say,
     )
-    sparse = sum(choice.backend != "dense" for choice in choices.values())
+    sparse = sum(c.backend != "dense" and c.median_us < (c.dense_us or math.inf) for c in choices.values())
     say(f"{table.path}: {len(choices)} choices of which {sparse} skip; wide.optimize(model) follows them")
 
 

@@ -25,6 +25,10 @@ _MANY_ROWS = tuple(1 << power for power in range(3, 19))
 _HALVES = (torch.bfloat16, torch.float16)
 # Above, skipping pairs in attention over a cache saves less than noise.
 _NEARLY_ALL = 0.95
+ONE_SORT = "gemm_k_rows"
+"""Operator under whose name tables keep the K-axis product over one sort, faster under independent masks or not."""
+# Of the dense time: what an estimate for other masks than those measured has to promise.
+_PROMISE = 0.95
 # Hidden sizes that the Hopper kernels take are multiples of it.
 _WIDTH_STEP = 128
 
@@ -62,15 +66,20 @@ def measured_table(
     device: torch.device,
     dtype: torch.dtype,
     executed: tuple[float, float] = (0.5, 0.5),
+    left: float | None = None,
     tuning: TuningTable | None = None,
 ) -> OperatorTable:
     """Return the table of measured choices; what has not been measured, or not been faster, is dense.
+
+    Where `left` is known, the down product over one sort is taken if its measured time, less what these masks spare
+    tiles beyond the measured ones, promises to be a twentieth below that of the dense product.
 
     Args:
         sizes: Of the layer.
         device: Where it runs.
         dtype: Of its weights.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
+        left: Share of the FFN's groups that tiles of rows in one order execute (`left_to_tiles`); None = unknown.
         tuning: The measurements; None takes the user's own, then those that ship with the package.
 
     Raises:
@@ -85,7 +94,7 @@ def measured_table(
     for name in OPERATORS:
         active = executed[0] if name in ("query", "attention", "output") else executed[1]
         found = [(1, DENSE)] if name == "attention" else _few(name, sizes, known, device, active)
-        found += _many(name, sizes, known, device, active)
+        found += _many(name, sizes, known, device, active, left if name == "down" else None)
         rules.append((name, _merged(found)))
     # Groups finer than a KV head leave keys to be read for the heads that stay: measured slower than dense.
     whole_heads = sizes.num_kv_heads % sizes.attention_groups == 0
@@ -164,7 +173,12 @@ def _few(
 
 
 def _many(
-    name: OperatorName, sizes: LayerSizes, known: TuningTable, device: torch.device, active: float
+    name: OperatorName,
+    sizes: LayerSizes,
+    known: TuningTable,
+    device: torch.device,
+    active: float,
+    left: float | None,
 ) -> list[tuple[int, Choice]]:
     found = []
     for rows in _MANY_ROWS:
@@ -186,8 +200,20 @@ def _many(
         if operator == "gemm_k" and choice.tile and sizes.hidden_size % _columns(choice):
             # Measured for another width: the operator's own default fits.
             choice = dataclasses.replace(choice, tile=())
+        if left is not None and choice.backend == "dense":
+            choice = _one_sort(sizes, rows, left, known, device) or choice
         found.append((start, choice))
     return found
+
+
+def _one_sort(sizes: LayerSizes, rows: int, left: float, known: TuningTable, device: torch.device) -> Choice | None:
+    """Return the down product over one sort if it pays under masks that leave this share to tiles."""
+    # Its time hangs on what tiles execute, not on the share of pairs: as if few did, so that any measurement will do.
+    case = gemm_case("down", sizes, rows, 0.0)
+    found = known.nearest(ONE_SORT, device, case, fewer_rows=True)
+    if found is None or not found.dense_us or not _sorts_alike("down", sizes, found):
+        return None
+    return found if found.median_us / found.dense_us - (found.left_to_tiles - left) <= _PROMISE else None
 
 
 def _misfits_hopper(name: OperatorName, sizes: LayerSizes) -> bool:

@@ -42,6 +42,8 @@ class Choice:
         groups_per_block: Groups in a super-block, for the pattern sort; 0 means not applicable.
         median_us: Measured time in microseconds; 0 if nothing was measured.
         dense_us: Time of the dense product in the same run, microseconds; 0 if unknown.
+        left_to_tiles: Of a product over one sort: share of the dense work that its tiles executed under the measured
+            masks.
     """
 
     backend: str
@@ -50,6 +52,7 @@ class Choice:
     groups_per_block: int = 0
     median_us: float = 0.0
     dense_us: float = 0.0
+    left_to_tiles: float = 1.0
 
 
 def bucket(num_rows: int) -> int:

@@ -17,7 +17,7 @@ from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
 from wide.models.measures import Measure, half_weights
-from wide.models.observe import judging, observe
+from wide.models.observe import forward_without_head, judging, observe
 from wide.routing import Routing
 
 DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -231,14 +231,9 @@ def _measure(
     with judging(model), _threshold(model, threshold), observe(model) as routing:
         for batch in batches:
             moved = batch.to(device)
-            _forward_without_head(model, moved.input_ids)
+            forward_without_head(model, moved.input_ids)
             for histogram in histograms:
                 histogram.add(routing, moved.valid)
-
-
-def _forward_without_head(model: nn.Module, input_ids: Tensor) -> None:
-    decoder = getattr(model, "base_model", model)
-    decoder(input_ids=input_ids, use_cache=False)
 
 
 def _require_routers(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
@@ -26,6 +26,12 @@ def judging(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def forward_without_head(model: nn.Module, ids: Tensor) -> None:
+    """Run the decoder layers for token ids [B, T], for what is observed on the way."""
+    decoder = getattr(model, "base_model", model)
+    decoder(input_ids=ids, use_cache=False)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.kernels.measured import dense_table, measured_table, unmeasured
@@ -18,6 +18,7 @@ from wide.models.fused_router import FusedRouter
 from wide.models.gates import router_of
 from wide.models.layer_sizes import layer_sizes, tune_command
 from wide.models.optimize_checks import require_kernels, require_plain
+from wide.models.sample import LayerSample, sample_layers
 from wide.models.stacking import stack_linears, unstack_linears
 from wide.plan import Following, Routed
 
@@ -65,6 +66,7 @@ def optimize(
     backend: str = "auto",
     table: OperatorTable | None = None,
     executed: tuple[float, float] = (0.5, 0.5),
+    sample: Tensor | None = None,
 ) -> ModelT:
     """Let every routed half of an attached model run its fused operators, in place, and return the same object.
 
@@ -84,9 +86,13 @@ def optimize(
             'torch' is the reference, for any device.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
+        sample: Token ids, integer [B, T], of which one masked forward tells 'auto' what each layer executes, instead of
+            `executed`, and how alike its rows are: where they are, down skips in prompts, too. Best are 4096 tokens of
+            text like that to come, at the threshold to come.
 
     Raises:
-        ConfigError: If the backend is unknown.
+        ConfigError: If the backend is unknown, or a sample is given that nothing would follow.
+        ShapeError: If the sample is not of token ids.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
         UnsupportedModelError: If a layer is quantised, sharded, offloaded or of several dtypes, its FFN is not the
             standard one, or the plan has something else than dense halves and bottleneck routers.
@@ -104,14 +110,17 @@ def optimize(
         raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
     if table is None and backend != "auto":
         table = OperatorTable(backend=backend)
+    if sample is not None and (table is not None or backend != "auto"):
+        raise ConfigError("a sample tells backend='auto' which operators to take; leave it out, or the other choice")
     require_plain(model, state)
     if table is not None:
         require_kernels(state, table)
     else:
         _warn_if_unmeasured(model, state, executed)
+    known = [LayerSample(executed, None)] * len(state.specs) if sample is None else sample_layers(model, sample)
     keys = VisibleKeys(model)
     fused = [
-        _fuse(spec, state, index, table or _measured(spec, state, index, executed), keys)
+        _fuse(spec, state, index, table or _measured(spec, state, index, known[index]), keys)
         for index, spec in enumerate(state.specs)
     ]
     for part in (part for pair in fused for part in pair if part is not None):
@@ -194,11 +203,11 @@ def _warn_if_unmeasured(model: nn.Module, state: Attachment, executed: tuple[flo
         warnings.warn(reason, stacklevel=3)
 
 
-def _measured(spec: BlockSpec, state: Attachment, index: int, executed: tuple[float, float]) -> OperatorTable:
-    """Return what measurements say of a layer's shapes."""
+def _measured(spec: BlockSpec, state: Attachment, index: int, known: LayerSample) -> OperatorTable:
+    """Return what measurements say of a layer's shapes and masks."""
     weight: Any = spec.attention.query.weight
     sizes = layer_sizes(spec, state.plan.layers[index])
-    return measured_table(sizes, device=weight.device, dtype=weight.dtype, executed=executed)
+    return measured_table(sizes, device=weight.device, dtype=weight.dtype, executed=known.executed, left=known.left)
 
 
 def _fuse(

@@ -1,7 +1,7 @@
 """What the operator bench runs: inputs of Llama-3.1-8B shape, dense peers, and variants to compare."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile
 from wide.kernels.reorder import reorder, reorder_patterns
-from wide.kernels.reorder_rows import reorder_rows
+from wide.kernels.reorder_rows import left_to_tiles, reorder_rows
 from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering
 from wide.kernels.tuning import Choice
 from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, AnyKTile, k_hopper_tiles, stored_tiles
@@ -360,6 +360,8 @@ def _k_candidates(
         choices[candidate] = Choice(
             backend=_backend(tile), tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
         )
+        if groups_per_block > PATTERN_GROUPS:
+            choices[candidate] = replace(choices[candidate], left_to_tiles=left_to_tiles(mask))
     if with_variants:
         candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
     return candidates, choices

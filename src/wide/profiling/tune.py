@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from wide.kernels.contract import Case
+from wide.kernels.measured import ONE_SORT
+from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key
 from wide.profiling.layer_shapes import TunedLayer, layer_measurements
 
@@ -28,7 +30,8 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
     """Return operator, case and fastest choice by `shape_key` from records of the operator and attention benches.
 
     Gated products have two entries: with the option `stacked` the up weight lies right behind the gate weight in
-    memory, which some tiles need.
+    memory, which some tiles need. A product over one sort of many groups has one of its own beside, faster or not, as
+    'gemm_k_rows': what it takes depends on masks, and those at hand may be more alike than the measured ones.
 
     Args:
         records: As `operators.run` and `attention.run` return them; those without a choice or a time are ignored, and
@@ -37,6 +40,7 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
     best: dict[str, tuple[str, Case, Choice]] = {}
     dense: dict[str, float] = {}
     contested: set[str] = set()
+    sorted_once: dict[str, tuple[str, Case, Choice]] = {}
     for record in records:
         if "choice" not in record or "median_us" not in record:
             continue
@@ -56,12 +60,19 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
                 dense[key] = min(choice.median_us, dense.get(key, choice.median_us))
             else:
                 contested.add(key)
+            if choice.backend == "cuda" and choice.groups_per_block > PATTERN_GROUPS:
+                sorted_once[key] = (ONE_SORT, case, choice)
             if key not in best or _cost(choice) < _cost(best[key][2]):
                 best[key] = (described["operator"], case, choice)
-    return {
-        key: (operator, case, replace(choice, dense_us=dense.get(key, 0.0)))
-        for key, (operator, case, choice) in best.items()
+    found = {
+        key: (name, case, replace(choice, dense_us=dense.get(key, 0.0)))
+        for key, (name, case, choice) in best.items()
         if key in contested
+    }
+    return found | {
+        shape_key(ONE_SORT, case): (name, case, replace(choice, dense_us=dense[key]))
+        for key, (name, case, choice) in sorted_once.items()
+        if key in dense
     }
 
 

@@ -45,6 +45,17 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return index.to(torch.int32), words, _packed(units), items.to(torch.int32)
 
 
+def left_to_tiles(mask: torch.Tensor) -> float:
+    """Return the share of all (tile, group) pairs that tiles of 128 rows in one order execute, in [0, 1].
+
+    Args:
+        mask: True = execute, bool [M, N_G], M > 0, any number of groups.
+    """
+    chunks = mask.split(CHUNK_ROWS)
+    sorted_rows = torch.cat([chunk[row_keys(chunk).argsort(stable=True)] for chunk in chunks])
+    return torch.stack([tile.any(0).float().mean() for tile in sorted_rows.split(TILE_ROWS)]).mean().item()
+
+
 def row_keys(mask: torch.Tensor) -> torch.Tensor:
     """Return what rows are sorted by: the bucket, above the Gray rank within it.
 
