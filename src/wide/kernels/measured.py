@@ -211,9 +211,10 @@ def _one_sort(sizes: LayerSizes, rows: int, left: float, known: TuningTable, dev
     # Its time hangs on what tiles execute, not on the share of pairs: as if few did, so that any measurement will do.
     case = gemm_case("down", sizes, rows, 0.0)
     found = known.nearest(ONE_SORT, device, case, fewer_rows=True)
-    if found is None or not found.dense_us or not _sorts_alike("down", sizes, found):
+    if found is None or not found.dense_us:
         return None
-    return found if found.median_us / found.dense_us - (found.left_to_tiles - left) <= _PROMISE else None
+    promised = found.median_us / found.dense_us - (found.left_to_tiles - left)
+    return found if promised <= _PROMISE and _sorts_alike("down", sizes, found) else None
 
 
 def _misfits_hopper(name: OperatorName, sizes: LayerSizes) -> bool:

@@ -13,6 +13,8 @@ from wide.profiling.timing import time_interleaved
 
 # A dense product must win by this factor before it replaces the sparse one.
 _MARGIN = 0.998
+# A few layers vary by a percent from run to run.
+_DOWN_MARGIN = 0.99
 Call = Callable[[], object]
 
 
@@ -79,7 +81,7 @@ def choose_table(
         return best
     other = best.with_many("down", down)
     times = time_interleaved({"best": make(best), "other": make(other)}, rounds=rounds)
-    return other if times["other"].median_us < _MARGIN * times["best"].median_us else best
+    return other if times["other"].median_us < _DOWN_MARGIN * times["best"].median_us else best
 
 
 def one_sort_choice(
