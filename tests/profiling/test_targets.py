@@ -59,22 +59,6 @@ def _shipped_with_zeros(rows):
     return find
 
 
-def _charged_down(rows, groups_per_block):
-    """Return a finder of the shipped down product, sorting charged, beside cuBLAS of the same run."""
-
-    def find(records):
-        size = (128, rows, groups_per_block, 5)
-        times = {
-            r["case"]: r["median_us"]
-            for r in records
-            if (r["group_size"], r["rows"], r["groups_per_block"], r["run"]) == size
-        }
-        ours = times["shipped kernel (quads), zeros and drain included"] + times["sort and tile list"]
-        return times["dense cuBLAS"] / ours
-
-    return find
-
-
 def _least_of_everything(records):
     every = (("prefill", 4096), ("prefill", 16384), ("decode", 2048), ("decode", 16384))
     return min(_forward(what, tokens, "all execute")(records) for what, tokens in every)
@@ -87,9 +71,9 @@ HOPPER = {
     "GEMM-MN gate+up+SwiGLU, M=1024": _shipped_with_zeros(1024),
     "GEMM-MN Q, G=512, M=4096": _in_sweep("q G=512 p=0.5 M=4096", "256xcuda 256x256"),
     "GEMM-MN Q, G=512, M=16384": _in_sweep("q G=512 p=0.5 M=16384", "256xcuda 256x256"),
-    "GEMM-K down, G=128, M=4096": _charged_down(4096, 7),
-    "GEMM-K down, G=128, M=16384": _charged_down(16384, 8),
-    "GEMM-K down, G=256, M=16384": _in_sweep("down G=256 p=0.5 M=16384", "s=5 128xgluon 2x256x4x0x2"),
+    "GEMM-K down, G=128, M=4096": _in_sweep("down G=128 p=0.5 M=4096", "s=112 128xcuda 128x256"),
+    "GEMM-K down, G=128, M=16384": _in_sweep("down G=128 p=0.5 M=16384", "s=112 128xcuda 128x256"),
+    "GEMM-K down, G=256, M=16384": _in_sweep("down G=256 p=0.5 M=16384", "s=56 128xcuda 128x256"),
     "GEMM-K O, G=512, M=16384": lambda records: max(_speedups(records, rows=16384, candidate="cuda")),
     "prefill attention causal, T=4096": _in_race("prefill T=4096 p=0.5", "hopper, reorder charged"),
     "prefill attention causal, T=16384": _in_race("prefill T=16384 p=0.5", "hopper, reorder charged"),

@@ -1,7 +1,7 @@
 """What the operator bench runs: inputs of Llama-3.1-8B shape, dense peers, and variants to compare."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -304,6 +304,17 @@ def _by_rows(h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch
     return gemm_k_rows(h, weight, order, group_size=h.shape[1] // mask.shape[1], backend="cuda")
 
 
+def _k_choice(mask: torch.Tensor, groups_per_block: int, block_m: int, tile: AnyKTile) -> Choice:
+    left = left_to_tiles(mask) if groups_per_block > PATTERN_GROUPS else 1.0
+    return Choice(
+        backend=_backend(tile),
+        tile=tuple(tile),
+        block_m=block_m,
+        groups_per_block=groups_per_block,
+        left_to_tiles=left,
+    )
+
+
 def _k_candidates(
     values: torch.Tensor,
     weight: torch.Tensor,
@@ -357,11 +368,7 @@ def _k_candidates(
     for groups_per_block, block_m, tile in variants:
         candidate = f"s={groups_per_block} {block_m}x{_fields(tile)}"
         candidates[candidate] = sparse(groups_per_block, block_m, tile, False)
-        choices[candidate] = Choice(
-            backend=_backend(tile), tile=tuple(tile), block_m=block_m, groups_per_block=groups_per_block
-        )
-        if groups_per_block > PATTERN_GROUPS:
-            choices[candidate] = replace(choices[candidate], left_to_tiles=left_to_tiles(mask))
+        choices[candidate] = _k_choice(mask, groups_per_block, block_m, tile)
     if with_variants:
         candidates["s=8 deterministic"] = sparse(8, 128, KTile(128, 64, 3, 8, 1, 1), True)
     return candidates, choices
