@@ -186,6 +186,8 @@ def test_samples_that_are_no_token_ids_and_those_nothing_would_follow_are_refuse
     model, ids = attach(make("llama"), CONFIG).eval(), tokens(2, 9)
     for wrong in (ids[0], ids.float(), ids[:, :0]):
         refused(model, ShapeError, r"token ids, integer \[batch, tokens\], got torch", sample=wrong)
+    refused(model, ShapeError, r"integer \[batch, tokens\], got list; give tokenizer", sample=ids.tolist())
+    refused(model, ShapeError, r"must lie in 0 to \d+, got -1 to", sample=torch.cat((ids, ids.new_full((2, 1), -1)), 1))
     for options in ({"backend": "torch"}, {"table": SMALL}):
         refused(model, ConfigError, "a sample tells backend='auto'", sample=ids, **options)
 

@@ -1,6 +1,6 @@
 """What a forward over a few tokens tells about each layer's masks, for choosing operators."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,21 @@ def sample_layers(model: nn.Module, ids: Tensor) -> list[LayerSample]:
         ids: Token ids without padding, integer [B, T]; each sequence is a prompt of its own.
 
     Raises:
-        ShapeError: If `ids` is not of integers, not [B, T], or empty.
+        ShapeError: If `ids` is no tensor of integers [B, T], is empty, or holds ids that the model has no embedding of.
     """
-    if ids.dim() != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+    is_tensor = isinstance(ids, Tensor)
+    if not is_tensor or ids.dim() != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+        given = f"{ids.dtype} {tuple(ids.shape)}" if is_tensor else type(ids).__name__
         raise ShapeError(
-            f"a sample must be token ids, integer [batch, tokens], got {ids.dtype} {tuple(ids.shape)}; give "
+            f"a sample must be token ids, integer [batch, tokens], got {given}; give "
             "tokenizer(text, return_tensors='pt').input_ids of text like that to come"
+        )
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    least, most = ids.min().item(), ids.max().item()
+    if least < 0 or most >= embedding.num_embeddings:
+        raise ShapeError(
+            f"a sample's token ids must lie in 0 to {embedding.num_embeddings - 1}, got {least} to {most}; use the "
+            "tokenizer of this model"
         )
     with judging(model), observe(model) as routing:
         forward_without_head(model, ids.to(next(model.parameters()).device))

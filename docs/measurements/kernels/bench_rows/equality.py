@@ -7,7 +7,7 @@ from calls import SHIPPED, Kernels, Recorded, called
 from masks import NUM_MASKS, cases, laid_out, mask_of, with_rows
 from record import DEVICE, Record, say
 
-from wide.kernels.reorder_rows.reference import CHUNK_ROWS, reorder_rows_reference
+from wide.kernels.reorder_rows.reference import reorder_rows_reference
 
 PARTS = ("index", "words", "unions", "items")
 
@@ -35,8 +35,8 @@ def must_equal(got: Any, wanted: Any, what: str) -> None:
 
 def litter(rows: int) -> None:
     """Leave freed memory full of ones, in the sizes that a call takes."""
-    tiles, packs, chunks = -(-rows // 128), -(-rows // 128), -(-rows // CHUNK_ROWS)
-    sizes = [16 * rows] * 4 + [256 * packs] * 2 + [rows, 2 * rows, 520 * chunks, 4 * rows, 4 * tiles, 4 * tiles]
+    tiles, packs, padded = -(-rows // 128), -(-rows // 128), -(-rows // 16) * 16
+    sizes = [16 * rows] * 4 + [256 * packs] * 2 + [padded, 4 * rows, 4 * tiles, 4 * tiles]
     sizes += [4 * words * rows for words in (2, 3, 4)] + [8 * words * tiles for words in (2, 3, 4)]
     kept = [torch.empty(max(size, 1), dtype=torch.uint8, device=DEVICE).fill_(255) for size in sizes]
     del kept
