@@ -19,7 +19,9 @@ int main(int, char** arguments) {
   const int packs = (rows + PACK_ROWS - 1) / PACK_ROWS, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, chunks = (rows + CHUNK - 1) / CHUNK;
   auto packed = unwritten<uint4>(rows), places = unwritten<uint4>(rows);
   auto counts = unwritten<u16>(packs * MAX_GROUPS);
-  auto buckets = unwritten<uint4>((rows + 15) / 16);
+  // Not 0xbb, which no row's bucket is: what lies beyond the last row must not count as a row of bucket 1.
+  std::vector<uint4> buckets((rows + 15) / 16);
+  memset(buckets.data(), 1, buckets.size() * sizeof(uint4));
   auto index = unwritten<int>(rows), cost = unwritten<int>(tiles), list = unwritten<int>(tiles);
   auto executed = unwritten<u32>(COUNT * rows), unions = unwritten<u32>(2 * tiles * COUNT);
   launch(packs, THREADS, [&] { rows_pack(mask.data(), packed.data(), counts.data(), rows, groups, groups, 1); });

@@ -186,6 +186,10 @@ def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monk
 
     assert at(None) == at(1.0) == at(0.91) == "dense"
     assert at(0.89) == at(0.0) == at(0.89, 16384) == "cuda"
+    # A choice that won under the measured masks must pay under these, too.
+    tuning.store(tuning_key("gemm_k", CPU, gemm_case("down", LLAMA, 4096, 0.5)), rows)
+    assert at(None) == at(0.89) == "cuda"
+    assert at(0.91) == "dense"
     # However many pairs execute: what is left to tiles decides.
     assert at(0.6, active=0.59) == at(0.6, active=0.1) == at(0.6, active=1.0) == "cuda"
     # Fewer rows than measured, groups of another size, and few groups, which have a sort of their own.

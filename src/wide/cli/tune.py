@@ -1,6 +1,5 @@
 """`wide tune`: measure on this machine's GPU which operator pays at a model's own shapes, for `wide.optimize`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +83,7 @@ def run(given: Sequence[str]) -> None:
     require_gpu("tune")
     import torch
 
+    from wide.kernels.measured import ONE_SORT
     from wide.kernels.tuning import TuningTable
     from wide.profiling.tune import tune
 
@@ -100,7 +100,8 @@ def run(given: Sequence[str]) -> None:
         quick=options.quick,
         say=say,
     )
-    sparse = sum(c.backend != "dense" and c.median_us < (c.dense_us or math.inf) for c in choices.values())
+    # What is kept for masks that are alike is no choice of its own.
+    sparse = sum(choice.backend != "dense" for key, choice in choices.items() if f" {ONE_SORT} " not in key)
     say(f"{table.path}: {len(choices)} choices of which {sparse} skip; wide.optimize(model) follows them")
 
 

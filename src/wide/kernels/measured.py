@@ -200,8 +200,8 @@ def _many(
         if operator == "gemm_k" and choice.tile and sizes.hidden_size % _columns(choice):
             # Measured for another width: the operator's own default fits.
             choice = dataclasses.replace(choice, tile=())
-        if left is not None and choice.backend == "dense":
-            choice = _one_sort(sizes, rows, left, known, device) or choice
+        if left is not None and (choice.backend == "dense" or choice.groups_per_block > PATTERN_GROUPS):
+            choice = _one_sort(sizes, rows, left, known, device) or DENSE
         found.append((start, choice))
     return found
 

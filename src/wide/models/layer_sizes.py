@@ -40,7 +40,7 @@ def tune_command(model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
     """
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
-    shares = ",".join(f"{share:g}" for share in executed)
+    shares = ",".join(f"{max(share, 0.01):.2g}" for share in executed)
     flags: list[str] = []
     for half in ("attention", "ffn"):
         found = {getattr(plan, half) for _, plan in layers}

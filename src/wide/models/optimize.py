@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from statistics import mean
 from typing import Any, TypeVar
 
 import torch
@@ -86,9 +87,10 @@ def optimize(
             'torch' is the reference, for any device.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
-        sample: Token ids, integer [B, T], of which one masked forward tells 'auto' what each layer executes, instead of
-            `executed`, and how alike its rows are: where they are, down skips in prompts, too. Best are 4096 tokens of
-            text like that to come, at the threshold to come.
+        sample: Token ids without padding, int32 or int64 [B, T], of which one masked forward tells 'auto' what each
+            layer executes, instead of `executed`, and how alike its rows are: where they are, and the kernel fits (sm_90,
+            half precision, up to 128 groups of a multiple of 64 channels), down skips in prompts, too. Best are as many
+            tokens as prompts have, of text like that to come, at the threshold to come; below 2048 they tell shares only.
 
     Raises:
         ConfigError: If the backend is unknown, or a sample is given that nothing would follow.
@@ -111,13 +113,19 @@ def optimize(
     if table is None and backend != "auto":
         table = OperatorTable(backend=backend)
     if sample is not None and (table is not None or backend != "auto"):
-        raise ConfigError("a sample tells backend='auto' which operators to take; leave it out, or the other choice")
+        raise ConfigError(
+            f"a sample tells backend='auto' which operators to take, got backend={backend!r} and table={table}; "
+            "leave it out, or the backend and the table"
+        )
     require_plain(model, state)
+    known = [LayerSample(executed, None)] * len(state.specs)
     if table is not None:
         require_kernels(state, table)
     else:
+        if sample is not None:
+            known = sample_layers(model, sample)
+            executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
         _warn_if_unmeasured(model, state, executed)
-    known = [LayerSample(executed, None)] * len(state.specs) if sample is None else sample_layers(model, sample)
     keys = VisibleKeys(model)
     fused = [
         _fuse(spec, state, index, table or _measured(spec, state, index, known[index]), keys)

@@ -5,9 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wide.errors import ShapeError
+from wide.errors import NotAttachedError, ShapeError
 from wide.kernels.reorder_rows import left_to_tiles
+from wide.kernels.reorder_rows.reference import TILE_ROWS
+from wide.models.attach import attachment
 from wide.models.observe import forward_without_head, judging, observe
+
+LEAST_TOKENS = 2048
+"""Of a sample that tells how alike rows are."""
 
 
 class LayerSample(NamedTuple):
@@ -15,7 +20,8 @@ class LayerSample(NamedTuple):
 
     Args:
         executed: Shares of (token, group) pairs that execute, in attention and FFN; 1 in a half without a router.
-        left: Share of the FFN's groups that tiles of rows in one order execute; None without a router.
+        left: Share of the FFN's groups that tiles of rows in one order execute; None without a router, and where the
+            sample is too short to tell.
     """
 
     executed: tuple[float, float]
@@ -30,14 +36,20 @@ def sample_layers(model: nn.Module, ids: Tensor) -> list[LayerSample]:
         ids: Token ids without padding, integer [B, T]; each sequence is a prompt of its own.
 
     Raises:
+        NotAttachedError: If routing is forced or switched off.
         ShapeError: If `ids` is no tensor of integers [B, T], is empty, or holds ids that the model has no embedding of.
     """
     is_tensor = isinstance(ids, Tensor)
-    if not is_tensor or ids.dim() != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+    if not is_tensor or ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
         given = f"{ids.dtype} {tuple(ids.shape)}" if is_tensor else type(ids).__name__
         raise ShapeError(
             f"a sample must be token ids, integer [batch, tokens], got {given}; give "
             "tokenizer(text, return_tensors='pt').input_ids of text like that to come"
+        )
+    control = attachment(model).control
+    if control.forced is not None or not control.enabled:
+        raise NotAttachedError(
+            "a sample must be routed by the model itself; call wide.optimize outside of force_routing and bypass"
         )
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     least, most = ids.min().item(), ids.max().item()
@@ -51,6 +63,13 @@ def sample_layers(model: nn.Module, ids: Tensor) -> list[LayerSample]:
     found = []
     for layer in routing:
         shares = [1.0 if mask is None else mask.float().mean().item() for mask in (layer.attention, layer.ffn)]
-        left = None if layer.ffn is None else left_to_tiles(layer.ffn.flatten(0, 1).bool())
-        found.append(LayerSample((shares[0], shares[1]), left))
+        found.append(LayerSample((shares[0], shares[1]), _left(layer.ffn)))
     return found
+
+
+def _left(mask: Tensor | None) -> float | None:
+    # Few rows leave little to their tiles however unlike they are, and so does a tile that is not full.
+    if mask is None or mask[..., 0].numel() < LEAST_TOKENS:
+        return None
+    rows = mask.flatten(0, 1).bool()
+    return left_to_tiles(rows[: len(rows) // TILE_ROWS * TILE_ROWS])

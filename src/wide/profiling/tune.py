@@ -60,7 +60,8 @@ def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, 
                 dense[key] = min(choice.median_us, dense.get(key, choice.median_us))
             else:
                 contested.add(key)
-            if choice.backend == "cuda" and choice.groups_per_block > PATTERN_GROUPS:
+            once = choice.backend == "cuda" and choice.groups_per_block > PATTERN_GROUPS
+            if once and (key not in sorted_once or choice.median_us < sorted_once[key][2].median_us):
                 sorted_once[key] = (ONE_SORT, case, choice)
             if key not in best or _cost(choice) < _cost(best[key][2]):
                 best[key] = (described["operator"], case, choice)

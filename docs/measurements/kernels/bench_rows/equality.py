@@ -33,12 +33,12 @@ def must_equal(got: Any, wanted: Any, what: str) -> None:
         raise AssertionError(f"{what}: {'; '.join(found)}")
 
 
-def litter(rows: int) -> None:
-    """Leave freed memory full of ones, in the sizes that a call takes."""
+def litter(rows: int, byte: int = 1) -> None:
+    """Leave freed memory full of a byte, in the sizes that a call takes; 1 is a bucket, too."""
     tiles, packs, padded = -(-rows // 128), -(-rows // 128), -(-rows // 16) * 16
     sizes = [16 * rows] * 4 + [256 * packs] * 2 + [padded, 4 * rows, 4 * tiles, 4 * tiles]
     sizes += [4 * words * rows for words in (2, 3, 4)] + [8 * words * tiles for words in (2, 3, 4)]
-    kept = [torch.empty(max(size, 1), dtype=torch.uint8, device=DEVICE).fill_(255) for size in sizes]
+    kept = [torch.empty(max(size, 1), dtype=torch.uint8, device=DEVICE).fill_(byte) for size in sizes]
     del kept
 
 
