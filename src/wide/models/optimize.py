@@ -88,9 +88,10 @@ def optimize(
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of which one masked forward tells 'auto' what each
-            layer executes, instead of `executed`, and how alike its rows are: where they are, and the kernel fits (sm_90,
-            half precision, up to 128 groups of a multiple of 64 channels), down skips in prompts, too. Best are as many
-            tokens as prompts have, of text like that to come, at the threshold to come; below 2048 they tell shares only.
+            layer executes, instead of `executed`, and how alike its rows are: where they are, and the kernel fits
+            (sm_90, half precision, up to 128 groups of a multiple of 64 channels), down skips in prompts, too. Best are
+            as many tokens as prompts have, of text like that to come, at the threshold to come; below 2048 they tell
+            shares only.
 
     Raises:
         ConfigError: If the backend is unknown, or a sample is given that nothing would follow.
