@@ -148,11 +148,11 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     import torch
 
     from wide.config import WideConfig
+    from wide.inference.decoder import Decoder
+    from wide.inference.run import Run
     from wide.models.attach import attach
     from wide.profiling.endtoend_races import operator_table
     from wide.profiling.synthetic import random_masks, random_model
-    from wide.runtime.decoder import Decoder
-    from wide.runtime.run import Run
 
     device = torch.device("cuda")
     torch.manual_seed(17)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.routing_stats import routing_stats
+    from wide.inference.optimize import deoptimize, optimize
     from wide.models.adapter import load, save
     from wide.models.attach import attach, detach
     from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from wide.models.lora import merge_lora
     from wide.models.materialise.physical import materialise
     from wide.models.observe import capture_routing, force_routing
-    from wide.models.optimize import deoptimize, optimize
     from wide.plan import Plan
     from wide.training.stages import prune, recover
 
@@ -35,7 +35,7 @@ _HOMES = {
     "WideConfig": "wide.config",
     "attach": "wide.models.attach",
     "capture_routing": "wide.models.observe",
-    "deoptimize": "wide.models.optimize",
+    "deoptimize": "wide.inference.optimize",
     "detach": "wide.models.attach",
     "evaluate": "wide.evaluation.evaluate",
     "force_routing": "wide.models.observe",
@@ -43,7 +43,7 @@ _HOMES = {
     "load_checkpoint": "wide.models.auto",
     "materialise": "wide.models.materialise.physical",
     "merge_lora": "wide.models.lora",
-    "optimize": "wide.models.optimize",
+    "optimize": "wide.inference.optimize",
     "prune": "wide.training.stages",
     "recover": "wide.training.stages",
     "register_auto_classes": "wide.models.auto",

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from wide.errors import UnsupportedBackendError
+from wide.inference.operator_table import OperatorTable
+from wide.inference.prompt_attention import attend_prompt
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.operator_table import OperatorTable
-from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.tuning import Choice
 

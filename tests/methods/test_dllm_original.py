@@ -11,6 +11,7 @@ from torch.nn import functional
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping
+from wide.inference.optimize import optimize
 from wide.method_config import DLLMOriginalConfig
 from wide.methods.dllm import ORIGINAL, _penalty, train_original
 from wide.methods.linear_work import layer_weights
@@ -22,7 +23,6 @@ from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import capture_routing, force_routing, observe
-from wide.models.optimize import optimize
 from wide.plan import Dense, Following, LayerPlan, Plan, Routed
 from wide.routing import LayerRouting
 from wide.training.modes import training_mode

@@ -9,15 +9,15 @@ from torch import nn
 
 from wide.config import WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
+from wide.inference.decoder import Decoder
+from wide.inference.optimize import deoptimize, optimize
 from wide.models.adapter import ORDER_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.auto import load_checkpoint, save_checkpoint
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
-from wide.models.optimize import deoptimize, optimize
 from wide.models.regroup import RegroupedChannels, order_name
-from wide.runtime.decoder import Decoder
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered")
 CLOSE = {"atol": 1e-4, "rtol": 1e-3}

@@ -8,13 +8,13 @@ from families import make, tokens
 from plans import kept_plan, module_skip_plan, skipped_plan, stream_plan
 
 from wide.errors import ShapeError, UnsupportedModelError
+from wide.inference.decoder import Decoder
+from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import bypass
-from wide.models.optimize import optimize
 from wide.plan import Dense, LayerPlan, Plan
-from wide.runtime.decoder import Decoder
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 

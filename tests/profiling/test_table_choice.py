@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wide.kernels.operator_table import DENSE
+from wide.inference.operator_table import DENSE
 from wide.kernels.tuning import Choice
 from wide.profiling import k_tiles, table_choice
 from wide.profiling.table_choice import all_sparse, choose_table, one_sort_choice, with_special_kernels

@@ -8,12 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from wide.cli import tune as command
 from wide.config import WideConfig
-from wide.kernels import measured
-from wide.kernels.measured import measured_table, unmeasured
-from wide.kernels.operator_table import OPERATORS
+from wide.inference import measured
+from wide.inference.measured import measured_table, unmeasured
+from wide.inference.operator_table import OPERATORS
+from wide.inference.optimize import optimize
 from wide.kernels.tuning import TuningTable
 from wide.models.attach import attach, attachment
-from wide.models.optimize import optimize
 from wide.profiling import attention, layer_shapes, operators
 from wide.profiling.layer_shapes import TunedLayer
 from wide.profiling.timing import Timing

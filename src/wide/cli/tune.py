@@ -83,7 +83,7 @@ def run(given: Sequence[str]) -> None:
     require_gpu("tune")
     import torch
 
-    from wide.kernels.measured import ONE_SORT
+    from wide.inference.measured import ONE_SORT
     from wide.kernels.tuning import TuningTable
     from wide.profiling.tune import tune
 
@@ -112,9 +112,9 @@ def tuned_layers(options: TuneOptions) -> "list[TunedLayer]":
         ConfigError: If there is none in which tokens skip anything.
     """
     from wide.config import WideConfig
+    from wide.inference.layer_sizes import layer_sizes
     from wide.models.attach import plan_for
     from wide.models.discovery import discover
-    from wide.models.layer_sizes import layer_sizes
     from wide.models.pretrained import load_skeleton
     from wide.plan import Plan, Routed
     from wide.profiling.layer_shapes import TunedLayer

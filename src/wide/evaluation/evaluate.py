@@ -18,8 +18,8 @@ from wide.evaluation.inference import SkipMeter, dense, has_merged_lora, longest
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import find_task
+from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import is_attached
-from wide.models.optimize import deoptimize, optimize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

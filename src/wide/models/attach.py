@@ -65,7 +65,7 @@ class Attachment:
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Sparsity -> threshold points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
-        fused: Whether the layers run fused operators (`wide.models.optimize`).
+        fused: Whether the layers run fused operators (`wide.inference.optimize`).
         handles_fused: Hooks and stand-ins of the fused execution, removed by `deoptimize`.
     """
 

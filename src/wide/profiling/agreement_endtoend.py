@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wide.kernels.operator_table import OperatorTable
+from wide.inference.decoder import Decoder
+from wide.inference.operator_table import OperatorTable
+from wide.inference.run import Run, force
+from wide.inference.weights import LayerWeights
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.routing import LayerRouting
-from wide.runtime.decoder import Decoder
-from wide.runtime.run import Run, force
-from wide.runtime.weights import LayerWeights
 
 _STEPS = 4
 # Rounding of two routed paths may add up to this multiple of that of two dense paths.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from wide.runtime.weights import LayerWeights
+from wide.inference.weights import LayerWeights
 
 
 def prefill_ceiling(layers: Sequence[LayerWeights], length: int, skipped: tuple[float, float]) -> float:

@@ -20,6 +20,7 @@ import torch
 
 from wide.config import WideConfig
 from wide.errors import ConfigError
+from wide.inference.decoder import Decoder
 from wide.profiling.agreement_endtoend import check
 from wide.profiling.endtoend_races import Bench, compiled_race, decode_race, one_sort, operator_table, prefill_race
 from wide.profiling.energy import EnergyCounter, energy_counter
@@ -27,7 +28,6 @@ from wide.profiling.materialised import Pair, is_static, load_pair, materialise_
 from wide.profiling.metrics import summarise, summary_table
 from wide.profiling.synthetic import random_model
 from wide.profiling.table_choice import all_sparse, with_special_kernels
-from wide.runtime.decoder import Decoder
 
 _SPARE_PLACES = 64
 _DEVICE = "cuda"

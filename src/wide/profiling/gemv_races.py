@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from wide.inference.measured import LayerSizes, gemv_case
+from wide.inference.operator_table import OperatorName
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
-from wide.kernels.measured import LayerSizes, gemv_case
-from wide.kernels.operator_table import OperatorName
 from wide.profiling.races import (
     ATTENTION_GROUP,
     COLD_BYTES,

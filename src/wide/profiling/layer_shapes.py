@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from wide.inference.measured import LayerSizes, gemm_case
+from wide.inference.operator_table import OperatorName
 from wide.kernels.device import hopper_obstacle
 from wide.kernels.gemm_k.tiles import default_tile as k_tile
 from wide.kernels.gemm_mn.tiles import default_tile as mn_tile
-from wide.kernels.measured import LayerSizes, gemm_case
-from wide.kernels.operator_table import OperatorName
 from wide.profiling import attention, operators
 from wide.profiling.gemv_races import GEMV_TILES, gemv_k_race, gemv_mn_race
 from wide.profiling.k_tiles import DOWN_TILES, OUTPUT_TILES, AnyKTile, k_hopper_tiles, stored_tiles

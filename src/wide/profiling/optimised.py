@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wide.inference.optimize import optimize
 from wide.models.attach import attachment
 from wide.models.observe import bypass, force_routing
-from wide.models.optimize import optimize
 from wide.profiling.captured import captured_call, captured_race
 from wide.profiling.energy import EnergyCounter
 from wide.routing import LayerRouting

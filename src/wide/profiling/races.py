@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from wide.inference.measured import LayerSizes, attention_case
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_decode.tiles import DecodeTile
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
 from wide.kernels.contract import Case
 from wide.kernels.device import hopper_obstacle
-from wide.kernels.measured import LayerSizes, attention_case
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.tuning import Choice
 

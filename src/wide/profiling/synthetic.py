@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from wide.errors import ConfigError
-from wide.runtime.run import Masks, force
-from wide.runtime.weights import LayerWeights
+from wide.inference.run import Masks, force
+from wide.inference.weights import LayerWeights
 
 _LLAMA_ROPE = {
     "rope_type": "llama3",

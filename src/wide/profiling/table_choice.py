@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from wide.inference.operator_table import OPERATORS, OperatorName, OperatorTable
 from wide.kernels.gemv import MAX_ROWS
-from wide.kernels.operator_table import OPERATORS, OperatorName, OperatorTable
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
 from wide.profiling.k_tiles import stored_tiles

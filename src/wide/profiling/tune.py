@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from wide.inference.measured import ONE_SORT
 from wide.kernels.contract import Case
-from wide.kernels.measured import ONE_SORT
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key
 from wide.profiling.layer_shapes import TunedLayer, layer_measurements

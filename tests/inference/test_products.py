@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from wide.kernels import products
+from wide.inference import products
+from wide.inference.operator_table import OperatorTable
+from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
-from wide.kernels.operator_table import OperatorTable
-from wide.kernels.products import GatedWeights, gated_product, project_queries, sum_groups
 from wide.kernels.tuning import Choice
 
 ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32

@@ -6,11 +6,11 @@ from families import make, tokens
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, ShapeError
-from wide.kernels.operator_table import OperatorTable
+from wide.inference.decoder import Decoder
+from wide.inference.generate import Sampling, choose, generate_text, generate_tokens
+from wide.inference.operator_table import OperatorTable
+from wide.inference.run import Run
 from wide.models.attach import attach
-from wide.runtime.decoder import Decoder
-from wide.runtime.generate import Sampling, choose, generate_text, generate_tokens
-from wide.runtime.run import Run
 
 RUN = Run(table=OperatorTable(backend="torch", few=()))
 

@@ -4,10 +4,10 @@ import torch
 from families import make, tokens
 
 from wide.config import WideConfig
-from wide.kernels.operator_table import OPERATORS, OperatorTable
+from wide.inference.decoder import Decoder
+from wide.inference.operator_table import OPERATORS, OperatorTable
+from wide.inference.run import Run, force
 from wide.models.attach import attach
-from wide.runtime.decoder import Decoder
-from wide.runtime.run import Run, force
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

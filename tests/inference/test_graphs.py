@@ -6,12 +6,12 @@ from families import make, tokens
 
 from wide.config import WideConfig
 from wide.errors import UnsupportedBackendError
-from wide.kernels.operator_table import OperatorTable
+from wide.inference.decoder import Decoder
+from wide.inference.generate import Sampling, generate_tokens
+from wide.inference.graphs import CapturedPrefill, CapturedStep, capture
+from wide.inference.operator_table import OperatorTable
+from wide.inference.run import Run
 from wide.models.attach import attach
-from wide.runtime.decoder import Decoder
-from wide.runtime.generate import Sampling, generate_tokens
-from wide.runtime.graphs import CapturedPrefill, CapturedStep, capture
-from wide.runtime.run import Run
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from wide.errors import ConfigError
-from wide.kernels import measured
-from wide.kernels.measured import LayerSizes, dense_table, gemm_case, gemv_case, measured_table
-from wide.kernels.operator_table import DENSE, OPERATORS, OperatorTable
+from wide.inference import measured
+from wide.inference.measured import LayerSizes, dense_table, gemm_case, gemv_case, measured_table
+from wide.inference.operator_table import DENSE, OPERATORS, OperatorTable
 from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
 
 CPU = torch.device("cpu")

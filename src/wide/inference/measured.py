@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from wide.errors import ConfigError
+from wide.inference.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
 from wide.kernels.contract import Case
 from wide.kernels.device import HOPPER_STEP, device_facts, triton_obstacle
 from wide.kernels.gemm_k.hopper import fits_stored
@@ -16,7 +17,6 @@ from wide.kernels.gemm_k_rows import fits_rows
 from wide.kernels.gemm_mn.hopper import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
-from wide.kernels.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice, TuningTable, machine_key, shipped_path
 

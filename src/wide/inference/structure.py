@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
+from wide.inference.optimize import require_routing_alone
+from wide.inference.weights import Norm, read_norm
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.observe import bypass
-from wide.models.optimize import require_routing_alone
-from wide.runtime.weights import Norm, read_norm
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
 _ROPE_TYPES = ("default", "llama3", "linear", "yarn")

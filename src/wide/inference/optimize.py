@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.kernels.measured import dense_table, measured_table, unmeasured
-from wide.kernels.operator_table import OperatorTable
+from wide.inference.fused import FusedAttention, FusedFeedForward
+from wide.inference.fused_router import FusedRouter
+from wide.inference.layer_sizes import layer_sizes, tune_command
+from wide.inference.measured import dense_table, measured_table, unmeasured
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize_checks import require_kernels, require_plain
+from wide.inference.sample import LayerSample, sample_layers
+from wide.inference.visible_keys import VisibleKeys
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
-from wide.models.fused import FusedAttention, FusedFeedForward
-from wide.models.fused_keys import VisibleKeys
-from wide.models.fused_router import FusedRouter
 from wide.models.gates import router_of
-from wide.models.layer_sizes import layer_sizes, tune_command
-from wide.models.optimize_checks import require_kernels, require_plain
-from wide.models.sample import LayerSample, sample_layers
 from wide.models.stacking import stack_linears, unstack_linears
 from wide.plan import Following, Routed
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wide.kernels.measured import LayerSizes
+from wide.inference.measured import LayerSizes
 from wide.models.block_spec import BlockSpec
 from wide.plan import LayerPlan, Routed
 

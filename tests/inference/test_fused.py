@@ -6,12 +6,12 @@ from families import FAMILIES, make, tokens
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.kernels.measured import dense_table
-from wide.kernels.operator_table import OperatorTable
+from wide.inference.measured import dense_table
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, detach
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
-from wide.models.optimize import deoptimize, optimize
 
 CONFIG = WideConfig(ffn_group_size=16)
 # Small enough that twelve tokens take the gathered operators and six the dense product.

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from wide.inference.operator_table import OperatorTable
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
-from wide.kernels.operator_table import OperatorTable
 from wide.kernels.reordering import SequenceReordering
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from wide.errors import UnsupportedBackendError, UnsupportedModelError
 from wide.grouping import Grouping
+from wide.inference.operator_table import OperatorName, OperatorTable
 from wide.kernels.device import interprets_triton, triton_obstacle
-from wide.kernels.operator_table import OperatorName, OperatorTable
 from wide.models.attach import Attachment
 from wide.models.block_spec import BlockSpec
 from wide.plan import LayerPlan, Routed

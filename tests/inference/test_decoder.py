@@ -6,12 +6,12 @@ from families import make, tokens
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
-from wide.kernels.measured import dense_table
-from wide.kernels.operator_table import OPERATORS, OperatorTable
+from wide.inference.decoder import Decoder
+from wide.inference.measured import dense_table
+from wide.inference.operator_table import OPERATORS, OperatorTable
+from wide.inference.run import Run, force
 from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
-from wide.runtime.decoder import Decoder
-from wide.runtime.run import Run, force
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 DENSE_TABLE = OperatorTable(backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())

@@ -10,18 +10,17 @@ from torch import nn
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedBackendError, UnsupportedModelError
-from wide.kernels import measured
+from wide.inference import fused as fused_module
+from wide.inference import measured, optimize_checks
+from wide.inference import optimize as optimize_module
+from wide.inference import sample as sample_module
+from wide.inference.fused_router import FusedRouter
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize import deoptimize, optimize
 from wide.kernels.device import DeviceFacts
-from wide.kernels.operator_table import OperatorTable
 from wide.kernels.reorder_rows import left_to_tiles
-from wide.models import fused as fused_module
-from wide.models import optimize as optimize_module
-from wide.models import optimize_checks
-from wide.models import sample as sample_module
 from wide.models.attach import attach, attachment
-from wide.models.fused_router import FusedRouter
 from wide.models.observe import bypass, capture_routing, force_routing
-from wide.models.optimize import deoptimize, optimize
 from wide.plan import Dense
 
 CONFIG = WideConfig(ffn_group_size=16)

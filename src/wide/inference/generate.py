@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from wide.errors import ConfigError, ShapeError
-from wide.runtime.decoder import Decoder
-from wide.runtime.graphs import CapturedStep
-from wide.runtime.run import Run
+from wide.inference.decoder import Decoder
+from wide.inference.graphs import CapturedStep
+from wide.inference.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

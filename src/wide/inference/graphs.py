@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from wide.errors import UnsupportedBackendError
-from wide.runtime.cache import KvCache
-from wide.runtime.decoder import Decoder
-from wide.runtime.run import Run
+from wide.inference.cache import KvCache
+from wide.inference.decoder import Decoder
+from wide.inference.run import Run
 
 _WARM_UP_CALLS = 2
 

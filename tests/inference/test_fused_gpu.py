@@ -8,10 +8,10 @@ from families import make, tokens
 from transformers import DynamicCache, StaticCache
 
 from wide.config import WideConfig
-from wide.kernels.operator_table import OperatorTable
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize import optimize
 from wide.models.attach import attach
 from wide.models.observe import capture_routing, force_routing
-from wide.models.optimize import optimize
 
 pytestmark = pytest.mark.gpu
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import NotAttachedError
+from wide.inference.operator_table import OperatorTable
+from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
+from wide.inference.prompt_attention import attend_prompt
+from wide.inference.visible_keys import VisibleKeys
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import cleared
-from wide.kernels.operator_table import OperatorTable
-from wide.kernels.products import GatedWeights, gated_product, project_queries, sum_groups
-from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
-from wide.models.fused_keys import VisibleKeys
 from wide.models.router import Router
 
 # Options of an attention function that change what is computed, and that wide's attention does not know.

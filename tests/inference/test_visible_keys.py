@@ -8,11 +8,11 @@ from families import make, tokens
 from transformers import DynamicCache, StaticCache
 
 from wide.config import WideConfig
-from wide.kernels.operator_table import OperatorTable
-from wide.models import fused_keys
+from wide.inference import visible_keys
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
 from wide.models.observe import capture_routing, force_routing
-from wide.models.optimize import optimize
 
 CONFIG = WideConfig(ffn_group_size=16)
 SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
@@ -179,9 +179,9 @@ def test_a_captured_forward_goes_by_shapes_alone_and_never_by_an_earlier_one(mon
     with torch.no_grad():
         model(ids, attention_mask=valid)
         assert seen.pop()[0].starts.tolist() == [0, 6]
-        monkeypatch.setattr(fused_keys, "is_being_recorded", lambda ids: True)
+        monkeypatch.setattr(visible_keys, "is_being_recorded", lambda ids: True)
         for name in ("_padding", "_counts_up", "_is_one_run"):
-            monkeypatch.setattr(fused_keys, name, unread)
+            monkeypatch.setattr(visible_keys, name, unread)
         static = StaticCache(config=model.config, max_cache_len=LENGTH)
         for inputs in (
             {"attention_mask": valid},
@@ -190,7 +190,7 @@ def test_a_captured_forward_goes_by_shapes_alone_and_never_by_an_earlier_one(mon
         ):
             model(ids, **inputs)
             assert seen.pop() == (None, False)
-        monkeypatch.setattr(fused_keys, "_counts_up", lambda positions: positions is None or unread())
+        monkeypatch.setattr(visible_keys, "_counts_up", lambda positions: positions is None or unread())
         for cache in (None, DynamicCache(config=model.config)):
             model(ids, past_key_values=cache)
             assert seen.pop() == ((0, None), False)
@@ -214,9 +214,9 @@ def test_layers_called_on_their_own_do_not_go_by_an_earlier_forward():
 @pytest.fixture
 def unread(monkeypatch):
     """Masks cost a wait for the device, as on a GPU; yields the list of masks that were read."""
-    read, original = [], fused_keys._is_one_run
-    monkeypatch.setattr(fused_keys, "is_free_to_read", lambda tensor: False)
-    monkeypatch.setattr(fused_keys, "_is_one_run", lambda mask: read.append(mask) or original(mask))
+    read, original = [], visible_keys._is_one_run
+    monkeypatch.setattr(visible_keys, "is_free_to_read", lambda tensor: False)
+    monkeypatch.setattr(visible_keys, "_is_one_run", lambda mask: read.append(mask) or original(mask))
     return read
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wide.inference.operator_table import OperatorName, OperatorTable
 from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
 from wide.kernels.gemm_k_rows import gemm_k_rows
@@ -13,7 +14,6 @@ from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
-from wide.kernels.operator_table import OperatorName, OperatorTable
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reorder_rows import reorder_rows
 from wide.kernels.reordering import PATTERN_GROUPS, Reordering

@@ -12,22 +12,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from wide.errors import ShapeError, UnsupportedModelError
+from wide.inference.cache import KvCache
+from wide.inference.operator_table import OperatorTable
+from wide.inference.products import GatedWeights, gated_product, sum_groups
+from wide.inference.projections import project_dense, project_routed
+from wide.inference.prompt_attention import attend_prompt
+from wide.inference.run import Run
+from wide.inference.structure import read_ends, require_same_outputs
+from wide.inference.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import clear_skipped
-from wide.kernels.operator_table import OperatorTable
-from wide.kernels.products import GatedWeights, gated_product, sum_groups
-from wide.kernels.prompt_attention import attend_prompt
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import norm_route, route
 from wide.kernels.route.operator import MAX_FEW_ROWS
-from wide.runtime.cache import KvCache
-from wide.runtime.products import project_dense, project_routed
-from wide.runtime.run import Run
-from wide.runtime.structure import read_ends, require_same_outputs
-from wide.runtime.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -3,12 +3,12 @@
 from torch import Tensor
 from torch.nn import functional
 
+from wide.inference.operator_table import OperatorTable
+from wide.inference.products import project_queries
+from wide.inference.weights import AttentionWeights
 from wide.kernels.gemv import gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
-from wide.kernels.operator_table import OperatorTable
-from wide.kernels.products import project_queries
 from wide.kernels.reordering import Reordering
-from wide.runtime.weights import AttentionWeights
 
 
 def project_dense(x: Tensor, weights: AttentionWeights) -> Tensor:
