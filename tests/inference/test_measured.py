@@ -184,6 +184,12 @@ def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monk
         shares: dict[str, Any] = {"executed": (0.5, active), "left": left, "tuning": tuning}
         return measured_table(layer, device=CPU, dtype=torch.bfloat16, **shares).choice("down", num_rows).backend
 
+    # Of the down product alone; other products along K have their own measurements.
+    o_rows = gemm_case("output", dataclasses.replace(LLAMA, attention_groups=32), 4096, 0.5)
+    tuning.store(tuning_key("gemm_k_rows", CPU, o_rows), dataclasses.replace(rows, groups_per_block=32))
+    split = dataclasses.replace(LLAMA, attention_groups=32)
+    both = measured_table(split, device=CPU, dtype=torch.bfloat16, left=0.5, tuning=tuning)
+    assert (both.choice("down", 4096).backend, both.choice("output", 4096).backend) == ("cuda", "dense")
     assert at(None) == at(1.0) == at(0.91) == "dense"
     assert at(0.89) == at(0.0) == at(0.89, 16384) == "cuda"
     # A choice that won under the measured masks must pay under these, too.

@@ -189,9 +189,9 @@ def test_a_sample_tells_what_each_layer_executes(monkeypatch):
 
 def test_samples_that_are_no_token_ids_and_those_nothing_would_follow_are_refused():
     model, ids = attach(make("llama"), CONFIG).eval(), tokens(2, 9)
-    for wrong in (ids[0], ids.float(), ids[:, :0]):
-        refused(model, ShapeError, r"token ids, integer \[batch, tokens\], got torch", sample=wrong)
-    refused(model, ShapeError, r"integer \[batch, tokens\], got list; give tokenizer", sample=ids.tolist())
+    for wrong in (ids[0], ids.float(), ids[:, :0], ids.short()):
+        refused(model, ShapeError, r"token ids, int32 or int64 \[batch, tokens\], got torch", sample=wrong)
+    refused(model, ShapeError, r"int64 \[batch, tokens\], got list; give tokenizer", sample=ids.tolist())
     refused(model, ShapeError, r"must lie in 0 to \d+, got -1 to", sample=torch.cat((ids, ids.new_full((2, 1), -1)), 1))
     with bypass(model):
         refused(model, NotAttachedError, "outside of force_routing and bypass", sample=ids)

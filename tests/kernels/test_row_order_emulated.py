@@ -53,6 +53,9 @@ def _rates(*few: float, rest: float, groups: int) -> torch.Tensor:
         (300, _rates(0.02, 0.05, 0.4, rest=0.9, groups=100), SMALL),
         (1300, _rates(0.1, 0.3, rest=0.97, groups=70), SMALL),
         (SMALL + 130, torch.tensor([0.1, 0.6, 0.8]), SMALL),
+        # A bucket of one row behind a whole chunk, and a bucket that is a whole chunk.
+        (SMALL + 1, torch.tensor([0.1, 0.6, 0.8]), SMALL),
+        (WHOLE, torch.ones(2), WHOLE),
         (WHOLE + 900, _rates(0.05, rest=0.8, groups=40), WHOLE),
     ],
     ids=lambda value: str(value if isinstance(value, int) else len(value)),

@@ -33,17 +33,17 @@ def sample_layers(model: nn.Module, ids: Tensor) -> list[LayerSample]:
 
     Args:
         model: An attached model, not optimised.
-        ids: Token ids without padding, integer [B, T]; each sequence is a prompt of its own.
+        ids: Token ids without padding, int32 or int64 [B, T]; each sequence is a prompt of its own.
 
     Raises:
         NotAttachedError: If routing is forced or switched off.
-        ShapeError: If `ids` is no tensor of integers [B, T], is empty, or holds ids that the model has no embedding of.
+        ShapeError: If `ids` is no such tensor, is empty, or holds ids that the model has no embedding of.
     """
     is_tensor = isinstance(ids, Tensor)
     if not is_tensor or ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
         given = f"{ids.dtype} {tuple(ids.shape)}" if is_tensor else type(ids).__name__
         raise ShapeError(
-            f"a sample must be token ids, integer [batch, tokens], got {given}; give "
+            f"a sample must be token ids, int32 or int64 [batch, tokens], got {given}; give "
             "tokenizer(text, return_tensors='pt').input_ids of text like that to come"
         )
     control = attachment(model).control
