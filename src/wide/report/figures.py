@@ -21,9 +21,18 @@ from wide.report.style import (
 )
 from wide.report.table import AFTER, NAMES
 
-HATCHES = {"dense": "", "untrained": "xx", "stage 1": "//", "stage 1+2": "..", "pruned": "//", "pruned + LoRA": ".."}
+HATCHES = {
+    "dense": "",
+    "dense + LoRA": "..",
+    "untrained": "xx",
+    "stage 1": "//",
+    "stage 1+2": "..",
+    "pruned": "//",
+    "pruned + LoRA": "..",
+}
 FILLS = {
     "dense": GREY,
+    "dense + LoRA": GREY,
     "untrained": "#D9D9D9",
     "stage 1": ORANGE,
     "stage 1+2": BLUE,

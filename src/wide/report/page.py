@@ -11,7 +11,7 @@ from wide.report.drawing import FOLDER, save_figure, save_png
 from wide.report.figure import Figure, Origin, Source
 from wide.report.figures import figures_of
 from wide.report.selection import MissingRecordsError, Selection, read_selection
-from wide.report.table import NAMES, Table, summary_table
+from wide.report.table import ADAPTED, NAMES, Table, summary_table
 from wide.report.writing import write_whole
 
 PAGE, PICTURE = "report.html", "report.png"
@@ -44,8 +44,6 @@ _NO_SPEED = MissingRecordsError(
 
 
 _STATIC = "<p>The plan is static: it prunes the same for every token, so there is no routing to show.</p>"
-_ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
-"""Subject -> what fitted it to the training text."""
 
 
 def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, Path]:
@@ -158,9 +156,11 @@ def _table(run: Selection) -> str:
 
 def _caution(run: Selection) -> str:
     """Return what keeps an adapted model from being compared with the dense one; empty where none was adapted."""
+    if "dense + LoRA" in run.subjects():
+        return " What LoRA learns of the training text the dense model with the same LoRA has learned, too."
     for subject in run.subjects():
-        if subject in _ADAPTED:
-            name = _ADAPTED[subject]
+        if subject in ADAPTED:
+            name = ADAPTED[subject]
             return (
                 f" {name[0].upper()}{name[1:]} adapts the weights to the training text, the dense model was not "
                 f"adapted: on text of the same kind, part of what {name} gains is that."

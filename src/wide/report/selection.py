@@ -9,7 +9,7 @@ from wide.records import Record, read_records
 from wide.report.figure import Origin
 from wide.report.run_records import check, key_of
 
-SUBJECTS = ("dense", "untrained", "stage 1", "stage 1+2", "pruned", "pruned + LoRA")
+SUBJECTS = ("dense", "dense + LoRA", "untrained", "stage 1", "stage 1+2", "pruned", "pruned + LoRA")
 """What a run may have measured, in the order in which it is shown."""
 _OF_METHODS = ("pruned", "pruned + LoRA")
 
@@ -105,7 +105,7 @@ class Selection:
 
     def is_static(self) -> bool:
         """Return whether all that was measured beside the dense model has a plan without routers."""
-        models = [subject for subject in self.subjects() if subject != "dense"]
+        models = [subject for subject in self.subjects() if subject not in ("dense", "dense + LoRA")]
         routed = any(metric.startswith("routing.") for _, metric, *_ in (*self._values, *self._damaged))
         if routed or not models:
             return False

@@ -7,6 +7,7 @@ from wide.report.selection import Selection
 
 NAMES = {
     "dense": "dense",
+    "dense + LoRA": "dense, with the same LoRA",
     "untrained": "untrained routers",
     "stage 1": "stage 1 (routers)",
     "stage 1+2": "stage 1+2 (routers, LoRA)",
@@ -17,6 +18,7 @@ NAMES = {
 
 AFTER = {
     "dense": "without pruning",
+    "dense + LoRA": "without pruning, with LoRA",
     "untrained": "with untrained routers",
     "stage 1": "after stage 1",
     "stage 1+2": "after stage 1+2",
@@ -24,6 +26,9 @@ AFTER = {
     "pruned + LoRA": "after pruning and LoRA",
 }
 """What ends a sentence on a model."""
+ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
+"""Subject -> what fitted it to the training text."""
+_BESIDE_ADAPTED = "x dense + LoRA"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +70,11 @@ class Table:
 
 def summary_table(run: Selection) -> Table:
     """Return quality, sparsity and training speed of each measured model; columns without any value are left out."""
+    adapted = run.number("dense + LoRA", "token_perplexity")
     columns = [
         ("perplexity", "token_perplexity", _decimal),
         ("x dense", "token_perplexity", lambda value: _ratio(value, run.number("dense", "token_perplexity"))),
+        (_BESIDE_ADAPTED, "token_perplexity", lambda value: _ratio(value, adapted)),
         ("word ppl", "word_perplexity", _decimal),
         ("accuracy %", "accuracy.average", _percent),
         ("retention %", "accuracy.retention", _percent),
@@ -79,9 +86,14 @@ def summary_table(run: Selection) -> Table:
     ]
     subjects = run.subjects()
     used = [column for column in columns if any(run.number(subject, column[1]) is not None for subject in subjects)]
+    if adapted is None:
+        used = [column for column in used if column[0] != _BESIDE_ADAPTED]
     rows = []
     for subject in subjects:
-        values = [(run.number(subject, metric), show) for _, metric, show in used]
+        values = [
+            (None if name == _BESIDE_ADAPTED and subject not in ADAPTED else run.number(subject, metric), show)
+            for name, metric, show in used
+        ]
         rows.append((NAMES[subject], *("-" if value is None else show(value) for value, show in values)))
     return Table(header=("model", *(name for name, _, _ in used)), rows=tuple(rows))
 
