@@ -1,5 +1,7 @@
 """What the benches measured, read from their JSON files and brought into one form."""
 
+import gzip
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from wide.report.bench_files import (
     OPERATORS,
     BenchFile,
     Record,
+    bench_file,
     read_bench_file,
 )
 from wide.report.figure import Origin
@@ -25,6 +28,8 @@ OWN = ("own routing", "pruned")
 """What a pruned model itself is called among the candidates: its routers deciding, or what a static plan left."""
 OUTSIDE = "embedding and head"
 """The part of a forward that is outside its layers."""
+STUDY = "records.jsonl.gz"
+"""The one file of records that a study keeps."""
 _PLACES = (".", "profile", "bench", "bench/coarse")
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
@@ -244,7 +249,17 @@ def read_profile(folder: Path) -> Profile:
         DataError: If a file is not one of a bench.
     """
     places = [folder / place / name for place in _PLACES for name in BENCH_FILES]
-    return Profile([read_bench_file(path) for path in places if path.is_file()])
+    return Profile([*_kept(folder / STUDY), *(read_bench_file(path) for path in places if path.is_file())])
+
+
+def _kept(path: Path) -> list[BenchFile]:
+    """Return what the record file of a study holds of benches, each under the name of its run."""
+    if not path.is_file():
+        return []
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found = [json.loads(line) for line in file]
+    benches = [each for each in found if each.get("bench") in BENCH_FILES and "cell" not in each]
+    return [bench_file(each["bench"], each, str(path / each["run"] / each["bench"])) for each in benches]
 
 
 def _sweeps(file: BenchFile) -> Iterator[OperatorPoint]:
