@@ -13,9 +13,9 @@ from wide.method_config import DLLMConfig
 from wide.methods.dllm import METHOD, train
 from wide.methods.linear_work import layer_weights
 from wide.methods.method import Target
-from wide.models.accounting import SkipCounter
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
+from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.observe import capture_routing, force_routing
 from wide.plan import Following, Routed

@@ -17,9 +17,9 @@ from wide.methods.dllm import ORIGINAL, _penalty, train_original
 from wide.methods.linear_work import layer_weights
 from wide.methods.method import Target
 from wide.methods.routed import objective_for
-from wide.models.accounting import SkipCounter
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import capture_routing, force_routing, observe

@@ -31,10 +31,10 @@ from wide.methods.apply import apply
 from wide.methods.catalogue import get, names
 from wide.methods.method import Target
 from wide.methods.recovery import recover_row
-from wide.models.accounting import SkipCounter
 from wide.models.adapter import load, save
 from wide.models.attach import attachment
 from wide.models.auto import load_checkpoint
+from wide.models.cost import SkipCounter
 from wide.models.lora import add_lora, merge_lora
 from wide.models.materialise.checkpoint import SlicedMixin
 from wide.models.materialise.physical import materialise

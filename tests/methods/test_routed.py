@@ -17,9 +17,9 @@ from wide.methods.linear_work import layer_weights
 from wide.methods.method import Target
 from wide.methods.routed import objective_for
 from wide.methods.wide import METHOD, train
-from wide.models.accounting import SkipCounter
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached, plan_for
+from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.observe import observe
 from wide.plan import Dense, Following, LayerPlan, Plan, Routed

@@ -14,8 +14,8 @@ from wide.errors import ConfigError
 from wide.method_config import SkipGPTConfig, SkipGPTOriginalConfig
 from wide.methods.method import Target
 from wide.methods.skipgpt import METHOD, ORIGINAL, half_layer_plan
-from wide.models.accounting import SkipCounter
 from wide.models.attach import attach, attachment, is_attached
+from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.observe import capture_routing, force_routing
 from wide.plan import Dense, Routed

@@ -8,10 +8,9 @@ from test_replaced import dense_plan, sparse_weights
 
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.grouping import Grouping
-from wide.models.accounting import SkipCounter, model_costs, static_sparsity
 from wide.models.attach import attach, attachment, detach
+from wide.models.cost import SkipCounter, half_weights, model_costs, static_sparsity
 from wide.models.materialise.physical import materialise
-from wide.models.measures import half_weights, kind_weights
 from wide.models.observe import observe
 from wide.plan import Dense, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 
@@ -231,7 +230,7 @@ def test_an_ffn_that_follows_counts_with_its_router():
     attach(model, layer_skip_plan(model))
     assert half_weights(model, "mean") == [0.5, 0.5]
     assert half_weights(model, "linear_flops") == [0.5, 0.5]
-    assert kind_weights(model, "ffn") == kind_weights(model, "attention") == [0.5, 0.5]
+    assert half_weights(model, "ffn") == half_weights(model, "attention") == [0.5, 0.5]
     counter = SkipCounter(model)
     with torch.no_grad(), observe(model) as routing:
         model(ids)

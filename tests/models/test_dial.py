@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from wide.config import WideConfig
 from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
-from wide.models.accounting import SkipCounter, model_costs
 from wide.models.attach import attach, attachment
+from wide.models.cost import SkipCounter, half_weights, model_costs
 from wide.models.dial import _bins, _edge, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
-from wide.models.measures import half_weights
 from wide.models.observe import bypass, observe
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from wide.errors import UnsupportedModelError
-from wide.models.accounting import static_sparsity
+from wide.models.cost import static_sparsity
 from wide.models.materialise.physical import materialise
 from wide.plan import LayerPlan, Plan, Skipped
 

@@ -8,7 +8,7 @@ from test_report import record, routing_records
 
 from wide.cli.main import main
 from wide.cli.measuring import sparsity_records
-from wide.models.accounting import Sparsity
+from wide.models.cost import Sparsity
 from wide.records import RecordFile, read_records
 from wide.report.drawing import draw_svg
 from wide.report.figures import FIGURES, LAYERS, TRAINING, figures_of

@@ -8,8 +8,8 @@ from torch.nn import functional
 from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBatch
 from wide.errors import ConfigError
-from wide.models.accounting import SkipCounter
 from wide.models.attach import attach, attachment
+from wide.models.cost import SkipCounter
 from wide.models.observe import bypass, observe
 from wide.training.modes import training_mode
 from wide.training.objective import Objective, target_labels

@@ -5,9 +5,9 @@ from typing import Any
 
 from wide.config import WideConfig
 from wide.grouping import divisors
-from wide.models.accounting import costs
 from wide.models.attach import plan_for
 from wide.models.block_spec import BlockSpec
+from wide.models.cost import costs
 from wide.models.discovery import discover
 from wide.models.plan_check import attention_group_sizes
 from wide.models.pretrained import load_skeleton

@@ -46,8 +46,8 @@ def continue_prompt(
 
 
 def _generate(model: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    from wide.models.accounting import SkipCounter
     from wide.models.attach import is_attached
+    from wide.models.cost import SkipCounter
     from wide.models.observe import observe
 
     if not is_attached(model):

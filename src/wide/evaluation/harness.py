@@ -24,7 +24,7 @@ from wide.evaluation.inference import SkipMeter, model_device
 from wide.evaluation.likelihood import log_likelihoods
 from wide.evaluation.perplexity import ratio_stderr
 from wide.evaluation.tasks import PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
-from wide.models.accounting import Sparsity
+from wide.models.cost import Sparsity
 from wide.models.observe import judging
 
 if TYPE_CHECKING:

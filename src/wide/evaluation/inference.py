@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from wide.models.accounting import SkipCounter, Sparsity
 from wide.models.attach import attachment, is_attached
+from wide.models.cost import SkipCounter, Sparsity
 from wide.models.lora import without_lora
 from wide.models.observe import bypass, observe
 from wide.routing import LayerRouting

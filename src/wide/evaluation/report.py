@@ -8,7 +8,7 @@ from typing import Any
 
 from wide.evaluation.harness import HarnessResult
 from wide.evaluation.perplexity import PerplexityResult
-from wide.models.accounting import Sparsity
+from wide.models.cost import Sparsity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

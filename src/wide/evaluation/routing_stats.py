@@ -13,7 +13,7 @@ from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary, load_tokenizer
 from wide.errors import DataError, EvaluationError
 from wide.evaluation.inference import longest_input, model_device
-from wide.models.accounting import SkipCounter, Sparsity
+from wide.models.cost import SkipCounter, Sparsity
 from wide.models.observe import judging, observe
 from wide.routing import Routing
 

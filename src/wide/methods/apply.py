@@ -16,8 +16,8 @@ from wide.errors import NotAttachedError
 from wide.evaluation.inference import SkipMeter, model_device
 from wide.method_config import Match
 from wide.methods.method import Effort, Kind, Method, Target
-from wide.models.accounting import Sparsity, static_sparsity
 from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.cost import Sparsity, static_sparsity
 from wide.models.observe import judging
 from wide.training.modes import own_randomness
 

@@ -11,10 +11,10 @@ from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
 from wide.methods.method import Effort, Target
-from wide.models.accounting import costs
 from wide.models.adapter import save
 from wide.models.attach import attach, attachment, plan_for
 from wide.models.block_spec import BlockSpec
+from wide.models.cost import costs
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.plan import Plan

@@ -46,6 +46,10 @@ class AttentionSpec:
         """Query channels that share one KV head."""
         return self.num_query_heads // self.num_kv_heads * self.head_dim
 
+    def linears(self) -> list[nn.Module]:
+        """Return the projections, the output's last."""
+        return [part for part in (self.query, self.key, self.value, self.output) if part is not None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardSpec:
@@ -75,6 +79,10 @@ class FeedForwardSpec:
     def num_matrices(self) -> int:
         """Weight rows or columns that one intermediate channel owns: 3 for gated FFNs, else 2."""
         return 3 if self.gate is not None or self.fused_gate else 2
+
+    def linears(self) -> list[nn.Module]:
+        """Return the projections, down last."""
+        return [part for part in (self.gate, self.up, self.down) if part is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
-from wide.models.measures import Measure, half_weights
+from wide.models.cost import Measure, half_weights
 from wide.models.observe import forward_without_head, judging, observe
 from wide.routing import Routing
 
@@ -240,7 +240,7 @@ def _require_routers(model: nn.Module) -> None:
     if not attachment(model).plan.is_routed:
         raise NotAttachedError(
             "the plan of this model has no routers, so its sparsity cannot be set or measured on text; "
-            "wide.models.accounting.static_sparsity tells what it prunes"
+            "wide.models.cost.static_sparsity tells what it prunes"
         )
 
 

@@ -13,10 +13,9 @@ from torch import nn
 
 from wide.config import ObjectiveConfig
 from wide.data.batches import BatchSource, TokenBatch
-from wide.models.accounting import static_sparsity
 from wide.models.attach import attachment
+from wide.models.cost import Measure, static_sparsity
 from wide.models.dial import DEFAULT_POINTS, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
-from wide.models.measures import Measure
 from wide.training.activations import TokensRead, counting
 from wide.training.parallel import DataParallel
 from wide.training.trainer import split_batch

@@ -26,10 +26,9 @@ from torch.nn import functional
 from wide.config import ObjectiveConfig
 from wide.data.batches import IGNORED, TokenBatch
 from wide.errors import ConfigError
-from wide.models.accounting import static_sparsity
 from wide.models.attach import attachment
+from wide.models.cost import half_weights, static_sparsity
 from wide.models.lora import without_lora
-from wide.models.measures import half_weights, kind_weights
 from wide.models.observe import bypass, observe
 from wide.routing import Routing
 from wide.training.modes import forward_precision
@@ -211,7 +210,7 @@ class Objective:
                     "so by itself)"
                 )
             return 1, torch.zeros(3, 0)
-        by_kind = [kind_weights(self._model, kind) for kind in ("attention", "ffn")]
+        by_kind = [half_weights(self._model, "attention"), half_weights(self._model, "ffn")]
         config = self.config
         if config.target == "uniform":
             terms = [row for row in by_kind if any(row)]

@@ -22,8 +22,8 @@ from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.models.attach import attachment
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
+from wide.models.cost import Measure, half_weights
 from wide.models.dial import calibrate_dial, set_sparsity
-from wide.models.measures import Measure, half_weights
 from wide.models.observe import bypass, judging
 from wide.models.router import Router
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs

@@ -1,0 +1,511 @@
+"""What a plan costs and saves: matrix products, parameters, keys and values; planned, and measured on text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from wide.errors import ConfigError
+from wide.models.attach import Attachment, attachment
+from wide.models.block_spec import AttentionSpec, BlockSpec
+from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
+from wide.routing import LayerRouting, Routing
+
+Measure = Literal["mean", "linear_flops", "attention", "ffn"]
+_DENSE = LayerPlan(attention=Dense(), ffn=Dense())
+_SKIPPED = LayerPlan(attention=Skipped(), ffn=Skipped())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """Matrix products of one decoder layer, FLOP per token (2 per weight), and what its plan takes out of it.
+
+    Args:
+        attention_group: Saved by skipping one attention group: its rows of Q and its columns of O; only O where the
+            queries are normed over their whole width, because Q must then be computed in full; K and V too where
+            skipping tokens are evicted.
+        ffn_group: Saved by skipping one FFN group: its rows of gate and up and its columns of down.
+        attention_groups: Number of attention groups, 0 where not routed.
+        ffn_groups: Number of FFN groups, 0 where not routed; 1 where the FFN follows the attention's router.
+        fixed: Executed for every token: K and V, and whatever is not routed.
+        removed: Pruned for every token, of Q, O and FFN; a stream's shortcut matrices are taken off, so that it may
+            be negative.
+        removed_kv: Pruned for every token, of K and V.
+        key_value: K and V of the dense layer.
+        attention_removed: Share of the attention that is pruned for every token, in units of its plan (heads,
+            dimensions of the stream, or zeros of replaced matrices), in [0, 1]; None where nothing is.
+        ffn_removed: The same of the FFN.
+        parameters: Parameters of the dense layer.
+        parameters_removed: Parameters that go; negative where a stream's shortcut matrices outweigh what is cut. Zeros
+            of replaced matrices count. Norms go with their sublayer, those before one also into a stream's matrices.
+        kv_heads: KV heads of the dense layer.
+        kv_heads_kept: KV heads whose keys and values are still kept.
+        evicts: Whether nothing is kept of the keys and values of a token that skips the attention.
+    """
+
+    attention_group: float
+    ffn_group: float
+    attention_groups: int
+    ffn_groups: int
+    fixed: float
+    removed: float
+    removed_kv: float
+    key_value: float
+    attention_removed: float | None
+    ffn_removed: float | None
+    parameters: int
+    parameters_removed: int
+    kv_heads: int
+    kv_heads_kept: int
+    evicts: bool
+
+    def skippable(self, sublayer: str) -> float:
+        """Return the work of 'attention' or 'ffn' that routing can skip, FLOP per token."""
+        if sublayer == "attention":
+            return self.attention_group * self.attention_groups
+        return self.ffn_group * self.ffn_groups
+
+    @property
+    def prunable(self) -> float:
+        """Work that routing can skip, FLOP per token."""
+        return self.skippable("attention") + self.skippable("ffn")
+
+    @property
+    def total(self) -> float:
+        """Work of the dense layer, FLOP per token."""
+        return self.prunable + self.fixed + self.removed + self.removed_kv
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Work of a whole model per token: its layers and the output head, FLOP. Attention scores are not counted."""
+
+    layers: tuple[LayerCost, ...]
+    head: float
+
+
+def costs(
+    specs: Sequence[BlockSpec],
+    plan: Plan,
+    vocab_size: int,
+    *,
+    heads: Mapping[int, Tensor] | None = None,
+    zeros: Mapping[nn.Parameter, int] | None = None,
+) -> Costs:
+    """Return the linear work of a model under a plan, and what the plan takes out of it.
+
+    Args:
+        specs: Parts of the decoder layers.
+        plan: What each sublayer runs.
+        vocab_size: Rows of the output head.
+        heads: By layer, which query heads a `Kept` attention keeps, bool `[H_q]`; K and V of a KV head are saved
+            where none of its query heads is kept. Without it they are counted in full.
+        zeros: Number of zeros in each replaced weight.
+    """
+    layers = tuple(
+        _layer_cost(spec, layer, plan, (heads or {}).get(spec.index), zeros or {})
+        for spec, layer in zip(specs, plan.layers, strict=True)
+    )
+    return Costs(layers=layers, head=2.0 * specs[0].hidden_size * vocab_size)
+
+
+def model_costs(model: nn.Module) -> Costs:
+    """Return the linear work of an attached model, and what its plan takes out of it."""
+    state = attachment(model)
+    zeros = None if state.replaced is None else state.replaced.zero_counts()
+    vocab_size = int(state.base.get("vocab_size") or 0)
+    return costs(state.specs, state.plan, vocab_size, heads=_kept_heads(state), zeros=zeros)
+
+
+def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: bool = False) -> list[float]:
+    """Return what the skip rate of each router weighs in the sparsity of an attached model.
+
+    The sparsity is the sum of weight times skip rate, in the order of `Attachment.routers()`. An FFN that follows the
+    attention has the rate of the attention's router.
+
+    Args:
+        model: An attached model.
+        measure: 'mean': unweighted mean over the routed layers of each kind of sublayer, then over the two kinds
+            (paper, section 3.2); 'linear_flops': the share of the prunable matrix-product work; 'attention', 'ffn': the
+            mean over the sublayers of that kind alone.
+        include_fixed: For 'linear_flops': count K, V and the output head into the total.
+    """
+    routers = attachment(model).routers()
+    if measure == "mean":
+        kinds = [weights for weights in (half_weights(model, "attention"), half_weights(model, "ffn")) if any(weights)]
+        return [sum(weights) / len(kinds) for weights in zip(*kinds, strict=True)]
+    decided = [{router.half_layer} | ({"ffn"} if router.is_followed else set()) for router in routers]
+    if measure != "linear_flops":
+        counts = [measure in sublayers for sublayers in decided]
+        return [count / max(sum(counts), 1) for count in counts]
+    work = model_costs(model)
+    total = sum(layer.total if include_fixed else layer.prunable for layer in work.layers)
+    total += work.head if include_fixed else 0.0
+    return [
+        sum(work.layers[router.layer_index].skippable(sublayer) for sublayer in sublayers) / total
+        for router, sublayers in zip(routers, decided, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sparsity:
+    """Measured skip rates and what is pruned for every token, as shares of the dense model.
+
+    In a plan that prunes anything for every token, a sublayer that runs as it is counts as a rate of 0 in the means and
+    with its work in the totals; in a plan of routers alone, such sublayers are left out of `attention`, `ffn`, `mean`
+    and `linear_flops`, as in the objective.
+
+    Args:
+        attention: Mean over layers of skipped attention groups, pruned heads, or skipped attentions.
+        ffn: Mean over layers of skipped FFN groups, pruned channels, or skipped FFNs.
+        mean: Unweighted mean of the two (the paper's nominal sparsity).
+        linear_flops: Skipped share of the prunable matrix-product work (Q, O, gate, up, down).
+        linear_flops_with_fixed: The same over all matrix products, K, V and output head included.
+        linear_flops_layers: The same over all matrix products of the decoder layers, K and V included, the output head
+            not. A skipped attention saves its K and V, pruned heads those of KV heads that no head reads any more.
+            Zeros inside a matrix save nothing. A stream is counted with its shortcut matrices, of kept x kept
+            dimensions (kept x all in the last layer), so that it may be negative.
+        parameters_removed: Share of the decoder layers' parameters that a plan makes superfluous for every token,
+            zeros of replaced matrices included; it may be negative for the same reason. Routers are not counted.
+        kv_cache_kept: Share of keys and values that must still be kept.
+        layers: (attention, FFN) rates per layer, in units of the plan (dimensions for a stream, zeros for replaced
+            matrices); None where a sublayer is neither routed nor pruned.
+        tokens: Tokens counted; padding is not. 0 where no router had to be watched.
+    """
+
+    attention: float
+    ffn: float
+    mean: float
+    linear_flops: float
+    linear_flops_with_fixed: float
+    linear_flops_layers: float
+    parameters_removed: float
+    kv_cache_kept: float
+    layers: tuple[tuple[float | None, float | None], ...]
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self) | {"layers": [list(layer) for layer in self.layers]}
+
+
+def static_sparsity(model: nn.Module) -> Sparsity:
+    """Return what an attached plan without routers prunes; no text is needed.
+
+    Raises:
+        NotAttachedError: If the model carries no plan.
+        ConfigError: If the plan has routers, whose rates depend on the text.
+    """
+    if attachment(model).plan.is_routed:
+        raise ConfigError("what routers skip depends on the text; measure it with SkipCounter, or wide.evaluate")
+    return SkipCounter(model).result()
+
+
+class SkipCounter:
+    """Counts executed groups over many forwards, on the device, without waiting for it.
+
+    Args:
+        model: An attached model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Start at zero."""
+        state = attachment(model)
+        self._costs = model_costs(model)
+        self._counts_dense = state.plan.is_static or state.replaced is not None
+        self._has_ffn = any(spec.ffn is not None for spec in state.specs)
+        self._executed: dict[tuple[int, str], Tensor] = {}
+        self._tokens: Tensor | int = 0
+
+    def add(self, routing: Routing, valid: Tensor | None = None) -> None:
+        """Add one forward.
+
+        Args:
+            routing: Masks of every layer, `[B, T, N_G]`.
+            valid: Bool `[B, T]`, False for padding; None counts every token.
+        """
+        tokens: Tensor | int = 0
+        for index, layer in enumerate(routing):
+            for sublayer in ("attention", "ffn"):
+                mask = getattr(layer, sublayer)
+                if mask is None:
+                    continue
+                counted = mask.detach().bool() if valid is None else mask.detach().bool() & valid.unsqueeze(-1)
+                key = (index, sublayer)
+                self._executed[key] = self._executed.get(key, 0) + counted.flatten(0, -2).sum(0)
+                tokens = mask[..., 0].numel() if valid is None else valid.sum()
+        # Without routers nothing depends on the tokens, and none are counted.
+        self._tokens = self._tokens + tokens
+
+    def execute_rates(self) -> list[LayerRouting]:
+        """Return per layer the share of tokens that execute each group, `[N_G]` float64 on the CPU."""
+        tokens = max(int(self._tokens), 1)
+        rates = [LayerRouting() for _ in self._costs.layers]
+        for (index, sublayer), executed in self._executed.items():
+            setattr(rates[index], sublayer, executed.double().cpu() / tokens)
+        return rates
+
+    def result(self) -> Sparsity:
+        """Return the rates so far (waits for the device)."""
+        layers = self._costs.layers
+        skipped = [(_skip_rate(executed.attention), _skip_rate(executed.ffn)) for executed in self.execute_rates()]
+        rates = [
+            (_combined(a, layer.attention_removed), _combined(f, layer.ffn_removed))
+            for (a, f), layer in zip(skipped, layers, strict=True)
+        ]
+        means = [self._mean([a for a, _ in rates]), self._mean([f for _, f in rates]) if self._has_ffn else None]
+        known = [mean for mean in means if mean is not None]
+        kept = sum(
+            layer.kv_heads_kept * (1 - (a or 0.0) * layer.evicts) for (a, _), layer in zip(skipped, layers, strict=True)
+        )
+        return Sparsity(
+            attention=means[0] or 0.0,
+            ffn=means[1] or 0.0,
+            mean=sum(known) / len(known) if known else 0.0,
+            **self._work(skipped),
+            parameters_removed=sum(layer.parameters_removed for layer in layers)
+            / sum(layer.parameters for layer in layers),
+            kv_cache_kept=kept / sum(layer.kv_heads for layer in layers),
+            layers=tuple(rates),
+            tokens=int(self._tokens),
+        )
+
+    def _work(self, skipped: Sequence[tuple[float | None, float | None]]) -> dict[str, float]:
+        """Return the shares of work that are saved."""
+        layers = self._costs.layers
+        routed = sum(
+            (a or 0.0) * layer.skippable("attention") + (f or 0.0) * layer.skippable("ffn")
+            for (a, f), layer in zip(skipped, layers, strict=True)
+        )
+        saved = routed + sum(layer.removed for layer in layers)
+        saved_with_kv = saved + sum(layer.removed_kv for layer in layers)
+        total = sum(layer.total for layer in layers)
+        prunable = sum(layer.total - layer.key_value if self._counts_dense else layer.prunable for layer in layers)
+        return {
+            "linear_flops": saved / prunable if prunable else 0.0,
+            "linear_flops_with_fixed": saved_with_kv / (total + self._costs.head),
+            "linear_flops_layers": saved_with_kv / total,
+        }
+
+    def _mean(self, rates: Sequence[float | None]) -> float | None:
+        """Return the mean rate of a kind of sublayer; None if none counts."""
+        counted = [rate or 0.0 for rate in rates if rate is not None or self._counts_dense]
+        return sum(counted) / len(counted) if counted else None
+
+
+def _skip_rate(executed: Tensor | None) -> float | None:
+    return None if executed is None else float(1 - executed.mean())
+
+
+def _combined(routed: float | None, removed: float | None) -> float | None:
+    """Return the rate of a sublayer that routers skip and a plan prunes."""
+    if routed is None or removed is None:
+        return removed if routed is None else routed
+    return 1 - (1 - routed) * (1 - removed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Widths:
+    """Rows and columns that every token finds in one decoder layer; what routers skip is still counted.
+
+    Args:
+        query: Rows of Q.
+        key_value: Rows of K, and of V.
+        output: Columns of O.
+        channels: Intermediate channels of the FFN, 0 where it is not known.
+        matrices: Of the FFN, of which an intermediate channel has a row or column.
+        reads: Channels of the residual stream that the layer reads, D, or D' of a `Stream`.
+        between: Channels of the stream between the sublayers.
+        after: Channels of the stream after the layer.
+        has_shortcuts: Whether matrices take the stream from each subspace to the next.
+    """
+
+    query: int
+    key_value: int
+    output: int
+    channels: int
+    matrices: int
+    reads: int
+    between: int
+    after: int
+    has_shortcuts: bool
+
+    @property
+    def query_output_weights(self) -> int:
+        return self.query * self.reads + self.output * self.between
+
+    @property
+    def key_value_weights(self) -> int:
+        return 2 * self.key_value * self.reads
+
+    @property
+    def ffn_weights(self) -> int:
+        return self.channels * ((self.matrices - 1) * self.between + self.after)
+
+    @property
+    def total(self) -> int:
+        shortcuts = (self.reads + self.after) * self.between * self.has_shortcuts
+        return self.query_output_weights + self.key_value_weights + self.ffn_weights + shortcuts
+
+
+def _layer_cost(
+    spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | None, zeros: Mapping[nn.Parameter, int]
+) -> LayerCost:
+    dense = _widths(spec, _DENSE, stream=None, heads=None, is_last=False)
+    left = _widths(spec, layer, stream=plan.stream, heads=heads, is_last=spec.index == len(plan.layers) - 1)
+    attention_groups = layer.attention.grouping.num_groups if isinstance(layer.attention, Routed) else 0
+    ffn_groups = layer.ffn.grouping.num_groups if isinstance(layer.ffn, Routed) else isinstance(layer.ffn, Following)
+    evicts = isinstance(layer.attention, Routed) and layer.attention.evicts
+    attention_work = left.output * left.between if spec.attention.q_norm == "width" else left.query_output_weights
+    # Nobody reads the keys and values of a token that skips an attention which evicts them.
+    attention_work += left.key_value_weights if evicts else 0
+    routed = (attention_work if attention_groups else 0) + (left.ffn_weights if ffn_groups else 0)
+    removed_kv = dense.key_value_weights - left.key_value_weights
+    zero_counts = [_zeros(half, part, zeros) for half, part in _sublayers(spec, layer)]
+    shares = [
+        _removed_share(half, part, count, plan.stream)
+        for (half, part), count in zip(_sublayers(spec, layer), zero_counts, strict=True)
+    ]
+    return LayerCost(
+        attention_group=2.0 * attention_work / attention_groups if attention_groups else 0.0,
+        ffn_group=2.0 * left.ffn_weights / ffn_groups if ffn_groups else 0.0,
+        attention_groups=attention_groups,
+        ffn_groups=int(ffn_groups),
+        fixed=2.0 * (left.total - routed),
+        removed=2.0 * (dense.total - left.total - removed_kv),
+        removed_kv=2.0 * removed_kv,
+        key_value=2.0 * dense.key_value_weights,
+        attention_removed=shares[0],
+        ffn_removed=shares[1],
+        parameters=_count(spec.layer),
+        parameters_removed=_parameters_removed(spec, layer, plan.stream, dense, left) + sum(zero_counts),
+        kv_heads=spec.attention.num_kv_heads,
+        kv_heads_kept=left.key_value // spec.attention.head_dim,
+        evicts=evicts,
+    )
+
+
+def _sublayers(spec: BlockSpec, layer: LayerPlan) -> list[tuple[Half, Any]]:
+    return [(layer.attention, spec.attention), (layer.ffn, spec.ffn)]
+
+
+def _widths(
+    spec: BlockSpec, layer: LayerPlan, *, stream: Stream | None, heads: Tensor | None, is_last: bool
+) -> _Widths:
+    """Return what is left of a layer without what its plan prunes for every token."""
+    attention, ffn = spec.attention, spec.ffn
+    output = _kept_channels(layer.attention, attention.query_width)
+    narrow = spec.hidden_size if stream is None else stream.kept
+    return _Widths(
+        # A norm over the whole query width needs every query.
+        query=attention.query_width if output and attention.q_norm == "width" else output,
+        key_value=_kept_kv_heads(attention, layer.attention, heads) * attention.head_dim,
+        output=output,
+        channels=0 if ffn is None else _kept_channels(layer.ffn, ffn.width),
+        matrices=0 if ffn is None else ffn.num_matrices,
+        reads=narrow,
+        between=narrow,
+        # The stream that the output head reads has its whole width again.
+        after=spec.hidden_size if is_last else narrow,
+        has_shortcuts=stream is not None,
+    )
+
+
+def _kept_channels(half: Half, width: int) -> int:
+    if isinstance(half, Skipped):
+        return 0
+    return half.kept * half.grouping.group_size if isinstance(half, Kept) else width
+
+
+def _kept_kv_heads(spec: AttentionSpec, half: Half, heads: Tensor | None) -> int:
+    """Return how many KV heads are still needed.
+
+    A KV head goes when all its query heads are pruned, unless queries and keys are normed over their whole width,
+    where every head takes part in the norm; without any query head, all go.
+    """
+    if isinstance(half, Skipped) or (isinstance(half, Kept) and half.kept == 0):
+        return 0
+    if heads is None or spec.q_norm == "width":
+        return spec.num_kv_heads
+    return int(heads.view(spec.num_kv_heads, -1).any(-1).sum())
+
+
+def _kept_heads(state: Attachment) -> dict[int, Tensor]:
+    """Return by layer which query heads a `Kept` attention keeps, bool `[H_q]` on the CPU."""
+    found = {}
+    for gate in state.static_gates():
+        if gate.half_layer == "attention":
+            kept = gate.factors().detach().cpu() != 0
+            num_heads = state.specs[gate.layer_index].attention.num_query_heads
+            found[gate.layer_index] = kept.repeat_interleave(num_heads // kept.numel())
+    return found
+
+
+def _zeros(half: Half, part: Any, zeros: Mapping[nn.Parameter, int]) -> int:
+    """Return the zeros in the replaced weights of a sublayer of which nothing else is pruned."""
+    if part is None or not isinstance(half, Dense):
+        return 0
+    return sum(zeros.get(parameter, 0) for parameter in _own(part.module))
+
+
+def _removed_share(half: Half, part: Any, zeros: int, stream: Stream | None) -> float | None:
+    share: float | None = None
+    if isinstance(half, Skipped):
+        share = 1.0
+    elif isinstance(half, Kept):
+        share = 1 - half.kept / half.grouping.num_groups
+    elif zeros:
+        share = zeros / sum(p.numel() for p in _own(part.module) if p.dim() == 2)
+    return share if stream is None else 1 - (1 - (share or 0.0)) * stream.kept / stream.width
+
+
+def _parameters_removed(spec: BlockSpec, layer: LayerPlan, stream: Stream | None, dense: _Widths, left: _Widths) -> int:
+    """Return the parameters that go with what a plan prunes: of projections, of norms, and of what else is left out."""
+    if stream is None and layer == _SKIPPED:
+        return _count(spec.layer)
+    removed = _projection_parameters(spec, _DENSE, dense) - _projection_parameters(spec, layer, left)
+    sublayers = [(half, part) for half, part in _sublayers(spec, layer) if part is not None]
+    gone = [(half, part) for half, part in sublayers if not _kept_channels(half, 1)]
+    for _, part in gone:
+        # Whatever lies beside the projections, such as norms of queries and keys.
+        removed += _count(part.module) - sum(_count(linear) for linear in part.linears())
+    # A norm that both sublayers share stays with either; a stream's norms have no weights of their own.
+    stay = {part.pre_norm for half, part in sublayers if stream is None and _kept_channels(half, 1)}
+    removed += sum(_count(norm) for norm in {part.pre_norm for _, part in sublayers} - stay)
+    # Norms after sublayers go with those that give nothing any more, not even a bias.
+    known = {part.module for _, part in sublayers} | {part.pre_norm for _, part in sublayers}
+    after = [count for child in spec.layer.children() if child not in known and (count := _count(child))]
+    if len(after) == 2 and after[0] == after[1]:
+        silent = [isinstance(half, Skipped) or not _has_bias(part.linears()[-1]) for half, part in gone]
+        removed += after[0] * sum(silent)
+    return removed
+
+
+def _projection_parameters(spec: BlockSpec, layer: LayerPlan, widths: _Widths) -> int:
+    """Return the parameters of a layer's projections, biases and shortcuts included; a skipped one has no bias."""
+    attention, ffn = spec.attention, spec.ffn
+    kv_biases = _has_bias(attention.key or attention.query) + _has_bias(attention.value or attention.query)
+    total = widths.total + widths.query * _has_bias(attention.query) + widths.key_value * kv_biases
+    if not isinstance(layer.attention, Skipped):
+        total += widths.between * _has_bias(attention.output)
+    if ffn is not None:
+        total += widths.channels * _has_bias(ffn.up) * (ffn.num_matrices - 1)
+        if not isinstance(layer.ffn, Skipped):
+            total += widths.after * _has_bias(ffn.down)
+    return total
+
+
+def _has_bias(linear: nn.Module) -> bool:
+    return getattr(linear, "bias", None) is not None
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's own parameters, without what wide and LoRA have added."""
+    for name, parameter in module.named_parameters():
+        if "lora_" not in name and "wide_" not in name:
+            yield parameter
+
+
+def _count(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(parameter.numel() for parameter in _own(module))
