@@ -46,7 +46,7 @@ def test_limits_of_the_kernels_are_written_once():
 
 def test_what_a_sparsity_may_count_is_written_once():
     found = [file for file in SOURCES if 'Literal["nominal", "linear_flops"]' in file.read_text()]
-    assert found == [ROOT / "src" / "wide" / "method_config" / "__init__.py"]
+    assert found == [ROOT / "src" / "wide" / "methods" / "catalogue.py"]
 
 
 def test_no_file_is_a_drawer():

@@ -13,7 +13,7 @@ from wide.cli.main import main
 from wide.config import ObjectiveConfig, RecoverConfig
 from wide.data.batches import load_blocks
 from wide.data.tokenizer import load_tokenizer
-from wide.methods.recovery import recover_row
+from wide.methods.apply import recover_row
 from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records

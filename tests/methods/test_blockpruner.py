@@ -7,10 +7,10 @@ import torch
 from depth_toys import assert_as_found, blocks_of, own_text, silence, snapshot, toy_model, without_layers
 
 from wide.errors import EvaluationError
-from wide.method_config import BlockPrunerConfig
 from wide.methods.block_gates import BlockGates
-from wide.methods.blockpruner import METHOD, Step, closest_prefix, greedy_steps, shares_of_work
+from wide.methods.blockpruner import Step, closest_prefix, decide, greedy_steps, shares_of_work
 from wide.methods.calibration import mean_nll, windows
+from wide.methods.catalogue import BlockPrunerConfig
 from wide.methods.method import Effort, Target
 from wide.plan import Skipped
 
@@ -58,7 +58,7 @@ def test_sequences_are_nested_and_as_long_as_asked_for():
     blocks = blocks_of(own_text(model, 6, 12))
     sequences = []
     for count in range(6):
-        decision = METHOD.decide(model, blocks, Target(sparsity=count / 6), SMALL)
+        decision = decide(model, blocks, Target(sparsity=count / 6), SMALL)
         assert len(skipped(decision.plan)) == count
         sequences.append(decision.notes.get("removed", []))
     assert all(longer[:-1] == shorter for shorter, longer in itertools.pairwise(sequences))
@@ -112,7 +112,7 @@ def test_the_prefix_closest_to_the_work_is_taken_and_no_step_more_is_computed(sp
 def test_linear_flops_come_as_close_as_the_order_allows(sparsity):
     model = toy_model(4)
     blocks = blocks_of(own_text(model, 6, 12))
-    decision = METHOD.decide(model, blocks, Target(sparsity=sparsity, match="linear_flops"), SMALL)
+    decision = decide(model, blocks, Target(sparsity=sparsity, match="linear_flops"), SMALL)
     shares = shares_of_work(BlockGates(model).specs)
     ids = windows(blocks, count=4, length=10, seed=SMALL.seed)
     reached = np.concatenate([[0.0], np.cumsum([shares[step.half] for step in greedy(model, ids, 8)])])
@@ -125,10 +125,10 @@ def test_the_model_is_left_as_found_and_the_effort_counted():
     model = toy_model(3).train()
     blocks = blocks_of(own_text(model, 6, 12))
     before = snapshot(model)
-    decision = METHOD.decide(model, blocks, Target(sparsity=0.5), SMALL)
+    decision = decide(model, blocks, Target(sparsity=0.5), SMALL)
     assert_as_found(model, before)
     assert decision.effort == Effort(tokens_forward=40 * (1 + 6 + 5 + 4))
-    assert decision == METHOD.decide(model, blocks, Target(sparsity=0.5), SMALL)
+    assert decision == decide(model, blocks, Target(sparsity=0.5), SMALL)
     assert any("4 windows of 10 tokens" in text for text in decision.deviations)
 
 

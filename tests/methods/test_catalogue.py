@@ -7,7 +7,9 @@ from depth_toys import blocks_of, own_text, toy_model
 
 from wide.errors import ConfigError
 from wide.methods import catalogue
-from wide.methods.method import Effort, Target
+from wide.methods.apply import apply
+from wide.methods.method import Target
+from wide.models.attach import attachment
 from wide.plan import Dense
 
 ROWS = (
@@ -37,9 +39,9 @@ def test_the_table_has_these_rows():
 def test_every_row_is_complete(name):
     method = catalogue.get(name)
     assert method.name == name
-    assert (method.decide is None) != (method.train is None)
+    assert name == "dense" or callable(method.function())
     settings = method.default_settings()
-    assert type(settings).__module__.startswith("wide.method_config.")
+    assert type(settings) is method.settings
     assert dataclasses.is_dataclass(settings)
     assert method.summary
     assert method.source
@@ -58,7 +60,19 @@ def test_listing_the_names_imports_no_torch():
 
 def test_the_dense_row_prunes_nothing_whatever_the_target():
     model = toy_model(3)
-    method = catalogue.get("dense")
-    decision = method.decide(model, blocks_of(own_text(model, 1, 4)), Target(sparsity=0.5), method.default_settings())
-    assert all(isinstance(half, Dense) for layer in decision.plan.layers for half in (layer.attention, layer.ffn))
-    assert decision.effort == Effort()
+    report = apply(model, catalogue.get("dense"), blocks_of(own_text(model, 1, 4)), Target(sparsity=0.5), seed=17)
+    assert all(isinstance(half, Dense) for layer in attachment(model).plan.layers for _, half in layer.halves())
+    assert (report.nominal, report.tokens_forward, report.tokens_backward) == (0, 0, 0)
+
+
+def test_a_method_is_registered_by_its_settings_alone(monkeypatch):
+    monkeypatch.setattr(catalogue, "_ROWS", {})
+
+    @catalogue.method("mine", kind="depth", summary="-", source="-", code=len)
+    @dataclasses.dataclass(frozen=True)
+    class Mine:
+        share: float = 0.5
+
+    assert catalogue.names() == ("mine",)
+    assert catalogue.get("mine").default_settings() == Mine()
+    assert catalogue.get("mine").function() is len

@@ -7,13 +7,13 @@ import torch
 from depth_toys import assert_as_found, blocks_of, own_text, snapshot, toy_model, without_layers
 
 from wide.errors import ConfigError, EvaluationError
-from wide.method_config import CoopPrunerConfig
 from wide.methods import cooppruner
 from wide.methods.block_gates import BlockGates, whole_layers
 from wide.methods.calibration import mean_nll
+from wide.methods.catalogue import CoopPrunerConfig
 from wide.methods.cooppruner import (
-    METHOD,
     contributions,
+    decide,
     explained_variance,
     finite_pairs,
     fit_surrogate,
@@ -141,10 +141,10 @@ def test_undefined_utilities_do_not_change_what_is_learnt_from_the_others(monkey
     true = cooppruner.measured_utilities
     monkeypatch.setattr(cooppruner, "sample_kept_layers", doubling(cooppruner.sample_kept_layers))
     monkeypatch.setattr(cooppruner, "measured_utilities", lambda *a, **k: spoil_even(true(*a, **k)))
-    spoilt = METHOD.decide(model, blocks, Target(sparsity=0.5), SMALL)
+    spoilt = decide(model, blocks, Target(sparsity=0.5), SMALL)
     monkeypatch.setattr(cooppruner, "measured_utilities", true)
     monkeypatch.setattr(cooppruner, "sample_kept_layers", sample_kept_layers)
-    whole = METHOD.decide(model, blocks, Target(sparsity=0.5), SMALL)
+    whole = decide(model, blocks, Target(sparsity=0.5), SMALL)
     assert spoilt.notes["undefined_utilities"] == SMALL.num_masks
     assert spoilt.notes["contributions"] == pytest.approx(whole.notes["contributions"], abs=1e-6)
 
@@ -191,9 +191,7 @@ def test_the_plan_skips_the_layers_that_contribute_least():
     blocks = blocks_of(own_text(model, 6, 12))
     before = snapshot(model)
     state = torch.get_rng_state()
-    decisions = [
-        METHOD.decide(model, blocks, Target(sparsity=0.5, match=m), SMALL) for m in ("nominal", "linear_flops")
-    ]
+    decisions = [decide(model, blocks, Target(sparsity=0.5, match=m), SMALL) for m in ("nominal", "linear_flops")]
     assert decisions[0] == decisions[1]
     assert torch.equal(state, torch.get_rng_state())
     assert_as_found(model, before)
@@ -205,20 +203,13 @@ def test_the_plan_skips_the_layers_that_contribute_least():
     assert decisions[0].effort == Effort(tokens_forward=40 * (1 + different))
 
 
-def test_nothing_is_removed_at_target_zero():
-    model = toy_model(3)
-    decision = METHOD.decide(model, blocks_of(own_text(model, 6, 12)), Target(sparsity=0.0), SMALL)
-    assert skipped(decision.plan) == []
-    assert decision.effort == Effort()
-
-
 def test_extrapolation_is_said_and_spanning_avoids_it():
     model = toy_model(8)
     blocks = blocks_of(own_text(model, 6, 12))
-    paper = METHOD.decide(model, blocks, Target(sparsity=0.75), SMALL)
+    paper = decide(model, blocks, Target(sparsity=0.75), SMALL)
     assert any("extrapolated" in text for text in paper.deviations)
     spanning = CoopPrunerConfig(strata="spanning", num_masks=40, epochs=2, num_windows=2, window_length=6)
-    decision = METHOD.decide(model, blocks, Target(sparsity=0.75), spanning)
+    decision = decide(model, blocks, Target(sparsity=0.75), spanning)
     assert not any("extrapolated" in text for text in decision.deviations)
     assert max(decision.notes["strata"]) == 6
 

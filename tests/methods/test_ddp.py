@@ -9,8 +9,8 @@ from tiny import CONFIG, dense_model
 from wide.data.batches import IGNORED, TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, NotAttachedError, TrainingError
-from wide.method_config import DDPConfig
-from wide.methods.ddp import METHOD, decide
+from wide.methods.catalogue import DDPConfig
+from wide.methods.ddp import decide
 from wide.methods.deterministic_gates import (
     Multipliers,
     annealed_midpoint,
@@ -19,8 +19,7 @@ from wide.methods.deterministic_gates import (
     retention,
     soft_sparsity,
 )
-from wide.methods.linear_work import layer_weights
-from wide.methods.method import Target
+from wide.methods.method import Target, layer_weights
 from wide.models.attach import attach, is_attached
 from wide.models.discovery import discover
 from wide.training.token_loss import token_losses
@@ -265,9 +264,3 @@ def test_more_pruning_is_farther_from_the_dense_model():
         attach(model, decision.plan, tensors=decision.tensors)
         found.append(float(token_losses(logits(model, ids), ids, teacher=dense, distillation=1.0)[2]))
     assert 0 < found[0] < found[1] < found[2]
-
-
-def test_row_of_the_table():
-    assert METHOD.name == "ddp"
-    assert METHOD.default_settings() == DDPConfig()
-    assert (DDPConfig().steps, DDPConfig().batch_size, DDPConfig().sequence_length) == (1000, 16, 2048)

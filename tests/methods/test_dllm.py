@@ -9,10 +9,10 @@ from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
-from wide.method_config import DLLMConfig
-from wide.methods.dllm import METHOD, train
-from wide.methods.linear_work import layer_weights
-from wide.methods.method import Target
+from wide.methods.catalogue import DLLMConfig
+from wide.methods.dllm import route
+from wide.methods.method import Target, layer_weights
+from wide.methods.routed import train
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter
@@ -35,7 +35,7 @@ def blocks(count=64, length=64):
 def routed_model():
     """A model whose routers stand as they begin."""
     model = dense_model()
-    train(model, blocks(), Target(sparsity=0.0), SETTINGS, stage=stage(), objective=ObjectiveConfig())
+    train(model, route, blocks(), Target(sparsity=0.0), SETTINGS, stage=stage(), objective=ObjectiveConfig())
     for router in attachment(model).routers():
         router.threshold = 0.0
     return model
@@ -118,6 +118,7 @@ def test_training_meets_the_target_with_the_routers_alone(match, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     effort, deviations = train(
         model,
+        route,
         text,
         Target(sparsity=0.4, match=match),
         SETTINGS,
@@ -150,9 +151,9 @@ def test_training_meets_the_target_with_the_routers_alone(match, tmp_path):
 def test_target_zero_is_dense_and_errors_come_before_anything_is_attached():
     model, run = dense_model(), {"stage": stage(), "objective": ObjectiveConfig()}
     with pytest.raises(ConfigError, match="stay below"):
-        train(model, blocks(), Target(sparsity=0.95, match="linear_flops"), SETTINGS, **run)
+        train(model, route, blocks(), Target(sparsity=0.95, match="linear_flops"), SETTINGS, **run)
     assert not is_attached(model)
-    train(model, blocks(), Target(sparsity=0.0), SETTINGS, **run)
+    train(model, route, blocks(), Target(sparsity=0.0), SETTINGS, **run)
     assert torch.equal(logits(model, ids()), logits(dense_model(), ids()))
     with pytest.raises(ConfigError, match="router_rank"):
         DLLMConfig(router_rank=0)
@@ -173,10 +174,5 @@ def test_mixtures_of_experts_are_refused():
         )
     )
     with pytest.raises(UnsupportedModelError):
-        train(model, blocks(), Target(sparsity=0.4), SETTINGS, stage=stage(), objective=ObjectiveConfig())
+        train(model, route, blocks(), Target(sparsity=0.4), SETTINGS, stage=stage(), objective=ObjectiveConfig())
     assert not is_attached(model)
-
-
-def test_row_of_the_table():
-    assert METHOD.name == "dllm"
-    assert METHOD.default_settings() == DLLMConfig(router_rank=32)

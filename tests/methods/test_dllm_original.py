@@ -12,11 +12,10 @@ from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.inference.optimize import optimize
-from wide.method_config import DLLMOriginalConfig
-from wide.methods.dllm import ORIGINAL, _penalty, train_original
-from wide.methods.linear_work import layer_weights
-from wide.methods.method import Target
-from wide.methods.routed import objective_for
+from wide.methods.catalogue import DLLMOriginalConfig
+from wide.methods.dllm import _penalty, route_original
+from wide.methods.method import Target, layer_weights
+from wide.methods.routed import objective_for, train
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import SkipCounter
@@ -242,8 +241,9 @@ def test_skipping_saves_keys_values_and_cache():
 def test_training_meets_the_target_over_all_layers(tmp_path):
     model, text = dense_model(num_hidden_layers=3), blocks_of_text()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    _, deviations = train_original(
+    _, deviations = train(
         model,
+        route_original,
         text,
         Target(sparsity=0.4),
         SETTINGS,
@@ -324,8 +324,9 @@ def test_the_penalty_on_every_token_rises_and_makes_depths_more_alike(monkeypatc
     for penalty in ("mean", "token"):
         weights.clear()
         model = dense_model(num_hidden_layers=4)
-        _, deviations = train_original(
+        _, deviations = train(
             model,
+            route_original,
             text := blocks_of_text(),
             Target(sparsity=0.4),
             replace(SETTINGS, penalty=penalty),
@@ -381,7 +382,7 @@ def test_what_cannot_be_is_refused():
     for settings, words in ((DLLMOriginalConfig(), "none of 2"), (SETTINGS, "stay below 0.5")):
         model = dense_model()
         with pytest.raises(ConfigError, match=words):
-            train_original(model, blocks_of_text(), Target(sparsity=0.6), settings, **run)
+            train(model, route_original, blocks_of_text(), Target(sparsity=0.6), settings, **run)
         assert not is_attached(model)
 
 
@@ -391,8 +392,3 @@ def test_distillation_and_the_objective_run_with_eviction():
         loss, _ = Objective(model, ObjectiveConfig(distillation=1.0))(blocks_of_text().batch([0, 1]))
         loss.backward()
     assert all(torch.isfinite(router.up.grad).all() for router in attachment(model).routers())
-
-
-def test_row_of_the_table():
-    assert ORIGINAL.name == "dllm-original"
-    assert ORIGINAL.default_settings() == DLLMOriginalConfig()

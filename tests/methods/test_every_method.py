@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from wide.config import RecoverConfig, StageConfig
 from wide.errors import UnsupportedModelError
 from wide.evaluation.evaluate import evaluate
-from wide.method_config import (
+from wide.methods.apply import apply, recover_row
+from wide.methods.catalogue import (
     BlockPrunerConfig,
     CoopPrunerConfig,
     DDPConfig,
@@ -26,11 +27,10 @@ from wide.method_config import (
     TyrConfig,
     WandaConfig,
     WideMethodConfig,
+    get,
+    names,
 )
-from wide.methods.apply import apply
-from wide.methods.catalogue import get, names
 from wide.methods.method import Target
-from wide.methods.recovery import recover_row
 from wide.models.adapter import load, save
 from wide.models.attach import attachment
 from wide.models.auto import load_checkpoint

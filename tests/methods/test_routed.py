@@ -12,11 +12,10 @@ from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, NotAttachedError
 from wide.grouping import Grouping
-from wide.method_config import WideMethodConfig
-from wide.methods.linear_work import layer_weights
-from wide.methods.method import Target
-from wide.methods.routed import objective_for
-from wide.methods.wide import METHOD, train
+from wide.methods import routed
+from wide.methods.catalogue import WideMethodConfig
+from wide.methods.method import Target, layer_weights
+from wide.methods.routed import objective_for, route_wide
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached, plan_for
 from wide.models.cost import SkipCounter
@@ -26,6 +25,10 @@ from wide.plan import Dense, Following, LayerPlan, Plan, Routed
 
 OBJECTIVE = ObjectiveConfig()
 SETTINGS = WideMethodConfig(ffn_group_size=16, router_rank=4)
+
+
+def train(model, *args, **run):
+    return routed.train(model, route_wide, *args, **run)
 
 
 def blocks(count=64, length=64):
@@ -111,10 +114,10 @@ def test_the_dense_teacher_counts_as_forward():
 def test_target_zero_is_the_dense_model_without_training(tmp_path):
     model, ids = dense_model(), blocks().batch([0]).input_ids
     before = model(input_ids=ids).logits
-    effort, deviations = train(
+    effort, _ = train(
         model, blocks(), Target(sparsity=0.0), SETTINGS, stage=stage(), objective=OBJECTIVE, output=tmp_path
     )
-    assert (effort.tokens_forward, effort.tokens_backward, deviations) == (0, 0, ())
+    assert (effort.tokens_forward, effort.tokens_backward) == (0, 0)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert torch.equal(load(dense_model(), tmp_path / "adapter")(input_ids=ids).logits, before)
 
@@ -183,9 +186,3 @@ def test_refusals_leave_the_model_alone():
     train(model, blocks(), Target(sparsity=0.0), SETTINGS, **run)
     with pytest.raises((ConfigError, NotAttachedError)):
         train(model, blocks(), Target(sparsity=0.4), SETTINGS, **run)
-
-
-def test_row_of_the_table():
-    assert METHOD.name == "wide"
-    assert METHOD.default_settings() == WideMethodConfig()
-    assert WideMethodConfig().ffn_group_size == 128

@@ -10,13 +10,13 @@ from depth_toys import assert_as_found, blocks_of, own_text, silence, snapshot, 
 from wide.data.batches import blocks_of_texts
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, EvaluationError
-from wide.method_config import ShortenedConfig
 from wide.methods.block_gates import BlockGates, whole_layers
 from wide.methods.calibration import mean_nll, windows
+from wide.methods.catalogue import ShortenedConfig
 from wide.methods.method import Effort, Target
 from wide.methods.shortened import (
-    BY_PERPLEXITY,
-    BY_TAYLOR,
+    decide_by_perplexity,
+    decide_by_taylor,
     perplexity_scores,
     protected_layers,
     removal_order,
@@ -30,7 +30,7 @@ from wide.plan import Dense, Skipped
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models/nano"
 SMALL = ShortenedConfig(num_windows=4, window_length=10, batch_size=4)
-BOTH = [BY_PERPLEXITY, BY_TAYLOR]
+BOTH = [decide_by_perplexity, decide_by_taylor]
 
 
 def by_perplexity(model, ids, batch_size=3):
@@ -150,29 +150,29 @@ def test_taylor_scores_that_overflow_are_refused():
         by_taylor(model, ids)
 
 
-@pytest.mark.parametrize("method", BOTH, ids=lambda m: m.name)
-def test_the_model_is_left_as_found(method):
+@pytest.mark.parametrize("decide", BOTH)
+def test_the_model_is_left_as_found(decide):
     model = toy_model(4).train()
     blocks = blocks_of(own_text(model, 6, 12))
     model.model.layers[0].mlp.requires_grad_(False)
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     model.model.layers[1].mlp.up_proj.weight.grad = torch.ones_like(model.model.layers[1].mlp.up_proj.weight)
     before = snapshot(model)
-    method.decide(model, blocks, Target(sparsity=0.25), SMALL)
+    decide(model, blocks, Target(sparsity=0.25), SMALL)
     assert_as_found(model, before)
     with pytest.raises(ConfigError):
-        method.decide(model, blocks, Target(sparsity=0.9), SMALL)
+        decide(model, blocks, Target(sparsity=0.9), SMALL)
     assert_as_found(model, before)
 
 
-@pytest.mark.parametrize("method", BOTH, ids=lambda m: m.name)
-def test_the_plan_skips_the_first_layers_of_the_order_that_are_not_protected(method):
+@pytest.mark.parametrize("decide", BOTH)
+def test_the_plan_skips_the_first_layers_of_the_order_that_are_not_protected(decide):
     model = toy_model(8)
     blocks = blocks_of(own_text(model, 6, 12))
     sizes = []
     for sparsity in (0.0, 0.125, 0.375, 0.5):
         decisions = [
-            method.decide(model, blocks, Target(sparsity=sparsity, match=m), SMALL) for m in ("nominal", "linear_flops")
+            decide(model, blocks, Target(sparsity=sparsity, match=m), SMALL) for m in ("nominal", "linear_flops")
         ]
         assert decisions[0] == decisions[1]
         removed = skipped(decisions[0].plan)
@@ -189,9 +189,9 @@ def test_the_plan_skips_the_first_layers_of_the_order_that_are_not_protected(met
 def test_effort_is_the_text_of_every_forward():
     model = toy_model(4)
     blocks = blocks_of(own_text(model, 6, 12))
-    taylor = BY_TAYLOR.decide(model, blocks, Target(sparsity=0.25), SMALL)
+    taylor = decide_by_taylor(model, blocks, Target(sparsity=0.25), SMALL)
     assert taylor.effort == Effort(tokens_forward=40, tokens_backward=40)
-    perplexity = BY_PERPLEXITY.decide(model, blocks, Target(sparsity=0.25), SMALL)
+    perplexity = decide_by_perplexity(model, blocks, Target(sparsity=0.25), SMALL)
     assert perplexity.effort == Effort(tokens_forward=40 * (1 + 4), tokens_backward=0)
 
 
@@ -216,7 +216,7 @@ def test_gradients_in_another_dtype_are_a_deviation():
     model = toy_model(4)
     blocks = blocks_of(own_text(model, 6, 12))
     models = (model, copy.deepcopy(model).bfloat16())
-    decisions = [BY_TAYLOR.decide(m, blocks, Target(sparsity=0.25), SMALL) for m in models]
+    decisions = [decide_by_taylor(m, blocks, Target(sparsity=0.25), SMALL) for m in models]
     assert [any("bfloat16" in text for text in d.deviations) for d in decisions] == [False, True]
 
 
@@ -229,7 +229,7 @@ def test_on_a_trained_model_the_ends_matter_most_and_more_removed_is_worse():
     settings = ShortenedConfig(num_windows=4, window_length=96)
     losses = []
     for sparsity in (0.0, 0.2, 0.5):
-        decision = BY_PERPLEXITY.decide(model, text, Target(sparsity=sparsity), settings)
+        decision = decide_by_perplexity(model, text, Target(sparsity=sparsity), settings)
         attach(model, decision.plan)
         losses.append(mean_nll(model, held_out, 8))
         detach(model)

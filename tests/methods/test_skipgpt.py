@@ -11,9 +11,10 @@ from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError
-from wide.method_config import SkipGPTConfig, SkipGPTOriginalConfig
+from wide.methods.catalogue import SkipGPTConfig, SkipGPTOriginalConfig
 from wide.methods.method import Target
-from wide.methods.skipgpt import METHOD, ORIGINAL, half_layer_plan
+from wide.methods.routed import train
+from wide.methods.skipgpt import route, route_original, sublayer_plan
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
@@ -33,7 +34,7 @@ def blocks(count=64, length=64):
 
 def routed_model(form="bottleneck", router_input="residual", **sizes):
     model = dense_model(**sizes)
-    plan = half_layer_plan(discover(model), rank=8, router_input=router_input, form=form)
+    plan = sublayer_plan(discover(model), rank=8, router_input=router_input, form=form)
     return attach(model, plan)
 
 
@@ -127,16 +128,22 @@ def test_cached_decoding_is_the_full_forward(form, router_input):
 @pytest.mark.parametrize(
     ("row", "settings", "form", "router_input", "rank"),
     [
-        (METHOD, SkipGPTConfig(router_rank=8), "bottleneck", "residual", 8),
-        (METHOD, SkipGPTConfig(router_rank=8, uniform=True), "bottleneck", "residual", 8),
-        (ORIGINAL, SkipGPTOriginalConfig(), "mlp", "layer_input", 8),
+        (route, SkipGPTConfig(router_rank=8), "bottleneck", "residual", 8),
+        (route, SkipGPTConfig(router_rank=8, uniform=True), "bottleneck", "residual", 8),
+        (route_original, SkipGPTOriginalConfig(), "mlp", "layer_input", 8),
     ],
 )
 def test_training_meets_the_target_with_the_routers_alone(row, settings, form, router_input, rank):
     model, text, steps = dense_model(), blocks(), 40
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    effort, deviations = row.train(
-        model, text, TARGET, settings, stage=stage(steps=steps, batch_size=16), objective=ObjectiveConfig(weight=10.0)
+    effort, deviations = train(
+        model,
+        row,
+        text,
+        TARGET,
+        settings,
+        stage=stage(steps=steps, batch_size=16),
+        objective=ObjectiveConfig(weight=10.0),
     )
     state = attachment(model)
     for layer in state.plan.layers:
@@ -149,7 +156,7 @@ def test_training_meets_the_target_with_the_routers_alone(row, settings, form, r
             logits(model, batch.input_ids)
             counter.add(routing, batch.valid)
     assert counter.result().mean == pytest.approx(TARGET.sparsity, abs=0.02)
-    original = row is ORIGINAL
+    original = row is route_original
     assert record["stage"]["temperature_end"] == (1.0 if original else 0.5)
     assert record["objective"]["weight"] == (20.0 if original else 10.0)
     assert record["objective"]["target"] == ("uniform" if getattr(settings, "uniform", False) else "mean")
@@ -177,8 +184,9 @@ def test_which_stream_the_ffn_router_reads(form, router_input):
 
 def test_linear_flops_target_counts_keys_and_values():
     model = dense_model()
-    METHOD.train(
+    train(
         model,
+        route,
         blocks(),
         Target(sparsity=0.3, match="linear_flops"),
         SkipGPTConfig(router_rank=4),
@@ -195,9 +203,9 @@ def test_target_zero_is_dense_and_errors_come_before_anything_is_attached():
     model, tokens = dense_model(), ids()
     run = {"stage": stage(), "objective": ObjectiveConfig()}
     with pytest.raises(ConfigError, match="stay below"):
-        METHOD.train(model, blocks(), Target(sparsity=0.95, match="linear_flops"), SkipGPTConfig(), **run)
+        train(model, route, blocks(), Target(sparsity=0.95, match="linear_flops"), SkipGPTConfig(), **run)
     assert not is_attached(model)
-    ORIGINAL.train(model, blocks(), Target(sparsity=0.0), SkipGPTOriginalConfig(), **run)
+    train(model, route_original, blocks(), Target(sparsity=0.0), SkipGPTOriginalConfig(), **run)
     assert torch.equal(logits(model, tokens), logits(dense_model(), tokens))
     for wrong in ({"router_rank": 0}, {"router_form": "dllm"}, {"temperature_end": 0.0}, {"weight": -1.0}):
         with pytest.raises(ConfigError):
@@ -206,11 +214,36 @@ def test_target_zero_is_dense_and_errors_come_before_anything_is_attached():
 
 def test_layers_without_a_routable_ffn_keep_it():
     spec = discover(dense_model())[0]
-    plan = half_layer_plan([dataclasses.replace(spec, ffn=None)], rank=4, router_input="residual", form="bottleneck")
+    plan = sublayer_plan([dataclasses.replace(spec, ffn=None)], rank=4, router_input="residual", form="bottleneck")
     assert isinstance(plan.layers[0].ffn, Dense)
 
 
-def test_rows_of_the_table():
-    assert (METHOD.name, ORIGINAL.name) == ("skipgpt", "skipgpt-original")
-    assert METHOD.default_settings() == SkipGPTConfig(router_rank=32)
-    assert ORIGINAL.default_settings() == SkipGPTOriginalConfig(router_form="mlp", weight=20.0, temperature_end=1.0)
+@pytest.mark.parametrize(
+    ("changes", "spread"),
+    [({}, 1.17), ({"router_init": "uniform"}, 0.27), ({"router_form": "linear"}, 1.41)],
+)
+def test_routers_begin_as_the_authors_do(changes, spread):
+    """Inputs of variance 1 give W1 x a variance of 2, ReLU of it 1 - 1/pi around its mean, and a margin twice that."""
+    width = 512
+    model = dense_model(hidden_size=width, num_attention_heads=4, head_dim=8)
+    settings = SkipGPTOriginalConfig(**changes)
+    wanted = route_original(discover(model), TARGET, settings, stage(), ObjectiveConfig())
+    routers = attachment(attach(model, wanted.config)).routers()
+    inputs = torch.randn(2000, width, generator=torch.Generator().manual_seed(0))
+    for router in routers:
+        if wanted.initialise is not None:
+            wanted.initialise(router)
+        has_biases = router.bias.any() or (router.down_bias is not None and router.down_bias.any())
+        assert bool(has_biases) == ("router_init" in changes)
+    margins = [router.logits(inputs).diff(dim=-1).std().item() for router in routers]
+    assert sum(margins) / len(margins) == pytest.approx(spread, rel=0.15)
+
+
+def test_the_initial_routers_that_are_asked_for_are_those_that_are_trained(monkeypatch):
+    seen = []
+    monkeypatch.setattr("wide.methods.skipgpt._initialise_uniformly", lambda router: seen.append(router))
+    settings = SkipGPTOriginalConfig(router_init="uniform")
+    model = dense_model()
+    run = {"stage": stage(steps=1, batch_size=16), "objective": ObjectiveConfig()}
+    train(model, route_original, blocks(), TARGET, settings, **run)
+    assert seen == list(attachment(model).routers())

@@ -9,11 +9,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
-from wide.method_config import SliceGPTConfig
 from wide.methods.calibration import windows
+from wide.methods.catalogue import SliceGPTConfig
 from wide.methods.method import Target
 from wide.methods.slicegpt import (
-    METHOD,
     decide,
     kept_dimensions,
     principal_basis,
@@ -293,8 +292,3 @@ def test_other_families_keep_their_weights_and_run_their_plan(family):
     assert torch.isfinite(logits(model, tokens())).all()
     detach(model)
     assert all(torch.equal(value, before[name].bfloat16()) for name, value in model.state_dict().items())
-
-
-def test_the_method_names_its_settings():
-    assert METHOD.default_settings() == SliceGPTConfig()
-    assert METHOD.kind == "stream"

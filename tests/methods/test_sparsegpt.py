@@ -6,9 +6,9 @@ from families import make
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError
-from wide.method_config import SparseGPTConfig
+from wide.methods.catalogue import SparseGPTConfig
 from wide.methods.method import Target
-from wide.methods.sparsegpt import METHOD, decide, prune_with_updates
+from wide.methods.sparsegpt import decide, prune_with_updates
 from wide.methods.unstructured import SemiStructured
 from wide.methods.wanda import prune_by_activation
 
@@ -114,8 +114,3 @@ def test_a_block_size_that_cuts_runs_is_refused():
     settings = SparseGPTConfig(pattern="2:4", block_size=6)
     with pytest.raises(ConfigError, match="multiple of 4"):
         decide(make("llama"), text(), Target(sparsity=0.5), settings)
-
-
-def test_the_method_names_its_settings():
-    assert METHOD.default_settings() == SparseGPTConfig()
-    assert METHOD.decide is decide

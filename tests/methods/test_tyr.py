@@ -9,14 +9,13 @@ from torch.nn import functional as F
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
-from wide.method_config import TyrConfig
 from wide.methods import tyr
 from wide.methods.allocation import Range, evolve, mutant
 from wide.methods.calibration import windows
+from wide.methods.catalogue import TyrConfig
 from wide.methods.edited_weights import EditedWeights
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.linear_work import layer_weights, width_share
-from wide.methods.method import Target
+from wide.methods.method import Target, layer_weights, width_share
 from wide.methods.second_order import GramAccumulator
 from wide.methods.supernet import Copies, Levels, fill, projections
 from wide.methods.topk_divergence import TopKDivergence
@@ -386,8 +385,3 @@ def test_what_cannot_be_rewritten_is_refused():
     layer.down_proj = Quantised(layer.down_proj)
     with pytest.raises(UnsupportedModelError, match=r"layer 1.*Quantised"):
         tyr.decide(model, text(), Target(sparsity=0.5), SETTINGS)
-
-
-def test_the_method_names_its_settings():
-    assert tyr.METHOD.default_settings() == TyrConfig()
-    assert tyr.METHOD.decide is tyr.decide

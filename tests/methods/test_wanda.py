@@ -6,11 +6,11 @@ from families import make
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, ShapeError
-from wide.method_config import WandaConfig
+from wide.methods.catalogue import WandaConfig
 from wide.methods.layer_runner import LayerRunner
 from wide.methods.method import Target
 from wide.methods.unstructured import SemiStructured, count_of, parse_pattern
-from wide.methods.wanda import METHOD, InputEnergy, decide, prune_by_activation
+from wide.methods.wanda import InputEnergy, decide, prune_by_activation
 from wide.models.discovery import discover
 from wide.plan import Dense
 
@@ -127,8 +127,3 @@ def test_a_pattern_against_its_target_or_width_is_refused():
     settings = WandaConfig(pattern="8:16", num_windows=2, window_length=16)
     with pytest.raises(ShapeError, match="no multiple of 16"):
         decide(make("llama", intermediate_size=72), text(), Target(sparsity=0.5), settings)
-
-
-def test_the_method_names_its_settings():
-    assert METHOD.default_settings() == WandaConfig()
-    assert METHOD.decide is decide

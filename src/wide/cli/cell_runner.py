@@ -19,11 +19,9 @@ from wide.cli.run_folder import ADAPTER, RECORDS
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.evaluation.report import EvaluationReport
-from wide.method_config import Match
-from wide.methods.apply import PROVENANCE, apply
-from wide.methods.catalogue import get
+from wide.methods.apply import PROVENANCE, apply, recover_row
+from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
-from wide.methods.recovery import recover_row
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, detach, is_attached
 from wide.records import Record, RecordFile, read_records

@@ -4,15 +4,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wide.cli.method_flags import SETTINGS, TRAINED, VARIANT_KEYS, check_method, check_variants
+from wide.cli.method_flags import SETTINGS, VARIANT_KEYS, check_method, check_variants
 from wide.cli.usage import UsageError
-from wide.method_config import Match
+from wide.methods.catalogue import Match, get
 from wide.report.cells import Cell
 
 DENSE = "dense"
 NEXT = "next"
 """The shard of a process that takes one free cell after the other."""
-_SEARCHING, _TRAINING = ("tyr",), ("ddp", *TRAINED)
+_TURNS = {"longest": 1, "long": 2, "short": 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,10 +133,8 @@ class GridOptions:
     def _rank(self, cell: Cell) -> int:
         """Return when a cell's turn is: what takes longest begins early, lest one process be left alone with it."""
         method = self.method_of(cell.method)
-        if method == DENSE:
-            # All other rows are relative to it.
-            return 0
-        return 1 if method in _SEARCHING else 2 if method in _TRAINING else 3
+        # All other rows are relative to the dense one.
+        return 0 if method == DENSE else _TURNS[get(method).duration]
 
 
 def method_names(text: str, variants: Collection[str] = ()) -> list[str]:

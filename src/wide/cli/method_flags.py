@@ -9,43 +9,11 @@ from typing import Any, get_args
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.usage import UsageError
-from wide.method_config import (
-    BlockPrunerConfig,
-    CoopPrunerConfig,
-    DDPConfig,
-    DenseConfig,
-    DLLMConfig,
-    DLLMOriginalConfig,
-    Match,
-    ShortenedConfig,
-    SkipGPTConfig,
-    SkipGPTOriginalConfig,
-    SliceGPTConfig,
-    SparseGPTConfig,
-    TyrConfig,
-    WandaConfig,
-    WideMethodConfig,
-)
+from wide.methods.catalogue import Match, get, names
 
-SETTINGS: Mapping[str, type[Any]] = {
-    "dense": DenseConfig,
-    "shortened-ppl": ShortenedConfig,
-    "shortened-taylor": ShortenedConfig,
-    "cooppruner": CoopPrunerConfig,
-    "blockpruner": BlockPrunerConfig,
-    "slicegpt": SliceGPTConfig,
-    "tyr": TyrConfig,
-    "ddp": DDPConfig,
-    "skipgpt": SkipGPTConfig,
-    "skipgpt-original": SkipGPTOriginalConfig,
-    "dllm": DLLMConfig,
-    "dllm-original": DLLMOriginalConfig,
-    "wide": WideMethodConfig,
-    "wanda": WandaConfig,
-    "sparsegpt": SparseGPTConfig,
-}
-"""The settings of each method by its name in the catalogue, which does not import them."""
-TRAINED = ("skipgpt", "skipgpt-original", "dllm", "dllm-original", "wide")
+SETTINGS: Mapping[str, type[Any]] = {name: get(name).settings for name in names()}
+"""The settings of each method by its name."""
+TRAINED = tuple(name for name in names() if get(name).trains)
 """Methods that train routers, to which the flags of stage 1 apply."""
 VARIANT_KEYS = ("method", "match")
 """What a variant may say beside settings of its method."""

@@ -8,10 +8,9 @@ from wide.cli.loading import require_lora
 from wide.cli.options import PruneRequest
 from wide.cli.pipeline import Pipeline
 from wide.data.batches import TokenBlocks
-from wide.methods.apply import apply
-from wide.methods.catalogue import get
-from wide.methods.method import Method, Target
-from wide.methods.recovery import recover_row
+from wide.methods.apply import apply, recover_row
+from wide.methods.catalogue import Method, get
+from wide.methods.method import Target
 from wide.models.adapter import load, save
 
 _COUNTED = {"nominal": "as the method counts it", "linear_flops": "of the linear FLOPs of the decoder layers"}
@@ -30,7 +29,7 @@ class MethodPipeline(Pipeline):
         target = Target(sparsity=asked.objective.sparsity, match=asked.match)
         if asked.recover is not None:
             require_lora()
-        if method.train is not None:
+        if method.trains:
             self._check_batches(asked.stage)
         model = self._load_model()
         blocks = self._load_texts(model, asked.stage)
@@ -39,7 +38,7 @@ class MethodPipeline(Pipeline):
         self._rehearse(model, lambda: _apply(model, method, blocks, target, replace(asked, stage=stage)))
         self._begin(model, f"{method.name}, {target.sparsity:.0%} {_COUNTED[target.match]}", target.sparsity)
         self._measure(model, "dense")
-        doing = "deciding" if method.train is None else "training"
+        doing = "training" if method.trains else "deciding"
         self._train(model, "pruned", lambda: self._decide(model, method, blocks, target, asked), doing=doing)
         if asked.recover is not None:
             recipe, text = asked.recover, later

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError
-from wide.method_config import Match
+from wide.methods.catalogue import Match
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from wide.cli.termination import telling
 from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError
-from wide.method_config import Match, WideMethodConfig
+from wide.methods.catalogue import Match, WideMethodConfig
 
 _DEFAULT = "wide"
 # What a method that trains nothing takes of stage 1: how its calibration text is packed, and the seed.

@@ -1,4 +1,4 @@
-"""Run one row of the benchmark on a live model, whatever its method: decide or train, attach, measure, record."""
+"""Run one row of the benchmark on a live model, whatever its method: decide or train, attach, measure, record; LoRA."""
 
 import dataclasses
 import time
@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from wide.config import ObjectiveConfig, StageConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import NotAttachedError
 from wide.evaluation.inference import SkipMeter, model_device
-from wide.method_config import Match
-from wide.methods.method import Effort, Kind, Method, Target
+from wide.methods.catalogue import Kind, Match, Method
+from wide.methods.method import Decision, Target, dense_plan
+from wide.methods.routed import train
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import Sparsity, static_sparsity
+from wide.models.discovery import discover
 from wide.models.observe import judging
 from wide.training.modes import own_randomness
+from wide.training.stages import recover
 
 PROVENANCE = "method"
 """Key of the report in an attachment's provenance."""
@@ -35,6 +38,7 @@ _FREE = frozenset(
         "copies_folder",
         # What the row's own sentences tell, because the default is not the original's.
         "penalty",
+        "propagation",
     }
 )
 # Of the loss: what no original has.
@@ -105,7 +109,7 @@ def apply(
 ) -> MethodReport:
     """Let a method decide or train, and leave the model attached accordingly.
 
-    Saving, LoRA (`wide.methods.recovery`) and evaluation then work as for any attached model. If the method fails, the
+    Saving, LoRA (`recover_row`) and evaluation then work as for any attached model. If the method fails, the
     model is left as it was found.
 
     Args:
@@ -134,9 +138,23 @@ def apply(
         began = _now(model)
         with own_randomness(model_device(model)):
             torch.manual_seed(seed)
-            effort, deviations, notes = _decide_or_train(
-                model, method, blocks, target, settings, stage, objective, output, resume
-            )
+            if method.trains:
+                decision = None
+                effort, deviations = train(
+                    model,
+                    method.function(),
+                    blocks,
+                    target,
+                    settings,
+                    stage=stage,
+                    objective=objective or ObjectiveConfig(),
+                    output=output,
+                    resume=resume,
+                )
+            else:
+                decision = _decide(model, method, blocks, target, settings)
+                effort, deviations = decision.effort, decision.deviations
+                attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
         seconds = _now(model) - began + effort.seconds_before
         sparsity = _measure(model, blocks)
         report = MethodReport(
@@ -156,7 +174,7 @@ def apply(
             seed=seed,
             settings=asdict(settings),
             deviations=(*deviations, *_changes(method, settings, stage, objective)),
-            notes=notes,
+            notes={} if decision is None else decision.notes,
         )
     except BaseException:
         if is_attached(model):
@@ -166,34 +184,44 @@ def apply(
     return report
 
 
-def _decide_or_train(
+def recover_row(
     model: nn.Module,
-    method: Method,
     blocks: TokenBlocks,
-    target: Target,
-    settings: Any,
-    stage: StageConfig,
-    objective: ObjectiveConfig | None,
-    output: Path | None,
-    resume: bool,
-) -> tuple[Effort, tuple[str, ...], Mapping[str, Any]]:
-    """Attach what the method found, and return its effort, deviations and notes."""
-    if method.decide is not None:
-        decision = method.decide(model, blocks, target, settings)
-        attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
-        return decision.effort, decision.deviations, decision.notes
-    assert method.train is not None
-    effort, deviations = method.train(
-        model,
-        blocks,
-        target,
-        settings,
-        stage=stage,
-        objective=objective or ObjectiveConfig(),
-        output=output,
-        resume=resume,
-    )
-    return effort, deviations, {}
+    stage: RecoverConfig,
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+    seed: int,
+) -> None:
+    """Train LoRA on an attached model by one recipe for all rows, stage 2 of the paper.
+
+    Routers, where it has any, go on training toward the target of stage 1. What a static method pruned stays pruned.
+
+    Args:
+        model: A model after `apply` or `wide.load`, trained in place; all-dense plans are welcome.
+        blocks: Training text.
+        stage: The recipe, the same for all rows of a table.
+        output: Folder for checkpoints, metrics and the adapter.
+        resume: Continue from the newest checkpoint in `output`.
+        seed: Of everything random; the one in `stage` does not count.
+
+    Raises:
+        NotAttachedError: If nothing is attached.
+        MissingExtraError: If PEFT is not installed.
+        TrainingError: If the loss is not finite.
+    """
+    # Routers record what they were trained to minimise; without routers there is nothing to steer.
+    has_routers = "prune" in attachment(model).provenance
+    objective = None if has_routers else ObjectiveConfig(sparsity=0.0, weight=0.0)
+    stage = dataclasses.replace(stage, seed=seed)
+    recover(model, blocks, objective=objective, stage=stage, output=output, resume=resume)
+
+
+def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Target, settings: Any) -> Decision:
+    if method.kind == "dense" or not target.sparsity:
+        return Decision(plan=dense_plan(len(discover(model))))
+    decision: Decision = method.function()(model, blocks, target, settings)
+    return decision
 
 
 def _with_seed(settings: Any, seed: int) -> Any:
@@ -230,7 +258,7 @@ def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
 def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:
     """Return a sentence on the settings that are not the original's, if any."""
     pairs = [(settings, method.default_settings())]
-    if method.train is not None:
+    if method.trains:
         pairs.append((stage, StageConfig()))
         # Its target is the row's, and the weight of some methods is their own.
         usual_loss = ObjectiveConfig()

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import EvaluationError
-from wide.method_config import BlockPrunerConfig
 from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst
 from wide.methods.calibration import dense_nll, json_number, perplexity, windows
-from wide.methods.linear_work import layer_weights
-from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.catalogue import BlockPrunerConfig
+from wide.methods.method import Decision, Effort, Target, layer_weights
 from wide.models.block_spec import BlockSpec
 
 _ORIGINAL_TOKENS = 256 * 2048
@@ -117,7 +116,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
     dense = dense_nll(model, ids, settings.batch_size, effort=effort)
     shares = shares_of_work(gates.specs)
     found = greedy_steps(gates, ids, batch_size=settings.batch_size, effort=effort)
-    title = f"{METHOD.name}: half-layers"
+    title = "blockpruner: half-layers"
     if target.match == "nominal":
         steps = list(progress(islice(found, count), title=title, total=count, unit="half-layer"))
     else:
@@ -143,13 +142,3 @@ def _deviations(ids: Tensor) -> tuple[str, ...]:
         count, length = ids.shape
         deviations.append(f"scored on {count} windows of {length} tokens, the original on 256 of 2048")
     return tuple(deviations)
-
-
-METHOD = Method(
-    name="blockpruner",
-    kind="depth",
-    summary="leave out attention and FFN halves one by one, each time the one the perplexity misses least",
-    source="Zhong et al., BlockPruner: Fine-grained Pruning for Large Language Models, 2024",
-    settings=BlockPrunerConfig,
-    decide=decide,
-)

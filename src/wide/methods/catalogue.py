@@ -1,32 +1,76 @@
-"""All rows of the benchmark by name; a row's code is imported when it is asked for."""
+"""The methods of the benchmark: what each removes, its settings, its source, and where its code is.
+
+A method is registered here and nowhere else: the frozen dataclass of its settings, whose defaults are the original's,
+stands under `@method(...)`, which names the row. The command line, comparisons and tests read it from here. This file
+imports no torch, so that help and parsing are quick; a method's code is imported when it runs.
+"""
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from wide.config import WideConfig
 from wide.errors import ConfigError
 
-# So that listing the names imports no torch.
-if TYPE_CHECKING:
-    from wide.methods.method import Method
+Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
+Match = Literal["nominal", "linear_flops"]
+"""What a sparsity may count: what each method's paper does, or the matrix-product work of all decoder layers."""
+_Settings = TypeVar("_Settings", bound=type)
 
-_ROWS: dict[str, tuple[str, str]] = {
-    "dense": ("dense", "METHOD"),
-    "shortened-ppl": ("shortened", "BY_PERPLEXITY"),
-    "shortened-taylor": ("shortened", "BY_TAYLOR"),
-    "cooppruner": ("cooppruner", "METHOD"),
-    "blockpruner": ("blockpruner", "METHOD"),
-    "slicegpt": ("slicegpt", "METHOD"),
-    "tyr": ("tyr", "METHOD"),
-    "ddp": ("ddp", "METHOD"),
-    "skipgpt": ("skipgpt", "METHOD"),
-    "skipgpt-original": ("skipgpt", "ORIGINAL"),
-    "dllm": ("dllm", "METHOD"),
-    "dllm-original": ("dllm", "ORIGINAL"),
-    "wide": ("wide", "METHOD"),
-    "wanda": ("wanda", "METHOD"),
-    "sparsegpt": ("sparsegpt", "METHOD"),
-}
-"""Name -> (module beside this one, its constant), in the order of the table."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """A row of the benchmark's table.
+
+    Args:
+        name: As on the command line.
+        kind: What it removes; methods that train routers are 'dynamic'.
+        summary: One line for `wide methods`.
+        source: Paper or repository.
+        settings: The frozen dataclass of the method's options, defaults as the original's.
+        code: What decides, as 'module:function' below `wide.methods` or the function itself. A dynamic method's is a
+            `wide.methods.routed.Route`, the others' a `wide.methods.method.Decide`; the dense model has none.
+        duration: How long it runs beside the other methods; processes that share a comparison begin with the longest.
+    """
+
+    name: str
+    kind: Kind
+    summary: str
+    source: str
+    settings: type[Any]
+    code: str | Callable[..., Any] = ""
+    duration: Literal["short", "long", "longest"] = "short"
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains routers, instead of deciding once for every token."""
+        return self.kind == "dynamic"
+
+    def default_settings(self) -> Any:
+        """Return the method's settings with the original's values."""
+        return self.settings()
+
+    def function(self) -> Callable[..., Any]:
+        """Return what decides, importing it where needed."""
+        if not isinstance(self.code, str):
+            return self.code
+        module, _, name = self.code.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(f"wide.methods.{module}"), name)
+        return found
+
+
+_ROWS: dict[str, Method] = {}
+
+
+def method(name: str, **options: Any) -> Callable[[_Settings], _Settings]:
+    """Register a row of the table with the decorated dataclass as its settings; `options` are those of `Method`."""
+
+    def register(settings: _Settings) -> _Settings:
+        _ROWS[name] = Method(name=name, settings=settings, **options)
+        return settings
+
+    return register
 
 
 def names() -> tuple[str, ...]:
@@ -34,7 +78,7 @@ def names() -> tuple[str, ...]:
     return tuple(_ROWS)
 
 
-def get(name: str) -> "Method":
+def get(name: str) -> Method:
     """Return a row.
 
     Raises:
@@ -42,6 +86,501 @@ def get(name: str) -> "Method":
     """
     if name not in _ROWS:
         raise ConfigError(f"no method is named {name!r}; choose one of {', '.join(_ROWS)}")
-    module, constant = _ROWS[name]
-    method: Method = getattr(importlib.import_module(f"wide.methods.{module}"), constant)
-    return method
+    return _ROWS[name]
+
+
+def _check(settings: Any, *, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
+    """Refuse counts below 1, numbers below 0, and words that a field's type does not list; None is fine."""
+    for field, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal and getattr(settings, field) not in get_args(hint):
+            words = " or ".join(repr(word) for word in get_args(hint))
+            raise ConfigError(f"{field} must be {words}, got {getattr(settings, field)!r}")
+    for fields, least, wanted in ((positive, 1, "be at least 1"), (not_negative, 0, "not be negative")):
+        for field in fields:
+            value = getattr(settings, field)
+            if value is not None and value < least:
+                raise ConfigError(f"{field} must {wanted}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibrated:
+    """Settings of every method that reads windows of calibration text.
+
+    Args:
+        num_windows: Windows of calibration text.
+        window_length: Tokens in a window.
+        batch_size: Windows in a micro-batch.
+        seed: Of the choice of windows.
+    """
+
+    num_windows: int = 128
+    window_length: int = 2048
+    batch_size: int = 16
+    seed: int = 17
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no work can be done with."""
+        _check(self, positive=("num_windows", "window_length", "batch_size"))
+
+
+@method("dense", kind="dense", summary="the model as it is, whatever the target", source="the model's authors")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseConfig:
+    """The dense model has no settings."""
+
+
+@method(
+    "shortened-taylor",
+    kind="depth",
+    summary="leave out the layers with the smallest weights times gradients",
+    source="Kim et al., Shortened LLaMA: Depth Pruning for Large Language Models, 2024",
+    code="shortened:decide_by_taylor",
+)
+@method(
+    "shortened-ppl",
+    kind="depth",
+    summary="leave out the layers without which, each alone, the perplexity is lowest",
+    source="Kim et al., Shortened LLaMA: Depth Pruning for Large Language Models, 2024",
+    code="shortened:decide_by_perplexity",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortenedConfig(Calibrated):
+    """Settings of both rows of Shortened LLaMA.
+
+    Args:
+        protect_first: Layers at the start that are never removed; null keeps 4 of 32 in proportion, at least 1. The
+            original keeps 4 whatever the depth.
+        protect_last: The same at the end; null keeps 2 of 32 in proportion, at least 1. The original keeps 2.
+        batch_size: Windows in a micro-batch. For the Taylor score, less than `num_windows` holds a float32 copy of
+            the layers' parameters.
+    """
+
+    num_windows: int = 10
+    window_length: int = 128
+    seed: int = 1234
+    protect_first: int | None = None
+    protect_last: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse negative protection and sizes that no work can be done with."""
+        Calibrated.__post_init__(self)
+        _check(self, not_negative=("protect_first", "protect_last"))
+
+
+@method(
+    "cooppruner",
+    kind="depth",
+    summary="leave out the layers that contribute least to the perplexity of sampled sets of layers",
+    source="Pruning as a Cooperative Game: Surrogate-Assisted Layer Contribution Estimation for LLMs, 2026",
+    code="cooppruner:decide",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoopPrunerConfig(Calibrated):
+    """Settings of CoopPruner.
+
+    Args:
+        strata: Numbers of removed layers that are sampled: 'paper' has 2, 5, 8, 11, 14 of 32 layers (other depths in
+            proportion) and extrapolates beyond; 'spanning' goes on to 17 and 20, and further if the target does.
+        num_masks: Sets of layers whose perplexity is measured, all strata together.
+        num_contribution_masks: Sets of layers over which the surrogate's contributions are averaged.
+        epochs: Of the surrogate's training.
+        learning_rate: Of the surrogate's SGD at the start.
+        rate_step: Epochs after which the learning rate is multiplied by `rate_decay`.
+        rate_decay: See `rate_step`.
+        momentum: Of SGD.
+        surrogate_batch_size: Sets of layers in a step of the surrogate.
+        seed: Of the windows, the sets of layers and the surrogate.
+    """
+
+    num_windows: int = 10
+    window_length: int = 128
+    seed: int = 1234
+    strata: Literal["paper", "spanning"] = "paper"
+    num_masks: int = 8000
+    num_contribution_masks: int = 80_000
+    epochs: int = 300
+    learning_rate: float = 0.008
+    rate_step: int = 100
+    rate_decay: float = 0.1
+    momentum: float = 0.9
+    surrogate_batch_size: int = 300
+
+    def __post_init__(self) -> None:
+        """Refuse unknown strata and sizes that no work can be done with."""
+        Calibrated.__post_init__(self)
+        counts = ("num_masks", "num_contribution_masks", "epochs", "rate_step", "surrogate_batch_size")
+        _check(self, positive=counts)
+
+
+@method(
+    "blockpruner",
+    kind="depth",
+    summary="leave out attention and FFN sublayers one by one, each time the one the perplexity misses least",
+    source="Zhong et al., BlockPruner: Fine-grained Pruning for Large Language Models, 2024",
+    code="blockpruner:decide",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPrunerConfig(Calibrated):
+    """Settings of BlockPruner.
+
+    Args:
+        num_windows: Windows of calibration text. The original's 256 windows of 2048 tokens cost 0.8 billion tokens
+            for half of 64 sublayers, so the default is shorter.
+    """
+
+    num_windows: int = 64
+    window_length: int = 512
+
+
+@method(
+    "slicegpt",
+    kind="stream",
+    summary="cut the residual stream to its principal directions",
+    source="Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows and Columns, ICLR 2024",
+    code="slicegpt:decide",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceGPTConfig(Calibrated):
+    """Settings of SliceGPT.
+
+    Args:
+        round_to: The width of the sliced stream is a multiple of this.
+    """
+
+    seed: int = 42
+    round_to: int = 8
+
+
+@method(
+    "tyr",
+    kind="width",
+    summary="prune heads and channels by second-order cost, and search the sparsity of each layer",
+    source="Li et al., Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity Distribution Optimization, 2025",
+    code="tyr:decide",
+    duration="longest",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TyrConfig(Calibrated):
+    """Settings of Týr-the-Pruner.
+
+    Args:
+        score: How units are ranked: 'reference_signed' is the released code's first-order plus second-order term,
+            'paper_abs' the paper's per-channel score with an absolute first-order term, 'exact_obs' the exact loss of
+            removing the unit.
+        attention_rounds: Rounds in which the heads of a layer are removed, ranked anew before each.
+        ffn_rounds: The same for FFN channels.
+        damping: Share of the mean diagonal of the Gram matrix that is added to its diagonal.
+        propagation: Inputs of the next layer: 'mean' from all copies, weighted by what they keep (paper); 'expected'
+            from the copy at the layer's expected sparsity, which the released code is written for; 'dense' from the
+            unpruned layer, which the released code comes to, because it overwrites that sparsity with 0.
+        copies_folder: Where the copies of pruned weights lie during the search; null keeps them in CPU memory.
+        iterations: Times the copies are made and searched, with the step between sparsities halved each time.
+        levels_per_side: Copies on each side of the expected one.
+        first_step: Distance between the sparsities of neighbouring copies in the first iteration.
+        min_head_step: Least distance in query heads.
+        min_channel_step: Least distance in FFN channels.
+        generations: Generations of a search.
+        offspring: Mutants of the parent in a generation.
+        max_swaps: Largest number of swaps in a mutant.
+        stage_tokens: Tokens that judge the mutants, stage after stage.
+        survivors: How many mutants go on to each further stage; the parent joins at the last one.
+        search_window_length: Tokens in a window of the search.
+        search_batch_size: Windows in a forward of the search.
+        top_k: Largest logits of the dense model that the divergence looks at.
+        seed: Of the choice of windows and of the search.
+    """
+
+    num_windows: int = 1024
+    window_length: int = 4096
+    batch_size: int = 4
+    seed: int = 0
+    score: Literal["reference_signed", "paper_abs", "exact_obs"] = "reference_signed"
+    attention_rounds: int = 1
+    ffn_rounds: int = 16
+    damping: float = 0.01
+    propagation: Literal["expected", "mean", "dense"] = "expected"
+    copies_folder: str | None = None
+    iterations: int = 4
+    levels_per_side: int = 4
+    first_step: float = 0.125
+    min_head_step: int = 1
+    min_channel_step: int = 32
+    generations: int = 50
+    offspring: int = 128
+    max_swaps: int = 4
+    stage_tokens: tuple[int, ...] = (2048, 16384, 131072)
+    survivors: tuple[int, ...] = (16, 4)
+    search_window_length: int = 4096
+    search_batch_size: int = 4
+    top_k: int = 8192
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict."""
+        Calibrated.__post_init__(self)
+        counts = ("attention_rounds", "ffn_rounds", "iterations", "levels_per_side", "max_swaps", "top_k")
+        _check(self, positive=counts)
+        if len(self.survivors) != len(self.stage_tokens) - 1:
+            raise ConfigError(
+                f"survivors {self.survivors} must have one entry fewer than stage_tokens {self.stage_tokens}: how many "
+                "mutants go on to each stage after the first"
+            )
+
+
+@method(
+    "ddp",
+    kind="width",
+    summary="train a real gate per query head and FFN channel, without sampling, on frozen weights",
+    source="Huang et al., Deterministic Differentiable Pruning, 2026",
+    code="ddp:decide",
+    duration="long",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DDPConfig:
+    """Settings of DDP.
+
+    Args:
+        steps: Optimiser steps.
+        batch_size: Sequences in a step.
+        micro_batch_size: Sequences in a forward; must divide `batch_size`.
+        sequence_length: Tokens in a sequence; None means that of the calibration text's blocks.
+        learning_rate: Peak of the cosine schedule, for the gates.
+        linear_rate: The same for the multiplier of the distance from the target.
+        quadratic_rate: The same for the multiplier of its square.
+        binary_rate: The same for the multiplier of indecision.
+        warmup: Share of the steps with linearly rising rates.
+        distillation: Weight of KL(dense || pruned) beside the cross-entropy.
+        midpoint_end: Magnitude at which a gate counts as half pruned at the end (released code 0.1, paper 0.05).
+        initial_spread: Standard deviation of the gates around 1 at the start.
+        lowest: Gates are held at or above this after each step, so that they find the way back.
+        export: 'relu' prunes the gates whose magnitude is 0, 'topk_exact' more of the smallest where the target is not
+            met yet.
+        gradient_checkpointing: Trade a second forward for memory.
+        seed: Of the initial gates and the order of the text.
+    """
+
+    steps: int = 1000
+    batch_size: int = 16
+    micro_batch_size: int = 2
+    sequence_length: int | None = 2048
+    learning_rate: float = 2e-2
+    linear_rate: float = 2e-2
+    quadratic_rate: float = 0.4
+    binary_rate: float = 2e-2
+    warmup: float = 0.1
+    distillation: float = 2.0
+    midpoint_end: float = 0.1
+    initial_spread: float = 0.01
+    lowest: float = -0.1
+    export: Literal["topk_exact", "relu"] = "topk_exact"
+    gradient_checkpointing: bool = False
+    seed: int = 17
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be trained with."""
+        rates = ("linear_rate", "quadratic_rate", "binary_rate", "distillation", "initial_spread")
+        _check(self, positive=("steps", "batch_size", "micro_batch_size"), not_negative=rates)
+        if self.batch_size % self.micro_batch_size:
+            raise ConfigError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
+        if self.sequence_length is not None and self.sequence_length < 2:
+            raise ConfigError(f"sequence_length must be at least 2 or null, got {self.sequence_length}")
+        if not self.learning_rate > 0.0:
+            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not 0.0 <= self.warmup <= 1.0:
+            raise ConfigError(f"warmup must lie in [0, 1], got {self.warmup}")
+        if not 0.0 < self.midpoint_end <= 0.5:
+            raise ConfigError(f"midpoint_end must lie in (0, 0.5], got {self.midpoint_end}")
+        if self.lowest > 0.0:
+            raise ConfigError(f"lowest must not be positive, or no gate could reach 0, got {self.lowest}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRouters:
+    """Settings of every row whose routers decide per token for whole sublayers or layers.
+
+    Args:
+        router_rank: Width of the router's inner layer.
+        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
+    """
+
+    router_rank: int = 32
+    calibrate_threshold: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse unknown words and a router without width."""
+        _check(self, positive=("router_rank",))
+
+
+@method(
+    "skipgpt",
+    kind="dynamic",
+    summary="each token executes or skips whole sublayers, as the WIDE paper runs SkipGPT",
+    source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; token routers of the WIDE paper",
+    code="skipgpt:route",
+    duration="long",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipGPTConfig(TokenRouters):
+    """Settings of token-wise skipping of sublayers as the WIDE paper runs SkipGPT.
+
+    The paper raises the routers' rank to what WIDE's routers hold in total.
+
+    Args:
+        uniform: Steer attention and FFN to the target each, instead of their mean.
+    """
+
+    uniform: bool = False
+
+
+@method(
+    "skipgpt-original",
+    kind="dynamic",
+    summary="each token executes or skips whole sublayers, with SkipGPT's own routers and schedule",
+    source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; github.com/EIT-NLP/SkipGPT",
+    code="skipgpt:route_original",
+    duration="long",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipGPTOriginalConfig:
+    """Settings of SkipGPT as its authors released it.
+
+    Args:
+        router_form: 'mlp' is the released code's, 'linear' the paper's single matrix.
+        router_rank: Width of the MLP; null means a quarter of the hidden size.
+        router_init: Initial routers: 'kaiming' is the released code's, Kaiming-uniform with zero biases; 'uniform' that
+            of torch's linear layers, with random biases and margins a quarter as wide.
+        weight: Of the distance from the target sparsity in the loss.
+        temperature_start: Gumbel-softmax temperature at the first step.
+        temperature_end: Temperature at the last step, reached linearly.
+        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
+    """
+
+    router_form: Literal["mlp", "linear"] = "mlp"
+    router_rank: int | None = None
+    router_init: Literal["kaiming", "uniform"] = "kaiming"
+    weight: float = 20.0
+    temperature_start: float = 5.0
+    temperature_end: float = 1.0
+    calibrate_threshold: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no router has."""
+        _check(self, positive=("router_rank",), not_negative=("weight",))
+        if not (self.temperature_start > 0.0 and self.temperature_end > 0.0):
+            raise ConfigError(f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}")
+
+
+@method(
+    "dllm",
+    kind="dynamic",
+    summary="each token executes or skips whole layers, by one router for both sublayers",
+    source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE paper",
+    code="dllm:route",
+    duration="long",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DLLMConfig(TokenRouters):
+    """Settings of layer skipping in D-LLM's manner: one router for both sublayers of a layer."""
+
+
+@method(
+    "dllm-original",
+    kind="dynamic",
+    summary="each token executes or skips whole layers, with D-LLM's own routers, eviction and protected tokens",
+    source="Jiang et al., D-LLM, NeurIPS 2024; github.com/Jyk-122/D-LLM",
+    code="dllm:route_original",
+    duration="long",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DLLMOriginalConfig(TokenRouters):
+    """Settings of D-LLM as its authors released it.
+
+    Args:
+        dense_layers: Layers at the start that every token executes.
+        first_tokens: Tokens at the start of each sequence that execute every layer.
+        evict: Whether later tokens do not see the keys and values of tokens that skip a layer.
+        temperature: Of the Gumbel-softmax, the same at every step.
+        penalty: 'token' is the original's: the distance of every token's own skip rate from the target, with a weight
+            that rises from 0; 'mean' that of the mean over tokens, with the constant weight of the objective.
+        weight: Of the penalty 'token' at the last step. Rates are over all layers: of layers where the target is
+            nominal, as the original's, and of matrix-product work under match=linear_flops.
+    """
+
+    router_rank: int = 512
+    dense_layers: int = 2
+    first_tokens: int = 2
+    evict: bool = True
+    temperature: float = 1.0
+    penalty: Literal["mean", "token"] = "mean"
+    weight: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no router has."""
+        TokenRouters.__post_init__(self)
+        _check(self, not_negative=("dense_layers", "first_tokens", "weight"))
+        if not self.temperature > 0.0:
+            raise ConfigError(f"temperature must be positive, got {self.temperature}")
+
+
+@method(
+    "wide",
+    kind="dynamic",
+    summary="each token chooses which groups of heads and of FFN channels it executes",
+    source="WIDE, sections 3.1 and 3.2",
+    code="routed:route_wide",
+    duration="long",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideMethodConfig(WideConfig):
+    """Settings of the row 'wide': those of `WideConfig`, and how the target is met.
+
+    Args:
+        uniform: Steer attention and FFN to the target each, instead of their mean.
+        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
+    """
+
+    uniform: bool = False
+    calibrate_threshold: bool = True
+
+
+@method(
+    "wanda",
+    kind="unstructured",
+    summary="zero single weights by magnitude times input norm, within each output row",
+    source="Sun et al., A Simple and Effective Pruning Approach for Large Language Models, ICLR 2024",
+    code="wanda:decide",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandaConfig(Calibrated):
+    """Settings of Wanda.
+
+    Args:
+        pattern: 'unstructured', or 'N:M' to keep N of every M consecutive inputs; the target must then be 1 - N/M.
+    """
+
+    batch_size: int = 8
+    seed: int = 0
+    pattern: str = "unstructured"
+
+
+@method(
+    "sparsegpt",
+    kind="unstructured",
+    summary="zero single weights by second-order cost and update the rest of their rows",
+    source="Frantar and Alistarh, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot, ICML 2023",
+    code="sparsegpt:decide",
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseGPTConfig(Calibrated):
+    """Settings of SparseGPT.
+
+    Args:
+        pattern: 'unstructured', or 'N:M' to keep N of every M consecutive inputs; the target must then be 1 - N/M.
+        damping: Share of the mean diagonal of the Gram matrix that is added to its diagonal.
+        block_size: Columns whose zeros are chosen together.
+    """
+
+    batch_size: int = 8
+    seed: int = 0
+    pattern: str = "unstructured"
+    damping: float = 0.01
+    block_size: int = 128

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import EvaluationError
-from wide.method_config import CoopPrunerConfig
 from wide.methods.block_gates import BlockGates, KeptSets, skipping_plan, whole_layers
 from wide.methods.calibration import dense_nll, json_number, perplexity, windows
-from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.catalogue import CoopPrunerConfig
+from wide.methods.method import Decision, Effort, Target
 
 _REFERENCE_LAYERS = 32
 _PAPER_REMOVED = (2, 5, 8, 11, 14)
@@ -75,7 +75,7 @@ def measured_utilities(
         batch_size: Windows in a micro-batch.
         effort: The tokens are added here.
     """
-    title = f"{METHOD.name}: sets of layers"
+    title = "cooppruner: sets of layers"
     nlls = gates.mean_nll(whole_layers(kept), ids, batch_size=batch_size, effort=effort, title=title)
     with np.errstate(over="ignore"):
         utilities: npt.NDArray[np.float64] = np.exp(dense - nlls)
@@ -206,7 +206,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Coop
     dense = dense_nll(model, ids, settings.batch_size, effort=effort)
     measured = measured_utilities(gates, sets, ids, dense=dense, batch_size=settings.batch_size, effort=effort)
     sets, utilities = finite_pairs(sets, measured)
-    surrogate = fit_surrogate(sets, utilities, settings, title=f"{METHOD.name}: surrogate")
+    surrogate = fit_surrogate(sets, utilities, settings, title="cooppruner: surrogate")
     others = sample_kept_layers(gates.num_layers, strata, settings.num_contribution_masks, generator)
     values = contributions(surrogate, others)
     order = np.argsort(values, kind="stable")
@@ -241,13 +241,3 @@ def _deviations(settings: CoopPrunerConfig, count: int, strata: Sequence[int]) -
             "contributions are extrapolated; strata='spanning' reaches the target"
         )
     return tuple(deviations)
-
-
-METHOD = Method(
-    name="cooppruner",
-    kind="depth",
-    summary="leave out the layers that contribute least to the perplexity of sampled sets of layers",
-    source="Pruning as a Cooperative Game: Surrogate-Assisted Layer Contribution Estimation for LLMs, 2026",
-    settings=CoopPrunerConfig,
-    decide=decide,
-)

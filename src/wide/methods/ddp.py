@@ -19,7 +19,7 @@ from wide.data.batches import TokenBatch, TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, TrainingError
 from wide.grouping import Grouping
-from wide.method_config import DDPConfig
+from wide.methods.catalogue import DDPConfig
 from wide.methods.deterministic_gates import (
     Exported,
     Multipliers,
@@ -29,8 +29,7 @@ from wide.methods.deterministic_gates import (
     retention,
     soft_sparsity,
 )
-from wide.methods.linear_work import feed_forward, width_share
-from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.method import Decision, Effort, Target, feed_forward, width_share
 from wide.models.attach import attach, detach
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
@@ -306,13 +305,3 @@ def _deviations(facts: dict[str, Any], exported: Mapping[str, Exported], goals: 
         if result.forced:
             found.append(f"{kind}: one unit was kept by force in layers {list(result.forced)}, which lost all of them")
     return tuple(found)
-
-
-METHOD = Method(
-    name="ddp",
-    kind="width",
-    summary="train a real gate per query head and FFN channel, without sampling, on frozen weights",
-    source="Huang et al., Deterministic Differentiable Pruning, 2026",
-    settings=DDPConfig,
-    decide=decide,
-)

@@ -1,7 +1,7 @@
-"""Layer skipping in D-LLM's manner: each token executes or skips whole layers, one router for both halves.
+"""Layer skipping in D-LLM's manner: each token executes or skips whole layers, one router for both sublayers.
 
-Two rows. `METHOD` is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and
-values, no protected layers or tokens. `ORIGINAL` has its authors' MLP routers, eviction, dense first layers and first
+Two rows. 'dllm' is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and values,
+no protected layers or tokens. 'dllm-original' has its authors' MLP routers, eviction, dense first layers and first
 tokens, and as a setting their penalty on every token. Otherwise both are steered by a penalty on the mean skip rate.
 Written over the machinery of this package.
 """
@@ -9,82 +9,50 @@ Written over the machinery of this package.
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from wide.config import ObjectiveConfig, StageConfig
-from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
 from wide.grouping import Grouping
-from wide.method_config import DLLMConfig, DLLMOriginalConfig
-from wide.methods.linear_work import feed_forward
-from wide.methods.method import Effort, Method, Target
-from wide.methods.routed import linear_work, train_routers
+from wide.methods.catalogue import DLLMConfig, DLLMOriginalConfig
+from wide.methods.method import Target, dense_plan, feed_forward
+from wide.methods.routed import Routing, linear_work
 from wide.models.block_spec import BlockSpec
-from wide.models.discovery import discover
-from wide.plan import Dense, Following, LayerPlan, Plan, Routed
+from wide.plan import Following, LayerPlan, Plan, Routed
 
 
-def train(
-    model: nn.Module,
-    blocks: TokenBlocks,
-    target: Target,
-    settings: DLLMConfig,
-    *,
-    stage: StageConfig,
-    objective: ObjectiveConfig,
-    output: str | Path | None = None,
-    resume: bool = False,
-) -> tuple[Effort, tuple[str, ...]]:
-    """Train one router a layer, on the input of the layer.
+def route(
+    specs: Sequence[BlockSpec], target: Target, settings: DLLMConfig, stage: StageConfig, objective: ObjectiveConfig
+) -> Routing:
+    """Return one bottleneck router a layer, on the input of the layer.
 
     Raises:
         UnsupportedModelError: If a layer's FFN cannot be routed.
     """
-    plan = Plan(tuple(_layer(spec, settings.router_rank) for spec in discover(model)))
-    effort, found = train_routers(
-        model,
-        plan,
-        blocks,
-        target,
+    return Routing(
+        config=Plan(tuple(_layer(spec, rank=settings.router_rank) for spec in specs)),
+        target=target,
         stage=stage,
         objective=objective,
-        output=output,
-        resume=resume,
-        calibrate_threshold=settings.calibrate_threshold,
-    )
-    return effort, (
-        f"routers are linear bottlenecks of rank {settings.router_rank}, the original's are MLPs of width 512",
-        "routers are trained alone, the original trains LoRA with them",
-        "keys and values of skipping tokens stay visible, the original evicts them",
-        "no layer and no token is protected, the original protects the first two of each",
-        "the penalty is on the mean skip rate, the original's on that of every token",
-        f"the temperature falls from {stage.temperature_start:g} to {stage.temperature_end:g}, the original's is 1",
-        *found,
+        deviations=(
+            f"routers are linear bottlenecks of rank {settings.router_rank}, the original's are MLPs of width 512",
+            "routers are trained alone, the original trains LoRA with them",
+            "keys and values of skipping tokens stay visible, the original evicts them",
+            "no layer and no token is protected, the original protects the first two of each",
+            "the penalty is on the mean skip rate, the original's on that of every token",
+            f"the temperature falls from {stage.temperature_start:g} to {stage.temperature_end:g}, the original's is 1",
+        ),
     )
 
 
-def _layer(spec: BlockSpec, rank: int) -> LayerPlan:
-    feed_forward(spec)
-    grouping = Grouping.whole(spec.attention.query_width)
-    return LayerPlan(
-        attention=Routed(grouping=grouping, rank=rank, router_input="layer_input", bias=True), ffn=Following()
-    )
-
-
-def train_original(
-    model: nn.Module,
-    blocks: TokenBlocks,
+def route_original(
+    specs: Sequence[BlockSpec],
     target: Target,
     settings: DLLMOriginalConfig,
-    *,
     stage: StageConfig,
     objective: ObjectiveConfig,
-    output: str | Path | None = None,
-    resume: bool = False,
-) -> tuple[Effort, tuple[str, ...]]:
-    """Train one MLP router a layer, behind the first layers, and evict what skipping tokens would leave in the cache.
+) -> Routing:
+    """Return one MLP router a layer behind the first ones; what skipping tokens would leave in the cache is evicted.
 
     A nominal target counts the dense first layers, too, as the original does. Steps, sizes and learning rate stay
     those of `stage`.
@@ -93,31 +61,35 @@ def train_original(
         ConfigError: If the layers that have routers cannot skip as much.
         UnsupportedModelError: If a layer's FFN cannot be routed.
     """
-    specs = discover(model)
-    plan = Plan(tuple(_original_layer(spec, settings) for spec in specs))
-    of_routed = _target_of_routed_layers(target, plan)
+    protected = settings.dense_layers
+    own: dict[str, Any] = {"form": "dllm", "evicts": settings.evict, "first_tokens": settings.first_tokens}
+    behind = tuple(_layer(spec, rank=settings.router_rank, **own) for spec in specs[protected:])
+    plan = Plan((*dense_plan(len(specs[:protected])).layers, *behind))
+    for spec in specs:
+        feed_forward(spec)
     objective, penalty = _penalty(settings, objective, specs, plan, target)
-    effort, found = train_routers(
-        model,
-        plan,
-        blocks,
-        of_routed,
+    return Routing(
+        config=plan,
+        target=_target_of_routed_layers(target, plan),
         stage=dataclasses.replace(stage, temperature_start=settings.temperature, temperature_end=settings.temperature),
         objective=objective,
-        output=output,
-        resume=resume,
-        calibrate_threshold=settings.calibrate_threshold,
+        deviations=(
+            "routers are trained before LoRA, the original trains both together",
+            *penalty,
+            "steps, sizes and learning rate are those of all rows; the original's are 10 epochs of its task at 9e-3 x "
+            "batch size / 256",
+            "inference routes by margin; the original's threshold is a probability of one half",
+            f"rates are means over the {_num_routed(plan)} of {len(specs)} layers that have routers; a nominal target "
+            "counts all layers",
+        ),
     )
-    return effort, (
-        "routers are trained before LoRA, the original trains both together",
-        *penalty,
-        "steps, sizes and learning rate are those of all rows; the original's are 10 epochs of its task at 9e-3 x "
-        "batch size / 256",
-        "inference routes by margin; the original's threshold is a probability of one half",
-        f"rates are means over the {_num_routed(plan)} of {len(plan.layers)} layers that have routers; a nominal "
-        "target counts all layers",
-        *found,
-    )
+
+
+def _layer(spec: BlockSpec, **router: Any) -> LayerPlan:
+    """Return a layer whose one router decides for both sublayers."""
+    feed_forward(spec)
+    whole = Grouping.whole(spec.attention.query_width)
+    return LayerPlan(attention=Routed(grouping=whole, router_input="layer_input", bias=True, **router), ffn=Following())
 
 
 def _penalty(
@@ -140,22 +112,6 @@ def _penalty(
     return dataclasses.replace(objective, weight=weight, per_token=True, weight_ramp=True), told
 
 
-def _original_layer(spec: BlockSpec, settings: DLLMOriginalConfig) -> LayerPlan:
-    feed_forward(spec)
-    if spec.index < settings.dense_layers:
-        return LayerPlan(attention=Dense(), ffn=Dense())
-    attention = Routed(
-        grouping=Grouping.whole(spec.attention.query_width),
-        rank=settings.router_rank,
-        router_input="layer_input",
-        bias=True,
-        form="dllm",
-        evicts=settings.evict,
-        first_tokens=settings.first_tokens,
-    )
-    return LayerPlan(attention=attention, ffn=Following())
-
-
 def _num_routed(plan: Plan) -> int:
     return sum(isinstance(layer.attention, Routed) for layer in plan.layers)
 
@@ -174,21 +130,3 @@ def _target_of_routed_layers(target: Target, plan: Plan) -> Target:
             f"stay below {routed / len(plan.layers):.4f}, or choose fewer dense_layers"
         )
     return dataclasses.replace(target, sparsity=share)
-
-
-METHOD = Method(
-    name="dllm",
-    kind="dynamic",
-    summary="each token executes or skips whole layers, by one router for both halves",
-    source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE paper",
-    settings=DLLMConfig,
-    train=train,
-)
-ORIGINAL = Method(
-    name="dllm-original",
-    kind="dynamic",
-    summary="each token executes or skips whole layers, with D-LLM's own routers, eviction and protected tokens",
-    source="Jiang et al., D-LLM, NeurIPS 2024; github.com/Jyk-122/D-LLM",
-    settings=DLLMOriginalConfig,
-    train=train_original,
-)

@@ -1,18 +1,16 @@
-"""What a method of the benchmark receives and returns; one decision, made in place."""
+"""What a method receives and returns, how a target counts, and what a layer's matrices weigh."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
-from wide.errors import ConfigError
-from wide.method_config import Match
-from wide.plan import Plan
-
-Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
+from wide.errors import ConfigError, UnsupportedModelError
+from wide.methods.catalogue import Match
+from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.plan import Dense, LayerPlan, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +59,7 @@ class Decision:
     """What a static method decided; nothing of it is attached yet.
 
     Args:
-        plan: What each half-layer runs.
+        plan: What each sublayer runs.
         tensors: Values of the plan by the names that `wide.plan` gives them, float32 on the CPU.
         weights: Base parameters to replace, by their name in the model's state dict, in any float dtype.
         effort: Calibration text consumed.
@@ -78,32 +76,79 @@ class Decision:
 
 
 Decide = Callable[[nn.Module, TokenBlocks, Target, Any], Decision]
-"""(model, packed calibration text, target, the method's settings) -> what to do. The model is left as it was found."""
+"""(model, packed calibration text, target above 0, settings) -> what to do. The model is left as it was found."""
+
+
+def dense_plan(num_layers: int) -> Plan:
+    """Return the plan that leaves every sublayer as it is."""
+    return Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in range(num_layers)))
+
+
+def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
+    """Return the FFN of a layer.
+
+    Raises:
+        UnsupportedModelError: If the layer has none that can be pruned.
+    """
+    if spec.ffn is None:
+        raise UnsupportedModelError(f"this method prunes every FFN, and {spec.ffn_reason}")
+    return spec.ffn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """A row of the benchmark's table.
+class LayerWeights:
+    """Weights of the matrices of one decoder layer; the work per token is two FLOP for each.
 
     Args:
-        name: As on the command line.
-        kind: What it removes.
-        summary: One line for `wide methods`.
-        source: Paper or repository.
-        settings: The frozen dataclass of `wide.method_config` with the method's options, defaults as the original's.
-        decide: For methods that decide once: returns a `Decision`, which the caller attaches.
-        train: For methods that train routers: attaches and trains in place and returns the effort and the deviations.
+        query_output: Of the query and output projections.
+        key_value: Of the key and value projections.
+        ffn: Of up, down and, if there is one, gate.
     """
 
-    name: str
-    kind: Kind
-    summary: str
-    source: str
-    settings: type[Any]
-    decide: Decide | None = None
-    train: Callable[..., tuple[Effort, tuple[str, ...]]] | None = None
+    query_output: int
+    key_value: int
+    ffn: int
 
-    def default_settings(self) -> Any:
-        """Return the method's settings with the original's values."""
-        assert dataclasses.is_dataclass(self.settings)
-        return self.settings()
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.query_output + self.key_value + self.ffn
+
+
+def layer_weights(spec: BlockSpec) -> LayerWeights:
+    """Return the matrix weights of a layer.
+
+    Raises:
+        UnsupportedModelError: If its FFN is not of the known kind.
+    """
+    attention, ffn = spec.attention, feed_forward(spec)
+    return LayerWeights(
+        query_output=2 * attention.query_width * spec.hidden_size,
+        key_value=2 * attention.num_kv_heads * attention.head_dim * spec.hidden_size,
+        ffn=ffn.num_matrices * ffn.width * spec.hidden_size,
+    )
+
+
+def width_share(specs: Sequence[BlockSpec], target: Target) -> float:
+    """Return the share of query heads and of FFN channels to prune.
+
+    With match='linear_flops' keys and values stay dense and count in the total, so the share is above the target. Where
+    queries are normed over their whole width, the query projection stays too.
+
+    Raises:
+        ConfigError: If the target cannot be reached by pruning heads and channels; the message gives the largest one.
+    """
+    if target.match == "nominal":
+        return target.sparsity
+    total = prunable = 0
+    for spec in specs:
+        weights = layer_weights(spec)
+        total += weights.total
+        prunable += weights.ffn + weights.query_output // (2 if spec.attention.q_norm == "width" else 1)
+    share = target.sparsity * total / prunable
+    if share >= 1.0:
+        raise ConfigError(
+            f"sparsity {target.sparsity} of all matrix products cannot be reached by pruning query heads and FFN "
+            f"channels, because keys and values stay dense; stay below {prunable / total:.4f}"
+        )
+    return share

@@ -1,7 +1,11 @@
-"""Training the routers of a plan to a target of the benchmark, and what that consumed."""
+"""Training the routers of a dynamic method to a target of the benchmark, and the row 'wide'.
+
+A dynamic method says what is trained (`Routing`); `train` does it, the same way for all.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from torch import nn
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
+from wide.methods.catalogue import WideMethodConfig
 from wide.methods.method import Effort, Target
 from wide.models.adapter import save
 from wide.models.attach import attach, attachment, plan_for
@@ -17,25 +22,59 @@ from wide.models.block_spec import BlockSpec
 from wide.models.cost import costs
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
+from wide.models.router import Router
 from wide.plan import Plan
 from wide.training.stages import prune
 
 # Share by which inference may miss the target before the report says so.
 _TOLERANCE = 0.01
+# Paper and code of WIDE differ; by (router_bias, router_input).
+_ROUTERS = {
+    (False, "normed"): "routers have no bias and read the normed input, as in the paper's equations; those of the "
+    "authors' code have biases and read the stream before the norm (router_bias true, router_input residual)",
+    (True, "residual"): "routers have biases and read the stream before the norm, as in the authors' code; those of "
+    "the paper's equations have no bias and read the normed input",
+}
 
 
-def train_routers(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """What a dynamic method trains.
+
+    Args:
+        config: Group sizes and routers, or a plan.
+        target: The target, as a share of what has routers where it is nominal.
+        stage: Steps, sizes, rates and temperatures.
+        objective: Weights and ramp; its sparsity and measure are replaced by the target's.
+        uniform: Steer attention and FFN to the same share each.
+        initialise: Draws the initial parameters of a router in place of those that it comes with.
+        deviations: Where this differs from the method's original, a sentence each.
+    """
+
+    config: WideConfig | Plan
+    target: Target
+    stage: StageConfig
+    objective: ObjectiveConfig
+    uniform: bool = False
+    initialise: Callable[[Router], None] | None = None
+    deviations: tuple[str, ...] = ()
+
+
+Route = Callable[[Sequence[BlockSpec], Target, Any, StageConfig, ObjectiveConfig], Routing]
+"""(the model's layers, target, the method's settings, training as the benchmark has it) -> what is trained."""
+
+
+def train(
     model: nn.Module,
-    config: WideConfig | Plan,
+    route: Route,
     blocks: TokenBlocks,
     target: Target,
+    settings: Any,
     *,
     stage: StageConfig,
     objective: ObjectiveConfig,
     output: str | Path | None = None,
     resume: bool = False,
-    uniform: bool = False,
-    calibrate_threshold: bool = True,
 ) -> tuple[Effort, tuple[str, ...]]:
     """Attach routers, train them in place until the model skips the target, and set their threshold.
 
@@ -43,20 +82,19 @@ def train_routers(
 
     Args:
         model: A Hugging Face causal LM with nothing attached.
-        config: Group sizes and routers, or a plan.
+        route: The method.
         blocks: Packed training text.
         target: Share to skip and how it is counted.
+        settings: Of the method; its `calibrate_threshold` says whether the threshold may be moved off 0, argmax.
         stage: Steps, sizes and rates.
         objective: Weights and ramp; its sparsity and measure are replaced by the target's.
         output: Folder for `adapter/`, `checkpoints/` and `metrics.jsonl`; None writes nothing.
         resume: Continue from the newest checkpoint in `output`.
-        uniform: Steer attention and FFN to the same share each.
-        calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
 
     Returns:
         Text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration of
-        the threshold read) with the time of the earlier parts, and sentences on how inference differs from argmax at
-        the target.
+        the threshold read) with the time of the earlier parts, and sentences on how the row differs from its original
+        and inference from argmax at the target.
 
     Raises:
         ConfigError: If the target is out of reach, settings contradict, or `output` holds another run.
@@ -65,23 +103,47 @@ def train_routers(
         TrainingError: If a loss is not finite.
     """
     specs = discover(model)
-    objective = objective_for(
-        specs, config if isinstance(config, Plan) else plan_for(config, specs), target, objective, uniform=uniform
-    )
+    wanted = route(specs, target, settings, stage, objective)
+    config = wanted.config
+    plan = config if isinstance(config, Plan) else plan_for(config, specs)
+    objective = objective_for(specs, plan, wanted.target, wanted.objective, uniform=wanted.uniform)
     if not target.sparsity:
-        return _execute_everything(model, config, output), ()
+        return _execute_everything(model, config, output), wanted.deviations
+    if wanted.initialise is not None:
+        attach(model, config)
+        for router in attachment(model).routers():
+            wanted.initialise(router)
     prune(
         model,
         blocks,
-        config=config,
+        config=config if wanted.initialise is None else None,
         objective=objective,
-        stage=stage,
+        stage=wanted.stage,
         output=output,
         resume=resume,
-        calibrate_threshold=calibrate_threshold,
+        calibrate_threshold=settings.calibrate_threshold,
     )
     record = attachment(model).provenance["prune"]
-    return _effort(record, objective), _deviations(record["inference"], objective)
+    return _effort(record, objective), (*wanted.deviations, *_deviations(record["inference"], objective))
+
+
+def route_wide(
+    _specs: Sequence[BlockSpec],
+    target: Target,
+    settings: WideMethodConfig,
+    stage: StageConfig,
+    objective: ObjectiveConfig,
+) -> Routing:
+    """Return the row 'wide': a router per sublayer decides per token which channel groups execute."""
+    told = _ROUTERS.get((settings.router_bias, settings.router_input))
+    return Routing(
+        config=settings,
+        target=target,
+        stage=stage,
+        objective=objective,
+        uniform=settings.uniform,
+        deviations=() if told is None else (told,),
+    )
 
 
 def objective_for(

@@ -17,10 +17,10 @@ from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, EvaluationError, UnsupportedModelError
 from wide.evaluation.inference import model_device
-from wide.method_config import ShortenedConfig
 from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
 from wide.methods.calibration import dense_nll, json_number, num_predicted, windows
-from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.catalogue import ShortenedConfig
+from wide.methods.method import Decision, Effort, Target
 from wide.models.block_spec import BlockSpec
 from wide.models.observe import judging
 from wide.training.token_loss import token_losses
@@ -191,7 +191,7 @@ def decide_by_perplexity(model: nn.Module, blocks: TokenBlocks, target: Target, 
     def score(gates: BlockGates, ids: Tensor, effort: Effort) -> Scores:
         dense_nll(model, ids, settings.batch_size, effort=effort)
         return perplexity_scores(
-            gates, ids, batch_size=settings.batch_size, effort=effort, title=f"{BY_PERPLEXITY.name}: layers"
+            gates, ids, batch_size=settings.batch_size, effort=effort, title="shortened-ppl: layers"
         )
 
     return _decide(model, blocks, target, settings, score)
@@ -213,7 +213,7 @@ def decide_by_taylor(model: nn.Module, blocks: TokenBlocks, target: Target, sett
             ids,
             batch_size=settings.batch_size,
             effort=effort,
-            title=f"{BY_TAYLOR.name}: gradients",
+            title="shortened-taylor: gradients",
         )
 
     decision = _decide(model, blocks, target, settings, score)
@@ -257,22 +257,3 @@ def _decide(
         },
         deviations=("calibrated on the benchmark's corpus, the original on BookCorpus",),
     )
-
-
-BY_PERPLEXITY = Method(
-    name="shortened-ppl",
-    kind="depth",
-    summary="leave out the layers without which, each alone, the perplexity is lowest",
-    source=_SOURCE,
-    settings=ShortenedConfig,
-    decide=decide_by_perplexity,
-)
-
-BY_TAYLOR = Method(
-    name="shortened-taylor",
-    kind="depth",
-    summary="leave out the layers with the smallest weights times gradients",
-    source=_SOURCE,
-    settings=ShortenedConfig,
-    decide=decide_by_taylor,
-)

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, UnsupportedModelError
-from wide.method_config import SliceGPTConfig
 from wide.methods.calibration import windows
+from wide.methods.catalogue import SliceGPTConfig
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.linear_work import feed_forward, layer_weights
-from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.method import Decision, Effort, Target, feed_forward, layer_weights
 from wide.methods.second_order import GramAccumulator
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
@@ -210,13 +209,3 @@ def projected(signal: Tensor, basis: Tensor) -> Tensor:
     dtype = torch.promote_types(signal.dtype, torch.float32)
     basis = basis.to(signal.device, dtype)
     return ((signal.to(dtype) @ basis) @ basis.T).to(signal.dtype)
-
-
-METHOD = Method(
-    name="slicegpt",
-    kind="stream",
-    summary="cut the residual stream to its principal directions",
-    source="Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows and Columns, ICLR 2024",
-    settings=SliceGPTConfig,
-    decide=decide,
-)

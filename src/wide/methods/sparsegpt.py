@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
-from wide.method_config import SparseGPTConfig
-from wide.methods.method import Decision, Method, Target
+from wide.methods.catalogue import SparseGPTConfig
+from wide.methods.method import Decision, Target
 from wide.methods.second_order import GramAccumulator, cholesky_factor, damped, inverse
 from wide.methods.unstructured import (
     Sample,
@@ -115,7 +115,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Spar
     return prune_matrices(
         model,
         blocks,
-        title=METHOD.name,
+        title="sparsegpt",
         sample=Sample(
             num_windows=settings.num_windows,
             window_length=settings.window_length,
@@ -126,13 +126,3 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Spar
         statistic=lambda linear: GramAccumulator(linear.in_features, device=linear.weight.device),
         prune=prune,
     )
-
-
-METHOD = Method(
-    name="sparsegpt",
-    kind="unstructured",
-    summary="zero single weights by second-order cost and update the rest of their rows",
-    source="Frantar and Alistarh, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot, ICML 2023",
-    settings=SparseGPTConfig,
-    decide=decide,
-)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from wide.data.progress import progress
-from wide.method_config import TyrConfig
 from wide.methods.allocation import Range
+from wide.methods.catalogue import TyrConfig
 from wide.methods.edited_weights import EditedWeights
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.linear_work import feed_forward
+from wide.methods.method import feed_forward
 from wide.methods.second_order import GramAccumulator
 from wide.methods.unit_pruning import UnitPruner
 from wide.models.block_spec import BlockSpec

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
 from wide.grouping import Grouping
-from wide.method_config import TyrConfig
 from wide.methods.allocation import Allocation, Evolution, evolve
 from wide.methods.calibration import windows
+from wide.methods.catalogue import TyrConfig
 from wide.methods.edited_weights import EditedWeights
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.linear_work import width_share
-from wide.methods.method import Decision, Effort, Method, Target
+from wide.methods.method import Decision, Effort, Target, width_share
 from wide.methods.supernet import Copies, Levels, Projection, fill, projections
 from wide.methods.topk_divergence import TopKDivergence
 from wide.models.discovery import discover
@@ -187,13 +186,3 @@ def _decision(
         notes=notes,
         deviations=_DEVIATIONS,
     )
-
-
-METHOD = Method(
-    name="tyr",
-    kind="width",
-    summary="prune heads and channels by second-order cost, and search the sparsity of each layer",
-    source="Li et al., Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity Distribution Optimization, 2025",
-    settings=TyrConfig,
-    decide=decide,
-)

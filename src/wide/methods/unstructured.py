@@ -14,8 +14,7 @@ from wide.errors import ConfigError, ShapeError
 from wide.methods.calibration import windows
 from wide.methods.edited_weights import EditedWeights
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.linear_work import feed_forward
-from wide.methods.method import Decision, Effort
+from wide.methods.method import Decision, Effort, feed_forward
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.observe import judging

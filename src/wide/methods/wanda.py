@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
-from wide.method_config import WandaConfig
-from wide.methods.method import Decision, Method, Target
+from wide.methods.catalogue import WandaConfig
+from wide.methods.method import Decision, Target
 from wide.methods.unstructured import (
     Sample,
     SemiStructured,
@@ -81,7 +81,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Wand
     return prune_matrices(
         model,
         blocks,
-        title=METHOD.name,
+        title="wanda",
         sample=Sample(
             num_windows=settings.num_windows,
             window_length=settings.window_length,
@@ -92,13 +92,3 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Wand
         statistic=lambda linear: InputEnergy(linear.in_features, linear.weight.device),
         prune=prune,
     )
-
-
-METHOD = Method(
-    name="wanda",
-    kind="unstructured",
-    summary="zero single weights by magnitude times input norm, within each output row",
-    source="Sun et al., A Simple and Effective Pruning Approach for Large Language Models, ICLR 2024",
-    settings=WandaConfig,
-    decide=decide,
-)

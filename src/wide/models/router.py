@@ -65,8 +65,9 @@ class Router(nn.Module):
     place of the gate; `eviction`, where the plan says so, runs the attention. With `is_followed`, the FFN of the layer
     takes the same mask after the attention.
 
-    Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on both matrices. The
-    forms 'linear', 'mlp' and 'dllm' begin as torch's linear layers do, 'dllm' with D-LLM's output bias.
+    Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on all matrices and
+    zero biases, with a ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers
+    do, with D-LLM's output bias.
     """
 
     def __init__(
@@ -112,18 +113,18 @@ class Router(nn.Module):
     def reset_parameters(self, execute_bias: float = 0.0) -> None:
         """Draw new weights; `execute_bias` is the initial margin in logits (for a bottleneck with a bias)."""
         with torch.no_grad():
-            # Kaiming-uniform with gain 1, or torch's own for linear layers.
-            spread = 3.0 if self.form == "bottleneck" else 1.0
-            for weight, bias in ((self.down, self.down_bias), (self.up, self.bias)):
+            # Kaiming-uniform with gain 1, or a ReLU's before one; 'dllm' begins as torch's linear layers do.
+            first, second = {"dllm": (1.0, 1.0), "mlp": (6.0, 3.0)}.get(self.form, (3.0, 3.0))
+            for weight, bias, spread in ((self.down, self.down_bias, first), (self.up, self.bias, second)):
                 if weight is None:
                     continue
                 bound = math.sqrt(spread / weight.shape[1])
                 weight.uniform_(-bound, bound)
-                if bias is not None and self.form != "bottleneck":
-                    bias.uniform_(-bound, bound)
+                if bias is not None:
+                    bias.uniform_(-bound, bound) if self.form == "dllm" else bias.zero_()
             if self.norm is not None:
                 self.norm.fill_(1.0)
-            if self.bias is not None and self.form in ("bottleneck", "dllm"):
+            if self.bias is not None:
                 start = (_DLLM_EXECUTE, _DLLM_SKIP) if self.form == "dllm" else (execute_bias, 0.0)
                 self.bias.copy_(self.bias.new_tensor(start).repeat(self.num_groups))
 
