@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wide.data.batches import IGNORED, BlockOrder, TokenBlocks, load_blocks, share_of_batch
+from wide.data.batches import IGNORED, BlockOrder, TokenBlocks, load_blocks
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ def test_blocks_are_the_stream_cut_and_only_document_starts_are_no_targets(lengt
         return
     blocks = TokenBlocks(source, size)
     batch = blocks.batch(range(len(blocks)))
-    used = blocks.num_tokens
+    used = len(blocks) * size
     assert len(source.tokens) - used < size
     assert batch.input_ids.flatten().tolist() == source.tokens[:used].tolist()
     ignored = (batch.labels.flatten() == IGNORED).nonzero().flatten().tolist()
@@ -62,7 +62,7 @@ def test_the_order_depends_on_seed_and_epoch_only():
 
 def test_unequal_shares_are_refused():
     with pytest.raises(ConfigError, match="multiple of the number of ranks"):
-        share_of_batch(0, 16, 0, 3)
+        BlockOrder(9, 0).indices(0, 16, 0, 3)
 
 
 def test_too_little_text_says_how_much_is_needed():

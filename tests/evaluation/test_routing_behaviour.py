@@ -7,12 +7,14 @@ from wide.data.batches import TokenBatch
 from wide.errors import DataError, EvaluationError, NotAttachedError
 from wide.evaluation.routing_behaviour import (
     MAX_BINS,
+    MAX_LAG,
     MAX_MATRIX_GROUPS,
     MAX_SAMPLE_TOKENS,
+    HalfCounter,
+    mean_by_distance,
     routing_behaviour,
     token_texts,
 )
-from wide.evaluation.routing_counts import MAX_LAG, HalfCounter, mean_by_distance
 from wide.evaluation.routing_records import behaviour_records
 from wide.models.attach import attach, attachment, detach
 from wide.models.observe import capture_routing, force_routing

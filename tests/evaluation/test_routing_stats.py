@@ -7,7 +7,7 @@ import torch
 from wide.data.batches import TokenBatch, TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import DataError, EvaluationError, NotAttachedError
-from wide.evaluation.routing_stats import flip_rate, routing_stats
+from wide.evaluation.routing_stats import routing_stats
 from wide.models.observe import capture_routing, force_routing
 from wide.routing import LayerRouting
 
@@ -69,16 +69,6 @@ def test_a_plain_model_and_no_text_are_refused(plain_model, attached_model):
         routing_stats(plain_model, [batch(IDS)])
     with pytest.raises(EvaluationError, match="no token"):
         routing_stats(attached_model, [])
-
-
-def test_the_flip_rate_counts_real_tokens_only():
-    before = [LayerRouting(attention=torch.zeros(1, 4, 2, dtype=torch.bool))]
-    after = [LayerRouting(attention=torch.zeros(1, 4, 2, dtype=torch.bool))]
-    after[0].attention[0, 1, 0] = after[0].attention[0, 3, 1] = True
-    assert flip_rate(before, after) == 2 / 8
-    assert flip_rate(before, after, torch.tensor([[True, True, False, False]])) == 1 / 4
-    with pytest.raises(EvaluationError, match="differ in shape"):
-        flip_rate(before, [LayerRouting(attention=torch.zeros(1, 4, 3))])
 
 
 def test_texts_are_taken_as_they_are_and_other_things_refused(attached_model, tiny_tokenizer):

@@ -47,11 +47,8 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """Return the batch on another device."""
-        return TokenBatch(
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            valid=self.valid.to(device, non_blocking=True),
-        )
+        moved = [part.to(device, non_blocking=True) for part in (self.input_ids, self.labels, self.valid)]
+        return TokenBatch(input_ids=moved[0], labels=moved[1], valid=moved[2])
 
 
 class BatchSource(Protocol):
@@ -69,22 +66,6 @@ class BatchSource(Protocol):
         ...
 
 
-def share_of_batch(step: int, batch_size: int, rank: int, world: int) -> range:
-    """Return which samples of the endless sequence of samples belong to a rank's share of a step.
-
-    Raises:
-        ConfigError: If the batch cannot be shared equally or the rank does not exist.
-    """
-    if batch_size % world or not 0 <= rank < world:
-        raise ConfigError(
-            f"a batch of {batch_size} cannot be shared by rank {rank} of {world}; "
-            "batch_size must be a multiple of the number of ranks"
-        )
-    share = batch_size // world
-    first = step * batch_size + rank * share
-    return range(first, first + share)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
     """A new permutation of the blocks each epoch, a function of the seed alone.
@@ -98,9 +79,19 @@ class BlockOrder:
     seed: int
 
     def indices(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> list[int]:
-        """Return the blocks of a rank's share of a step, see `BatchSource.batch_at`."""
-        samples = share_of_batch(step, batch_size, rank, world)
-        positions = [divmod(sample, self.num_blocks) for sample in samples]
+        """Return the blocks of a rank's share of a step, see `BatchSource.batch_at`.
+
+        Raises:
+            ConfigError: If the batch cannot be shared equally or the rank does not exist.
+        """
+        if batch_size % world or not 0 <= rank < world:
+            raise ConfigError(
+                f"a batch of {batch_size} cannot be shared by rank {rank} of {world}; "
+                "batch_size must be a multiple of the number of ranks"
+            )
+        share = batch_size // world
+        first = step * batch_size + rank * share
+        positions = [divmod(sample, self.num_blocks) for sample in range(first, first + share)]
         return [int(_permutation(self.num_blocks, self.seed, epoch)[place]) for epoch, place in positions]
 
 
@@ -181,7 +172,12 @@ class TokenBlocks:
 
 
 def blocks_of_texts(
-    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, sequence_length: int, seed: int = 17
+    texts: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    sequence_length: int,
+    seed: int = 17,
+    shorten: bool = False,
 ) -> TokenBlocks:
     """Return the packed blocks of texts that are in memory already.
 
@@ -190,6 +186,7 @@ def blocks_of_texts(
         tokenizer: Of the model that will read the blocks.
         sequence_length: Tokens in a block.
         seed: Of the order in which `batch_at` visits the blocks.
+        shorten: Whether texts too short for one block are a block by themselves.
 
     Raises:
         DataError: If there is no text, or too little for one block.
@@ -197,7 +194,8 @@ def blocks_of_texts(
     documents = [Document(name=f"text:{i}", text=text) for i, text in enumerate(texts) if text.strip()]
     if not documents:
         raise DataError("data holds no text; give texts, a path, or the name of a source such as 'python-docs'")
-    return TokenBlocks(stream_in_memory(documents, tokenizer), sequence_length, seed=seed)
+    stream = stream_in_memory(documents, tokenizer)
+    return TokenBlocks(stream, min(sequence_length, len(stream.tokens)) if shorten else sequence_length, seed=seed)
 
 
 def load_blocks(

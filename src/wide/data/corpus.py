@@ -8,8 +8,16 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from wide.data.documents import Document, is_held_out
-from wide.data.files import TEXT_TYPES, field_text, file_type, find_files, read_file, warn_of_nulls
+from wide.data.documents import (
+    TEXT_TYPES,
+    Document,
+    documents_of_rows,
+    field_text,
+    file_type,
+    find_files,
+    is_held_out,
+    read_file,
+)
 from wide.data.local_names import is_path
 from wide.data.python_docs import python_docs
 from wide.errors import ConfigError, DataError, EmptySplitError, MissingExtraError
@@ -108,34 +116,21 @@ def _hub_documents(source: str, split: str, text_field: str) -> Iterator[Documen
     name, _, configuration = source.partition(":")
     # Streaming asks the hub for every file; without a network only a data set that is cached whole can be read.
     offline = bool(datasets.config.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "0") not in ("0", "")
-    try:
-        rows = iter(datasets.load_dataset(name, configuration or None, split=split, streaming=not offline))
-    # The errors of the network stack are an open set, and each means the same to the caller.
-    except Exception as error:
-        raise _hub_error(source, split, error, offline) from error
-    number = nulls = 0
-    try:
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                raise _hub_error(source, split, error, offline) from error
-            if row is None:
-                return
-            number += 1
-            text = field_text(row, text_field, f"{source}, row {number}")
-            if text is None:
-                nulls += 1
-            elif text.strip():
-                yield Document(name=f"{source}:{number}", text=text)
-    finally:
-        warn_of_nulls(nulls, text_field, source)
 
+    def texts() -> Iterator[tuple[int, str | None]]:
+        try:
+            rows = datasets.load_dataset(name, configuration or None, split=split, streaming=not offline)
+            for number, row in enumerate(rows, start=1):
+                yield number, field_text(row, text_field, f"{source}, row {number}")
+        except DataError:
+            raise
+        # The errors of the network stack are an open set, and each means the same to the caller.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            state = "offline mode is on and the data set is not cached" if offline else reason
+            raise DataError(
+                f"{source!r} is no local path, and its split {split!r} cannot be loaded as a Hugging Face data set: "
+                f"{state}; check the name (name:configuration) and the network, or name a local file"
+            ) from error
 
-def _hub_error(source: str, split: str, error: Exception, offline: bool) -> DataError:
-    reason = " ".join(str(error).split())[:300]
-    state = "offline mode is on and the data set is not cached" if offline else reason
-    return DataError(
-        f"{source!r} is no local path, and its split {split!r} cannot be loaded as a Hugging Face data set: {state}; "
-        "check the name (name:configuration) and the network, or name a local file"
-    )
+    return documents_of_rows(texts(), source, where=source, text_field=text_field)

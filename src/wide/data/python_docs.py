@@ -18,7 +18,7 @@ from wide.errors import DataError
 
 # Tests, other people's packages and build leftovers are not documentation of the library.
 _EXCLUDED = frozenset(
-    {
+    (
         "test",
         "tests",
         "idlelib",
@@ -28,7 +28,7 @@ _EXCLUDED = frozenset(
         "pydoc_data",
         "_bundled",
         "__pycache__",
-    }
+    )
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -40,19 +40,9 @@ class TokenStream:
     largest_id: int
 
 
-def tokenize_documents(
-    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[npt.NDArray[np.uint32]]:
-    """Yield the ids of each document, tokenised a few documents at a time."""
-    remaining = iter(documents)
-    while batch := list(islice(remaining, _TEXTS_PER_CALL)):
-        for ids in document_tokens(tokenizer, [document.text for document in batch]):
-            yield np.asarray(ids, dtype=np.uint32)
-
-
 def stream_in_memory(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase") -> TokenStream:
     """Return documents as a stream held in memory."""
-    pieces = list(progress(tokenize_documents(documents, tokenizer), title="tokenising", unit="document"))
+    pieces = list(_tokenized(documents, tokenizer))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if pieces else lengths
@@ -73,7 +63,11 @@ def stream_on_disk(documents: Iterable[Document], tokenizer: "PreTrainedTokenize
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             _write(documents, tokenizer, unfinished)
-            _publish(unfinished, folder)
+            unfinished.rename(folder)
+        except OSError:
+            # Another process may have been quicker; its folder holds the same stream.
+            if not folder.exists():
+                raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return _open(folder)
@@ -82,7 +76,7 @@ def stream_on_disk(documents: Iterable[Document], tokenizer: "PreTrainedTokenize
 def _write(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     starts, length, largest = [], 0, 0
     with (folder / _TOKENS).open("wb") as file:
-        for ids in progress(tokenize_documents(documents, tokenizer), title="tokenising", unit="document"):
+        for ids in _tokenized(documents, tokenizer):
             starts.append(length)
             length += len(ids)
             largest = max(largest, int(ids.max(initial=0)))
@@ -94,13 +88,16 @@ def _write(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", 
     (folder / _FACTS).write_text(json.dumps(facts) + "\n")
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        # Another process was quicker; its folder holds the same stream.
-        if not folder.exists():
-            raise
+def _tokenized(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase") -> Iterator[npt.NDArray[np.uint32]]:
+    """Yield the ids of each document, tokenised a few documents at a time."""
+
+    def tokenized() -> Iterator[npt.NDArray[np.uint32]]:
+        remaining = iter(documents)
+        while batch := list(islice(remaining, _TEXTS_PER_CALL)):
+            for ids in document_tokens(tokenizer, [document.text for document in batch]):
+                yield np.asarray(ids, dtype=np.uint32)
+
+    return progress(tokenized(), title="tokenising", unit="document")
 
 
 def _open(folder: Path) -> TokenStream:

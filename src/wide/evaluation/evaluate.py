@@ -1,9 +1,9 @@
 """Evaluate a model in one call: perplexity and tasks, pruned beside dense, with the work that was skipped."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,9 +12,8 @@ from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, EvaluationError
-from wide.evaluation.flips import RoutingTape
 from wide.evaluation.harness import run_harness
-from wide.evaluation.inference import SkipMeter, dense, has_merged_lora, longest_input
+from wide.evaluation.inference import RoutingTape, SkipMeter, dense, has_merged_lora, longest_input
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import find_task
@@ -25,49 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONGEST_WINDOW = 4096
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What is scored, and how; the same for the pruned and the dense model."""
-
-    text: TokenBlocks | Sequence[Document | str] | None
-    tokenizer: "PreTrainedTokenizerBase | None"
-    tasks: Sequence[str]
-    local_data: Path | None
-    window: int
-    stride: int | None
-    batch_size: int
-    max_windows: int | None
-    limit: int | None
-
-    def score(self, model: nn.Module, meter: SkipMeter, *, count_skips: bool) -> Scores:
-        """Return the figures of the model as it runs now."""
-        perplexity = results = None
-        if self.text is not None:
-            perplexity = token_perplexity(
-                model,
-                self.text,
-                tokenizer=self.tokenizer,
-                window=self.window,
-                stride=self.stride,
-                batch_size=self.batch_size,
-                max_windows=self.max_windows,
-                meter=meter,
-            )
-        if self.tasks:
-            assert self.tokenizer is not None
-            results = run_harness(
-                model,
-                self.tasks,
-                tokenizer=self.tokenizer,
-                local_data=self.local_data,
-                max_length=self.window,
-                batch_size=self.batch_size,
-                limit=self.limit,
-                count_skips=count_skips,
-            )
-        return Scores(perplexity=perplexity, tasks=results)
 
 
 def evaluate(
@@ -119,59 +75,59 @@ def evaluate(
     # Wrong names and counts must fail before the first long forward.
     for name in tasks:
         find_task(name)
-    counts = {"batch_size": batch_size, "max_documents": max_documents, "max_windows": max_windows, "limit": limit}
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
+    _check_counts(batch_size=batch_size, max_documents=max_documents, max_windows=max_windows, limit=limit)
     if data is None and not tasks:
         data = PYTHON_DOCS
     if tokenizer is None and not (isinstance(data, TokenBlocks) and not tasks):
         tokenizer = load_tokenizer(model)
-    request = _Request(
-        text=_text(data, split, text_field, max_documents),
-        tokenizer=tokenizer,
-        tasks=tasks,
-        local_data=None if local_data is None else Path(local_data),
-        window=window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW),
-        stride=stride,
-        batch_size=batch_size,
-        max_windows=max_windows,
-        limit=limit,
-    )
-    masked = flips = None
-    if fused:
-        masked, scores, meter, flips = _score_fused(model, request)
-    else:
-        meter = SkipMeter(model)
-        scores = request.score(model, meter, count_skips=True)
-    dense_scores = None
+    text, title = _text(data, split, text_field, max_documents)
+    window = window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW)
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size}
+    for_text = shared | {"window": window, "stride": stride, "max_windows": max_windows}
+    copies = None if local_data is None else Path(local_data)
+    for_tasks = shared | {"local_data": copies, "max_length": window, "limit": limit}
+
+    def score(meter: SkipMeter, *, names: Sequence[str] = tasks, count_skips: bool = False) -> Scores:
+        found = None if text is None else token_perplexity(model, text, meter=meter, **for_text)
+        results = run_harness(model, names, count_skips=count_skips, **for_tasks) if names else None
+        return Scores(perplexity=found, tasks=results)
+
+    masked = dense_scores = None
+    tapes = (RoutingTape(model), RoutingTape(model)) if fused else None
+    if tapes is not None and text is not None:
+        masked = score(tapes[0], names=())
+    meter = SkipMeter(model) if tapes is None else tapes[1]
+    with _fused(model) if fused else nullcontext():
+        scores = score(meter, count_skips=True)
     if compare_dense and is_attached(model):
         with dense(model):
-            dense_scores = request.score(model, SkipMeter(None), count_skips=False)
+            dense_scores = score(SkipMeter(None))
     return EvaluationReport(
-        data=_name(data, split),
+        data=title,
         model=scores,
         dense=dense_scores,
         sparsity=None if data is None else meter.result(),
         masked=masked,
-        flip_rate=flips,
+        flip_rate=None if masked is None or tapes is None else tapes[1].flip_rate(tapes[0]),
         dense_has_lora=dense_scores is not None and has_merged_lora(model),
     )
 
 
-def _score_fused(model: nn.Module, request: _Request) -> tuple[Scores | None, Scores, SkipMeter, float | None]:
-    """Return the masked figures on the text, the fused ones, what the fused path skipped, and the rate of flips."""
-    before, after = RoutingTape(model), RoutingTape(model)
-    masked = None
-    if request.text is not None:
-        masked = replace(request, tasks=()).score(model, before, count_skips=False)
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
+
+
+@contextmanager
+def _fused(model: nn.Module) -> Iterator[None]:
+    """Run the fused operators inside the block."""
     training = model.training
     optimize(model.eval())
     try:
-        scores = request.score(model, after, count_skips=True)
+        yield
     finally:
         deoptimize(model).train(training)
-    return masked, scores, after, None if masked is None else after.flip_rate(before)
 
 
 def _text(
@@ -179,25 +135,17 @@ def _text(
     split: str | None,
     text_field: str,
     max_documents: int | None,
-) -> TokenBlocks | Sequence[Document | str] | None:
-    if isinstance(data, str | Path):
-        chosen = _split(data, split)
-        return list(load_documents(data, split=chosen, text_field=text_field, max_documents=max_documents))
-    if isinstance(data, TokenBlocks) and max_documents is not None:
-        raise EvaluationError("packed blocks have no documents to count; use max_windows instead of max_documents")
-    return data if data is None or isinstance(data, TokenBlocks) else data[:max_documents]
-
-
-def _split(source: str | Path, split: str | None) -> str | None:
-    return "heldout" if source == PYTHON_DOCS and split is None else split
-
-
-def _name(data: TokenBlocks | Sequence[Document | str] | str | Path | None, split: str | None) -> str | None:
+) -> tuple[TokenBlocks | Sequence[Document | str] | None, str | None]:
+    """Return what is scored, and what to call it."""
     if data is None:
-        return None
-    if isinstance(data, TokenBlocks):
-        return f"{len(data)} packed blocks"
-    if not isinstance(data, str | Path):
-        return f"{len(data)} documents"
-    chosen = _split(data, split)
-    return str(data) if chosen is None else f"{data} ({chosen})"
+        return None, None
+    if isinstance(data, str | Path):
+        if split is None and data == PYTHON_DOCS:
+            split = "heldout"
+        documents = list(load_documents(data, split=split, text_field=text_field, max_documents=max_documents))
+        return documents, str(data) if split is None else f"{data} ({split})"
+    if not isinstance(data, TokenBlocks):
+        return data[:max_documents], f"{len(data)} documents"
+    if max_documents is not None:
+        raise EvaluationError("packed blocks have no documents to count; use max_windows instead of max_documents")
+    return data, f"{len(data)} packed blocks"

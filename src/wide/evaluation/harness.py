@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,20 +73,7 @@ class TaskResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        sparsity = None if self.sparsity is None else self.sparsity.to_json()
-        return {
-            "task": self.task,
-            "metric": self.metric,
-            "value": self.value,
-            "stderr": self.stderr,
-            "items": self.items,
-            "full_items": self.full_items,
-            "is_subset": self.is_subset,
-            "sparsity": sparsity,
-            "token_perplexity": self.token_perplexity,
-            "token_stderr": self.token_stderr,
-            "other_metrics": self.other_metrics,
-        }
+        return asdict(self) | {"is_subset": self.is_subset}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,13 +109,8 @@ class HarnessResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return {
-            "tasks": [task.to_json() for task in self.tasks],
-            "average": self.average,
-            "average_stderr": self.average_stderr,
-            "max_length": self.max_length,
-            "harness_version": self.harness_version,
-        }
+        averages = {"average": self.average, "average_stderr": self.average_stderr}
+        return asdict(self) | averages | {"tasks": [task.to_json() for task in self.tasks]}
 
 
 def run_harness(

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.evaluation.harness import HarnessResult
+from wide.evaluation.harness import HarnessResult, TaskResult
 from wide.evaluation.perplexity import PerplexityResult
 from wide.models.cost import Sparsity
 
@@ -65,16 +65,9 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return {
-            "data": self.data,
-            "model": self.model.to_json(),
-            "dense": None if self.dense is None else self.dense.to_json(),
-            "sparsity": None if self.sparsity is None else self.sparsity.to_json(),
-            "retention": self.retention,
-            "masked": None if self.masked is None else self.masked.to_json(),
-            "flip_rate": self.flip_rate,
-            "dense_has_lora": self.dense_has_lora,
-        }
+        found = {name: getattr(self, name) for name in ("model", "dense", "masked", "sparsity")}
+        nested = {name: None if value is None else value.to_json() for name, value in found.items()}
+        return asdict(self) | nested | {"retention": self.retention}
 
     def save(self, path: Path) -> None:
         """Write the report as JSON."""
@@ -114,13 +107,9 @@ class EvaluationReport:
             return
         others = (None,) * len(self.model.tasks.tasks) if dense.tasks is None else dense.tasks.tasks
         for task, other_task in zip(self.model.tasks.tasks, others, strict=True):
-            other = "" if other_task is None else _score(other_task.metric, other_task.value, other_task.stderr)
-            yield f"{task.label}, {task.metric}", _score(task.metric, task.value, task.stderr), other
-            if task.token_perplexity is not None:
-                metric, other = "token_perplexity", ""
-                if other_task is not None and other_task.token_perplexity is not None:
-                    other = _score(metric, other_task.token_perplexity, other_task.token_stderr)
-                yield f"{task.label}, {metric}", _score(metric, task.token_perplexity, task.token_stderr), other
+            theirs = {} if other_task is None else dict(_task_scores(other_task))
+            for metric, score in _task_scores(task):
+                yield f"{task.label}, {metric}", score, theirs.get(metric, "")
         if self.model.tasks.average is not None:
             error = self.model.tasks.average_stderr
             dense_average = None if dense.tasks is None else dense.tasks.average
@@ -128,6 +117,12 @@ class EvaluationReport:
             yield "average accuracy", _score("acc", self.model.tasks.average, error), other
         if self.retention is not None:
             yield "retention", f"{self.retention:.2%}", ""
+
+
+def _task_scores(task: TaskResult) -> Iterator[tuple[str, str]]:
+    yield task.metric, _score(task.metric, task.value, task.stderr)
+    if task.token_perplexity is not None:
+        yield "token_perplexity", _score("token_perplexity", task.token_perplexity, task.token_stderr)
 
 
 def _score(metric: str, value: float, stderr: float | None) -> str:

@@ -1,7 +1,7 @@
 """How a model routes text: by group, from group to group and token to token, under rounding, and token by token."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,24 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBatch, TokenBlocks
-from wide.data.documents import Document
-from wide.data.progress import progress
-from wide.data.token_stream import stream_in_memory
-from wide.data.tokenizer import check_vocabulary, load_tokenizer
-from wide.errors import DataError, EvaluationError
-from wide.evaluation.inference import longest_input, model_device
-from wide.evaluation.routing_counts import HalfCounter, mean_by_distance, mean_of_defined
+from wide.data.tokenizer import load_tokenizer
+from wide.errors import EvaluationError
+from wide.evaluation.inference import HALVES, masks_of, watch_routing
 from wide.models.attach import attachment
-from wide.models.observe import judging, observe
 from wide.models.router import EXECUTE, SKIP, Router
-from wide.routing import LayerRouting, Routing
+from wide.routing import Routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HALVES = ("attention", "ffn")
+MAX_LAG = 16
+"""Furthest token that a decision is compared with, in tokens."""
+MAX_DISTANCE = 32
+"""Furthest neighbours whose correlation is averaged, in groups."""
 MAX_BINS = 128
-"""Most rates kept of one half-layer; of more groups, neighbours are averaged."""
+"""Most rates kept of one sublayer; of more groups, neighbours are averaged."""
 MAX_MATRIX_GROUPS = 32
 """Most groups whose correlation matrix is kept; of more, evenly spaced ones."""
 MAX_SAMPLE_TOKENS = 160
@@ -35,7 +33,7 @@ MAX_SAMPLE_TOKENS = 160
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HalfBehaviour:
-    """Routing of one half-layer.
+    """Routing of one sublayer.
 
     Args:
         layer: Decoder layer, from 0.
@@ -84,7 +82,7 @@ class RoutingBehaviour:
     """Routing of a model on some text.
 
     Args:
-        halves: One entry per routed half-layer, first layer first, attention before FFN.
+        halves: One entry per routed sublayer, first layer first, attention before FFN.
         sample: The beginning of the text.
         flips: By half, the share of decisions that change when hidden states are rounded to bfloat16 before the
             router reads them, layer by layer; empty for models that run in bfloat16.
@@ -99,6 +97,96 @@ class RoutingBehaviour:
     def of(self, half: str) -> list[HalfBehaviour]:
         """Return the entries of one half, first layer first."""
         return [entry for entry in self.halves if entry.half == half]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """How two binary variables went together, for several pairs of variables at once.
+
+    Args:
+        total: Observations of each pair, float64.
+        first: Of those, the first variable was True.
+        second: Of those, the second variable was True.
+        both: Of those, both were True.
+    """
+
+    total: Tensor
+    first: Tensor
+    second: Tensor
+    both: Tensor
+
+    def phi(self) -> Tensor:
+        """Return the phi coefficients in [-1, 1], NaN where a variable never changes."""
+        covariance = self.total * self.both - self.first * self.second
+        spread = self.first * (self.total - self.first) * self.second * (self.total - self.second)
+        return torch.where(spread > 0, covariance / spread.clamp(min=1).sqrt(), torch.nan)
+
+    def same(self) -> Tensor:
+        """Return the share of observations in which the two are equal."""
+        return (self.total - self.first - self.second + 2 * self.both) / self.total
+
+    def same_by_chance(self) -> Tensor:
+        """Return the share that would be equal if the two were independent, at the same rates."""
+        first, second = self.first / self.total, self.second / self.total
+        return first * second + (1 - first) * (1 - second)
+
+
+class HalfCounter:
+    """Sums over the masks of one sublayer, on their device, exact.
+
+    Args:
+        num_groups: Groups of the half, N_G.
+        device: Of the masks.
+    """
+
+    def __init__(self, num_groups: int, device: torch.device) -> None:
+        """Start at zero."""
+        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._together = torch.zeros(num_groups, num_groups, dtype=torch.int64, device=device)
+        self._lags = torch.zeros(MAX_LAG, 3, num_groups, dtype=torch.int64, device=device)
+        self._pairs = torch.zeros(MAX_LAG, dtype=torch.int64, device=device)
+
+    def add(self, mask: Tensor, valid: Tensor) -> None:
+        """Count one forward.
+
+        Args:
+            mask: bool `[B, T, N_G]`.
+            valid: bool `[B, T]`, False for padding.
+        """
+        executed = mask & valid.unsqueeze(-1)
+        flat = executed.flatten(0, 1).float()
+        # Sums of zeros and ones are exact in float32 up to 2^24 tokens of one forward.
+        self._together += (flat.t() @ flat).round().long()
+        self._tokens += valid.sum()
+        for lag in range(1, min(MAX_LAG, mask.shape[1] - 1) + 1):
+            known = valid[:, lag:] & valid[:, :-lag]
+            earlier, later = executed[:, :-lag] & known.unsqueeze(-1), executed[:, lag:] & known.unsqueeze(-1)
+            sums = [part.sum((0, 1)) for part in (earlier, later, earlier & later)]
+            self._lags[lag - 1] += torch.stack(sums)
+            self._pairs[lag - 1] += known.sum()
+
+    def rates(self) -> Tensor:
+        """Return the share of tokens that execute each group, float64 `[N_G]` on the CPU."""
+        return self._together.diagonal().cpu().double() / int(self._tokens)
+
+    def between_groups(self) -> Pairs:
+        """Return how each two groups go together in a token, `[N_G, N_G]`."""
+        together = self._together.cpu().double()
+        single = together.diagonal()
+        total = torch.full_like(together, int(self._tokens))
+        return Pairs(
+            total=total,
+            first=single[:, None].expand_as(together),
+            second=single.expand_as(together),
+            both=together,
+        )
+
+    def between_tokens(self) -> Pairs:
+        """Return how a group's decisions at 1 to `MAX_LAG` tokens' distance go together, `[lags seen, N_G]`."""
+        pairs = self._pairs.cpu().double()
+        sums = self._lags.cpu().double()[pairs > 0]
+        total = pairs[pairs > 0].unsqueeze(-1).expand(-1, sums.shape[-1])
+        return Pairs(total=total, first=sums[:, 0], second=sums[:, 1], both=sums[:, 2])
 
 
 def routing_behaviour(
@@ -122,63 +210,46 @@ def routing_behaviour(
 
     Raises:
         NotAttachedError: If the model carries no plan.
-        EvaluationError: If no half-layer is routed by token, or there is no token to count.
+        EvaluationError: If no sublayer is routed by token, or there is no token to count.
         DataError: If the data are of another kind, or do not fit the model.
 
     Source: paper, section 4.4 (routing behaviour).
     """
     if not attachment(model).routers():
         raise EvaluationError("this model has no routers, so there is no routing by token to look at")
-    tokenizer = tokenizer or load_tokenizer(model)
-    if isinstance(data, list | tuple) and any(isinstance(item, str) for item in data):
-        data = _blocks(data, tokenizer, min(sequence_length, longest_input(model) or sequence_length))
-    if isinstance(data, TokenBlocks):
-        check_vocabulary(data.largest_id, model)
-        data = data.in_order(batch_size, max_blocks=max_blocks)
-    batches: Iterable[Any] = data
+    reader = tokenizer or load_tokenizer(model)
     counters: dict[tuple[int, str], HalfCounter] = {}
-    sample: Sample | None = None
+    samples: list[Sample] = []
     tokens = 0
-    with judging(model), observe(model) as routing, _rounding(model) as rounding:
-        for batch in progress(batches, title="routing", unit="batch"):
-            if not isinstance(batch, TokenBatch):
-                raise DataError(f"data holds {type(batch).__name__}; wanted texts, token batches or packed blocks")
-            moved = batch.to(model_device(model))
-            rounding.valid = moved.valid
-            model(input_ids=moved.input_ids, use_cache=False)
-            _count(counters, routing, moved.valid)
-            tokens += int(batch.valid.sum())
-            if sample is None and bool(batch.valid[0].any()):
-                sample = _sample(batch, routing, tokenizer)
-    if sample is None:
+
+    def look(batch: TokenBatch, routing: Routing) -> None:
+        nonlocal tokens
+        for layer, half, mask in masks_of(routing):
+            if (layer, half) not in counters:
+                counters[layer, half] = HalfCounter(mask.shape[-1], mask.device)
+            counters[layer, half].add(mask, batch.valid)
+        rounding.add(batch.valid)
+        tokens += int(batch.valid.sum())
+        if not samples and bool(batch.valid[0].any()):
+            samples.append(_sample(batch, routing, reader))
+
+    rounding = _Rounding()
+    with ExitStack() as hooks:
+        for router in attachment(model).routers():
+            hooks.callback(router.register_forward_hook(rounding).remove)
+        watch_routing(
+            model,
+            data,
+            look,
+            tokenizer=reader,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            max_blocks=max_blocks,
+        )
+    if not samples:
         raise EvaluationError("there is no token to count routing on; give batches with tokens")
-    ordered = sorted(counters, key=lambda key: (key[0], HALVES.index(key[1])))
-    halves = tuple(_half(*key, counters[key]) for key in ordered)
-    return RoutingBehaviour(halves=halves, sample=sample, flips=rounding.shares(), tokens=tokens)
-
-
-def _blocks(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", length: int) -> TokenBlocks:
-    """Return the texts in blocks; a text too short for one is a block by itself."""
-    documents = [Document(name=f"text:{i}", text=text) for i, text in enumerate(texts) if text.strip()]
-    if not documents:
-        raise EvaluationError("there is no token to count routing on; the texts are empty")
-    stream = stream_in_memory(documents, tokenizer)
-    return TokenBlocks(stream, min(length, len(stream.tokens)))
-
-
-def _count(counters: dict[tuple[int, str], HalfCounter], routing: Routing, valid: Tensor) -> None:
-    for layer, half, mask in _masks(routing):
-        if (layer, half) not in counters:
-            counters[layer, half] = HalfCounter(mask.shape[-1], mask.device)
-        counters[layer, half].add(mask, valid)
-
-
-def _masks(routing: Routing) -> Iterator[tuple[int, str, Tensor]]:
-    for layer, found in enumerate(routing):
-        for half in HALVES:
-            mask = getattr(found, half)
-            if mask is not None:
-                yield layer, half, mask.bool()
+    halves = tuple(_half(*key, counter) for key, counter in counters.items())
+    return RoutingBehaviour(halves=halves, sample=samples[0], flips=rounding.shares(), tokens=tokens)
 
 
 def _half(layer: int, half: str, counter: HalfCounter) -> HalfBehaviour:
@@ -218,16 +289,14 @@ def _sample(batch: TokenBatch, routing: Routing, tokenizer: "PreTrainedTokenizer
     places = batch.valid[0].nonzero().flatten()[:MAX_SAMPLE_TOKENS]
     shares = {}
     for half in HALVES:
-        layers = [_shares_of_tokens(found, half, places) for found in routing]
-        if any(layer is not None for layer in layers):
-            filled = [[None] * len(places) if layer is None else layer for layer in layers]
-            shares[half] = tuple(zip(*filled, strict=True))
+        rates = [_rates(getattr(layer, half), places) for layer in routing]
+        if any(getattr(layer, half) is not None for layer in routing):
+            shares[half] = tuple(zip(*rates, strict=True))
     return Sample(tokens=tuple(token_texts(batch.input_ids[0, places].tolist(), tokenizer)), shares=shares)
 
 
-def _shares_of_tokens(found: LayerRouting, half: str, places: Tensor) -> list[Any] | None:
-    mask = getattr(found, half)
-    return None if mask is None else mask[0].cpu()[places].double().mean(-1).tolist()
+def _rates(mask: Tensor | None, places: Tensor) -> list[Any]:
+    return [None] * len(places) if mask is None else mask[0][places].double().mean(-1).tolist()
 
 
 def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
@@ -251,25 +320,28 @@ def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> lis
 
 
 class _Rounding:
-    """Counts the decisions of the running forwards that rounding to bfloat16 would change."""
+    """Counts the decisions of forwards that rounding hidden states to bfloat16 would change."""
 
     def __init__(self) -> None:
-        self.valid: Tensor | None = None
+        # Of the latest forward, by half: flipped decisions of each token `[B, T]`, and groups of the half.
+        self._latest: list[tuple[str, Tensor, int]] = []
         self._flipped: dict[str, Tensor] = {}
         self._decisions: dict[str, Tensor] = {}
 
     def __call__(self, router: nn.Module, args: tuple[Any, ...], _output: Tensor) -> None:
         assert isinstance(router, Router)
         hidden: Tensor = args[0]
-        if hidden.dtype == torch.bfloat16 or self.valid is None:
-            return
-        half = router.half_layer
-        # Not compared with the output, which may have been forced.
-        own, rounded = (_decisions(router, each) for each in (hidden, hidden.to(torch.bfloat16)))
-        flipped = ((rounded != own) & self.valid.unsqueeze(-1)).sum()
-        decisions = self.valid.sum() * router.num_groups
-        self._flipped[half] = self._flipped[half] + flipped if half in self._flipped else flipped
-        self._decisions[half] = self._decisions[half] + decisions if half in self._decisions else decisions
+        if hidden.dtype != torch.bfloat16:
+            # Not compared with the output, which may have been forced.
+            own, rounded = (_decisions(router, each) for each in (hidden, hidden.to(torch.bfloat16)))
+            self._latest.append((router.half_layer, (rounded != own).sum(-1), router.num_groups))
+
+    def add(self, valid: Tensor) -> None:
+        """Count the latest forward at tokens that are no padding, bool `[B, T]`."""
+        for half, flipped, groups in self._latest:
+            self._flipped[half] = self._flipped.get(half, 0) + (flipped * valid).sum()
+            self._decisions[half] = self._decisions.get(half, 0) + valid.sum() * groups
+        self._latest.clear()
 
     def shares(self) -> dict[str, float]:
         return {half: int(self._flipped[half]) / int(self._decisions[half]) for half in self._flipped}
@@ -280,10 +352,20 @@ def _decisions(router: Router, hidden: Tensor) -> Tensor:
     return logits[..., EXECUTE] - logits[..., SKIP] >= router.threshold
 
 
-@contextmanager
-def _rounding(model: nn.Module) -> Iterator[_Rounding]:
-    counted = _Rounding()
-    with ExitStack() as hooks:
-        for router in attachment(model).routers():
-            hooks.callback(router.register_forward_hook(counted).remove)
-        yield counted
+def mean_by_distance(matrix: Tensor) -> list[float | None]:
+    """Return the mean of a square matrix's entries at |i - j| = 1, 2, ... up to `MAX_DISTANCE`.
+
+    Args:
+        matrix: `[N_G, N_G]`, NaN where not defined.
+
+    Returns:
+        One value per distance, None where no entry is defined.
+    """
+    last = min(MAX_DISTANCE, matrix.shape[0] - 1)
+    return [mean_of_defined(matrix.diagonal(distance)) for distance in range(1, last + 1)]
+
+
+def mean_of_defined(values: Tensor) -> float | None:
+    """Return the mean of what is not NaN, None if nothing is left."""
+    defined = values[~values.isnan()]
+    return float(defined.mean()) if defined.numel() else None

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wide.evaluation.routing_behaviour import HALVES, HalfBehaviour, RoutingBehaviour
+from wide.evaluation.inference import HALVES
+from wide.evaluation.routing_behaviour import HalfBehaviour, RoutingBehaviour
 from wide.records import Record
 
 _RATE_DIGITS, _PHI_DIGITS = 4, 3

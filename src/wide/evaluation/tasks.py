@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.data.files import read_json_lines
+from wide.data.documents import read_json_lines
 from wide.errors import EvaluationError
 
 Row = dict[str, Any]
@@ -14,7 +14,7 @@ PER_WORD = "word_perplexity"
 """The metric of the one task that is no choice between options."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """One task of lm-evaluation-harness, as the paper reports it.
 
@@ -23,7 +23,7 @@ class Task:
         metric: That the paper reports.
         stock: The harness's own definition, relative to its folder of tasks.
         num_items: Items of the full evaluation split; a run over fewer is a subset and is labelled so.
-        files: Glob patterns of a local copy, best first.
+        files: How the names of a local copy may begin, as glob patterns, best first.
         fields: That the stock prompt reads.
         convert: Turns a row of another common layout into those fields.
     """
@@ -47,71 +47,44 @@ def _hellaswag_row(row: Row) -> Row:
     return row if "ctx_a" in row or "ctx" not in row else {**row, "ctx_a": row["ctx"], "ctx_b": ""}
 
 
+_ANSWER = ("question", "choices", "answerKey")
 _ALL = (
+    Task("wikitext", PER_WORD, "wikitext/wikitext.yaml", 62, ("wikitext*.test", "test.pages"), ("page",)),
+    Task("arc_easy", "acc_norm", "arc/arc_easy.yaml", 2376, ("arc_easy.test",), _ANSWER),
+    Task("arc_challenge", "acc_norm", "arc/arc_challenge.yaml", 1172, ("arc_challenge.test",), _ANSWER),
     Task(
-        name="wikitext",
-        metric=PER_WORD,
-        stock="wikitext/wikitext.yaml",
-        num_items=62,
-        files=("wikitext*.test*.jsonl*", "test.pages.jsonl*"),
-        fields=("page",),
-    ),
-    Task(
-        name="arc_easy",
-        metric="acc_norm",
-        stock="arc/arc_easy.yaml",
-        num_items=2376,
-        files=("arc_easy.test*.jsonl*",),
-        fields=("question", "choices", "answerKey"),
-    ),
-    Task(
-        name="arc_challenge",
-        metric="acc_norm",
-        stock="arc/arc_challenge.yaml",
-        num_items=1172,
-        files=("arc_challenge.test*.jsonl*",),
-        fields=("question", "choices", "answerKey"),
-    ),
-    Task(
-        name="boolq",
-        metric="acc",
-        stock="super_glue/boolq/default.yaml",
-        num_items=3270,
-        files=("boolq.validation*.jsonl*",),
-        fields=("passage", "question", "label"),
+        "boolq",
+        "acc",
+        "super_glue/boolq/default.yaml",
+        3270,
+        ("boolq.validation",),
+        ("passage", "question", "label"),
         convert=_boolq_row,
     ),
     Task(
-        name="winogrande",
-        metric="acc",
-        stock="winogrande/default.yaml",
-        num_items=1267,
-        files=("winogrande*.validation*.jsonl*",),
-        fields=("sentence", "option1", "option2", "answer"),
+        "winogrande",
+        "acc",
+        "winogrande/default.yaml",
+        1267,
+        ("winogrande*.validation",),
+        ("sentence", "option1", "option2", "answer"),
+    ),
+    Task("piqa", "acc_norm", "piqa/piqa.yaml", 1838, ("piqa.validation",), ("goal", "sol1", "sol2", "label")),
+    Task(
+        "openbookqa",
+        "acc_norm",
+        "openbookqa/openbookqa.yaml",
+        500,
+        ("openbookqa.test",),
+        ("question_stem", "choices", "answerKey"),
     ),
     Task(
-        name="piqa",
-        metric="acc_norm",
-        stock="piqa/piqa.yaml",
-        num_items=1838,
-        files=("piqa.validation*.jsonl*",),
-        fields=("goal", "sol1", "sol2", "label"),
-    ),
-    Task(
-        name="openbookqa",
-        metric="acc_norm",
-        stock="openbookqa/openbookqa.yaml",
-        num_items=500,
-        files=("openbookqa.test*.jsonl*",),
-        fields=("question_stem", "choices", "answerKey"),
-    ),
-    Task(
-        name="hellaswag",
-        metric="acc_norm",
-        stock="hellaswag/hellaswag.yaml",
-        num_items=10042,
-        files=("hellaswag.validation*.jsonl*",),
-        fields=("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+        "hellaswag",
+        "acc_norm",
+        "hellaswag/hellaswag.yaml",
+        10042,
+        ("hellaswag.validation",),
+        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
         convert=_hellaswag_row,
     ),
 )
@@ -165,12 +138,13 @@ def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Pa
 
 
 def _local_file(task: Task, local_data: Path) -> Path:
-    for pattern in task.files:
+    patterns = [f"{name}*.jsonl*" for name in task.files]
+    for pattern in patterns:
         found = sorted([*local_data.glob(pattern), *local_data.glob(f"*/{pattern}")])
         if found:
             return found[0]
     raise EvaluationError(
-        f"{local_data} has no file for the task {task.name!r}; wanted {' or '.join(task.files)}, there or in a folder "
+        f"{local_data} has no file for the task {task.name!r}; wanted {' or '.join(patterns)}, there or in a folder "
         "directly below; leave out local_data to load the task from the Hugging Face hub"
     )
 
