@@ -41,5 +41,6 @@ class KvCache:
         return self.k.shape[3]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer as views [B, T_max, H_k, d]."""
-        return self.k[index].transpose(1, 2), self.v[index].transpose(1, 2)
+        """Return keys and values of a layer as views [B, T_max, H_k, d]; a cache of one layer lends it to all."""
+        place = index if self.k.shape[0] > 1 else 0
+        return self.k[place].transpose(1, 2), self.v[place].transpose(1, 2)

@@ -1,6 +1,7 @@
 """A straight-line forward of Llama-like models: every tensor of fixed shape, nothing read back by the host."""
 
 import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +29,23 @@ from wide.kernels.rms_norm import rms_norm
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import norm_route, route
 from wide.kernels.route.operator import MAX_FEW_ROWS
+from wide.models.stacking import unstack_linears
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Pass:
-    """What all layers of one forward share; `ends` is None in a prefill."""
+    """What all layers of one forward share; `ends` is None in a prefill, `table` the running layer's."""
 
     run: Run
+    table: OperatorTable
     cache: KvCache
     batch: int
     length: int
     starts: Tensor
-    ends: Tensor | None
+    past: int = 0
+    ends: Tensor | None = None
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         return record_function(f"wide.{name}") if self.run.traced else nullcontext()
@@ -57,23 +61,47 @@ class Decoder:
     Args:
         model: A causal LM in evaluation mode, LoRA merged.
         max_length: Largest position plus one.
+        tables: Which operator skips at which size, for each layer; None = the defaults of `OperatorTable`.
         checked: Compare a short dense forward with the model's own and refuse a model that differs.
 
     Raises:
         UnsupportedModelError: If a part of the model is none that the runtime computes; the message names it.
     """
 
-    def __init__(self, model: nn.Module, *, max_length: int, checked: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_length: int,
+        tables: Sequence[OperatorTable] | None = None,
+        checked: bool = True,
+    ) -> None:
         """Read the model; see the class."""
         if model.training:
             raise UnsupportedModelError("the runtime is for inference; call model.eval() first")
         ends = read_ends(model, max_length)
+        self._specs = ends.specs
         self.embedding, self.head, self.norm = ends.embedding, ends.head, ends.norm
         self.head_bias, self.cos, self.sin = ends.head_bias, ends.cos, ends.sin
-        self.layers = tuple(read_layer(spec) for spec in ends.specs)
+        try:
+            self.layers = tuple(read_layer(spec) for spec in ends.specs)
+        except UnsupportedModelError:
+            self.unstack()
+            raise
+        self.tables = tuple(tables or [OperatorTable()] * len(self.layers))
         self.max_length = max_length
         if checked:
-            require_same_outputs(model, self.probe)
+            try:
+                require_same_outputs(model, self.probe, max_length)
+            except UnsupportedModelError:
+                self.unstack()
+                raise
+
+    def unstack(self) -> None:
+        """Give the model's query, key and value projections memory of their own again."""
+        for spec in self._specs:
+            parts = (spec.attention.query, spec.attention.key, spec.attention.value)
+            unstack_linears([part for part in parts if isinstance(part, nn.Linear)])
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +114,48 @@ class Decoder:
         shape = (len(self.layers), batch, part.num_kv_heads, room or self.max_length, part.head_dim)
         return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
 
+    def scratch(self, batch: int, room: int) -> KvCache:
+        """Return keys and values that all layers overwrite in turn, for a forward that keeps none."""
+        part = self.layers[0].attention
+        shape = (1, batch, part.num_kv_heads, room, part.head_dim)
+        return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
+
     @torch.no_grad()
+    def prompt(
+        self, x: Tensor, cache: KvCache, run: Run, *, past: int = 0, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run several tokens of each sequence into the cache and return their hidden states.
+
+        Args:
+            x: Tokens [B, T], or their embeddings [B, T, D]; shorter sequences are padded on the right with anything.
+            cache: Overwritten from place `past` on.
+            run: How.
+            past: Tokens that every sequence of the cache has already.
+            lengths: Tokens of each sequence after this call, int32 [B]; None = past + T.
+
+        Returns:
+            The residual stream before the last sublayer's output, and that output, both [B * T, D]: see `logits`.
+        """
+        batch, length = x.shape[:2]
+        if batch != cache.batch or past + length > cache.room:
+            raise ShapeError(
+                f"{past} + {length} tokens of {batch} sequences do not fit a cache of {cache.batch} x {cache.room}"
+            )
+        starts = cache.zeros + past if past else cache.zeros
+        shared = _Pass(run=run, table=self.tables[0], cache=cache, batch=batch, length=length, starts=starts, past=past)
+        hidden = self._layers(shared, x)
+        if lengths is None:
+            cache.lengths.fill_(past + length)
+        else:
+            cache.lengths.copy_(lengths)
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: tuple[Tensor, Tensor], run: Run, rows: Tensor | None = None) -> Tensor:
+        """Return the logits [rows, V] of what `prompt` gave, of these rows (int64) or of all."""
+        residual, addend = hidden if rows is None else (hidden[0][rows], hidden[1][rows])
+        return self._logits(residual, addend, run)
+
     def prefill(self, ids: Tensor, lengths: Tensor, cache: KvCache, run: Run) -> Tensor:
         """Fill the cache from its beginning and return the logits after each sequence's last token, [B, V].
 
@@ -96,18 +165,13 @@ class Decoder:
             cache: Overwritten.
             run: How.
         """
-        batch, length = ids.shape
-        residual, addend = self._layers(self._prefill_pass(ids, cache, run), ids)
-        cache.lengths.copy_(lengths)
-        last = torch.arange(batch, device=ids.device) * length + lengths - 1
-        return self._logits(residual[last], addend[last], run)
+        hidden = self.prompt(ids, cache, run, lengths=lengths)
+        starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+        return self.logits(hidden, run, starts + lengths - 1)
 
-    @torch.no_grad()
     def prefill_logits(self, ids: Tensor, cache: KvCache, run: Run) -> Tensor:
         """As `prefill` of unpadded tokens, returning the logits after every token, [B, T, V]."""
-        residual, addend = self._layers(self._prefill_pass(ids, cache, run), ids)
-        cache.lengths.fill_(ids.shape[1])
-        return self._logits(residual, addend, run).view(*ids.shape, -1)
+        return self.logits(self.prompt(ids, cache, run), run).view(*ids.shape, -1)
 
     @torch.no_grad()
     def step(self, ids: Tensor, cache: KvCache, run: Run) -> Tensor:
@@ -119,7 +183,9 @@ class Decoder:
             run: How.
         """
         ends = cache.lengths + 1
-        shared = _Pass(run=run, cache=cache, batch=ids.shape[0], length=1, starts=cache.lengths, ends=ends)
+        shared = _Pass(
+            run=run, table=self.tables[0], cache=cache, batch=ids.shape[0], length=1, starts=cache.lengths, ends=ends
+        )
         residual, addend = self._layers(shared, ids)
         cache.lengths.copy_(ends)
         return self._logits(residual, addend, run)
@@ -135,16 +201,15 @@ class Decoder:
         run = Run(routed=False, table=OperatorTable(backend="torch"))
         return self.prefill_logits(ids, self.new_cache(ids.shape[0], ids.shape[1]), run)
 
-    def _prefill_pass(self, ids: Tensor, cache: KvCache, run: Run) -> _Pass:
-        if ids.shape[0] != cache.batch or ids.shape[1] > cache.room:
-            raise ShapeError(f"{tuple(ids.shape)} tokens do not fit a cache of {cache.batch} x {cache.room}")
-        return _Pass(run=run, cache=cache, batch=ids.shape[0], length=ids.shape[1], starts=cache.zeros, ends=None)
-
-    def _layers(self, shared: _Pass, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and what the last sub-layer adds to it, both [M, D]."""
-        residual = functional.embedding(ids.reshape(-1), self.embedding)
+    def _layers(self, shared: _Pass, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and what the last sublayer adds to it, both [M, D]."""
+        if x.is_floating_point():
+            residual = x.reshape(-1, x.shape[-1])
+        else:
+            residual = functional.embedding(x.reshape(-1), self.embedding)
         addend: Tensor | None = None
         for index, layer in enumerate(self.layers):
+            shared.table = shared.run.table or self.tables[index]
             forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
             half = self._enter(layer.attention.norm, layer.attention.router, residual, addend, forced[0], shared)
             residual, normed, attention_mask = half
@@ -169,7 +234,7 @@ class Decoder:
         shared: _Pass,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add, norm and decide: return the stream, its norm, and the mask (None: everything executes)."""
-        backend = shared.run.table.backend
+        backend = shared.table.backend
         constants: dict[str, Any] = {
             "addend": addend,
             "eps": norm.eps,
@@ -201,7 +266,7 @@ class Decoder:
         self, weights: AttentionWeights, index: int, x: Tensor, mask: Tensor | None, shared: _Pass
     ) -> Tensor:
         """Return the output of the attention half, [M, D]; `mask` holds the router's extra groups."""
-        table, heads, kv_heads = shared.run.table, weights.num_query_heads, weights.num_kv_heads
+        table, heads, kv_heads = shared.table, weights.num_query_heads, weights.num_kv_heads
         order: Reordering | None = None
         with shared.part("query"):
             if mask is None:
@@ -248,7 +313,7 @@ class Decoder:
         shared: _Pass,
     ) -> Tensor:
         """Return attention output [B, T, H_q, d]; skipped heads are zero where the output product is dense."""
-        table = shared.run.table
+        table = shared.table
         needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
         if shared.ends is not None:
             # Without a mask every pair is read; skipped ones come back as zeros otherwise, which costs nothing where
@@ -257,7 +322,8 @@ class Decoder:
             skips = mask if table.cache or zeroes else None
             out = attention_decode(q[:, 0], k, v, shared.ends, skips, scale=weights.scale, backend=table.backend)
             return _zeroed(out.unsqueeze(1), mask if needs_zeros and skips is None else None, table.backend)
-        k, v = k[:, : shared.length], v[:, : shared.length]
+        seen = shared.past + shared.length
+        k, v = k[:, :seen], v[:, :seen]
         if mask is not None and table.how("attention", shared.length) == "many":
             sequences = _sequences(mask, order, shared.batch, table.backend)
             return attend_prompt(
@@ -266,7 +332,7 @@ class Decoder:
         return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None, table.backend)
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
-        table = shared.run.table
+        table = shared.table
         gated = GatedWeights(weights.gate, weights.up, weights.gate_bias, weights.up_bias, weights.activation)
         with shared.part("gate_up"):
             product = gated_product(x, gated, mask, table)
@@ -283,7 +349,7 @@ class Decoder:
             addend=addend,
             eps=norm.eps,
             unit_offset=norm.unit_offset,
-            backend=run.table.backend,
+            backend=(run.table or self.tables[-1]).backend,
         )[1]
         return functional.linear(normed, self.head, self.head_bias)
 
@@ -305,10 +371,15 @@ def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return causal attention [B, T, H_q, d] by the library's fastest kernel."""
+    """Return causal attention [B, T, H_q, d] of the last T places by the library's fastest kernel."""
     attend: Any = functional.scaled_dot_product_attention
     heads = [t.transpose(1, 2) for t in (q, k, v)]
     options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    past = k.shape[1] - q.shape[1]
+    if past:
+        # The library's causal mask begins at the first place.
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(past)
+        options |= {"is_causal": False, "attn_mask": seen}
     if not q.is_cuda:
         return attend(*heads, **options).transpose(1, 2)
     with sdpa_kernel(_SDPA_ORDER, set_priority=True):

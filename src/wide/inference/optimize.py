@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from wide.inference.engine import Engine
 from wide.inference.fused import FusedAttention, FusedFeedForward
 from wide.inference.fused_router import FusedRouter
 from wide.inference.layer_sizes import layer_sizes, tune_command
 from wide.inference.measured import dense_table, measured_table, unmeasured
 from wide.inference.operator_table import OperatorTable
-from wide.inference.optimize_checks import require_kernels, require_plain
+from wide.inference.optimize_checks import require_kernels, require_plain, require_routing_alone
 from wide.inference.sample import LayerSample, sample_layers
 from wide.inference.visible_keys import VisibleKeys
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
 from wide.models.gates import router_of
 from wide.models.stacking import stack_linears, unstack_linears
-from wide.plan import Following, Routed
+from wide.plan import Routed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ACTIVATIONS = {
@@ -128,10 +129,8 @@ def optimize(
             executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
         _warn_if_unmeasured(model, state, executed)
     keys = VisibleKeys(model)
-    fused = [
-        _fuse(spec, state, index, table or _measured(spec, state, index, known[index]), keys)
-        for index, spec in enumerate(state.specs)
-    ]
+    tables = [table or _measured(spec, state, index, known[index]) for index, spec in enumerate(state.specs)]
+    fused = [_fuse(spec, state, index, tables[index], keys) for index, spec in enumerate(state.specs)]
     for part in (part for pair in fused for part in pair if part is not None):
         if part.table.backend == "triton":
             state.handles_fused.append(_Replaced(part.router, FusedRouter(part.router, "triton")))
@@ -147,36 +146,8 @@ def optimize(
             if isinstance(ffn.spec.gate, nn.Linear) and isinstance(ffn.spec.up, nn.Linear):
                 state.handles_fused.append(_Stacked((ffn.spec.gate, ffn.spec.up), f"layer {index}: FFN"))
     state.fused = True
-    state.handles_fused.append(model.register_forward_pre_hook(keys.before, with_kwargs=True))
-    state.handles_fused.append(model.register_forward_hook(keys.after, always_call=True))
+    state.handles_fused.append(Engine(model, state, tables, keys))
     return model
-
-
-def require_routing_alone(state: Attachment) -> None:
-    """Refuse plans of which wide's operators know a part only.
-
-    Raises:
-        UnsupportedModelError: If a half is pruned for every token or follows another, the stream is projected, base
-            weights are replaced, or a router is not a bottleneck, evicts keys and values, or protects first tokens.
-    """
-    if state.plan.is_static or state.replaced is not None:
-        raise UnsupportedModelError(
-            "this plan prunes the same for every token; wide.materialise(model) takes it out of the model, which then "
-            "runs as any other. wide's operators are for routers"
-        )
-    halves = [half for layer in state.plan.layers for _, half in layer.halves()]
-    if any(half.evicts or half.first_tokens for half in halves if isinstance(half, Routed)):
-        raise UnsupportedModelError(
-            "this plan evicts keys and values or protects first tokens, which wide's operators do not know; run it as "
-            "it is, masked"
-        )
-    forms = {half.form for half in halves if isinstance(half, Routed)} - {"bottleneck"}
-    if forms or any(isinstance(half, Following) for half in halves):
-        what = f"routers of the form {sorted(forms)[0]!r}" if forms else "an FFN that follows the attention's router"
-        raise UnsupportedModelError(
-            f"this plan has {what}; wide's operators know a bottleneck router for each half (and wide.materialise "
-            "takes out what is static), so run it as it is, masked"
-        )
 
 
 def deoptimize(model: ModelT) -> ModelT:
@@ -191,7 +162,7 @@ def deoptimize(model: ModelT) -> ModelT:
     for spec, layer in zip(state.specs, state.plan.layers, strict=True):
         if isinstance(layer.attention, Routed):
             router_of(spec.attention.module).fused = None
-    for handle in state.handles_fused:
+    for handle in reversed(state.handles_fused):
         handle.remove()
     state.handles_fused = []
     state.fused = False

@@ -12,7 +12,7 @@ from wide.inference.operator_table import OperatorName, OperatorTable
 from wide.kernels.device import interprets_triton, triton_obstacle
 from wide.models.attach import Attachment
 from wide.models.block_spec import BlockSpec
-from wide.plan import LayerPlan, Routed
+from wide.plan import Following, LayerPlan, Routed
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Tiles of the gathered products are cut in steps of it.
@@ -43,6 +43,33 @@ def require_plain(model: nn.Module, state: Attachment) -> None:
                     )
                 _require_plain_linear(where, name, part)
             _require_alike(where, parts)
+
+
+def require_routing_alone(state: Attachment) -> None:
+    """Refuse plans of which wide's operators know a part only.
+
+    Raises:
+        UnsupportedModelError: If a half is pruned for every token or follows another, the stream is projected, base
+            weights are replaced, or a router is not a bottleneck, evicts keys and values, or protects first tokens.
+    """
+    if state.plan.is_static or state.replaced is not None:
+        raise UnsupportedModelError(
+            "this plan prunes the same for every token; wide.materialise(model) takes it out of the model, which then "
+            "runs as any other. wide's operators are for routers"
+        )
+    halves = [half for layer in state.plan.layers for _, half in layer.halves()]
+    if any(half.evicts or half.first_tokens for half in halves if isinstance(half, Routed)):
+        raise UnsupportedModelError(
+            "this plan evicts keys and values or protects first tokens, which wide's operators do not know; run it as "
+            "it is, masked"
+        )
+    forms = {half.form for half in halves if isinstance(half, Routed)} - {"bottleneck"}
+    if forms or any(isinstance(half, Following) for half in halves):
+        what = f"routers of the form {sorted(forms)[0]!r}" if forms else "an FFN that follows the attention's router"
+        raise UnsupportedModelError(
+            f"this plan has {what}; wide's operators know a bottleneck router for each half (and wide.materialise "
+            "takes out what is static), so run it as it is, masked"
+        )
 
 
 def require_kernels(state: Attachment, table: OperatorTable) -> None:

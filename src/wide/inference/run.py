@@ -1,7 +1,7 @@
 """How one forward of the runtime is to be carried out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Run:
 
     Args:
         routed: Whether routers decide and operators skip; otherwise everything is dense and no router runs.
-        table: Which operator skips at which size.
+        table: Which operator skips at which size, in place of the decoder's own tables; None = those.
         forced: Masks that replace the routers' decisions; the routers run all the same, so that their time counts.
             Made with `force`.
         record: Filled with each layer's (attention, FFN) masks in use; None = not wanted.
@@ -27,7 +27,7 @@ class Run:
     """
 
     routed: bool = True
-    table: OperatorTable = field(default_factory=OperatorTable)
+    table: OperatorTable | None = None
     forced: Masks | None = None
     record: list[tuple[Tensor | None, Tensor | None]] | None = None
     traced: bool = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.inference.optimize import require_routing_alone
+from wide.inference.optimize_checks import require_routing_alone
 from wide.inference.weights import Norm, read_norm
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
@@ -84,7 +84,7 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
     )
 
 
-def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor]) -> None:
+def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max_length: int) -> None:
     """Compare dense logits of a few tokens with the model's own.
 
     Raises:
@@ -92,7 +92,9 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor]) -> 
     """
     whole: Any = model
     weight = whole.get_input_embeddings().weight
-    ids = torch.randint(0, weight.shape[0], (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, weight.shape[0], (1, min(_PROBE_TOKENS, max_length)), generator=torch.Generator().manual_seed(0)
+    )
     ids = ids.to(weight.device)
     with torch.no_grad(), bypass(model) if is_attached(model) else nullcontext():
         wanted = whole(ids, use_cache=False).logits.float()

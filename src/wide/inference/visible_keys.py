@@ -22,8 +22,7 @@ from wide.errors import NotAttachedError
 _NOTE = "wide_key_runs"
 # No mask was given, so nothing is hidden so far; a mask has been read, and leaves one run; it does not.
 _ASSUMED, _CHECKED, _BROKEN = "assumed", "checked", "broken"
-# Everything else that is not None may change the mask.
-_HARMLESS = {
+HARMLESS = {
     "input_ids",
     "inputs_embeds",
     "attention_mask",
@@ -38,6 +37,7 @@ _HARMLESS = {
     "return_dict",
     "output_hidden_states",
 }
+"""Arguments of a forward that leave causal attention as it is; whatever else is not None may change the mask."""
 
 
 class Prefill(NamedTuple):
@@ -110,7 +110,7 @@ class VisibleKeys:
         self._bounds = []
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad and not torch.compiler.is_compiling():
-            logits.register_hook(_refuse_gradients)
+            logits.register_hook(refuse_gradients)
 
     def bounds(self, bias: Tensor | None, keys: Tensor) -> Bounds:
         """Return which of the keys `[B, H_k, S, d]` a single query sees, on the device.
@@ -162,10 +162,26 @@ class VisibleKeys:
         )
 
 
-def _refuse_gradients(_gradient: Tensor) -> None:
+def refuse_gradients(_gradient: Tensor) -> None:
+    """Say that there are none (a hook of the logits)."""
     raise NotAttachedError(
         "this model is optimised, and wide's operators have no gradients; call wide.deoptimize(model) before training"
     )
+
+
+def read_left_padding(mask: Tensor | None, length: int) -> Tensor | str | None:
+    """Return the padding before each sequence, int64 [B], None if there is none, or what else a mask [B, S] hides."""
+    if mask is None:
+        return None
+    is_padded, is_left = _padding(mask, length)
+    if not is_padded:
+        return None
+    return mask.to(torch.int32).argmax(-1) if is_left else "holes, right padding or another length"
+
+
+def mark_left_padded(cache: Any) -> None:
+    """Note on a cache that the masks it was filled with hid left padding at most."""
+    setattr(cache, _NOTE, _CHECKED)
 
 
 def is_being_recorded(ids: Tensor) -> bool:
@@ -274,9 +290,9 @@ def _unusual_attention(config: Any) -> str | None:
 
 
 def _unusual_inputs(given: Mapping[str, Any]) -> str | None:
-    if given.keys() <= _HARMLESS:
+    if given.keys() <= HARMLESS:
         return None
     for name, value in given.items():
-        if name not in _HARMLESS and value is not None and value is not False:
+        if name not in HARMLESS and value is not None and value is not False:
             return f"the argument {name}="
     return None

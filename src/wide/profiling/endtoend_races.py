@@ -248,7 +248,7 @@ def _race(
         if candidate.skipped is not None:
             record["skipped"] = {"attention": candidate.skipped[0], "ffn": candidate.skipped[1]}
             record["ceiling"] = ceiling(candidate.skipped)
-            record["table"] = dataclasses.asdict(candidate.run.table)
+            record["table"] = dataclasses.asdict(candidate.run.table or OperatorTable())
         record |= peak_memory(calls[candidate.name])
         if bench.energy is not None and not candidate.is_variant:
             record["energy_j"] = joules(calls[candidate.name], bench.energy)

@@ -1,0 +1,449 @@
+"""What an optimised model runs when it is called: prompts straight through the layers, decode steps from CUDA graphs.
+
+`generate()` and direct calls keep transformers' interface and semantics. The engine takes what it computes itself, one
+run of causal keys a sequence with left padding, over memory of its own; everything else goes to the layers' own
+modules, whose hooks run the same operators, with one warning that names the reason.
+"""
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from wide.errors import UnsupportedModelError
+from wide.inference.cache import KvCache
+from wide.inference.decoder import Decoder
+from wide.inference.graphs import capture_step
+from wide.inference.operator_table import OperatorTable
+from wide.inference.run import Run
+from wide.inference.visible_keys import (
+    HARMLESS,
+    VisibleKeys,
+    is_being_recorded,
+    mark_left_padded,
+    read_left_padding,
+    refuse_gradients,
+)
+from wide.models.attach import Attachment
+
+# Longer contexts go the plain way: their table of positions alone would take hundreds of megabytes.
+_MAX_LENGTH = 131072
+_SMALLEST_ROOM = 256
+# Room beyond a prompt where nobody says how many tokens will follow.
+_SPARE_ROOM = 256
+# Freed memory of earlier calls, with its graphs, that is kept for calls to come.
+_KEPT_SLOTS = 2
+_LENGTHS = "attention_mask", "position_ids"
+
+
+class _Slot:
+    """Memory for the keys and values of some sequences, and the graphs of the steps that read and write it.
+
+    Args:
+        engine: Whose decoder it belongs to.
+        cache: The memory.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KvCache) -> None:
+        """Nothing is captured before the first step."""
+        self.decoder, self.cache = decoder, cache
+        self.owner: weakref.ref[EngineCache] | None = None
+        self._steps: dict[bool, Callable[[Tensor], Tensor]] = {}
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no living cache holds it."""
+        owner = None if self.owner is None else self.owner()
+        return owner is None or owner.slot is not self
+
+    def step(self, ids: Tensor, *, routed: bool, pool: Any) -> Tensor:
+        """Return the logits [B, V] after one more token [B] a sequence, in memory that the next step overwrites."""
+        step = self._steps.get(routed)
+        if step is None:
+            run = Run(routed=routed)
+            if ids.is_cuda:
+                step = capture_step(self.decoder, self.cache, run, pool=pool)
+            else:
+                step = functools.partial(self.decoder.step, cache=self.cache, run=run)
+            self._steps[routed] = step
+        return step(ids)
+
+
+class EngineCache(DynamicCache):
+    """Keys and values in the engine's memory; an ordinary `DynamicCache` once anyone asks for its layers.
+
+    Args:
+        config: The model's.
+        room: Tokens of a sequence that it will have to hold; None = unknown.
+        is_trusted: Whether `generate` made it, whose masks and positions follow from those of the prompt.
+    """
+
+    def __init__(self, config: Any, room: int | None = None, *, is_trusted: bool = False) -> None:
+        """Hold nothing yet."""
+        self.slot: _Slot | None = None
+        self.room, self.is_trusted = room, is_trusted
+        self.tokens = 0
+        self.padding: list[int] | None = None
+        self._layers: list[Any] = []
+        super().__init__(config=config)
+
+    @property
+    def layers(self) -> list[Any]:
+        """Transformers' layers; asked for, they are made, and the engine's memory is free again."""
+        if self.slot is not None:
+            self._leave_engine()
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._layers = layers
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens of a sequence, padding included."""
+        return self.tokens if self.slot is not None else super().get_seq_length(layer_idx)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: the engine replays graphs of its own."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds anything."""
+        return self.slot is not None or super().is_initialized
+
+    def _leave_engine(self) -> None:
+        """Copy keys and values into ordinary layers, behind the padding that the prompt had."""
+        assert self.slot is not None
+        slot, self.slot = self.slot, None
+        mark_left_padded(self)
+        for layer, pair in zip(self._layers, zip(slot.cache.k, slot.cache.v, strict=True), strict=False):
+            layer.update(*(_padded(part[:, :, : self.tokens], self.padding) for part in pair))
+
+
+class Engine:
+    """Stands in for the forward of an optimised model.
+
+    Args:
+        model: Attached, its operators installed.
+        state: What wide knows of it.
+        tables: Which operator runs where, for each layer.
+        keys: What the layers' own modules know of masks, for calls that go their way.
+    """
+
+    def __init__(self, model: nn.Module, state: Attachment, tables: Sequence[OperatorTable], keys: VisibleKeys) -> None:
+        """Read the model; `why_not` says why the layers' own modules run everything, if they do."""
+        self._model: Any = model
+        self._state, self._tables, self._keys = state, tuple(tables), keys
+        self._plain: Callable[..., Any] = model.forward
+        self._prepare_cache: Callable[..., Any] | None = getattr(model, "_prepare_cache_for_generation", None)
+        self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self._slots: list[_Slot] = []
+        self._pool: Any = None
+        self._stream: Any = None
+        self._said: set[str] = set()
+        self.why_not: str | None = None
+        self._decoder: Decoder | None = self._read()
+        self._made_of = self._fingerprint()
+        parts = [part for part in model.modules() if part is not model]
+        self._hooked = [(part, _count_hooks(part)) for part in parts]
+
+        @functools.wraps(self._plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(args, kwargs)
+
+        model.forward = forward
+        if self._prepare_cache is not None and self._decoder is not None:
+            model._prepare_cache_for_generation = self._prepare_engine_cache  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Give the model its own forward back and let go of all memory and graphs."""
+        for name in ("forward", "_prepare_cache_for_generation"):
+            vars(self._model).pop(name, None)
+        self._slots, self._pool = [], None
+        if self._decoder is not None:
+            self._decoder.unstack()
+        self._decoder = None
+
+    def _read(self) -> Decoder | None:
+        """Return the straight-line form of the model, or say in `why_not` why there is none."""
+        config = self._model.config.get_text_config(decoder=True)
+        length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
+        windows = [getattr(spec.attention.module, "sliding_window", None) for spec in self._state.specs]
+        try:
+            devices = {parameter.device for parameter in self._model.parameters()}
+            if len(devices) > 1:
+                raise UnsupportedModelError(f"its weights lie on {len(devices)} devices")
+            length = min([length, *(window for window in windows if window)])
+            return Decoder(self._model, max_length=length, tables=self._tables)
+        except UnsupportedModelError as error:
+            self.why_not = str(error)
+            return None
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        """Return what the decoder has copied from the model, or points at; steps trust that it stays."""
+        routers = self._state.routers()
+        places = [parameter.data_ptr() for parameter in self._model.parameters()]
+        versions = [parameter._version for router in routers for parameter in router.parameters()]
+        return (*places, *versions, *(float(router.threshold) for router in routers))
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
+        out = self._run(given)
+        if not isinstance(out, str):
+            return out
+        if out:
+            self._say(out)
+        # VisibleKeys decides, for the layers' own modules, what wide's attention may take.
+        self._keys.before(self._model, args, kwargs)
+        found = None
+        try:
+            found = self._plain(*args, **kwargs)
+        finally:
+            self._keys.after(self._model, args, found)
+        return found
+
+    def _run(self, given: Mapping[str, Any]) -> Any:
+        """Return the model's output, or why the layers' own modules have to compute it ('' = nothing to say)."""
+        control = self._state.control
+        ids = given.get("input_ids")
+        x = given.get("inputs_embeds") if ids is None else ids
+        is_ours = self._decoder is not None and not self._model.training and control.observed is control.forced is None
+        if not is_ours or not isinstance(x, Tensor) or is_being_recorded(x) or given.get("labels") is not None:
+            return ""
+        for name, value in given.items():
+            if name not in HARMLESS and value is not None and value is not False:
+                return ""
+        if given.get("output_hidden_states") or getattr(self._model.config, "output_hidden_states", False):
+            return "output_hidden_states="
+        if getattr(self._model.config, "output_attentions", False):
+            return "output_attentions="
+        cache = given.get("past_key_values")
+        if isinstance(cache, EngineCache):
+            if cache.slot is None and cache.get_seq_length():
+                return ""
+            if cache.slot is not None and cache.slot.decoder is not self._decoder:
+                return ""
+        elif cache is not None:
+            return f"a {type(cache).__name__} of the caller's own as past_key_values"
+        if cache is not None and cache.slot is not None and ids is not None and x.shape[1] == 1:
+            return self._step(ids, cache, given)
+        return self._prompt(x, cache, given)
+
+    def _step(self, ids: Tensor, cache: "EngineCache", given: Mapping[str, Any]) -> Any:
+        assert cache.slot is not None
+        assert self._decoder is not None
+        slot = cache.slot
+        if ids.shape[0] != slot.cache.batch or cache.tokens >= self._decoder.max_length:
+            return f"more than {self._decoder.max_length} tokens" if ids.shape[0] == slot.cache.batch else ""
+        if cache.tokens >= slot.cache.room:
+            slot = self._grown(cache)
+        broken = None if cache.is_trusted else _broken(given, slot.cache.lengths + 1)
+        if isinstance(broken, str):
+            return broken
+        self._join_stream(ids)
+        logits = slot.step(ids[:, 0], routed=self._state.control.enabled, pool=self._pool)
+        cache.tokens += 1
+        if not cache.is_trusted:
+            # The caller may keep what the next step overwrites.
+            logits = logits.clone() if broken is None else logits.masked_fill(broken[:, None], torch.nan)
+        return self._output(logits[:, None], cache, given)
+
+    def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> Any:
+        batch, length = x.shape[:2]
+        past = 0 if cache is None else cache.tokens
+        if any(part.training for part, _ in self._hooked):
+            return ""
+        if any(_count_hooks(part) != count for part, count in self._hooked):
+            return "a hook on one of its modules"
+        padding = self._padding(x, past, cache, given)
+        if isinstance(padding, str):
+            return padding
+        if past == 0:
+            self._renew()
+        decoder = self._decoder
+        assert decoder is not None
+        if past + length > decoder.max_length:
+            return f"more than {decoder.max_length} tokens"
+        keeps = given.get("use_cache")
+        keeps = getattr(self._model.config, "use_cache", True) if keeps is None else keeps
+        self._join_stream(x)
+        if cache is None and keeps:
+            cache = EngineCache(self._model.config)
+        memory = decoder.scratch(batch, length) if cache is None else self._room(cache, batch, past + length).cache
+        if padding is not None and x.shape[1] > 1:
+            # The engine pads on the right: each row begins with its first real token.
+            places = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
+            x = x.gather(1, places) if x.dim() == 2 else x.take_along_dim(places[..., None], 1)
+        run = Run(routed=self._state.control.enabled)
+        lengths = None if padding is None else (length - padding).to(torch.int32)
+        hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
+        if cache is not None:
+            cache.tokens = past + length
+        rows = _rows(batch, length, given.get("logits_to_keep", 0), padding, x.device)
+        logits = decoder.logits(hidden, run, None if rows is None else rows.flatten())
+        return self._output(logits.view(batch, -1, logits.shape[-1]), cache, given)
+
+    def _padding(
+        self, x: Tensor, past: int, cache: "EngineCache | None", given: Mapping[str, Any]
+    ) -> Tensor | str | None:
+        """Return each row's left padding, int64 [B], None without, or why the prompt goes the plain way."""
+        mask, positions = (given.get(name) for name in _LENGTHS)
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            return ""
+        found = read_left_padding(mask, past + x.shape[1])
+        if isinstance(found, str):
+            return ""
+        trusted = cache is not None and cache.is_trusted
+        if positions is not None and not trusted:
+            wanted = torch.arange(past, past + x.shape[1], device=x.device)
+            wanted = wanted if found is None else wanted - found.to(x.device)[:, None]
+            if not bool(((positions == wanted) | (wanted < 0)).all()):
+                return ""
+        if past and cache is not None and cache.padding is not None:
+            return ""
+        if cache is not None:
+            cache.padding = None if found is None else found.tolist()
+        return None if found is None else found.to(x.device)
+
+    def _room(self, cache: "EngineCache", batch: int, needed: int) -> _Slot:
+        """Return the cache's memory, with room for so many tokens a sequence."""
+        assert self._decoder is not None
+        if cache.slot is not None:
+            return cache.slot if needed <= cache.slot.cache.room else self._grown(cache, needed)
+        wanted = min(max(needed, cache.room or needed + _SPARE_ROOM), self._decoder.max_length)
+        slot = self._free(batch, wanted)
+        cache.slot, slot.owner = slot, weakref.ref(cache)
+        return slot
+
+    def _free(self, batch: int, wanted: int) -> _Slot:
+        """Return free memory for so many tokens a sequence, used before if there is any."""
+        assert self._decoder is not None
+        free = [slot for slot in self._slots if slot.is_free]
+        fits = [slot for slot in free if slot.cache.batch == batch and slot.cache.room >= wanted]
+        if fits:
+            slot = min(fits, key=lambda each: each.cache.room)
+            self._slots.remove(slot)
+        else:
+            for old in free[: max(0, len(free) - _KEPT_SLOTS + 1)]:
+                self._slots.remove(old)
+            room = min(_bucket(wanted), self._decoder.max_length)
+            slot = _Slot(self._decoder, self._decoder.new_cache(batch, room))
+        # The last one is the latest used.
+        self._slots.append(slot)
+        return slot
+
+    def _grown(self, cache: "EngineCache", needed: int = 0) -> _Slot:
+        """Move a cache into larger memory."""
+        assert cache.slot is not None
+        old = cache.slot.cache
+        slot = self._free(old.batch, max(needed, cache.tokens + 1, 3 * old.room // 2))
+        for source, target in ((old.k, slot.cache.k), (old.v, slot.cache.v)):
+            target[:, :, :, : cache.tokens] = source[:, :, :, : cache.tokens]
+        slot.cache.lengths.copy_(old.lengths)
+        cache.slot, slot.owner = slot, weakref.ref(cache)
+        return slot
+
+    def _renew(self) -> None:
+        """Read the model again if its routers, thresholds or weights' places have changed since."""
+        made_of = self._fingerprint()
+        if made_of != self._made_of:
+            self._slots = []
+            self._decoder = self._read() or self._decoder
+            self._made_of = self._fingerprint()
+
+    def _join_stream(self, tensor: Tensor) -> None:
+        """Let the current stream wait for the one that used the engine's memory last."""
+        if tensor.is_cuda:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            stream = torch.cuda.current_stream(tensor.device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _output(self, logits: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            # The operators have no gradients: whoever asks for one is told so.
+            logits = logits.detach().requires_grad_()
+            logits.register_hook(refuse_gradients)
+        out = CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        return out.to_tuple() if given.get("return_dict") is False else out
+
+    def _prepare_engine_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Let `generate` begin with the engine's cache where it would take a default or static one."""
+        assert self._prepare_cache is not None
+        out = self._prepare_cache(*args, **kwargs)
+        named = dict(zip(inspect.signature(self._prepare_cache).parameters, args, strict=False)) | kwargs
+        inputs: Any = named.get("model_kwargs")
+        mode = named.get("generation_mode")
+        cache = inputs.get("past_key_values") if isinstance(inputs, dict) else None
+        is_default = type(cache) in (DynamicCache, StaticCache) and not getattr(cache, "_is_user_defined", False)
+        if not is_default or getattr(cache, "offloading", False) or named["generation_config"].is_assistant:
+            return out
+        if getattr(mode, "value", mode) not in ("greedy_search", "sample"):
+            self._say(f"{str(getattr(mode, 'value', mode)).replace('_', ' ')}")
+            return out
+        inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"), is_trusted=True)
+        return out
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            warnings.warn(
+                f"wide: {reason} does not run through the optimised model's graphs; its layers' own modules compute "
+                "it, skipping as before, but slower. Outputs are right",
+                stacklevel=2,
+            )
+
+
+def _count_hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def _padded(part: Tensor, padding: list[int] | None) -> Tensor:
+    """Return keys or values [B, H, T, d] with each sequence moved behind its padding, in memory of their own."""
+    part = part.clone()
+    for row, places in enumerate(padding or ()):
+        if places:
+            part[row] = part[row].roll(places, dims=1)
+    return part
+
+
+def _broken(given: Mapping[str, Any], lengths: Tensor) -> Tensor | str | None:
+    """Return on the device whose mask or position is not that of one more token [B]; a reason if that is unknown."""
+    mask, positions = (given.get(name) for name in _LENGTHS)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return ""
+    checks = [] if mask is None else [mask.to(lengths.device).sum(-1) != lengths]
+    if positions is not None:
+        checks.append(positions[:, -1].to(lengths.device) + 1 != lengths)
+    return torch.stack(checks).any(0) if checks else None
+
+
+def _rows(batch: int, length: int, kept: int | Tensor, padding: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return which rows of [B * T] the logits are asked of, [B, kept]; None = all, in order."""
+    places = torch.arange(length, device=device)
+    places = places[kept.to(device)] if isinstance(kept, Tensor) else places[-kept:] if kept else places
+    if padding is None and len(places) == length:
+        return None
+    # Padded places have no row; what they give is never used.
+    columns = places[None] if padding is None else (places - padding[:, None]).clamp(min=0)
+    return torch.arange(batch, device=device)[:, None] * length + columns
+
+
+def _bucket(room: int) -> int:
+    """Return the next of 256, 384, 512, 768, 1024, ...: few kinds of memory, little of it wasted."""
+    size = _SMALLEST_ROOM
+    while size < room:
+        if 3 * size // 2 >= room:
+            return 3 * size // 2
+        size *= 2
+    return size
