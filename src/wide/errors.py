@@ -13,6 +13,10 @@ class ConfigError(WideError, ValueError):
     """A setting is unknown, out of range, or contradicts another one."""
 
 
+class UsageError(ConfigError):
+    """A flag, key, method or recipe is unknown, or a value has a wrong type; the command line exits with 2."""
+
+
 class ShapeError(WideError, ValueError):
     """A width, group size or tensor shape does not fit."""
 

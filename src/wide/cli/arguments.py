@@ -2,20 +2,19 @@
 
 import re
 import typing
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from itertools import zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
-from wide.cli.recipe_files import find_recipe, is_recipe, recipe_command
-from wide.cli.usage import UsageError
-from wide.errors import ConfigError
+from wide.cli.recipes import find_recipe, is_recipe, recipe_command
+from wide.errors import UsageError
+from wide.runs.settings import flags_named
 
 T = TypeVar("T")
 # How a run is carried out, not what it is: left out of the saved configuration.
@@ -28,13 +27,14 @@ class Arguments:
     Args:
         command: Name of the command.
         description: What it does, for `--help`.
+        usage: The words after the command, for `--help`.
     """
 
-    def __init__(self, command: str, description: str) -> None:
+    def __init__(self, command: str, description: str, usage: str = "[FLAGS]") -> None:
         """Begin with the flags that every command has."""
         self._command = command
         self._parser = ArgumentParser(
-            prog=f"wide {command}", usage=f"wide {command} [FLAGS]", description=description, exit_on_error=False
+            prog=f"wide {command}", usage=f"wide {command} {usage}", description=description, exit_on_error=False
         )
         self._parser.add_argument(
             "--config",
@@ -60,6 +60,10 @@ class Arguments:
     def add_switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""
         self._parser.add_argument(f"--{name}", action="store_true", help=text)
+
+    def add_folders(self, text: str) -> None:
+        """Add one or more folders that are named without a flag, as `folders`."""
+        self._parser.add_argument("folders", nargs="+", type=Path, help=text)
 
     def add_fields(
         self,
@@ -162,56 +166,25 @@ class Arguments:
                 raise UsageError(f"{path}: {self._parser.prog} has no key {key!r}{_nearest(key, [*known, *groups])}")
 
 
-def keys_of_files(arguments: Sequence[str]) -> set[str]:
-    """Return the keys and groups of the configuration files that a command line names.
-
-    Raises:
-        UsageError: If a file cannot be read.
-    """
-    configs, _ = _split_configs(arguments)
-    return {str(key) for path in configs for key in _read_yaml(path)}
-
-
-def peek(arguments: Sequence[str], name: str, otherwise: str) -> str:
-    """Return what a flag says before all flags are known, because other flags depend on it.
+def look_ahead(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what a command line says, unchecked, before all flags are known because some depend on it.
 
     Args:
-        arguments: The command line.
-        name: The flag, without dashes; not of a group.
-        otherwise: What it is where neither flags nor files name it.
+        arguments: The command line. Keys of its files stand as they are written, groups as mappings; flags win over
+            them and are text.
 
     Raises:
         UsageError: If a configuration file cannot be read.
     """
     configs, flags = _split_configs(arguments)
-    for flag, following in reversed(list(zip_longest(flags, flags[1:], fillvalue=""))):
-        key, equals, value = flag.partition("=")
-        if key == f"--{name}":
-            return value if equals else following
-    found = [_read_yaml(path).get(name) for path in configs]
-    return next((value for value in reversed(found) if isinstance(value, str)), otherwise)
-
-
-def peek_mapping(arguments: Sequence[str], name: str) -> dict[str, Any]:
-    """Return a mapping that a flag or the files hold, before all flags are known.
-
-    Args:
-        arguments: The command line.
-        name: The flag, without dashes; not of a group.
-
-    Raises:
-        UsageError: If a configuration file or the flag cannot be read, or what stands there is not a mapping.
-    """
-    configs, _ = _split_configs(arguments)
-    given = peek(arguments, name, "")
-    try:
-        values: list[Any] = [yaml.safe_load(given)] if given else [_read_yaml(path).get(name) for path in configs]
-    except yaml.YAMLError as error:
-        raise UsageError(f"--{name} cannot be read as YAML: {_in_one_line(error)}") from error
-    found: Any = next((value for value in reversed(values) if value is not None), {})
-    if not isinstance(found, Mapping):
-        raise UsageError(f"{name} must be a mapping, got {found!r}")
-    return {str(key): value for key, value in found.items()}
+    found: dict[str, Any] = {}
+    for path in configs:
+        found |= {str(key): value for key, value in _read_yaml(path).items()}
+    for flag, following in pairwise([*flags, ""]):
+        name, equals, value = flag.partition("=")
+        if name.startswith("--"):
+            found[name[2:]] = value if equals else following
+    return found
 
 
 def add_run_switches(flags: Arguments) -> None:
@@ -237,28 +210,6 @@ def build(cls: type[T], values: Mapping[str, Any], *, group: str = "", **changes
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     with flags_named(group, of=names - set(changes), not_of=changes):
         return cls(**({key: value for key, value in values.items() if key in names} | changes))
-
-
-@contextmanager
-def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) -> Iterator[None]:
-    """Put a group's name before the setting with which the message of an error begins, as its flag has it.
-
-    Args:
-        group: Prefix of the flags; empty leaves messages as they are.
-        of: The settings that belong to the group.
-        not_of: Settings that may be refused with them and have flags elsewhere.
-
-    Raises:
-        ConfigError: What was raised inside, with that name.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        first = re.match(r"\w*", str(error))
-        name = first[0] if first else ""
-        if not group or name in not_of:
-            raise
-        raise type(error)(f"{group}.{error}" if name in of else f"{group}: {error}") from error
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from wide.cli.arguments import Arguments, build
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
-from wide.cli.usage import UsageError
+from wide.errors import UsageError
 from wide.errors import ConfigError, EvaluationError
 
 _ROWS = "1024,4096,16384"

@@ -1,27 +1,27 @@
 """`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import Arguments, add_run_switches, build, keys_of_files, peek, peek_mapping, resolved
-from wide.cli.budget import Budget
-from wide.cli.compare_request import CompareRequest
-from wide.cli.console import num_processes, say
-from wide.cli.grid import DENSE, GridOptions, method_names, method_of
-from wide.cli.method_flags import (
-    OBJECTIVE,
-    SETTINGS,
-    add_method_flags,
+import yaml
+
+from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
+from wide.cli.method_flags import OBJECTIVE, add_method_flags, settings_of, typed_settings
+from wide.comparison.grid import (
+    DENSE,
+    Budget,
+    CompareRequest,
+    GridOptions,
     check_variants,
-    settings_of,
-    variant_settings,
+    method_names,
+    method_of,
 )
-from wide.cli.options import EvalOptions, RunOptions, ScoredTasks
-from wide.cli.prune import RecoverSwitch
-from wide.cli.usage import UsageError
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UsageError
+from wide.methods.catalogue import names
+from wide.runs.process import num_processes, say
+from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks
 
 
 def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) -> Arguments:
@@ -39,7 +39,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     add_method_flags(flags, methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
     flags.add_fields(StageConfig, prefix="train", skip=("seed",))
     flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
-    flags.add_fields(RecoverSwitch, prefix="recover")
+    flags.add_fields(LoraOptions, prefix="recover", only=("steps",))
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps", "seed"))
     flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
     flags.add_fields(ScoredTasks, prefix="eval")
@@ -59,12 +59,7 @@ def request(values: dict[str, Any]) -> CompareRequest:
         UsageError: If there is nothing to compare by, or a value cannot be understood.
         ConfigError: If a value is out of its range.
     """
-    if values["recover"]["steps"] < 0:
-        raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves LoRA out")
-    grid = build(GridOptions, values)
-    scoring, tasks = build(EvalOptions, values, group="eval"), build(ScoredTasks, values, group="eval")
-    if scoring.tokens == 0 and not tasks.names:
-        raise UsageError("nothing to compare by: let --eval.tokens be above 0, or name tasks with --eval.tasks")
+    grid, lora = build(GridOptions, values), build(LoraOptions, values, group="recover")
     return CompareRequest(
         run=build(RunOptions, values),
         grid=grid,
@@ -72,9 +67,9 @@ def request(values: dict[str, Any]) -> CompareRequest:
         settings={name: _settings(grid, name, values) for name in (DENSE, *grid.method_names)},
         objective=build(ObjectiveConfig, values, group="objective"),
         stage=build(StageConfig, values, group="train"),
-        recover=build(RecoverConfig, values, group="recover") if values["recover"]["steps"] else None,
-        scoring=scoring,
-        tasks=tasks,
+        recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
+        scoring=build(EvalOptions, values, group="eval"),
+        tasks=build(ScoredTasks, values, group="eval"),
     )
 
 
@@ -84,7 +79,7 @@ def _settings(grid: GridOptions, name: str, values: dict[str, Any]) -> Any:
     if name == method:
         return settings_of(method, values)
     try:
-        return settings_of(method, values, **variant_settings(method, grid.changes_of(name)))
+        return settings_of(method, values, **typed_settings(method, grid.changes_of(name)))
     except ConfigError as error:
         raise type(error)(f"variants: {name}: {error}") from error
 
@@ -96,19 +91,18 @@ def run(given: Sequence[str]) -> None:
         UsageError: If the words cannot be understood, or torchrun started several processes.
         EvaluationError: If cells failed; all others are measured then, and the tables are written.
     """
-    folder = peek(given, "table", "")
-    if folder:
-        from wide.cli.comparison_files import draw
+    ahead = look_ahead(given)
+    if ahead.get("table"):
+        from wide.comparison.results import draw
 
-        draw(Path(folder))
+        draw(Path(ahead["table"]))
         return
-    variants = peek_mapping(given, "variants")
-    check_variants(variants)
-    rows = method_names(peek(given, "methods", ""), variants)
-    methods = [name for name in SETTINGS if name in {method_of(row, variants) for row in rows}]
+    variants = _variants(ahead.get("variants"))
+    rows = method_names(str(ahead.get("methods") or ""), variants)
+    methods = [name for name in names() if name in {method_of(row, variants) for row in rows}]
     # The saved configuration has underscores for dashes.
-    keys = {key.replace("-", "_") for key in keys_of_files(given)}
-    flags = arguments(methods, {name for name in SETTINGS if name.replace("-", "_") in keys})
+    keys = {key.replace("-", "_") for key in ahead}
+    flags = arguments(methods, {name for name in names() if name.replace("-", "_") in keys})
     values = flags.parse(given)
     asked = request(values)
     if num_processes() > 1:
@@ -120,8 +114,8 @@ def run(given: Sequence[str]) -> None:
     if asked.grid.unused_variants:
         say(f"warning  variants that --methods does not name are left out: {', '.join(asked.grid.unused_variants)}")
     # Nothing heavier than the schema is imported until the command line is known to be right.
-    from wide.cli.comparison_run import ComparisonRun
-    from wide.cli.run_folder import RunFolder
+    from wide.comparison.run import ComparisonRun
+    from wide.runs.folder import RunFolder
 
     # Processes that share a folder all go on with what they find there.
     resume = bool(values["resume"]) or asked.grid.shard is not None
@@ -134,3 +128,17 @@ def run(given: Sequence[str]) -> None:
     )
     command = ["wide", "compare", *given]
     ComparisonRun(asked, target, command=command, debug=bool(values["debug"])).run()
+
+
+def _variants(given: Any) -> dict[str, Any]:
+    """Return the variants that a file or the flag, which is text, describes."""
+    if isinstance(given, str):
+        try:
+            given = yaml.safe_load(given)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--variants cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError(f"variants must be a mapping, got {given!r}")
+    variants = {str(name): entry for name, entry in (given or {}).items()}
+    check_variants(variants)
+    return variants

@@ -3,16 +3,16 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments, build, resolved
-from wide.cli.console import say
-from wide.cli.options import AdapterOptions, EvalOptions, ScoredTasks
-from wide.cli.usage import UsageError
+from wide.errors import UsageError
+from wide.runs.process import say
+from wide.runs.settings import AdapterOptions, EvalOptions, ScoredTasks
 
 if TYPE_CHECKING:
     from wide.evaluation.report import EvaluationReport
+    from wide.runs.folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +58,18 @@ def run(given: Sequence[str]) -> None:
         _refuse_flags_of_tasks(given, tasks)
     if values["fused"] and options.adapter is None:
         raise UsageError("--fused runs an adapter's routers: give --adapter, too")
-    from wide.cli.run_folder import RunFolder
+    from wide.runs.folder import RunFolder
 
-    config = resolved(values)
     folder = None
     if tasks.output is not None:
-        folder = RunFolder(tasks.output, config, resume=False, overwrite=bool(values["overwrite"]), resumable=False)
+        folder = RunFolder(
+            tasks.output, resolved(values), resume=False, overwrite=bool(values["overwrite"]), resumable=False
+        )
     report, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None:
         folder.claim()
-        _write(folder.path, folder.records, report, config, device)
+        _write(folder, report, device)
 
 
 def _refuse_flags_of_tasks(given: Sequence[str], tasks: TaskOptions) -> None:
@@ -86,27 +87,22 @@ def _evaluate(
     options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
 ) -> "tuple[EvaluationReport, str]":
     """Return the report, and what it ran on."""
-    from wide.cli.loading import attach_adapter, find_adapter, held_out_documents, load_base
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
     from wide.models.adapter import read_config
     from wide.models.attach import attachment, detach
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
+    from wide.runs.sources import attach_adapter, find_adapter, held_out_documents, load_base
 
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
         read_config(find_adapter(options.adapter))
     settings: dict[str, Any] = {
         "tokenizer": load_tokenizer(options.model),
-        "tasks": tasks.names,
-        "local_data": tasks.local_data,
-        "window": scoring.window,
-        "stride": scoring.stride,
-        "batch_size": scoring.batch_size,
-        "max_windows": scoring.max_windows,
-        "limit": tasks.limit,
         "compare_dense": False,
+        **scoring.protocol,
+        **tasks.protocol,
     }
     documents, name = None, None
     if scoring.data is not None:
@@ -127,21 +123,18 @@ def _evaluate(
     return report, device_name(model)
 
 
-def _write(folder: Path, records: Path, report: "EvaluationReport", config: dict[str, Any], device: str) -> None:
-    from wide.cli.measuring import evaluation_records
-    from wide.records import Record, RecordFile, fingerprint
+def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> None:
+    from wide.records import Record
+    from wide.runs.measuring import evaluation_records
 
-    report.save(folder / "evaluation.json")
-    file = RecordFile(records, config_fingerprint=fingerprint(config), device=device)
-    data = report.data or ""
-    if report.dense is None:
-        subject = "dense" if report.sparsity is None else "pruned"
-        file.append(evaluation_records(subject, report.model, report.sparsity, data))
-    else:
+    report.save(folder.path / "evaluation.json")
+    file, data = folder.new_records(), report.data or ""
+    file.device = device
+    if report.dense is not None:
         file.append(evaluation_records("dense", report.dense, None, data))
-        file.append(evaluation_records("pruned", report.model, report.sparsity, data))
-    if report.flip_rate is not None:
-        file.append([Record(subject="pruned", metric="routing.flip_rate", value=report.flip_rate, unit="share")])
-    if report.retention is not None:
-        file.append([Record(subject="pruned", metric="accuracy.retention", value=report.retention, unit="share")])
-    say(f"written to {folder}")
+    subject = "dense" if report.dense is None and report.sparsity is None else "pruned"
+    file.append(evaluation_records(subject, report.model, report.sparsity, data))
+    for metric, value in (("routing.flip_rate", report.flip_rate), ("accuracy.retention", report.retention)):
+        if value is not None:
+            file.append([Record(subject="pruned", metric=metric, value=value, unit="share")])
+    say(f"written to {folder.path}")

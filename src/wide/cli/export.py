@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.console import say
-from wide.cli.options import AdapterOptions
-from wide.cli.usage import UsageError
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UsageError
+from wide.runs.process import say
+from wide.runs.settings import AdapterOptions
 
 _TOKENS = 64
 
@@ -55,9 +54,9 @@ def run(given: Sequence[str]) -> None:
     target = Path(wanted.output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a new folder with --output")
-    from wide.cli.loading import load_routed
     from wide.data.tokenizer import load_tokenizer
     from wide.models.attach import attachment
+    from wide.runs.sources import load_routed
 
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)

@@ -1,11 +1,22 @@
 """`wide generate`: continue a prompt with a model, dense or pruned."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.options import AdapterOptions
-from wide.cli.text_options import GenerationOptions, PromptOptions
+from wide.runs.settings import AdapterOptions, GenerationOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptOptions:
+    """What is continued.
+
+    Args:
+        prompt: The beginning of the text.
+    """
+
+    prompt: str
 
 
 def arguments() -> Arguments:
@@ -21,9 +32,9 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command."""
     values = arguments().parse(given)
     options, how = build(AdapterOptions, values), build(GenerationOptions, values)
-    from wide.cli.loading import load_routed
-    from wide.cli.text import continue_prompt
     from wide.data.tokenizer import load_tokenizer
+    from wide.runs.sources import load_routed
+    from wide.runs.text import continue_prompt
 
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)

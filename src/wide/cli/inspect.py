@@ -2,10 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.console import say
-from wide.cli.usage import UsageError
+from wide.config import WideConfig
+from wide.errors import UsageError
+from wide.grouping import divisors
+from wide.plan import Half, Kept, Plan, Routed
+from wide.runs.process import say
+
+if TYPE_CHECKING:
+    from wide.models.block_spec import BlockSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +47,169 @@ def run(given: Sequence[str]) -> None:
     if (options.model is None) == (options.adapter is None):
         raise UsageError("name either --model or --adapter")
     if options.adapter is not None:
-        from wide.cli.describe_adapter import describe_adapter
-        from wide.cli.loading import find_adapter
+        from wide.runs.sources import find_adapter
 
         say(describe_adapter(find_adapter(options.adapter)))
-        return
-    from wide.cli.describe_model import describe_model
+    elif options.model is not None:
+        say(describe_model(options.model))
 
-    assert options.model is not None
-    say(describe_model(options.model))
+
+def describe_adapter(folder: Path) -> str:
+    """Return base model, plan, training, sparsity per layer, dial and file sizes, as text.
+
+    Args:
+        folder: Written by `wide.save`.
+
+    Raises:
+        AdapterError: If it is not an adapter, or a damaged one.
+    """
+    from wide.models.adapter import read_config
+
+    config = read_config(folder)
+    base = config["base"]
+    lines = [
+        f"{folder}: adapter for {base.get('name_or_path') or base['model_type']} ({base['model_type']}, "
+        f"{base['num_layers']} layers), written by wide {config['wide_version']}",
+        *_plan(Plan.from_json(config["plan"])),
+        *(["  base weights replaced"] if config["has_weights"] else []),
+        *_facts(config["provenance"]),
+        *_dial(config),
+        *_files(folder),
+    ]
+    return "\n".join(lines)
+
+
+def _plan(plan: Plan) -> list[str]:
+    kinds: dict[str, list[int]] = {}
+    for index, layer in enumerate(plan.layers):
+        kinds.setdefault(f"attention {_half(layer.attention)}; ffn {_half(layer.ffn)}", []).append(index)
+    lines = [f"  layers {_ranges(layers)}: {kind}" for kind, layers in kinds.items()]
+    if plan.stream is not None:
+        lines.append(f"  residual stream: {plan.stream.kept} of {plan.stream.width} dimensions kept")
+    return lines
+
+
+def _half(half: Half) -> str:
+    if isinstance(half, Kept):
+        return f"keeps {half.kept} of {half.grouping.num_groups} units of {half.grouping.group_size} channels"
+    if isinstance(half, Routed):
+        groups, size = half.grouping.num_groups, half.grouping.group_size
+        router = "" if half.form == "bottleneck" else f"{half.form} router, "
+        return f"{groups} groups of {size} channels, {router}rank {half.rank}, {half.router_input} input"
+    return type(half).__name__.lower()
+
+
+def _ranges(layers: list[int]) -> str:
+    whole = layers == list(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]}-{layers[-1]}" if whole and len(layers) > 1 else ", ".join(map(str, layers))
+
+
+def _facts(facts: dict[str, Any], indent: str = "  ") -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        if name == "notes":
+            # A method's notes are for programs: they may hold a number for every channel.
+            lines.append(f"{indent}notes: {', '.join(value) or 'none'}")
+        elif isinstance(value, dict):
+            lines += [f"{indent}{name}", *_facts(value, indent + "  ")]
+        elif name == "layers" and isinstance(value, list):
+            lines += [f"{indent}skipped per layer (attention, FFN)", *_layers(value, indent)]
+        else:
+            lines.append(f"{indent}{name}: {_number(value)}")
+    return lines
+
+
+def _layers(layers: list[Any], indent: str) -> list[str]:
+    def show(rate: float | None) -> str:
+        return "     -" if rate is None else f"{rate:>6.1%}"
+
+    return [f"{indent}  {index:>3} {show(layer[0])} {show(layer[1])}" for index, layer in enumerate(layers)]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _dial(config: dict[str, Any]) -> list[str]:
+    dial = config["dial"]
+    if not config["thresholds"]:
+        return ["  no routers: what it prunes is the same for every token"]
+    if not dial:
+        return ["  no dial: --sparsity cannot be set"]
+    step = max(1, len(dial) // 10)
+    shown = [*dial[::step], dial[-1]] if (len(dial) - 1) % step else dial[::step]
+    points = ", ".join(f"{float(sparsity):.0%}: {float(threshold):+.3g}" for sparsity, threshold in shown)
+    return [f"  dial of {len(dial)} points, sparsity: threshold of the margin, logits", f"    {points}"]
+
+
+def _files(folder: Path) -> list[str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [f"  {path.relative_to(folder)!s:<34}{path.stat().st_size / 1024:>12,.1f} KiB" for path in files]
+
+
+def describe_model(name: str) -> str:
+    """Return sizes, group sizes that divide, and where the work lies, as text.
+
+    Args:
+        name: Hub name or folder.
+
+    Raises:
+        ConfigError: If there is no such model.
+        UnsupportedModelError: If it cannot be routed, with the reason.
+    """
+    from wide.models.discovery import discover
+    from wide.models.plan_check import attention_group_sizes
+    from wide.models.pretrained import load_skeleton
+
+    model = load_skeleton(name)
+    specs = discover(model)
+    first = specs[0]
+    attention = first.attention
+    same = all(_sizes(spec) == _sizes(first) for spec in specs)
+    heads = f"{attention.num_query_heads} / {attention.num_kv_heads} of {attention.head_dim} channels"
+    lines = [
+        f"{name}: {model.config.model_type}, {type(model).__name__}, can be pruned",
+        f"  layers              {len(specs)}{'' if same else ' (sizes below: first layer; they differ)'}",
+        f"  hidden size         {first.hidden_size}",
+        f"  query / KV heads    {heads}",
+        "  attention groups    "
+        f"default {attention.kv_group_size} channels; possible {_listed(attention_group_sizes(attention))}",
+    ]
+    if first.ffn is None:
+        lines.append(f"  FFN                 not routed: {first.ffn_reason}")
+    else:
+        sizes = [size for size in divisors(first.ffn.width) if size >= 8]
+        lines.append(f"  FFN width           {first.ffn.width}")
+        lines.append(f"  FFN groups          default {WideConfig().ffn_group_size} channels; possible {_listed(sizes)}")
+    return "\n".join([*lines, *_work(specs, int(model.config.get_text_config().vocab_size))])
+
+
+def _sizes(spec: "BlockSpec") -> tuple[Any, ...]:
+    attention, ffn = spec.attention, spec.ffn
+    return attention.num_query_heads, attention.num_kv_heads, attention.head_dim, None if ffn is None else ffn.width
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
+    from wide.models.accounting import costs
+    from wide.models.attach import plan_for
+
+    # One group per half-layer always divides, and shares do not depend on the group size.
+    whole = None if specs[0].ffn is None else specs[0].ffn.width
+    plan = plan_for(WideConfig(ffn_group_size=whole or 1, attention_group_size=specs[0].attention.query_width), specs)
+    found = costs(specs, plan, vocab_size)
+    attention = sum(layer.attention_group * layer.attention_groups for layer in found.layers)
+    ffn = sum(layer.ffn_group * layer.ffn_groups for layer in found.layers)
+    fixed = sum(layer.fixed for layer in found.layers)
+    total = attention + ffn + fixed + found.head
+    parts = (
+        ("attention Q and O", attention, "skipped by group"),
+        ("FFN", ffn, "skipped by group"),
+        ("K, V and the like", fixed, "always executed"),
+        ("output head", found.head, "always executed"),
+    )
+    lines = [f"  matrix products     {total / 1e6:,.2f} MFLOP per token (attention scores not counted)"]
+    return lines + [f"    {name:<18}{part / total:>6.1%}  {kind}" for name, part, kind in parts]

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-from wide.cli.usage import UsageError
-from wide.errors import WideError
+from wide.errors import UsageError, WideError
 from wide.version import __version__
 
 COMMANDS = {

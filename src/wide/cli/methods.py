@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from wide.cli.console import say
-from wide.cli.usage import UsageError
+from wide.errors import UsageError
+from wide.methods.catalogue import get, names
+from wide.runs.process import say
 
 _USAGE = """usage: wide methods          names, what is removed, summary, source
 
@@ -23,8 +24,6 @@ def run(arguments: Sequence[str]) -> None:
         return
     if words not in ([], ["list"]):
         raise UsageError(f"cannot understand: wide methods {' '.join(words)}\n{_USAGE}")
-    from wide.methods.catalogue import get, names
-
     methods = [get(name) for name in names()]
     widths = [max(len(text) for text in texts) for texts in zip(*((m.name, m.kind) for m in methods), strict=True)]
     for method in methods:

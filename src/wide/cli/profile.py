@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.console import say
+from wide.runs.process import say
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
-from wide.cli.run_folder import ADAPTER, CELLS
-from wide.cli.usage import UsageError
+from wide.runs.folder import ADAPTER, CELLS
+from wide.errors import UsageError
 from wide.errors import ConfigError, DataError, EvaluationError
 
 PROFILE = "profile"
@@ -236,7 +236,7 @@ def _arguments(options: ProfileOptions) -> list[str]:
         given += [] if options.shape is None else ["--shape", options.shape]
         given += [] if options.layers is None else ["--layers", str(options.layers)]
     else:
-        from wide.cli.loading import find_adapter
+        from wide.runs.sources import find_adapter
 
         given += ["--model", options.model]
         given += [] if options.text is None else ["--text", options.text]

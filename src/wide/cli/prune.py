@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wide.cli.arguments import Arguments, add_run_switches, build, peek, resolved
-from wide.cli.method_flags import OBJECTIVE, TRAINED, add_method_flags, check_method, settings_of
-from wide.cli.options import EvalOptions, PruneRequest, RunOptions, SampleOptions
-from wide.cli.termination import telling
-from wide.cli.usage import UsageError
+from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
+from wide.cli.method_flags import OBJECTIVE, add_method_flags, settings_of
+from wide.comparison.grid import check_method
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
-from wide.errors import ConfigError
-from wide.methods.catalogue import Match, WideMethodConfig
+from wide.errors import ConfigError, UsageError
+from wide.methods.catalogue import Match, WideMethodConfig, get, names
+from wide.runs.process import stoppable
+from wide.runs.settings import EvalOptions, LoraOptions, PruneRequest, RunOptions, SampleOptions
 
 _DEFAULT = "wide"
 # What a method that trains nothing takes of stage 1: how its calibration text is packed, and the seed.
@@ -35,17 +35,6 @@ class MethodOptions:
     match: Match = "nominal"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecoverSwitch:
-    """Stage 2: LoRA and routers.
-
-    Args:
-        steps: Optimiser steps of stage 2; 0 leaves stage 2 out.
-    """
-
-    steps: int = 0
-
-
 def arguments(method: str = _DEFAULT) -> Arguments:
     """Return the flags of the command.
 
@@ -58,7 +47,7 @@ def arguments(method: str = _DEFAULT) -> Arguments:
     flags.add_fields(MethodOptions)
     add_run_switches(flags)
     _add_settings(flags, method)
-    flags.add_fields(RecoverSwitch, prefix="recover")
+    flags.add_fields(LoraOptions, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps",))
     flags.add_fields(EvalOptions, prefix="eval", skip=() if method == _DEFAULT else ("untrained",))
     flags.add_fields(SampleOptions, prefix="sample")
@@ -67,6 +56,7 @@ def arguments(method: str = _DEFAULT) -> Arguments:
 
 def _add_settings(flags: Arguments, method: str) -> None:
     asked_by = f"--method {method}"
+    trains = get(method).trains
     if method == _DEFAULT:
         flags.add_fields(WideConfig)
         flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
@@ -74,16 +64,14 @@ def _add_settings(flags: Arguments, method: str) -> None:
         add_method_flags(flags, (), asked_by=asked_by)
         flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
     else:
-        names = [field.name for field in fields(WideConfig)]
-        flags.refuse([*names, "eval.untrained"], f"is a flag of method wide, and the command runs {asked_by}")
+        everyday = [field.name for field in fields(WideConfig)]
+        flags.refuse([*everyday, "eval.untrained"], f"is a flag of method wide, and the command runs {asked_by}")
         add_method_flags(flags, (method,), asked_by=asked_by)
-    if method in TRAINED:
-        flags.add_fields(StageConfig, prefix="train")
-    else:
-        trained = ", ".join(TRAINED)
+    if not trains:
+        trained = ", ".join(name for name in names() if get(name).trains)
         flags.refuse(["train", "objective"], f"is for methods that train routers ({trained}), not for {method}")
-        flags.add_fields(StageConfig, prefix="train", only=_TEXT)
-    if method in TRAINED and method != _DEFAULT:
+    flags.add_fields(StageConfig, prefix="train", only=() if trains else _TEXT)
+    if trains and method != _DEFAULT:
         flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
         for name in ("target", "include_fixed"):
             flags.refuse([f"objective.{name}"], f"is a flag of method wide; {method} takes --match")
@@ -97,8 +85,6 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
             where nothing feeds it.
         ConfigError: If a value is out of its range, or two of them contradict.
     """
-    if values["recover"]["steps"] < 0:
-        raise UsageError(f"recover.steps must not be negative, got {values['recover']['steps']}; 0 leaves stage 2 out")
     if values["sparsity"] == 0:
         raise UsageError(
             "--sparsity 0 leaves nothing to prune; name the share to skip, like 0.5 (wide eval --sparsity 0 runs "
@@ -111,16 +97,18 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
             f"{method} --match {match}; leave it out"
         )
     objective = build(ObjectiveConfig, values, group="objective", sparsity=values["sparsity"])
+    lora = build(LoraOptions, values, group="recover")
     return PruneRequest(
         run=build(RunOptions, values),
+        recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
+        dense_baseline=lora.dense_baseline,
+        scoring=build(EvalOptions, values, group="eval"),
+        sample=build(SampleOptions, values, group="sample"),
         method=method,
         match=match,
         settings=_settings(values, objective),
         objective=objective,
         stage=build(StageConfig, values, group="train"),
-        recover=build(RecoverConfig, values, group="recover") if values["recover"]["steps"] else None,
-        scoring=build(EvalOptions, values, group="eval"),
-        sample=build(SampleOptions, values, group="sample"),
     )
 
 
@@ -143,12 +131,12 @@ def run(given: Sequence[str]) -> None:
     Raises:
         UsageError: If there is no such method, or a flag is not for it.
     """
-    method = check_method(peek(given, "method", _DEFAULT))
-    flags = arguments(method)
+    flags = arguments(check_method(str(look_ahead(given).get("method") or _DEFAULT)))
     values = flags.parse(given)
     asked = request(values)
     # Nothing heavier than the schema is imported until the command line is known to be right.
-    from wide.cli.run_folder import RunFolder
+    from wide.runs.folder import RunFolder
+    from wide.runs.run import Run
 
     folder = RunFolder(
         asked.run.output,
@@ -157,15 +145,5 @@ def run(given: Sequence[str]) -> None:
         overwrite=values["overwrite"],
         defaults=flags.defaults(),
     )
-    command = ["wide", "prune", *given]
-    if isinstance(asked.settings, WideConfig) and not isinstance(asked.settings, WideMethodConfig):
-        from wide.cli.pipeline import Pipeline
-
-        pipeline = Pipeline(asked.run, asked.scoring, asked.sample, folder, command=command)
-        with telling(folder.kept):
-            pipeline.prune(asked.settings, asked.objective, asked.stage, asked.recover)
-        return
-    from wide.cli.method_pipeline import MethodPipeline
-
-    with telling(folder.kept):
-        MethodPipeline(asked.run, asked.scoring, asked.sample, folder, command=command).prune_by(asked)
+    with stoppable(folder.kept):
+        Run(asked, folder, command=["wide", "prune", *given]).prune(asked)

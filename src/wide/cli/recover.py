@@ -1,14 +1,15 @@
 """`wide recover`: stage 2 on top of a saved adapter; evaluation, adapter, records, report."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from wide.cli.arguments import Arguments, add_run_switches, build, resolved
-from wide.cli.options import EvalOptions, RunOptions, SampleOptions
-from wide.cli.termination import telling
-from wide.config import ObjectiveConfig, RecoverConfig
-from wide.errors import ConfigError
+from wide.config import ObjectiveConfig, RecoverConfig, objective_after_stage_1
+from wide.errors import AdapterError, ConfigError, UsageError
+from wide.runs.process import stoppable
+from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, flags_named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +34,10 @@ def arguments() -> Arguments:
     add_run_switches(flags)
     flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",), otherwise="as in stage 1")
     flags.add_fields(RecoverConfig, prefix="recover")
+    flags.add_fields(LoraOptions, prefix="recover", only=("dense_baseline",))
     flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
     flags.add_fields(SampleOptions, prefix="sample")
     return flags
-
-
-def _refuse_own_adapter(adapter: str, output: str) -> None:
-    # --overwrite would delete the adapter that is still to be read.
-    if Path(adapter).resolve().is_relative_to(Path(output).resolve()):
-        raise ConfigError(f"--output {output} holds the adapter that is to be recovered; choose another folder")
 
 
 def run(given: Sequence[str]) -> None:
@@ -53,22 +49,74 @@ def run(given: Sequence[str]) -> None:
     """
     flags = arguments()
     values = flags.parse(given)
-    options, start = build(RunOptions, values), build(RecoverOptions, values)
-    stage, scoring = build(RecoverConfig, values, group="recover"), build(EvalOptions, values, group="eval")
-    sample = build(SampleOptions, values, group="sample")
-    from wide.cli.loading import objective_after
-    from wide.cli.pipeline import Pipeline
-    from wide.cli.run_folder import RunFolder
+    start = build(RecoverOptions, values)
+    asked = RunRequest(
+        run=build(RunOptions, values),
+        recover=build(RecoverConfig, values, group="recover"),
+        dense_baseline=values["recover"]["dense_baseline"],
+        scoring=build(EvalOptions, values, group="eval"),
+        sample=build(SampleOptions, values, group="sample"),
+    )
+    from wide.runs.folder import RunFolder
+    from wide.runs.run import Run
 
-    _refuse_own_adapter(start.adapter, options.output)
+    _refuse_own_adapter(start.adapter, asked.run.output)
     objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     told = asdict(objective)
     config = resolved(values) | {"sparsity": told.pop("sparsity"), "objective": told}
     # The objective's flags are null by default, which only says that stage 1 decides.
     defaults = flags.defaults() | {"objective": asdict(ObjectiveConfig())}
     folder = RunFolder(
-        options.output, config, resume=values["resume"], overwrite=values["overwrite"], defaults=defaults
+        asked.run.output, config, resume=values["resume"], overwrite=values["overwrite"], defaults=defaults
     )
-    pipeline = Pipeline(options, scoring, sample, folder, command=["wide", "recover", *given])
-    with telling(folder.kept):
-        pipeline.recover(start.adapter, objective, stage)
+    with stoppable(folder.kept):
+        Run(asked, folder, command=["wide", "recover", *given]).recover(start.adapter, objective)
+
+
+def _refuse_own_adapter(adapter: str, output: str) -> None:
+    # --overwrite would delete the adapter that is still to be read.
+    if Path(adapter).resolve().is_relative_to(Path(output).resolve()):
+        raise ConfigError(f"--output {output} holds the adapter that is to be recovered; choose another folder")
+
+
+def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
+    """Return what stage 2 minimises after an adapter: what the adapter was trained to, with changes.
+
+    Without routers there is nothing to steer: the LM loss alone, or distillation.
+
+    Args:
+        name: Folder of the adapter, or of the run that made it.
+        changes: Values by field; None keeps what the adapter says.
+
+    Raises:
+        AdapterError: If it is not an adapter, or has routers and does not say what they were trained to.
+        UsageError: If it has no routers, and a change is to steer them.
+        ConfigError: If a value is out of its range.
+    """
+    from wide.models.adapter import read_config
+    from wide.plan import Plan
+    from wide.runs.sources import find_adapter
+
+    folder = find_adapter(name)
+    config = read_config(folder)
+    given = {key: value for key, value in changes.items() if value is not None}
+    if not Plan.from_json(config["plan"]).is_routed:
+        return _objective_without_routers(folder, given)
+    found = config["provenance"].get("prune", {}).get("objective", {})
+    if "sparsity" not in found and "sparsity" not in given:
+        raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
+    with flags_named("objective", of=given, not_of=("sparsity",)):
+        return replace(objective_after_stage_1(build(ObjectiveConfig, found)), **given)
+
+
+def _objective_without_routers(folder: Path, given: Mapping[str, Any]) -> ObjectiveConfig:
+    objective = ObjectiveConfig(sparsity=0.0, weight=0.0, distillation=given.get("distillation", 0.0))
+    for key, value in given.items():
+        # The saved configuration of such a run says the same and can be fed back.
+        if value != getattr(objective, key):
+            flag = key if key == "sparsity" else f"objective.{key}"
+            raise UsageError(
+                f"--{flag} {value} steers routers, and {folder} has none: what it prunes stays pruned, and LoRA alone "
+                "is trained; leave it out"
+            )
+    return objective

@@ -1,29 +1,54 @@
 """`wide report`: draw reports again from the records of runs, comparisons and benches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wide.cli.console import say
-from wide.cli.usage import UsageError
-from wide.errors import DataError
+from wide.cli.arguments import Arguments, build
+from wide.errors import DataError, UsageError
+from wide.runs.process import say
 
 if TYPE_CHECKING:
     from wide.report.comparison import Comparison
 
-_USAGE = """usage: wide report FOLDER [FOLDER ...] [--output DIR [--only] [--rows A,B]]
-
-Draws the report of each folder into it, from its records alone: the --output of wide prune, wide recover or wide
-compare, or the --out of wide bench or wide profile. A run that was profiled (wide profile --model M --adapter RUN --out
-RUN/profile) shows its quality against its measured speed.
-
-  --output DIR   draw one page of all folders into DIR, too; comparisons of one model share tables and figures, but not
-                 with runs and benches
-  --only         with --output: draw that page alone and write nothing into the folders
-  --rows A,B     with --output: keep only these rows of comparisons, beside the dense ones"""
+_NO_ROWS = "--rows chooses rows of comparisons; these folders hold runs and benches"
 
 
-def run(arguments: Sequence[str]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageOptions:
+    """One page of several folders.
+
+    Args:
+        output: Folder of a page of all folders, which is drawn, too; comparisons of one model share tables and figures,
+            but not with runs and benches.
+        rows: With --output, keep only these rows of comparisons, beside the dense ones; separated by commas.
+    """
+
+    output: str | None = None
+    rows: str | None = None
+
+    @property
+    def row_names(self) -> list[str]:
+        """The rows by name; empty means all."""
+        return [row for row in (self.rows or "").split(",") if row]
+
+
+def arguments() -> Arguments:
+    """Return the flags of the command."""
+    flags = Arguments(
+        "report",
+        "Draw the report of each folder into it, from its records alone. A run that was profiled (wide profile --model "
+        "M --adapter RUN --out RUN/profile) shows its quality against its measured speed.",
+        usage="FOLDER [FOLDER ...] [--output DIR [--only] [--rows A,B]]",
+    )
+    flags.add_folders("The --output of wide prune, wide recover or wide compare, or the --out of wide bench or profile.")
+    flags.add_fields(PageOptions)
+    flags.add_switch("only", "With --output: draw that page alone and write nothing into the folders.")
+    return flags
+
+
+def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
@@ -31,63 +56,35 @@ def run(arguments: Sequence[str]) -> None:
         DataError: If a folder holds no records.
         MissingExtraError: If matplotlib is not installed.
     """
-    words = [word for word in arguments if word not in ("--debug", "--only")]
-    only = "--only" in arguments
-    if "-h" in words or "--help" in words:
-        print(_USAGE)
-        return
-    folders, output, rows = _parse(words)
+    values = arguments().parse(given)
+    page, folders, only = build(PageOptions, values), [Path(folder) for folder in values["folders"]], values["only"]
+    if page.output == "" or page.rows is not None and not page.row_names:
+        raise UsageError("--output needs a folder" if page.output == "" else "--rows needs names separated by commas")
+    if page.output is None and (only or page.rows):
+        raise UsageError(f"--{'only' if only else 'rows'} is for the page of several folders: name it with --output")
     missing = [folder for folder in folders if not folder.is_dir()]
     if missing:
         raise DataError(f"there is no folder {missing[0]}; name the output of a run, a comparison or a bench")
     from wide.report.drawing import require_matplotlib
 
     require_matplotlib()
-    if only and output is None:
-        raise UsageError(f"--only draws the page of --output alone: name it\n{_USAGE}")
-    if rows and output is None:
-        raise UsageError(f"--rows is for the page of --output: name it\n{_USAGE}")
     for folder in () if only else folders:
         _draw(folder)
-    if output is None:
+    if page.output is None:
         return
     if any(map(_is_comparison, folders)):
-        _draw_merged(folders, output, rows)
+        _draw_merged(folders, Path(page.output), page.row_names)
         return
-    if rows:
-        raise UsageError("--rows chooses rows of comparisons; these folders hold runs and benches")
+    if page.rows:
+        raise UsageError(_NO_ROWS)
     from wide.report.evidence_page import write_evidence
 
-    page, notes = write_evidence(folders, output)
-    _say_drawn([page], notes)
-
-
-def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[str]]:
-    folders: list[Path] = []
-    rows: list[str] = []
-    output: Path | None = None
-    remaining = iter(words)
-    for word in remaining:
-        flag, equals, value = word.partition("=")
-        if flag == "--output":
-            output = Path(value if equals else next(remaining, ""))
-            if not output.parts:
-                raise UsageError(f"--output needs a folder\n{_USAGE}")
-        elif flag == "--rows":
-            rows = [row for row in (value if equals else next(remaining, "")).split(",") if row]
-            if not rows:
-                raise UsageError(f"--rows needs names separated by commas\n{_USAGE}")
-        elif word.startswith("-"):
-            raise UsageError(f"wide report has no flag {flag}\n{_USAGE}")
-        else:
-            folders.append(Path(word))
-    if not folders:
-        raise UsageError(f"name at least one folder\n{_USAGE}")
-    return folders, output, rows
+    drawn, notes = write_evidence(folders, Path(page.output))
+    _say_drawn([drawn], notes)
 
 
 def _is_comparison(folder: Path) -> bool:
-    from wide.cli.run_folder import COMPARISON, GRID
+    from wide.runs.folder import COMPARISON, GRID
 
     # The records of all cells in one file stand for a comparison, too: the cells need not be at hand.
     return (folder / GRID).is_file() or (folder / COMPARISON).is_file()
@@ -125,8 +122,8 @@ def _draw_merged(folders: Sequence[Path], output: Path, rows: Sequence[str]) -> 
 
 
 def _comparison(folder: Path) -> "Comparison":
-    from wide.cli.comparison_files import collect
-    from wide.cli.run_folder import COMPARISON, GRID
+    from wide.comparison.results import collect
+    from wide.runs.folder import COMPARISON, GRID
     from wide.report.comparison_page import read_comparison
 
     return read_comparison(collect(folder) if (folder / GRID).is_file() else folder / COMPARISON)

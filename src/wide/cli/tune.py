@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.console import say
+from wide.runs.process import say
 from wide.cli.gpu import require_gpu
-from wide.cli.usage import UsageError
+from wide.errors import UsageError
 from wide.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def tuned_layers(options: TuneOptions) -> "list[TunedLayer]":
 
     specs = discover(load_skeleton(options.model))
     if options.adapter is not None:
-        from wide.cli.loading import find_adapter
+        from wide.runs.sources import find_adapter
         from wide.models.adapter import read_config
 
         plan = Plan.from_json(read_config(find_adapter(options.adapter))["plan"])

@@ -9,17 +9,17 @@ from typing import Any
 
 import yaml
 
-from wide.cli.console import is_main_process
-from wide.cli.usage import UsageError
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UsageError
+from wide.records import RecordFile, fingerprint
 from wide.report.writing import is_unfinished, write_whole
+from wide.runs.process import is_main_process
 from wide.version import __version__
 
 CONFIG, ADAPTER, RECORDS = "config.yaml", "adapter", "records.jsonl"
 CELLS, GRID, COMPARISON = "cells", "grid.jsonl", "compare.jsonl"
-_DRAWN = ("report.html", "report.png", "figures")
-_OF_A_RUN = (ADAPTER, "stage1", "stage2", "tensorboard", RECORDS, "evaluation.json", *_DRAWN, CONFIG)
-_PRODUCTS = (*_OF_A_RUN, CELLS, GRID, COMPARISON, "table.md", "table.csv")
+_OF_A_RUN = (ADAPTER, "stage1", "stage2", "dense", "tensorboard", RECORDS, "evaluation.json", CONFIG)
+_OF_A_COMPARISON = (CELLS, GRID, COMPARISON, "table.md", "table.csv")
+_PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "report.png", "figures")
 
 
 class RunFolder:
@@ -84,20 +84,14 @@ class RunFolder:
             )
         return "nothing was written" + (f", and {self.path} is as it was" if self.path.exists() else "")
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The resolved configuration."""
-        return dict(self._config)
+    def new_records(self, name: str = RECORDS) -> RecordFile:
+        """Return a file of records in this folder, which are marked with the configuration."""
+        return RecordFile(self.path / name, config_fingerprint=fingerprint(self._config))
 
     @property
     def adapter(self) -> Path:
         """Where the adapter goes."""
         return self.path / ADAPTER
-
-    @property
-    def records(self) -> Path:
-        """Where the records go."""
-        return self.path / RECORDS
 
     def _check(self, overwrite: bool) -> None:
         self._check_writable()

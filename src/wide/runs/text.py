@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from wide.cli.text_options import GenerationOptions
 from wide.data.tokenizer import check_vocabulary
 from wide.errors import ConfigError
+from wide.runs.settings import GenerationOptions
 
 
 def continue_prompt(

@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 
-from wide.cli.compare_request import CompareRequest
-from wide.cli.grid import DENSE
-from wide.cli.loading import load_base, training_blocks
-from wide.cli.measuring import HeldOut
-from wide.cli.run_folder import ADAPTER, RECORDS
+from wide.comparison.grid import DENSE, CompareRequest
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.evaluation.report import EvaluationReport
@@ -24,10 +20,14 @@ from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, detach, is_attached
+from wide.models.pretrained import device_name
 from wide.records import Record, RecordFile, read_records
 from wide.report.cells import Cell
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
+from wide.runs.folder import ADAPTER, CELLS, RECORDS, RunFolder
+from wide.runs.measuring import HeldOut
+from wide.runs.sources import load_base, training_blocks
 from wide.training.checkpoint import has_checkpoint
 
 _RECOVERED, _TRAINING = "recovered", "training"
@@ -40,8 +40,6 @@ _SHARES = {
     "kv_cache_kept": "kv_cache_kept",
 }
 """Metric below 'sparsity.' -> field of a method's report."""
-
-
 # Choices of the machine or of chance, and what the cell's name and settings say already.
 _NOT_OF_TRAINING = frozenset(
     {"seed", "micro_batch_size", "gradient_checkpointing", "compile", "checkpoint_every", "sparsity", "include_fixed"}
@@ -54,29 +52,27 @@ class CellRunner:
 
     Args:
         request: The comparison.
-        cells: Folder that holds a folder for each cell.
+        folder: Of the comparison, which holds a folder for each cell.
         tokenizer: Of the model.
-        config_fingerprint: For the records.
     """
 
-    def __init__(self, request: CompareRequest, cells: Path, tokenizer: Any, *, config_fingerprint: str) -> None:
+    def __init__(self, request: CompareRequest, folder: RunFolder, tokenizer: Any) -> None:
         """Load nothing yet."""
         self._request = request
-        self._cells = cells
+        self._run = folder
         self._tokenizer = tokenizer
-        self._fingerprint = config_fingerprint
         # As records write it.
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
         self._model: Any = None
         self._text: tuple[tuple[int, int], TokenBlocks] | None = None
-        self.documents: list[Any] | None = None
-        self.text_name = ""
+        self._held_out: HeldOut | None = None
         self.device = ""
 
     def model(self) -> Any:
         """Return the base model, nothing attached."""
         if self._model is None:
             self._model = load_base(self._request.run)
+            self.device = device_name(self._model)
         return self._model
 
     def blocks(self, sequence_length: int, seed: int) -> TokenBlocks:
@@ -90,11 +86,12 @@ class CellRunner:
             self._text = key, text
         return self._text[1]
 
-    def stages(self, cell: Cell) -> list[bool]:
-        """Return which stages a cell has: False is calibration, True LoRA."""
-        # The dense model is the same for all seeds, so it is evaluated for the first one only.
-        first = cell.method != DENSE or cell.seed == self._request.grid.seed_values[0]
-        return [False] * first + [True] * (self._request.recover is not None)
+    def held_out(self) -> HeldOut:
+        """Return the held-out text."""
+        if self._held_out is None:
+            request = self._request
+            self._held_out = HeldOut(request.run, request.scoring, self._tokenizer, request.tasks)
+        return self._held_out
 
     def is_finished(self, cell: Cell, recovered: bool) -> bool:
         """Return whether a stage of a cell has been measured."""
@@ -106,13 +103,13 @@ class CellRunner:
 
         What failed for one process would fail for the next.
         """
-        found = [self._status(cell, recovered) for recovered in self.stages(cell)]
+        found = [self._status(cell, recovered) for recovered in self._request.stages(cell)]
         failed = [status for status in found if status is not None and status.value != FINISHED]
         return any(status.time >= self._began for status in failed) or (None not in found and not failed)
 
     def is_complete(self, cell: Cell) -> bool:
         """Return whether all stages of a cell have been measured."""
-        return all(self.is_finished(cell, recovered) for recovered in self.stages(cell))
+        return all(self.is_finished(cell, recovered) for recovered in self._request.stages(cell))
 
     def kept(self, cell: Cell) -> str:
         """Say what lies of a cell that was stopped."""
@@ -125,7 +122,7 @@ class CellRunner:
 
     def folder(self, cell: Cell) -> Path:
         """Return the folder of a cell, which need not exist."""
-        return self._cells / cell.folder
+        return self._run.path / CELLS / cell.folder
 
     def run(self, cell: Cell, recovered: bool) -> str:
         """Run a stage of a cell, and return in words what came out.
@@ -141,7 +138,7 @@ class CellRunner:
         facts = attachment(self._model).provenance
         records = self._records(cell)
         records.append(self._stage_records(cell, facts, recovered))
-        report = self._evaluate(subject, records)
+        report = self.held_out().measure(self._model, subject, records)
         records.append(_task_perplexities(subject, report))
         records.append([Record(subject=subject, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
@@ -200,19 +197,6 @@ class CellRunner:
         blocks = self.blocks(stage.sequence_length, cell.seed)
         recover_row(self._model, blocks, stage, output=folder / _RECOVERED, resume=True, seed=cell.seed)
 
-    def _evaluate(self, subject: str, records: RecordFile) -> EvaluationReport:
-        held_out = HeldOut(
-            self.documents,
-            self.text_name,
-            self._request.scoring,
-            self._tokenizer,
-            records,
-            tasks=self._request.tasks.names,
-            local_data=self._request.tasks.local_data,
-            limit=self._request.tasks.limit,
-        )
-        return held_out.measure(self._model, subject)
-
     def _status(self, cell: Cell, recovered: bool) -> Record | None:
         """Return what became of a stage of a cell: finished, or why it failed; None where neither is recorded."""
         file = self.folder(cell) / RECORDS
@@ -221,7 +205,9 @@ class CellRunner:
         return Selection(*read_records(file)).record(cell.subject(recovered=recovered), "status")
 
     def _records(self, cell: Cell) -> RecordFile:
-        return RecordFile(self.folder(cell) / RECORDS, config_fingerprint=self._fingerprint, device=self.device)
+        file = self._run.new_records(f"{CELLS}/{cell.folder}/{RECORDS}")
+        file.device = self.device
+        return file
 
     def _stage_records(self, cell: Cell, provenance: dict[str, Any], recovered: bool) -> Iterator[Record]:
         """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""

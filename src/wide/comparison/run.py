@@ -8,24 +8,22 @@ from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
-from wide.cli.cell_runner import CellRunner
-from wide.cli.cell_sharing import free_cells
-from wide.cli.compare_request import CompareRequest
-from wide.cli.comparison_files import collect, draw
-from wide.cli.console import say
-from wide.cli.grid import NEXT
-from wide.cli.loading import held_out_documents, require_lora
-from wide.cli.run_folder import CELLS, GRID, RunFolder
-from wide.cli.termination import telling, terminable
-from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
+from wide.comparison.cell import CellRunner
+from wide.comparison.grid import NEXT, CompareRequest
+from wide.comparison.results import collect, draw
+from wide.comparison.sharing import free_cells
+from wide.data.tokenizer import load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
 from wide.models.discovery import discover
-from wide.models.pretrained import device_name
-from wide.records import Record, RecordFile, fingerprint
+from wide.records import Record
 from wide.report.cells import Cell
 from wide.report.comparison_page import read_comparison
 from wide.report.drawing import FOLDER
+from wide.runs.folder import GRID, RunFolder
+from wide.runs.measuring import check_text
+from wide.runs.process import say, stoppable
+from wide.runs.sources import require_lora
 from wide.training.trainer import micro_batch_size
 
 
@@ -56,7 +54,7 @@ class ComparisonRun:
             EvaluationError: If cells failed; the others are measured and the tables drawn then.
             KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
         """
-        with terminable(), telling(self._kept):
+        with stoppable(self._kept):
             runner = self._runner = self._prepare()
             try:
                 finished = self._run_cells(runner)
@@ -72,7 +70,7 @@ class ComparisonRun:
 
     def _run_cells(self, runner: CellRunner) -> list[bool]:
         """Run the cells of this process, and return of each whether it is complete now."""
-        grid, own = self._request.grid, self._own_cells()
+        grid, own = self._request.grid, self._request.own_cells()
         titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
         if grid.shard != NEXT:
             say(f"cells    {len(own)} of this process\n")
@@ -87,28 +85,23 @@ class ComparisonRun:
 
     def _draw_stopped(self, runner: CellRunner) -> None:
         """Leave the page of what a stopped comparison has measured, if that is anything."""
-        if any(map(runner.is_complete, self._own_cells())):
+        if any(map(runner.is_complete, self._request.own_cells())):
             draw(self._folder.path, later=self._leaves_figures(runner), quiet=True)
 
     def _leaves_figures(self, runner: CellRunner) -> bool:
         """Return whether drawing is left to another process: only the one that ends last need spend the time."""
-        grid, folder = self._request.grid, self._folder.path
+        folder = self._folder.path
         # Figures that lie there already are kept up to date, lest a page lose them.
-        if grid.shard is None or (folder / FOLDER).is_dir():
+        if self._request.grid.shard is None or (folder / FOLDER).is_dir():
             return False
         failed = {failure.cell.folder for failure in read_comparison(collect(folder)).failures()}
-        cells = grid.cells(recovers=self._request.recover is not None)
-        return not all(cell.folder in failed or runner.is_complete(cell) for cell in cells)
-
-    def _own_cells(self) -> Sequence[Cell]:
-        grid = self._request.grid
-        return grid.own(grid.cells(recovers=self._request.recover is not None))
+        return not all(cell.folder in failed or runner.is_complete(cell) for cell in self._request.cells())
 
     def _kept(self) -> str:
         """Say what is kept of a comparison that was stopped."""
         if self._runner is None:
             return self._folder.kept()
-        own = self._own_cells()
+        own = self._request.own_cells()
         finished = sum(map(self._runner.is_complete, own))
         cells = f"{finished} of {len(own)} cells" if finished else f"none of {len(own)} cells"
         verb = "are" if finished > 1 else "is"
@@ -134,26 +127,16 @@ class ComparisonRun:
         if request.tasks.names and find_spec("lm_eval") is None:
             raise MissingExtraError("--eval.tasks needs lm-evaluation-harness: pip install 'wide[eval]'")
         say(f"model    {request.run.model}")
-        tokenizer = load_tokenizer(request.run.model)
-        identity = fingerprint(self._folder.config)
-        runner = CellRunner(request, self._folder.path / CELLS, tokenizer, config_fingerprint=identity)
+        runner = CellRunner(request, self._folder, load_tokenizer(request.run.model))
         blocks = runner.blocks(request.stage.sequence_length, request.grid.seed_values[0])
         model = runner.model()
-        check_vocabulary(blocks.largest_id, model)
-        warning = length_warning(blocks.sequence_length, model)
-        if warning is not None:
-            say(f"warning  {warning}")
-        say(f"data     {request.run.data}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
-        if request.scoring.tokens != 0:
-            runner.documents, runner.text_name = held_out_documents(
-                request.run.data, request.scoring, text_field=request.run.text_field
-            )
-            say(f"held out {runner.text_name}: {len(runner.documents)} documents")
-        runner.device = device_name(model)
+        check_text(blocks, model, request.run.data)
+        text_name = runner.held_out().name
         self._folder.claim()
-        file = RecordFile(self._folder.path / GRID, config_fingerprint=identity, device=runner.device)
+        file = self._folder.new_records(GRID)
         if not file.path.is_file():
-            file.append(self._grid_records(runner.text_name, model))
+            file.device = runner.device
+            file.append(self._grid_records(text_name, model))
         return runner
 
     def _grid_records(self, text_name: str, model: Any) -> Iterator[Record]:
@@ -180,7 +163,7 @@ class ComparisonRun:
     def _run_cell(self, runner: CellRunner, cell: Cell, title: str) -> bool:
         """Run what is missing of a cell, and return whether it is complete now."""
         try:
-            for recovered in runner.stages(cell):
+            for recovered in self._request.stages(cell):
                 name = f"{title} + LoRA" if recovered else title
                 if runner.is_finished(cell, recovered):
                     say(f"{name}: finished before")

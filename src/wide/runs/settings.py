@@ -1,11 +1,14 @@
-"""What a command can be told besides the settings of `wide.config`; one dataclass per group of flags."""
+"""What a run is told besides the settings of `wide.config`: frozen dataclasses, one per group of flags. No torch."""
 
+import re
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-from wide.errors import ConfigError
-from wide.methods.catalogue import Match
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.errors import ConfigError, UsageError
+from wide.methods.catalogue import Match, WideMethodConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +97,15 @@ class EvalOptions:
             raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
 
     @property
-    def max_windows(self) -> int | None:
-        """Windows that score `tokens` tokens; None means all."""
-        return None if self.tokens is None else max(1, self.tokens // (self.stride or self.window))
+    def protocol(self) -> dict[str, Any]:
+        """How `wide.evaluate` is to read the text; all of it where `tokens` is None."""
+        windows = None if self.tokens is None else max(1, self.tokens // (self.stride or self.window))
+        return {
+            "window": self.window,
+            "stride": self.stride,
+            "batch_size": self.batch_size,
+            "max_windows": windows,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +132,11 @@ class ScoredTasks:
     def names(self) -> list[str]:
         """The tasks by name."""
         return [name.strip() for name in self.tasks.split(",") if name.strip()]
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What `wide.evaluate` is to do about tasks."""
+        return {"tasks": self.names, "local_data": self.local_data, "limit": self.limit}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,27 +178,110 @@ class AdapterOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PruneRequest:
-    """Everything that one `wide prune` does.
+class GenerationOptions:
+    """How text is generated.
+
+    Args:
+        max_new_tokens: Tokens to generate at most.
+        temperature: 0 takes the likeliest token; above 0 samples.
+        top_p: Sample from the smallest set of tokens with this probability, in (0, 1].
+        seed: Of sampling.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 17
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must not be negative, got {self.temperature}; 0 takes the likeliest token")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraOptions:
+    """Whether LoRA is trained, and on what beside the pruned model.
+
+    Args:
+        steps: Optimiser steps of stage 2; 0 leaves stage 2 out.
+        dense_baseline: Train the same LoRA on the dense model, too, and evaluate it: what LoRA learns of the text is
+            then on both sides of the comparison.
+    """
+
+    steps: int = 0
+    dense_baseline: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of steps."""
+        if self.steps < 0:
+            raise UsageError(f"steps must not be negative, got {self.steps}; 0 leaves LoRA out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """What any run is told.
 
     Args:
         run: Model, data, output.
-        method: Name of the method that decides.
-        match: What the sparsity counts, for methods other than 'wide' at 'nominal', which counts by the objective.
-        settings: Of the method; for 'wide' at 'nominal' its groups and routers.
-        objective: Sparsity and loss.
-        stage: Stage 1; of methods that train nothing, the length of calibration text and the seed.
         recover: Stage 2; None leaves it out.
+        dense_baseline: Whether the dense model is given the same LoRA, for comparison.
         scoring: Evaluation on held-out text.
         sample: Generated text for the report.
     """
 
     run: RunOptions
+    recover: RecoverConfig | None
+    dense_baseline: bool = False
+    scoring: EvalOptions
+    sample: SampleOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneRequest(RunRequest):
+    """What one `wide prune` is told.
+
+    Args:
+        method: Name of the method that decides.
+        match: What the sparsity counts, for methods other than 'wide' at 'nominal', which counts by the objective.
+        settings: Of the method; for 'wide' at 'nominal' its groups and routers.
+        objective: Sparsity and loss.
+        stage: Stage 1; of methods that train nothing, the length of calibration text and the seed.
+    """
+
     method: str
     match: Match
     settings: Any
     objective: ObjectiveConfig
     stage: StageConfig
-    recover: RecoverConfig | None
-    scoring: EvalOptions
-    sample: SampleOptions
+
+    @property
+    def is_papers(self) -> bool:
+        """Whether this is stage 1 of the paper, which has its own objective, rather than a row of the benchmark."""
+        return isinstance(self.settings, WideConfig) and not isinstance(self.settings, WideMethodConfig)
+
+
+@contextmanager
+def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) -> Iterator[None]:
+    """Put a group's name before the setting with which the message of an error begins, as its flag has it.
+
+    Args:
+        group: Prefix of the flags; empty leaves messages as they are.
+        of: The settings that belong to the group.
+        not_of: Settings that may be refused with them and have flags elsewhere.
+
+    Raises:
+        ConfigError: What was raised inside, with that name.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        first = re.match(r"\w*", str(error))
+        name = first[0] if first else ""
+        if not group or name in not_of:
+            raise
+        raise type(error)(f"{group}.{error}" if name in of else f"{group}: {error}") from error

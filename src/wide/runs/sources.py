@@ -1,27 +1,22 @@
-"""Models, tokenizers and texts, as the flags name them."""
+"""The models and texts of a run, as its settings name them."""
 
 import glob
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import build, flags_named
-from wide.cli.options import AdapterOptions, EvalOptions, ModelOptions, RunOptions
-from wide.cli.run_folder import ADAPTER
-from wide.cli.usage import UsageError
-from wide.config import ObjectiveConfig, objective_after_stage_1
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
-from wide.errors import AdapterError, DataError, EmptySplitError, MissingExtraError
-from wide.models.adapter import load, read_config
+from wide.errors import DataError, EmptySplitError, MissingExtraError
+from wide.models.adapter import load
 from wide.models.auto import load_checkpoint
 from wide.models.dial import set_sparsity
 from wide.models.pretrained import choose_device, is_pruned_checkpoint, load_pretrained
-from wide.plan import Plan
+from wide.runs.folder import ADAPTER
+from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, RunOptions
 
 _WITHOUT_HELD_OUT = "Name some with --eval.data (and --eval.split), or switch the evaluation off with --eval.tokens 0"
 # Characters of text that hold a token at the very most, in prose of any language and any tokenizer in use.
@@ -74,45 +69,6 @@ def find_adapter(name: str) -> Path:
     """Return the adapter's folder: the one named, or the one inside a run's folder."""
     inside = Path(name) / ADAPTER
     return inside if inside.is_dir() else Path(name)
-
-
-def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
-    """Return what stage 2 minimises after an adapter: what the adapter was trained to, with changes.
-
-    Without routers there is nothing to steer: the LM loss alone, or distillation.
-
-    Args:
-        name: Folder of the adapter, or of the run that made it.
-        changes: Values by field; None keeps what the adapter says.
-
-    Raises:
-        AdapterError: If it is not an adapter, or has routers and does not say what they were trained to.
-        UsageError: If it has no routers, and a change is to steer them.
-        ConfigError: If a value is out of its range.
-    """
-    folder = find_adapter(name)
-    config = read_config(folder)
-    given = {key: value for key, value in changes.items() if value is not None}
-    if not Plan.from_json(config["plan"]).is_routed:
-        return _objective_without_routers(folder, given)
-    found = config["provenance"].get("prune", {}).get("objective", {})
-    if "sparsity" not in found and "sparsity" not in given:
-        raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
-    with flags_named("objective", of=given, not_of=("sparsity",)):
-        return replace(objective_after_stage_1(build(ObjectiveConfig, found)), **given)
-
-
-def _objective_without_routers(folder: Path, given: Mapping[str, Any]) -> ObjectiveConfig:
-    objective = ObjectiveConfig(sparsity=0.0, weight=0.0, distillation=given.get("distillation", 0.0))
-    for key, value in given.items():
-        # The saved configuration of such a run says the same and can be fed back.
-        if value != getattr(objective, key):
-            flag = key if key == "sparsity" else f"objective.{key}"
-            raise UsageError(
-                f"--{flag} {value} steers routers, and {folder} has none: what it prunes stays pruned, and LoRA alone "
-                "is trained; leave it out"
-            )
-    return objective
 
 
 def require_lora() -> None:

@@ -1,0 +1,322 @@
+"""The grid of a comparison: rows, cells and their order, this process's share of them, and the text that they read."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+from wide.errors import ConfigError, UsageError
+from wide.methods.catalogue import Match, get, names
+from wide.report.cells import Cell
+from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
+
+VARIANT_KEYS = ("method", "match")
+"""What a variant may say beside settings of its method."""
+DENSE = "dense"
+NEXT = "next"
+"""The shard of a process that takes one free cell after the other."""
+_TURNS = {"longest": 1, "long": 2, "short": 3}
+# The setting that says how much a method reads, the first one that it has.
+_SIZES = ("steps", "num_masks", "num_windows")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridOptions:
+    """What is compared.
+
+    Args:
+        methods: Methods separated by commas (wide methods lists them), variants among them, or 'all'; the dense model
+            is always there.
+        variants: Further rows by name: a method and the settings in which the row differs from the method's own, e.g.
+            {wide-g32: {method: wide, ffn_group_size: 32}}; with the key match a row counts its sparsity in its own way.
+        sparsities: Shares to prune, in (0, 1), separated by commas.
+        match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product
+            work of all decoder layers, keys and values included, the output head not.
+        seeds: Seeds separated by commas; with several, the table shows means and standard deviations.
+        shard: How processes share a grid and a folder: 'next' takes the next cell that is not finished and that no
+            living process holds, expensive methods first, until none is free; 'I/N' runs only every N-th cell beginning
+            with the I-th; null runs all. Cells that are finished are left alone.
+        keep_adapters: Whether adapters and checkpoints of finished cells stay; those of some methods are as large as
+            the model.
+        table: Folder of a comparison whose tables are drawn anew; nothing is run, and other flags are not needed.
+    """
+
+    methods: str
+    variants: dict[str, Any] | None = None
+    sparsities: float | str = "0.25,0.5"
+    match: Match = "nominal"
+    seeds: int | str = 17
+    shard: str | None = None
+    keep_adapters: bool = True
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no grid."""
+        variants = self.variants or {}
+        check_variants(variants)
+        for name in self.method_names:
+            if name not in variants:
+                check_method(name)
+        for sparsity in self.sparsity_values:
+            if not 0.0 < sparsity < 1.0:
+                raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
+        for name, values in (
+            ("methods", self.method_names),
+            ("sparsities", self.sparsity_values),
+            ("seeds", self.seed_values),
+        ):
+            if len(set(values)) < len(values) or not values:
+                raise UsageError(f"{name} must be different values separated by commas, got {getattr(self, name)!r}")
+        _ = self.part
+
+    @property
+    def method_names(self) -> list[str]:
+        """The methods and variants by name, without the dense model."""
+        return method_names(self.methods, self.variants or {})
+
+    def method_of(self, name: str) -> str:
+        """Return the method of a row."""
+        return method_of(name, self.variants or {})
+
+    def changes_of(self, name: str) -> dict[str, Any]:
+        """Return the settings in which a row differs from its method's own."""
+        return {key: value for key, value in (self.variants or {}).get(name, {}).items() if key not in VARIANT_KEYS}
+
+    def match_of(self, name: str) -> Match:
+        """Return what the sparsity of a row counts."""
+        own: Match = (self.variants or {}).get(name, {}).get("match", self.match)
+        return own
+
+    @property
+    def unused_variants(self) -> list[str]:
+        """The variants that `methods` does not name, which therefore have no rows."""
+        return [name for name in self.variants or {} if name not in self.method_names]
+
+    @property
+    def sparsity_values(self) -> list[float]:
+        """The targets."""
+        return [_number(word, "sparsities") for word in _words(self.sparsities)]
+
+    @property
+    def seed_values(self) -> list[int]:
+        """The seeds."""
+        numbers = [_number(word, "seeds") for word in _words(self.seeds)]
+        if not all(number.is_integer() and number >= 0 for number in numbers):
+            raise UsageError(f"seeds must be whole numbers from 0 separated by commas, got {self.seeds!r}")
+        return [int(number) for number in numbers]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which share of the cells may be run, (I, N), from (1, 1)."""
+        if self.shard in (None, NEXT):
+            return 1, 1
+        assert self.shard is not None
+        index, _, count = self.shard.partition("/")
+        if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+            raise UsageError(f"shard must be 'next', or I/N with 1 <= I <= N, such as 1/4, got {self.shard!r}")
+        return int(index), int(count)
+
+    def cells(self, *, recovers: bool) -> list[Cell]:
+        """Return all cells of the grid: the dense model first, then sparsity by sparsity.
+
+        Args:
+            recovers: Whether there are rows with LoRA; the dense model then has a cell for every seed.
+        """
+        seeds = self.seed_values
+        cells = [Cell(DENSE, 0.0, seed) for seed in (seeds if recovers else seeds[:1])]
+        for sparsity in self.sparsity_values:
+            cells += [Cell(name, sparsity, seed) for name in self.method_names for seed in seeds]
+        return cells
+
+    def own(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return the cells that this process runs; those that it shares one by one, in the order to take them in."""
+        if self.shard == NEXT:
+            return sorted(cells, key=self._rank)
+        index, count = self.part
+        return list(cells[index - 1 :: count])
+
+    def _rank(self, cell: Cell) -> int:
+        """Return when a cell's turn is: what takes longest begins early, lest one process be left alone with it."""
+        # All other rows are relative to the dense one.
+        return 0 if cell.method == DENSE else _TURNS[get(self.method_of(cell.method)).duration]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Calibration text of all rows.
+
+    Args:
+        budget: 'original' reads what each method's settings say, which by default is what its authors read; 'equal'
+            gives every method as many tokens of text as the training of routers reads (train.steps x batch_size x
+            sequence_length), or the whole text where that is less. How often a method reads its text is its own.
+        budget_scale: Factor on that amount, for all methods alike.
+    """
+
+    budget: Literal["original", "equal"] = "original"
+    budget_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a factor that leaves nothing."""
+        if not self.budget_scale > 0:
+            raise ConfigError(f"budget_scale must be positive, got {self.budget_scale}; 1 changes nothing")
+
+    def of_training(self, stage: StageConfig) -> StageConfig:
+        """Return the training of routers, scaled."""
+        return replace(stage, steps=_scaled(stage.steps, self.budget_scale))
+
+    def of_method(self, settings: Any, stage: StageConfig, num_tokens: int) -> Any:
+        """Return a method's settings with this budget.
+
+        Args:
+            settings: Of the method.
+            stage: The training of routers, not scaled.
+            num_tokens: Tokens of the whole text.
+        """
+        names = {field.name for field in fields(settings)}
+        if self.budget == "equal":
+            wanted = int(min(self.budget_scale * stage.steps * stage.batch_size * stage.sequence_length, num_tokens))
+            return _with_tokens(settings, names, wanted, stage.sequence_length)
+        name = next((size for size in _SIZES if size in names), None)
+        if name is None:
+            return settings
+        changed = replace(settings, **{name: _scaled(getattr(settings, name), self.budget_scale)})
+        if "stage_tokens" not in names:
+            return changed
+        return replace(changed, stage_tokens=tuple(_scaled(n, self.budget_scale) for n in settings.stage_tokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareRequest:
+    """Everything that one comparison is told.
+
+    Args:
+        run: Model, data, output.
+        grid: What is compared.
+        budget: Calibration text of all methods.
+        settings: Of every row, the dense model's included, by name.
+        objective: Loss of methods that train routers.
+        stage: Training of routers; its sequence length packs the calibration text of all methods.
+        recover: LoRA for all rows; None leaves it out.
+        scoring: Evaluation on held-out text.
+        tasks: Evaluation on tasks.
+    """
+
+    run: RunOptions
+    grid: GridOptions
+    budget: Budget
+    settings: Mapping[str, Any]
+    objective: ObjectiveConfig
+    stage: StageConfig
+    recover: RecoverConfig | None
+    scoring: EvalOptions
+    tasks: ScoredTasks
+
+    def __post_init__(self) -> None:
+        """Refuse a comparison by nothing."""
+        if self.scoring.tokens == 0 and not self.tasks.names:
+            raise UsageError("nothing to compare by: let --eval.tokens be above 0, or name tasks with --eval.tasks")
+
+    def cells(self) -> list[Cell]:
+        """Return all cells, the dense model's first."""
+        return self.grid.cells(recovers=self.recover is not None)
+
+    def own_cells(self) -> list[Cell]:
+        """Return the cells that this process runs, in their order."""
+        return self.grid.own(self.cells())
+
+    def stages(self, cell: Cell) -> list[bool]:
+        """Return which stages a cell has: False is calibration, True LoRA."""
+        # The dense model is the same for all seeds, so it is evaluated for the first one only.
+        first = cell.method != DENSE or cell.seed == self.grid.seed_values[0]
+        return [False] * first + [True] * (self.recover is not None)
+
+
+def check_method(name: str) -> str:
+    """Return the name of a method.
+
+    Raises:
+        UsageError: If there is none of this name; the message names the nearest.
+    """
+    if name not in names():
+        close = get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise UsageError(f"there is no method {name!r}{hint} Methods (wide methods): {', '.join(names())}")
+    return name
+
+
+def check_variants(variants: Mapping[str, Any]) -> None:
+    """Refuse variants that name no method that prunes, or have the name of a method.
+
+    Args:
+        variants: By name, a mapping with the key 'method', perhaps 'match', and the settings in which the variant
+            differs.
+
+    Raises:
+        UsageError: If a name, a method or a setting is not one.
+    """
+    for name, entry in variants.items():
+        where = f"variants: {name}"
+        if name in names() or name == "all" or not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
+            raise UsageError(f"{where}: a variant needs a name of its own, of letters, digits and . = + - _")
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("method"), str):
+            raise UsageError(f"{where} must be a mapping with the key 'method', got {entry!r}")
+        if entry["method"] == "dense":
+            raise UsageError(f"{where}: the dense model has no variants; it is in every comparison, under its own name")
+        if entry.get("match", "nominal") not in get_args(Match):
+            raise UsageError(f"{where}: match must be one of {', '.join(get_args(Match))}, got {entry['match']!r}")
+        known = _own_settings(entry["method"], where)
+        for key in entry:
+            if key not in VARIANT_KEYS and key not in known:
+                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
+                hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
+                raise UsageError(f"{where}: method {entry['method']} has no setting {key!r}{hint}")
+
+
+def _own_settings(method: str, where: str) -> list[str]:
+    try:
+        return [field.name for field in fields(get(check_method(method)).settings) if field.name != "seed"]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def method_names(text: str, variants: Collection[str] = ()) -> list[str]:
+    """Return the rows that a list on the command line names, without the dense model, which is always there.
+
+    Args:
+        text: Names separated by commas, or 'all'.
+        variants: Names that 'all' stands for beside the methods.
+    """
+    words = [*names(), *variants] if text == "all" else _words(text)
+    return [word for word in words if word != DENSE]
+
+
+def method_of(name: str, variants: Mapping[str, Any]) -> str:
+    """Return the method of a row: its own name, or what its variant says."""
+    return str(variants[name]["method"]) if name in variants else name
+
+
+def _words(text: float | str) -> list[str]:
+    return [word.strip() for word in str(text).split(",") if word.strip()]
+
+
+def _number(word: str, name: str) -> float:
+    try:
+        return float(word)
+    except ValueError as error:
+        raise UsageError(f"{name} must be numbers separated by commas, got {word!r}") from error
+
+
+def _with_tokens(settings: Any, names: set[str], tokens: int, block_length: int) -> Any:
+    """Return settings under which a method reads so many tokens of text once."""
+    if "steps" in names:
+        length = settings.sequence_length or block_length
+        return replace(settings, steps=max(1, tokens // (settings.batch_size * length)))
+    if "num_windows" in names:
+        return replace(settings, num_windows=max(1, tokens // settings.window_length))
+    return settings
+
+
+def _scaled(size: int, factor: float) -> int:
+    return max(1, round(size * factor))
