@@ -32,13 +32,13 @@ from typing import NoReturn
 import yaml
 
 from wide.cli.arguments import build
-from wide.cli.grid import DENSE, GridOptions
-from wide.cli.run_folder import CELLS, RECORDS
+from wide.comparison.grid import DENSE, GridOptions
 from wide.errors import WideError
 from wide.records import read_records
 from wide.report.cells import Cell
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
+from wide.runs.folder import CELLS, RECORDS
 
 WIDE_COMPARE = (sys.executable, "-m", "wide.cli.main", "compare")
 LOOK_EVERY_S = 0.2

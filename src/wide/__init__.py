@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wide.version import __version__
 
 if TYPE_CHECKING:
+    from wide.comparison.compare import compare
     from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.routing_stats import routing_stats
@@ -35,6 +36,7 @@ _HOMES = {
     "WideConfig": "wide.config",
     "attach": "wide.models.attach",
     "capture_routing": "wide.models.observe",
+    "compare": "wide.comparison.compare",
     "deoptimize": "wide.inference.optimize",
     "detach": "wide.models.attach",
     "evaluate": "wide.evaluation.evaluate",
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "attach",
     "capture_routing",
+    "compare",
     "deoptimize",
     "detach",
     "evaluate",

@@ -6,11 +6,10 @@ import yaml
 from wide.cli import bench, compare, profile, prune
 from wide.cli.arguments import build, field_texts, resolved
 from wide.cli.main import main
-from wide.cli.recipe_files import recipe_command, recipe_names, recipe_path
-from wide.cli.run_folder import save_config
-from wide.cli.usage import UsageError
+from wide.cli.recipes import recipe_command, recipe_names, recipe_path
 from wide.config import RecoverConfig
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UsageError
+from wide.runs.folder import save_config
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 

@@ -38,7 +38,7 @@ def short_calibration():
     """Make the dial from little text: thousands of tiny batches would take most of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
-        patch.setattr("wide.cli.pipeline._DIAL_BLOCKS", 4)
+        patch.setattr("wide.runs.run._DIAL_BLOCKS", 4)
         yield
 
 
@@ -83,6 +83,25 @@ def test_prune_measures_every_model_of_the_run(finished):
     assert run.number("dense", "token_perplexity") != run.number("stage 1", "token_perplexity")
 
 
+def test_the_dense_model_with_the_same_lora_stands_beside_the_pruned_one(
+    finished, tiny_model_folder, prose_folder, tmp_path, capsys
+):
+    given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), *SHORT, *LORA, "--report=false"]
+    given += ["--output", str(tmp_path / "run"), "--recover.dense_baseline=true"]
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "dense, with the same LoRA" in said
+    assert "x dense + LoRA" in said
+    run, without = (Selection(*read_records(folder / "records.jsonl")) for folder in (tmp_path / "run", finished))
+    assert run.subjects() == ["dense", "dense + LoRA", "stage 1", "stage 1+2"]
+    assert run.number("dense + LoRA", "token_perplexity") != run.number("dense", "token_perplexity")
+    # What is pruned does not notice it.
+    for subject in ("dense", "stage 1", "stage 1+2"):
+        assert run.number(subject, "token_perplexity") == without.number(subject, "token_perplexity")
+    assert main([*given, "--resume"]) == 0
+    assert "dense + LoRA: training" not in capsys.readouterr().out
+
+
 def test_saved_configuration_can_be_fed_back(finished, tmp_path, capsys):
     settings = yaml.safe_load((finished / "config.yaml").read_text())
     assert settings["train"]["steps"] == 3
@@ -123,7 +142,7 @@ def test_resume_of_a_finished_run_measures_nothing_again(finished):
 
 
 def test_interrupted_run_goes_on_with_resume(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):
-    from wide.cli import pipeline
+    from wide.runs import run as pipeline
 
     train, given = pipeline.prune, ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--report=false"]
     given += ["--output", str(tmp_path / "run"), *SHORT]
@@ -346,7 +365,7 @@ def test_a_full_disk_is_told_without_a_traceback(tiny_model_folder, prose_folder
     def full(path, config):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("wide.cli.run_folder.save_config", full)
+    monkeypatch.setattr("wide.runs.folder.save_config", full)
     given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
     assert main(["prune", *given, *SHORT]) == 1
     assert "config.yaml: No space left on device" in capsys.readouterr().err

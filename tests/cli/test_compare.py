@@ -6,8 +6,9 @@ import json
 import pytest
 import yaml
 
-from wide.cli import cell_runner
+import wide
 from wide.cli.main import main
+from wide.comparison import cell as cell_runner
 from wide.errors import ConfigError
 from wide.records import read_records
 from wide.report.selection import Selection
@@ -64,6 +65,53 @@ def test_every_row_is_measured(finished):
     assert float(found["wide", False]["method.tokens_backward"]) == 2 * 2 * 32
     assert float(found["wide", True]["method.tokens_backward"]) == 2 * 32
     assert found["wanda", False]["token_perplexity"] != found["wanda", True]["token_perplexity"]
+
+
+def test_python_compares_as_the_command_does(finished, everyday, tiny_model_folder, prose_folder, tmp_path, capsys):
+    found = wide.compare(
+        tiny_model_folder,
+        prose_folder,
+        ["wanda", "wide"],
+        output=tmp_path / "run",
+        sparsities=[0.5],
+        seeds=[1, 2],
+        settings={"wanda": {"num_windows": 2, "window_length": 32}, "wide": {"ffn_group_size": 16, "router_rank": 4}},
+        stage=wide.StageConfig(steps=2, batch_size=2, sequence_length=32),
+        recover=wide.RecoverConfig(steps=1, batch_size=2, sequence_length=32),
+        tokens=128,
+        window=32,
+        dtype="float32",
+        device="cpu",
+    )
+    lines = rows(finished)
+    assert [(row.method, row.recovered) for row in found.rows] == list(lines)
+    for row in found.rows:
+        line = lines[row.method, row.recovered]
+        assert row.perplexity == pytest.approx(float(line["token_perplexity"]))
+        assert row.ratio == pytest.approx(float(line["token_perplexity.ratio"]))
+        assert (len(row.seeds), row.failure) == (int(line["seeds"]), "")
+    assert "wanda + LoRA" in found.table
+    assert found.folder == tmp_path / "run"
+    # The command goes on with it.
+    capsys.readouterr()
+    assert main([*everyday, "--output", str(found.folder), "--seeds=1,2", "--recover.steps=1", "--resume"]) == 0
+    assert capsys.readouterr().out.count("finished before") == 11
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"settings": {"wanda": {"patern": "2:4"}}}, "did you mean pattern?"),
+        ({"settings": {"wandaa": {}}}, "did you mean wanda?"),
+        ({"methods": ["wandaa"]}, "did you mean wanda?"),
+        ({"sparsities": [0.0]}, "lie in"),
+        ({"tokens": 0}, "nothing to compare by"),
+    ],
+)
+def test_python_refuses_what_is_no_comparison(changes, words, tmp_path):
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        wide.compare("./nowhere", "nowhere", **{"methods": ["wanda"], "output": tmp_path / "run"} | changes)
+    assert not (tmp_path / "run").exists()
 
 
 def test_how_routers_were_trained_is_recorded(finished):
@@ -252,7 +300,7 @@ def test_an_interrupted_comparison_says_what_is_kept(where, words, everyday, tmp
         return interrupt() if method.name == where else real_apply(model, method, *args, **options)
 
     if where == "held_out_documents":
-        monkeypatch.setattr("wide.cli.comparison_run.held_out_documents", interrupt)
+        monkeypatch.setattr("wide.runs.measuring.held_out_documents", interrupt)
     monkeypatch.setattr(cell_runner, "apply", of_method)
     assert main([*everyday, "--output", str(tmp_path / "run")]) == 130
     assert words in capsys.readouterr().err

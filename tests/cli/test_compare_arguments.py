@@ -7,15 +7,11 @@ import pytest
 import yaml
 
 from wide.cli import compare, prune, recover
-from wide.cli.arguments import peek, resolved
-from wide.cli.budget import Budget
-from wide.cli.grid import GridOptions
+from wide.cli.arguments import look_ahead, resolved
 from wide.cli.main import main
-from wide.cli.method_flags import SETTINGS, TRAINED
-from wide.cli.run_folder import RunFolder, save_config
-from wide.cli.usage import UsageError
+from wide.comparison.grid import Budget, GridOptions
 from wide.config import ObjectiveConfig, StageConfig
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import (
     CoopPrunerConfig,
     DDPConfig,
@@ -27,6 +23,7 @@ from wide.methods.catalogue import (
     names,
 )
 from wide.report.cells import Cell
+from wide.runs.folder import RunFolder, save_config
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 
@@ -34,17 +31,6 @@ EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 def asked(*more, methods="wanda,tyr"):
     values = compare.arguments(methods.split(",")).parse([*EVERYDAY, "--methods", methods, *more])
     return compare.request(values)
-
-
-@pytest.mark.parametrize("name", names())
-def test_flags_know_the_settings_of_every_method(name):
-    method = get(name)
-    assert SETTINGS[name] is method.settings
-    assert (name in TRAINED) == method.trains
-
-
-def test_nothing_else_is_known():
-    assert tuple(SETTINGS) == names()
 
 
 def test_settings_reach_their_method():
@@ -73,7 +59,7 @@ class Claims:
     def run(self, *_, **__):
         self._folder.claim()
 
-    prune = recover = prune_by = run
+    prune = recover = run
 
 
 @pytest.mark.parametrize(
@@ -86,10 +72,9 @@ class Claims:
     ],
 )
 def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tmp_path, monkeypatch):
-    # Those that import another first: a class that is made while its base is replaced would keep the replacement.
-    for name in ("method_pipeline.MethodPipeline", "pipeline.Pipeline", "comparison_run.ComparisonRun"):
-        monkeypatch.setattr(f"wide.cli.{name}", Claims)
-    monkeypatch.setattr("wide.cli.loading.objective_after", lambda adapter, changes: ObjectiveConfig())
+    for name in ("runs.run.Run", "comparison.run.ComparisonRun"):
+        monkeypatch.setattr(f"wide.{name}", Claims)
+    monkeypatch.setattr("wide.cli.recover.objective_after", lambda adapter, changes: ObjectiveConfig())
     given = ["--model", "M", "--data", "D", "--output", str(tmp_path / "run"), *more]
     command.run(given)
     saved = tmp_path / "run" / "config.yaml"
@@ -153,7 +138,7 @@ def test_misplaced_words_are_refused_with_the_reason(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", [name for name in names() if get(name).trains])
 def test_every_trained_method_takes_the_same_of_the_objective(method):
     wanted = {"weight": 3.0, "distillation": 0.5, "ramp": 0.25, "smoothing": 0.05}
     given = [word for name, value in wanted.items() for word in (f"--objective.{name}", str(value))]
@@ -212,13 +197,13 @@ def test_wide_at_linear_flops_counts_as_the_other_methods_do():
         prune.request(prune.arguments().parse([*EVERYDAY, *more, "--objective.target", "linear_flops"]))
 
 
-def test_what_is_peeked_follows_the_flags_before_the_files(tmp_path):
+def test_looking_ahead_follows_the_flags_before_the_files(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("method: wanda\n")
-    assert peek(["--config", str(file)], "method", "wide") == "wanda"
-    assert peek(["--method=tyr", "--config", str(file)], "method", "wide") == "tyr"
-    assert peek(["--method", "tyr", "--method", "ddp"], "method", "wide") == "ddp"
-    assert peek(["--sparsity", "0.5"], "method", "wide") == "wide"
+    assert look_ahead(["--config", str(file)]) == {"method": "wanda"}
+    assert look_ahead(["--method=tyr", "--config", str(file)]) == {"method": "tyr"}
+    assert look_ahead(["--resume", "--method", "tyr", "--method", "ddp"])["method"] == "ddp"
+    assert "method" not in look_ahead(["--sparsity", "0.5"])
 
 
 def grid(**changes):
@@ -241,7 +226,7 @@ def test_shards_share_the_cells_without_overlap(count):
 
 
 def test_all_methods_can_be_named_at_once():
-    assert grid(methods="all").method_names == [name for name in SETTINGS if name != "dense"]
+    assert grid(methods="all").method_names == [name for name in names() if name != "dense"]
     assert grid(methods="dense,tyr").method_names == ["tyr"]
 
 
@@ -323,7 +308,7 @@ def test_variants_without_a_row_are_told(tmp_path, capsys):
 
 def test_all_names_the_variants_too(tmp_path):
     names_of_all = GridOptions(methods="all", variants=VARIANTS).method_names
-    assert names_of_all == [name for name in [*SETTINGS, *VARIANTS] if name != "dense"]
+    assert names_of_all == [name for name in [*names(), *VARIANTS] if name != "dense"]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from wide.cli.compare import request
-from wide.cli.grid import GridOptions
 from wide.cli.main import main
-from wide.cli.run_folder import flatten
+from wide.comparison.grid import GridOptions
+from wide.runs.folder import flatten
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tools/compare_on_gpus.py"
@@ -28,8 +28,8 @@ from pathlib import Path
 
 import yaml
 from wide.cli.arguments import build
-from wide.cli.cell_sharing import free_cells
-from wide.cli.grid import GridOptions
+from wide.comparison.sharing import free_cells
+from wide.comparison.grid import GridOptions
 
 def value(name):
     return sys.argv[sys.argv.index(name) + 1]

@@ -12,17 +12,17 @@ from contextlib import ExitStack
 import pytest
 import yaml
 
-from wide.cli import cell_runner
-from wide.cli.cell_sharing import free_cells, held
-from wide.cli.grid import GridOptions
 from wide.cli.main import main
-from wide.cli.run_folder import RunFolder
-from wide.cli.termination import terminable
+from wide.comparison import cell as cell_runner
+from wide.comparison.grid import GridOptions
+from wide.comparison.sharing import free_cells, held
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.records import Record, RecordFile, read_records
 from wide.report.cells import Cell, read_subject
 from wide.report.selection import Selection
+from wide.runs.folder import RunFolder
+from wide.runs.process import stoppable
 from wide.training import trainer
 
 SHORT = [
@@ -65,7 +65,7 @@ def test_one_process_holds_a_cell(tmp_path):
 
 def test_a_killed_process_holds_nothing(tmp_path):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom wide.cli.cell_sharing import held\n"
+        "import sys, time\nfrom pathlib import Path\nfrom wide.comparison.sharing import held\n"
         "with held(Path(sys.argv[1])) as mine:\n    print(mine, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
@@ -203,10 +203,10 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
     given = [*everyday, "--output", str(tmp_path / "run"), "--methods=wanda"]
     real, real_apply, decided = cell_runner.HeldOut.measure, cell_runner.apply, []
 
-    def measure(self, model, subject):
+    def measure(self, model, subject, records):
         if subject == "wanda/0.5/17/calibrated":
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, model, subject)
+        return real(self, model, subject, records)
 
     def note(model, method, *args, **kwargs):
         decided.append(method.name)
@@ -230,7 +230,7 @@ def test_sigterm_outside_the_main_thread_is_left_alone():
     before, found = signal.getsignal(signal.SIGTERM), []
 
     def look():
-        with terminable():
+        with stoppable(str):
             found.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=look)

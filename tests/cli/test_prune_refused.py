@@ -123,7 +123,7 @@ def test_ctrl_c_before_anything_was_written_says_so(
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wide.cli.method_pipeline.apply", interrupt)
+    monkeypatch.setattr("wide.runs.run.apply", interrupt)
     capsys.readouterr()
     assert main(command_line) == 130
     as_it_was = f", and {output} is as it was" if before == "a run" else ""
@@ -140,7 +140,7 @@ def test_ctrl_c_in_deciding_keeps_nothing_of_it(tiny_model_folder, prose_folder,
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("wide.cli.method_pipeline.apply", interrupt)
+        patch.setattr("wide.runs.run.apply", interrupt)
         assert main(command(tiny_model_folder, prose_folder, output, *given)) == 130
     said = capsys.readouterr().err
     assert f"pruned stopped; nothing of it is kept; what this run finished is kept in {output}, and the same" in said

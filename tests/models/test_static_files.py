@@ -9,7 +9,7 @@ from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, st
 from safetensors.torch import load_file, save_file
 from test_replaced import dense_plan, sparse_weights
 
-from wide.cli.describe_adapter import describe_adapter
+from wide.cli.inspect import describe_adapter
 from wide.config import WideConfig
 from wide.errors import AdapterError, NotAttachedError
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save

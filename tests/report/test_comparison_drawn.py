@@ -8,9 +8,9 @@ import pytest
 import yaml
 from test_comparison_speed import DENSE_CELL, measured, write
 
-from wide.cli import cell_runner
-from wide.cli.comparison_files import draw
 from wide.cli.main import main
+from wide.comparison import cell as cell_runner
+from wide.comparison.results import draw
 from wide.records import RecordFile
 from wide.report.cells import Cell
 

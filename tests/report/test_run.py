@@ -6,12 +6,12 @@ import json
 import pytest
 
 from wide.cli.main import main
-from wide.cli.training_records import training_records
 from wide.records import Record, RecordFile, read_records
 from wide.report.drawing import FOLDER
 from wide.report.figures import FIGURES
 from wide.report.selection import Selection
 from wide.report.table import summary_table
+from wide.runs.measuring import training_records
 
 CURVES = {"loss", "lm_loss", "sparsity.attention", "sparsity.ffn", "temperature", "tokens_per_second"}
 SHORT = ["--train.steps", "3", "--train.batch_size", "2", "--train.sequence_length", "32"]
@@ -59,7 +59,7 @@ def test_curves_are_written_for_tensorboard_where_it_is_installed(run):
     [
         ([], 2, "at least one folder"),
         (["--to", "x"], 2, "no flag --to"),
-        (["--output"], 2, "--output needs a folder"),
+        (["x", "--output="], 2, "--output needs a folder"),
         (["nowhere"], 1, "no folder nowhere"),
         (["--help"], 0, "usage: wide report"),
     ],
@@ -88,7 +88,7 @@ def test_reports_are_drawn_from_records(run, tmp_path, capsys):
     assert str(tmp_path / "all/report.html") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.cli.measuring.evaluate"])
+@pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.runs.measuring.evaluate"])
 def test_a_run_that_is_resumed_after_its_last_step_keeps_its_rate(
     where, tmp_path, tiny_model_folder, prose_folder, monkeypatch, capsys
 ):

@@ -7,13 +7,13 @@ import pytest
 from test_report import record, routing_records
 
 from wide.cli.main import main
-from wide.cli.measuring import sparsity_records
 from wide.models.cost import Sparsity
 from wide.records import RecordFile, read_records
 from wide.report.drawing import draw_svg
 from wide.report.figures import FIGURES, LAYERS, TRAINING, figures_of
 from wide.report.page import write_report
 from wide.report.selection import Selection
+from wide.runs.measuring import sparsity_records
 
 SHARES = ("attention", "ffn", "mean", "linear_flops", "linear_flops_with_fixed", "linear_flops_layers")
 

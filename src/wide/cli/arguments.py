@@ -62,8 +62,8 @@ class Arguments:
         self._parser.add_argument(f"--{name}", action="store_true", help=text)
 
     def add_folders(self, text: str) -> None:
-        """Add one or more folders that are named without a flag, as `folders`."""
-        self._parser.add_argument("folders", nargs="+", type=Path, help=text)
+        """Add folders that are named without a flag, as `folders`."""
+        self._parser.add_argument("folders", nargs="*", type=Path, help=text)
 
     def add_fields(
         self,

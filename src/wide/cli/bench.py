@@ -7,8 +7,7 @@ from pathlib import Path
 from wide.cli.arguments import Arguments, build
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
-from wide.errors import UsageError
-from wide.errors import ConfigError, EvaluationError
+from wide.errors import ConfigError, EvaluationError, UsageError
 
 _ROWS = "1024,4096,16384"
 _BACKENDS = "triton,gluon,cuda"

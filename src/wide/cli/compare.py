@@ -1,22 +1,15 @@
 """`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
-from wide.cli.method_flags import OBJECTIVE, add_method_flags, settings_of, typed_settings
-from wide.comparison.grid import (
-    DENSE,
-    Budget,
-    CompareRequest,
-    GridOptions,
-    check_variants,
-    method_names,
-    method_of,
-)
+from wide.cli.method_flags import add_method_flags, settings_of, typed_settings
+from wide.comparison.grid import DENSE, OBJECTIVE, VARIANT_KEYS, Budget, CompareRequest, GridOptions, settings_of_rows
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import names
@@ -60,11 +53,12 @@ def request(values: dict[str, Any]) -> CompareRequest:
         ConfigError: If a value is out of its range.
     """
     grid, lora = build(GridOptions, values), build(LoraOptions, values, group="recover")
+    own = {name: settings_of(name, values) for name in grid.methods_needed}
     return CompareRequest(
         run=build(RunOptions, values),
         grid=grid,
         budget=build(Budget, values),
-        settings={name: _settings(grid, name, values) for name in (DENSE, *grid.method_names)},
+        settings=settings_of_rows(_typed(grid), own),
         objective=build(ObjectiveConfig, values, group="objective"),
         stage=build(StageConfig, values, group="train"),
         recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
@@ -73,15 +67,16 @@ def request(values: dict[str, Any]) -> CompareRequest:
     )
 
 
-def _settings(grid: GridOptions, name: str, values: dict[str, Any]) -> Any:
-    """Return the settings of a row: those of its method, with a variant's own on top."""
-    method = grid.method_of(name)
-    if name == method:
-        return settings_of(method, values)
-    try:
-        return settings_of(method, values, **typed_settings(method, grid.changes_of(name)))
-    except ConfigError as error:
-        raise type(error)(f"variants: {name}: {error}") from error
+def _typed(grid: GridOptions) -> GridOptions:
+    """Return a grid whose variants have values of the right types, which YAML leaves open."""
+    variants = {}
+    for name, entry in (grid.variants or {}).items():
+        own = {key: entry[key] for key in VARIANT_KEYS if key in entry}
+        try:
+            variants[name] = own | typed_settings(entry["method"], grid.changes_of(name))
+        except ConfigError as error:
+            raise type(error)(f"variants: {name}: {error}") from error
+    return replace(grid, variants=variants)
 
 
 def run(given: Sequence[str]) -> None:
@@ -97,9 +92,9 @@ def run(given: Sequence[str]) -> None:
 
         draw(Path(ahead["table"]))
         return
-    variants = _variants(ahead.get("variants"))
-    rows = method_names(str(ahead.get("methods") or ""), variants)
-    methods = [name for name in names() if name in {method_of(row, variants) for row in rows}]
+    rows = str(ahead.get("methods") or "")
+    needed = GridOptions(methods=rows, variants=_variants(ahead.get("variants"))).methods_needed if rows else []
+    methods = [name for name in needed if name != DENSE]
     # The saved configuration has underscores for dashes.
     keys = {key.replace("-", "_") for key in ahead}
     flags = arguments(methods, {name for name in names() if name.replace("-", "_") in keys})
@@ -139,6 +134,4 @@ def _variants(given: Any) -> dict[str, Any]:
             raise UsageError(f"--variants cannot be read as YAML: {' '.join(str(error).split())}") from error
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(f"variants must be a mapping, got {given!r}")
-    variants = {str(name): entry for name, entry in (given or {}).items()}
-    check_variants(variants)
-    return variants
+    return {str(name): entry for name, entry in (given or {}).items()}

@@ -194,8 +194,8 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
-    from wide.models.accounting import costs
     from wide.models.attach import plan_for
+    from wide.models.cost import costs
 
     # One group per half-layer always divides, and shares do not depend on the group size.
     whole = None if specs[0].ffn is None else specs[0].ffn.width

@@ -7,9 +7,6 @@ from typing import Any
 from wide.cli.arguments import Arguments, build
 from wide.methods.catalogue import get, names
 
-OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
-"""What of the objective can be set for every method that trains routers; the target says the rest."""
-
 
 def add_method_flags(
     flags: Arguments, methods: Sequence[str], *, asked_by: str, only_in_files: Collection[str] = ()

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wide.cli.arguments import Arguments, build
-from wide.runs.process import say
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
+from wide.errors import ConfigError, DataError, EvaluationError, UsageError
 from wide.runs.folder import ADAPTER, CELLS
-from wide.errors import UsageError
-from wide.errors import ConfigError, DataError, EvaluationError
+from wide.runs.process import say
 
 PROFILE = "profile"
 """Folder of a run or a cell that holds its speed."""

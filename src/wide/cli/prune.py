@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
-from wide.cli.method_flags import OBJECTIVE, add_method_flags, settings_of
-from wide.comparison.grid import check_method
+from wide.cli.method_flags import add_method_flags, settings_of
+from wide.comparison.grid import OBJECTIVE, check_method
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import Match, WideMethodConfig, get, names

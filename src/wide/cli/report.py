@@ -42,7 +42,9 @@ def arguments() -> Arguments:
         "M --adapter RUN --out RUN/profile) shows its quality against its measured speed.",
         usage="FOLDER [FOLDER ...] [--output DIR [--only] [--rows A,B]]",
     )
-    flags.add_folders("The --output of wide prune, wide recover or wide compare, or the --out of wide bench or profile.")
+    flags.add_folders(
+        "The --output of wide prune, wide recover or wide compare, or the --out of wide bench or profile."
+    )
     flags.add_fields(PageOptions)
     flags.add_switch("only", "With --output: draw that page alone and write nothing into the folders.")
     return flags
@@ -58,7 +60,9 @@ def run(given: Sequence[str]) -> None:
     """
     values = arguments().parse(given)
     page, folders, only = build(PageOptions, values), [Path(folder) for folder in values["folders"]], values["only"]
-    if page.output == "" or page.rows is not None and not page.row_names:
+    if not folders:
+        raise UsageError("name at least one folder: wide report FOLDER")
+    if page.output == "" or (page.rows is not None and not page.row_names):
         raise UsageError("--output needs a folder" if page.output == "" else "--rows needs names separated by commas")
     if page.output is None and (only or page.rows):
         raise UsageError(f"--{'only' if only else 'rows'} is for the page of several folders: name it with --output")
@@ -123,8 +127,8 @@ def _draw_merged(folders: Sequence[Path], output: Path, rows: Sequence[str]) -> 
 
 def _comparison(folder: Path) -> "Comparison":
     from wide.comparison.results import collect
-    from wide.runs.folder import COMPARISON, GRID
     from wide.report.comparison_page import read_comparison
+    from wide.runs.folder import COMPARISON, GRID
 
     return read_comparison(collect(folder) if (folder / GRID).is_file() else folder / COMPARISON)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wide.cli.arguments import Arguments, build
-from wide.runs.process import say
 from wide.cli.gpu import require_gpu
-from wide.errors import UsageError
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UsageError
+from wide.runs.process import say
 
 if TYPE_CHECKING:
     from wide.profiling.layer_shapes import TunedLayer
@@ -121,8 +120,8 @@ def tuned_layers(options: TuneOptions) -> "list[TunedLayer]":
 
     specs = discover(load_skeleton(options.model))
     if options.adapter is not None:
-        from wide.runs.sources import find_adapter
         from wide.models.adapter import read_config
+        from wide.runs.sources import find_adapter
 
         plan = Plan.from_json(read_config(find_adapter(options.adapter))["plan"])
     else:

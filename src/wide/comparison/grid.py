@@ -12,6 +12,8 @@ from wide.methods.catalogue import Match, get, names
 from wide.report.cells import Cell
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
 
+OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
+"""What of the objective can be set for every method that trains routers; the target says the rest."""
 VARIANT_KEYS = ("method", "match")
 """What a variant may say beside settings of its method."""
 DENSE = "dense"
@@ -74,11 +76,18 @@ class GridOptions:
     @property
     def method_names(self) -> list[str]:
         """The methods and variants by name, without the dense model."""
-        return method_names(self.methods, self.variants or {})
+        words = [*names(), *(self.variants or {})] if self.methods == "all" else _words(self.methods)
+        return [word for word in words if word != DENSE]
+
+    @property
+    def methods_needed(self) -> list[str]:
+        """The methods of all rows, the dense one included, in the order of the catalogue."""
+        needed = {DENSE, *map(self.method_of, self.method_names)}
+        return [name for name in names() if name in needed]
 
     def method_of(self, name: str) -> str:
         """Return the method of a row."""
-        return method_of(name, self.variants or {})
+        return str((self.variants or {}).get(name, {}).get("method", name))
 
     def changes_of(self, name: str) -> dict[str, Any]:
         """Return the settings in which a row differs from its method's own."""
@@ -262,39 +271,53 @@ def check_variants(variants: Mapping[str, Any]) -> None:
             raise UsageError(f"{where}: a variant needs a name of its own, of letters, digits and . = + - _")
         if not isinstance(entry, Mapping) or not isinstance(entry.get("method"), str):
             raise UsageError(f"{where} must be a mapping with the key 'method', got {entry!r}")
-        if entry["method"] == "dense":
+        if entry["method"] == DENSE:
             raise UsageError(f"{where}: the dense model has no variants; it is in every comparison, under its own name")
         if entry.get("match", "nominal") not in get_args(Match):
             raise UsageError(f"{where}: match must be one of {', '.join(get_args(Match))}, got {entry['match']!r}")
-        known = _own_settings(entry["method"], where)
-        for key in entry:
-            if key not in VARIANT_KEYS and key not in known:
-                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
-                hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
-                raise UsageError(f"{where}: method {entry['method']} has no setting {key!r}{hint}")
+        _check_settings(entry["method"], set(entry) - set(VARIANT_KEYS), where)
 
 
-def _own_settings(method: str, where: str) -> list[str]:
+def method_settings(method: str, changes: Mapping[str, Any]) -> Any:
+    """Return the settings of a method, the original's but for some.
+
+    Raises:
+        UsageError: If there is no such method or setting.
+        ConfigError: If a value is out of its range.
+    """
+    _check_settings(method, changes, "settings")
+    return get(method).settings(**changes)
+
+
+def _check_settings(method: str, changes: Collection[str], where: str) -> None:
     try:
-        return [field.name for field in fields(get(check_method(method)).settings) if field.name != "seed"]
+        known = [field.name for field in fields(get(check_method(method)).settings) if field.name != "seed"]
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+    for key in changes:
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
+            raise UsageError(f"{where}: method {method} has no setting {key!r}{hint}")
 
 
-def method_names(text: str, variants: Collection[str] = ()) -> list[str]:
-    """Return the rows that a list on the command line names, without the dense model, which is always there.
+def settings_of_rows(grid: GridOptions, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of every row, the dense one included: those of its method, with a variant's own on top.
 
     Args:
-        text: Names separated by commas, or 'all'.
-        variants: Names that 'all' stands for beside the methods.
+        grid: The rows.
+        settings: Of every method that the rows need, by name.
+
+    Raises:
+        ConfigError: If a variant's value is out of its range.
     """
-    words = [*names(), *variants] if text == "all" else _words(text)
-    return [word for word in words if word != DENSE]
-
-
-def method_of(name: str, variants: Mapping[str, Any]) -> str:
-    """Return the method of a row: its own name, or what its variant says."""
-    return str(variants[name]["method"]) if name in variants else name
+    rows = {}
+    for name in (DENSE, *grid.method_names):
+        try:
+            rows[name] = replace(settings[grid.method_of(name)], **grid.changes_of(name))
+        except ConfigError as error:
+            raise type(error)(f"variants: {name}: {error}") from error
+    return rows
 
 
 def _words(text: float | str) -> list[str]:

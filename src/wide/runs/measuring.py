@@ -14,7 +14,7 @@ from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.routing_behaviour import routing_behaviour
 from wide.evaluation.routing_records import behaviour_records
 from wide.evaluation.tasks import PER_WORD
-from wide.models.accounting import Sparsity
+from wide.models.cost import Sparsity
 from wide.records import Record, RecordFile, read_records
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks

@@ -1,0 +1,160 @@
+"""`wide.compare`: a comparison from Python."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from wide.comparison.grid import (
+    DENSE,
+    OBJECTIVE,
+    Budget,
+    CompareRequest,
+    GridOptions,
+    method_settings,
+    settings_of_rows,
+)
+from wide.comparison.results import ComparisonResult, read_results
+from wide.comparison.run import ComparisonRun
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+from wide.methods.catalogue import Match
+from wide.runs.folder import RunFolder
+from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
+
+
+def compare(
+    model: str | Path,
+    data: str | Path,
+    methods: Sequence[str],
+    *,
+    output: str | Path,
+    sparsities: Sequence[float] = (0.25, 0.5),
+    seeds: Sequence[int] = (17,),
+    match: Match = "nominal",
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+    stage: StageConfig | None = None,
+    objective: ObjectiveConfig | None = None,
+    recover: RecoverConfig | None = None,
+    budget: Literal["original", "equal"] = "original",
+    budget_scale: float = 1.0,
+    held_out: str | Path | None = None,
+    tokens: int | None = 65_536,
+    window: int = 1024,
+    batch_size: int = 4,
+    tasks: Sequence[str] = (),
+    local_data: str | Path | None = None,
+    limit: int | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: str = "auto",
+    shard: str | None = None,
+    keep_adapters: bool = True,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> ComparisonResult:
+    """Run a grid of methods, sparsities and seeds on one model and one text, and return its table.
+
+    What `wide compare` does: every cell is pruned, given LoRA if `recover` says so, and scored on held-out text and
+    tasks; the dense model, with the same LoRA, stands beside them. Cells are kept in `output` one by one, with records,
+    tables and a page, and either door goes on with what the other began.
+
+    Args:
+        model: Hub name or local folder of a Hugging Face causal LM.
+        data: Text that methods read and train on: 'python-docs', a file, folder or glob, or a Hugging Face data set.
+        methods: Names of methods and variants; 'dense' is always there.
+        output: Folder for everything that is written.
+        sparsities: Shares to prune, in (0, 1).
+        seeds: Seeds of calibration and training; with several, figures are means over them.
+        match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product work
+            of all decoder layers.
+        settings: By method, the settings that differ from its original's, e.g. {'wide': {'ffn_group_size': 32}}.
+        variants: Further rows by name: {'wide-g64': {'method': 'wide', 'ffn_group_size': 64}}.
+        stage: Training of methods that train routers; its sequence length packs the text of all methods.
+        objective: Loss of methods that train routers; only weight, distillation, ramp and smoothing count.
+        recover: LoRA for all rows; None leaves it out.
+        budget: 'original' reads the text that each method's settings say, 'equal' as many tokens for every method.
+        budget_scale: Factor on that amount.
+        held_out: Text to score; None means the documents of `data` that are held out.
+        tokens: Tokens of it to score; 0 scores tasks alone, None all.
+        window: Tokens that the model sees at once.
+        batch_size: Windows per forward.
+        tasks: Tasks of lm-evaluation-harness, e.g. ('piqa', 'wikitext').
+        local_data: Folder with copies of the tasks' data; None loads them from the Hugging Face hub.
+        limit: Items of each task; None means all.
+        dtype: Of the base weights.
+        device: 'auto' is the GPU where there is one, else the CPU.
+        shard: How processes share the grid: 'next' takes the next free cell, 'I/N' every N-th; None runs all.
+        keep_adapters: Whether adapters and checkpoints of finished cells stay.
+        resume: Go on with the comparison that lies in `output`.
+        overwrite: Replace the comparison that lies in `output`.
+
+    Returns:
+        The rows with their figures, the tables as text, and the folder.
+
+    Raises:
+        ConfigError: If settings are unknown, out of range or contradict, or `output` holds another run.
+        DataError: If the text cannot be read or does not fit.
+        EvaluationError: If cells failed; all others are measured and drawn then, and `resume` runs the failed ones.
+        KeyboardInterrupt: After Ctrl-C or SIGTERM; the message says what is kept.
+
+    Source: paper, section 4.2 (tables 1 and 2).
+    """
+    grid = GridOptions(
+        methods=",".join(methods),
+        variants=None if variants is None else {name: dict(entry) for name, entry in variants.items()},
+        sparsities=_listed(sparsities),
+        match=match,
+        seeds=_listed(seeds),
+        shard=shard,
+        keep_adapters=keep_adapters,
+    )
+    given = settings or {}
+    own = {name: method_settings(name, given.get(name, {})) for name in {*given, *grid.methods_needed}}
+    request = CompareRequest(
+        run=RunOptions(model=str(model), data=str(data), output=str(output), dtype=dtype, device=device),
+        grid=grid,
+        budget=Budget(budget=budget, budget_scale=budget_scale),
+        settings=settings_of_rows(grid, own),
+        objective=objective or ObjectiveConfig(),
+        stage=stage or StageConfig(),
+        recover=recover,
+        scoring=EvalOptions(
+            data=None if held_out is None else str(held_out), tokens=tokens, window=window, batch_size=batch_size
+        ),
+        tasks=ScoredTasks(
+            tasks=",".join(tasks), local_data=None if local_data is None else str(local_data), limit=limit
+        ),
+    )
+    folder = RunFolder(output, _saved(request, own), resume=resume or shard is not None, overwrite=overwrite)
+    ComparisonRun(request, folder, command=["wide.compare", *methods]).run()
+    return read_results(output)
+
+
+def _listed(values: Sequence[Any]) -> Any:
+    # As the command line reads it: one number is a number.
+    return values[0] if len(values) == 1 else ",".join(map(str, values))
+
+
+def _saved(request: CompareRequest, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration that lies beside the results, with the keys of the command."""
+    run, stage, recover = asdict(request.run), asdict(request.stage), {"steps": 0}
+    for name in ("report", "tensorboard", "tracker"):
+        del run[name]
+    if request.recover is not None:
+        recover = asdict(request.recover)
+    scoring = asdict(request.scoring) | asdict(request.tasks)
+    return {
+        **run,
+        **{key: value for key, value in asdict(request.grid).items() if key not in ("shard", "table")},
+        **asdict(request.budget),
+        **{name.replace("-", "_"): _seedless(asdict(settings)) for name, settings in own.items() if name != DENSE},
+        "train": _seedless(stage),
+        "objective": {key: value for key, value in asdict(request.objective).items() if key in OBJECTIVE},
+        "recover": _seedless(recover),
+        "eval": {key: value for key, value in scoring.items() if key != "untrained"},
+    }
+
+
+def _seedless(settings: Mapping[str, Any]) -> dict[str, Any]:
+    # The grid's seeds are those of every stage.
+    return {key: value for key, value in settings.items() if key != "seed"}
