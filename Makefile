@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup quickstart test test-all check format format-check lint types walls clean
+.PHONY: setup quickstart test test-all check format format-check lint types layers docs clean
 
 setup: $(READY)
 
@@ -23,7 +23,7 @@ test: $(READY)  ## the tests that need neither a GPU nor a network
 test-all: $(READY)  ## the slow ones too
 	$(PYTEST) --slow
 
-check: format-check lint types walls test  ## everything that a change must pass
+check: format-check lint types layers test  ## everything that a change must pass
 
 format: $(READY)
 	$(BIN)/ruff format src tests tools
@@ -38,8 +38,17 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-walls: $(READY)
+layers: $(READY)
 	$(BIN)/lint-imports
 
+docs: $(BIN)/sphinx-build  ## the site, in docs/_build/html; warnings are errors, and what needs no GPU is run
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+	$(BIN)/sphinx-build -q -W --keep-going -b doctest docs docs/_build/doctest
+	OMP_NUM_THREADS=2 $(BIN)/python tools/snippets.py README.md docs/*.md docs/guide/*.md docs/extend/*.md docs/reference/*.md
+
+$(BIN)/sphinx-build: $(READY)
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) quickstart .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) quickstart docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Which rows refuse which models, before they read any text: the table in docs/methods.md."""
+"""Which rows refuse which models, before they read any text: the table in docs/guide/compare.md."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """What the products of down and O would take for masks of a given structure, by what was measured of random ones.
 
-All times are of one H200, 16384 rows, bfloat16, a cool GPU (docs/measurements/operators/gemm-k.md).
+All times are of one H200, 16384 rows, bfloat16, a cool GPU (docs/results/operators.md).
 """
 
 from collections.abc import Mapping

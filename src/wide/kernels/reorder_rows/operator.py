@@ -32,7 +32,7 @@ def reorder_rows(mask: torch.Tensor, *, backend: str) -> RowReordering:
         ShapeError: If the mask does not fit.
         UnsupportedBackendError: If the backend cannot run here.
 
-    Source: docs/measurements/operators/trained-masks.md (rare groups first).
+    Source: docs/results/operators.md (rare groups first).
     """
     return RowReordering(*torch.ops.wide.reorder_rows(mask, backend))
 

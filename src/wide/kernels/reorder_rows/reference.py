@@ -30,7 +30,7 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     Args:
         mask: True = execute, bool [M, N_G].
 
-    Source: docs/measurements/operators/trained-masks.md.
+    Source: docs/results/operators.md.
     """
     num_rows, num_groups = mask.shape
     chunks = mask.split(CHUNK_ROWS)
