@@ -26,14 +26,14 @@ test-all: $(READY)  ## the slow ones too
 check: format-check lint types layers test  ## everything that a change must pass
 
 format: $(READY)
-	$(BIN)/ruff format src tests tools
-	$(BIN)/ruff check --fix-only src tests tools
+	$(BIN)/ruff format src tests tools benchmarks
+	$(BIN)/ruff check --fix-only src tests tools benchmarks
 
 format-check: $(READY)
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff format --check src tests tools benchmarks
 
 lint: $(READY)
-	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff check src tests tools benchmarks
 
 types: $(READY)
 	$(BIN)/mypy

@@ -5,8 +5,8 @@ import pytest
 from wide.cli import bench
 from wide.cli.arguments import field_texts
 from wide.cli.main import main
-from wide.errors import EvaluationError
-from wide.profiling.backends import HOPPER_OPERATORS
+from wide.errors import EvaluationError, UsageError
+from wide.profiling.bench import HOPPER_OPERATORS
 
 
 @pytest.mark.parametrize(
@@ -66,46 +66,67 @@ def test_flags_without_effect_are_refused(command, code, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_rows_and_backends_reach_the_benches_that_take_them(monkeypatch):
+@pytest.fixture
+def raced(monkeypatch):
+    """What benches are asked for, of the package and of the checkout; nothing is raced."""
     calls = {}
     monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name in ("operators", "attention", "naive_depth"):
-        monkeypatch.setattr(
-            f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) is None
-        )
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+
+    def run_bench(request, out, **_):
+        calls["package"] = request
+        return [name for name in calls.get("red", []) if name in request.names]
+
+    monkeypatch.setattr("wide.profiling.bench.run_bench", run_bench)
+    for name in ("glue", "naive", "naive_depth"):
+
+        def run(out, name=name, **options):
+            calls[name] = options
+            return name not in calls.get("red", [])
+
+        monkeypatch.setattr(f"benchmarks.{name}.run", run)
+    monkeypatch.setattr("benchmarks.naive.traffic", lambda out, **options: calls.setdefault("traffic", options))
+    return calls
+
+
+def test_rows_and_backends_reach_the_benches_that_take_them(raced):
     bench.run(["--out", "o", "--operators", "gemm_mn,prefill", "--backends", "gluon"])
+    assert (raced["package"].names, raced["package"].backends) == (["gemm_mn", "prefill"], ("gluon",))
+    assert list(raced["package"].rows) == [1024, 4096, 16384]
     bench.run(["--out", "o", "--operators", "gemm_mn", "--rows", "512"])
+    assert raced["package"].rows == [512]
     bench.run(["--out", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5"])
-    assert calls == {
-        "operators": ["--out", "o", "--operators", "gemm_mn", "--backends", "gluon", "--rows", "1024,4096,16384"],
-        "attention": ["--out", "o", "--operators", "prefill", "--backends", "gluon"],
-        "naive_depth": ["--out", "o", "--rows", "64", "--sparsity", "0.5"],
-    }
+    assert raced["naive_depth"] == {"rows": [64], "sparsity": 0.5, "quick": False}
+    bench.run(["--out", "o", "--operators", "naive,traffic", "--rows", "64"])
+    assert (raced["naive"], raced["traffic"]) == ({"sizes": [64], "quick": False}, {"sizes": [64]})
 
 
-def test_all_operators_go_with_flags_that_some_of_them_take(monkeypatch):
-    calls = {}
-    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name in ("operators", "attention", "glue", "naive", "naive_depth"):
-        monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) and 0)
-    bench.run(["--out", "o", "--group_size", "64", "--sparsity", "0.3", "--quick", "true"])
-    shape = ["--quick", "--group-size", "64", "--sparsity", "0.3"]
-    assert calls["naive"] == ["--out", "o", *shape]
-    assert calls["naive_depth"] == ["--out", "o", "--quick", "--sparsity", "0.3"]
-    assert calls["glue"] == ["--out", "o"]
-    assert [calls[name][4:8] for name in ("operators", "attention")] == [shape[:4]] * 2
+def test_all_operators_go_with_flags_that_some_of_them_take(raced):
+    bench.run(["--out", "o", "--rows", "64", "--group_size", "64", "--sparsity", "0.3", "--quick", "true"])
+    request = raced["package"]
+    assert (request.group_size, request.sparsity, request.quick, request.rows) == (64, 0.3, True, [64])
+    assert request.names == ["reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"]
+    # Rows are those of the others.
+    assert raced["naive"] == {"group_size": 64, "sparsity": 0.3, "quick": True}
+    assert raced["naive_depth"] == {"rows": [64], "sparsity": 0.3, "quick": True}
+    assert raced["glue"] == {}
+    assert "traffic" not in raced
 
 
-def test_a_red_bench_costs_no_other_and_all_red_ones_are_named(monkeypatch):
-    ran = []
-    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name, red in {"operators": 1, "attention": 0, "glue": 1}.items():
-        monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name, red=red: ran.append(name) or red)
-    with pytest.raises(
-        EvaluationError, match=r"\(benches: operators of gemm_mn, gemm_k; glue of glue; marked RED above"
-    ):
-        bench.run(["--out", "o", "--operators", "gemm_mn,prefill,glue,gemm_k"])
-    assert ran == ["operators", "attention", "glue"]
+def test_a_red_bench_costs_no_other_and_all_red_ones_are_named(raced):
+    raced["red"] = ["gemm_k", "glue"]
+    with pytest.raises(EvaluationError, match=r"\(benches: gemm_k, glue; marked RED above"):
+        bench.run(["--out", "o", "--operators", "gemm_mn,prefill,glue,gemm_k,naive"])
+    assert {"package", "glue", "naive"} <= set(raced)
+
+
+def test_without_a_checkout_its_benches_are_refused_by_name_and_left_out_of_all(raced, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    with pytest.raises(UsageError, match="naive lie in benchmarks/ of the repository"):
+        bench.run(["--out", "o", "--operators", "gemm_mn,naive"])
+    bench.run(["--out", "o"])
+    assert "left out" in capsys.readouterr().out
+    assert set(raced) == {"package"}
 
 
 def test_the_help_names_the_operators_of_each_backend_of_one_gpu():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wide.cli import bench, profile
+from wide.cli import profile
 from wide.cli.main import main
 from wide.errors import EvaluationError
 
@@ -45,36 +45,13 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["tune"], 2, "model"),
         (["tune", "--model", "m", "--rows", "0"], 1, "positive numbers"),
         (["tune", "--model", "m", "--executed", "0.5"], 1, "two shares"),
+        (["tune", "--model", "m", "--seconds", "0"], 1, "seconds must be positive"),
         (["tune", "--model", "m", "--adapter", "a", "--ffn_group_size", "64"], 2, "the adapter says"),
     ],
 )
 def test_bad_values_are_refused_before_the_device_is_looked_at(command, code, words, capsys):
     assert main(command) == code
     assert words in capsys.readouterr().err
-
-
-def test_bench_splits_operators_over_the_benches(monkeypatch):
-    calls = {}
-    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name in ("operators", "attention", "glue"):
-        monkeypatch.setattr(
-            f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) is None
-        )
-    bench.run(
-        ["--out", "o", "--operators", "gemm_k,gemv", "--group_size", "256", "--sparsity", "0.3", "--quick", "true"]
-    )
-    shape = ["--quick", "--group-size", "256", "--sparsity", "0.3"]
-    assert calls == {
-        "operators": ["--out", "o", "--operators", "gemm_k", *shape, "--rows", "1024,4096,16384"],
-        "attention": ["--out", "o", "--operators", "gemv", *shape],
-    }
-
-
-def test_disagreement_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    monkeypatch.setattr("wide.profiling.glue.main", lambda given: 1)
-    with pytest.raises(EvaluationError, match="disagree"):
-        bench.run(["--out", "o", "--operators", "glue"])
 
 
 def test_profile_speaks_the_end_to_end_benchs_words(monkeypatch):
@@ -126,18 +103,3 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(monkeypatch, tmp_pat
     told = capsys.readouterr().out
     assert "[2/3] tyr-0.5-seed17: timed before" in told
     assert "no kernel fits" in told
-
-
-def test_bench_keeps_coarse_sweeps_apart_and_asks_for_them(monkeypatch):
-    calls = {}
-    monkeypatch.setattr(bench, "require_gpu", lambda command: None)
-    for name in ("operators", "attention", "glue", "naive", "naive_depth", "coarse"):
-        monkeypatch.setattr(f"wide.profiling.{name}.main", lambda given, name=name: calls.setdefault(name, given) and 0)
-    bench.run(["--out", "o", "--operators", "coarse,decode_groups", "--rows", "64"])
-    assert calls["coarse"] == ["--out", "o/coarse", "--rows", "64"]
-    assert calls["attention"] == ["--out", "o", "--operators", "decode_groups"]
-    bench.run(["--out", "o"])
-    assert set(calls) == {"coarse", "attention", "operators", "glue", "naive", "naive_depth"}
-    assert calls["naive_depth"] == ["--out", "o"]
-    assert "decode_groups" in bench.BenchOptions(out="o").names
-    assert "coarse" not in bench.BenchOptions(out="o").names

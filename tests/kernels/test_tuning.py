@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.ship_table import main
 from wide.errors import ConfigError
+from wide.inference.tuning.tune import fastest
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.tuning import Choice, TuningTable, bucket, shape_key, shipped_path, tuning_key
-from wide.profiling.tune import fastest, main
 
 CPU = torch.device("cpu")
 CASE = GEMM_MN.cases[0]

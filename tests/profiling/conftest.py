@@ -1,16 +1,16 @@
-"""The operators' benches on the host: references stand in for the kernels, a fake clock counts."""
+"""Races on the host: references stand in for the kernels, a fake clock counts."""
+
+import dataclasses
 
 import pytest
-import torch
 from torch.nn.attention import SDPBackend
 
-from wide.profiling import attention, coarse, decode_groups, gemv_races, operators, races, sweeps
-from wide.profiling.timing import Timing
+from wide.inference.tuning import attention, products, race
+from wide.inference.tuning.timing import Timing
+from wide.profiling import bench, decode
 
-SMALL = {"HIDDEN": 64, "FFN": 128, "ATTENTION_GROUP": 32}
-HEADS = {"QUERY_HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
 KERNELS = {"gemm_mn", "gemm_k", "gemv_mn", "gemv_k", "attention_decode", "attention_prefill"}
-KERNELS |= {"reorder", "reorder_patterns", "reorder_sequences"}
+KERNELS |= {"reorder", "reorder_patterns", "reorder_sequences", "sort_sequences"}
 
 
 def reference_of(operator):
@@ -22,53 +22,40 @@ def reference_of(operator):
     return run
 
 
-def fake_clock(calls, **_):
-    for call in calls.values():
-        (call if callable(call) else call[0])()
-    return {
-        name: Timing(median_us=10.0 + place, low_us=9.0, high_us=99.0, num_samples=1)
-        for place, name in enumerate(calls)
-    }
+def clock(dense_us=30.0, sparse_us=10.0):
+    """Return a clock by which every dense candidate takes one time, and every other one another."""
 
+    def time(calls, **_):
+        for call in calls.values():
+            (call if callable(call) else call[0])()
+        return {
+            name: Timing(
+                median_us=dense_us if name.startswith("dense") else sparse_us, low_us=1.0, high_us=99.0, num_samples=1
+            )
+            for name in calls
+        }
 
-class HostGenerator(torch.Generator):
-    """A generator of the host, whatever is asked for."""
-
-    def __new__(cls, device=None):
-        return super().__new__(cls)
-
-
-def on_the_host(*shape, scale=1.0):
-    return torch.randn(*shape) * scale
+    return time
 
 
 @pytest.fixture
 def host(monkeypatch):
-    """Everything that names the GPU or its kernels points at the host."""
-    for module in (sweeps, races, gemv_races, coarse, decode_groups):
-        for name, value in (SMALL | HEADS).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
-        if hasattr(module, "normal"):
-            monkeypatch.setattr(module, "normal", on_the_host)
-    for module in (operators, attention):
-        monkeypatch.setattr(module, "time_interleaved", fake_clock)
-    for module in (sweeps, races, gemv_races, decode_groups):
+    """Everything that names the GPU's kernels points at the host; layers are small."""
+    for module in (products, attention, bench, decode):
         for name in KERNELS & vars(module).keys():
             monkeypatch.setattr(module, name, reference_of(getattr(module, name)))
-    monkeypatch.setattr(races, "_BACKENDS", {"cudnn": SDPBackend.MATH, "flash": SDPBackend.MATH})
-    monkeypatch.setattr(races, "COLD_BYTES", 1)
-    monkeypatch.setattr(gemv_races, "COLD_BYTES", 1)
-    device = torch.device
-    monkeypatch.setattr(torch, "Generator", HostGenerator)
-    for name in ("rand", "randperm", "full", "ones", "arange"):
-        made = getattr(torch, name)
-
-        def here(*given, made=made, **options):
-            if options.get("device") == "cuda":
-                options["device"] = device("cpu")
-            return made(*given, **options)
-
-        monkeypatch.setattr(torch, name, here)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "host")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        if hasattr(module, "COLD_BYTES"):
+            monkeypatch.setattr(module, "COLD_BYTES", 1)
+    libraries = {"cudnn": SDPBackend.MATH, "flash": SDPBackend.MATH}
+    monkeypatch.setattr(attention, "LIBRARIES", libraries)
+    monkeypatch.setattr(race, "time_interleaved", clock())
+    small = {"hidden_size": 64, "query_width": 64, "head_dim": 16, "num_kv_heads": 2, "attention_groups": 2}
+    monkeypatch.setattr(bench, "SIZES", dataclasses.replace(bench.SIZES, **small, ffn_width=512, ffn_groups=4))
+    monkeypatch.setattr(decode, "QUERY_HEADS", 8)
+    monkeypatch.setattr(decode, "KV_HEADS", 2)
+    monkeypatch.setattr(decode, "HEAD_DIM", 16)
+    monkeypatch.setattr(decode, "GROUP_HEADS", (1, 2, 4, 8))
+    monkeypatch.setattr(decode, "_LONG", ((3, 20),))
+    monkeypatch.setattr(decode, "_MORE", ())
+    monkeypatch.setattr(bench, "_MIDDLE", 32)
+    return monkeypatch

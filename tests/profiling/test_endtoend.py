@@ -6,6 +6,7 @@ import torch
 from wide.config import WideConfig
 from wide.errors import ConfigError
 from wide.inference.decoder import Decoder
+from wide.inference.tuning.timing import Timing
 from wide.models.attach import attach
 from wide.profiling import endtoend, endtoend_races, table_choice
 from wide.profiling.agreement_endtoend import check
@@ -14,7 +15,6 @@ from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
 from wide.profiling.endtoend_races import Bench, decode_race, prefill_race
 from wide.profiling.synthetic import SHAPES, random_masks, random_model
 from wide.profiling.table_choice import all_sparse, choose_table
-from wide.profiling.timing import Timing
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}

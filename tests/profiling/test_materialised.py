@@ -9,11 +9,11 @@ import wide
 from wide.config import WideConfig
 from wide.errors import ConfigError
 from wide.grouping import Grouping
+from wide.inference.tuning.timing import Timing
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
 from wide.profiling import captured, endtoend, materialised
 from wide.profiling.hugging_face import prefill_call, step_call
-from wide.profiling.timing import Timing
 from wide.report.profiles import read_profile
 
 CPU = torch.device("cpu")

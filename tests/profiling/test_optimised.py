@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from wide.errors import ConfigError
+from wide.inference.tuning.timing import Timing
 from wide.profiling import captured, endtoend, optimised
 from wide.profiling.synthetic import SHAPES
-from wide.profiling.timing import Timing
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024}

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from wide.inference.operator_table import DENSE
+from wide.inference.tuning import tiles as k_tiles
+from wide.inference.tuning.timing import Timing
 from wide.kernels.tuning import Choice
-from wide.profiling import k_tiles, table_choice
+from wide.profiling import table_choice
 from wide.profiling.table_choice import all_sparse, choose_table, one_sort_choice, with_special_kernels
-from wide.profiling.timing import Timing
 
 
 def test_kernels_that_are_measured_for_long_prompts_are_checked_on_short_ones():

@@ -9,9 +9,9 @@ import torch
 from test_legible import covered
 from test_partial_records import GONE, WRONG, draw, with_wrong
 
+from benchmarks.naive_products import make_problem
 from wide.cli.main import main
 from wide.errors import DataError
-from wide.profiling.naive_products import make_problem
 from wide.report.bench_files import bench_file
 from wide.report.drawing import draw_svg
 from wide.report.evidence_page import write_folder

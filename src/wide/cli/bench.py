@@ -1,33 +1,25 @@
 """`wide bench`: time the operators against dense peers on a GPU; what disagrees with its reference is not timed."""
 
+import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
 from wide.errors import ConfigError, EvaluationError, UsageError
 
-_ROWS = "1024,4096,16384"
 _BACKENDS = "triton,gluon,cuda"
-# Which bench serves an operator.
-_BENCHES = {
-    "reorder": "operators",
-    "gemm_mn": "operators",
-    "gemm_k": "operators",
-    "prefill": "attention",
-    "decode": "attention",
-    "decode_groups": "attention",
-    "gemv": "attention",
-    "glue": "glue",
-    "naive": "naive",
-    "naive_depth": "naive_depth",
-    "coarse": "coarse",
-    "traffic": "traffic",
-}
+_OPERATORS = ("reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv")
+# Benches of the checkout, with the module of each.
+_OF_CHECKOUT = {"glue": "glue", "naive": "naive", "naive_depth": "naive_depth", "traffic": "naive"}
 # Only where they are named: the one has all operators itself, the other computes nothing.
 _NOT_ALL = ("coarse", "traffic")
+_NAMES = (*_OPERATORS, "glue", "naive", "naive_depth", *_NOT_ALL)
+_CHECKOUT = Path(__file__).resolve().parents[3]
 # What a flag changes something of.
 _GROUPED = ("gemm_mn", "gemm_k", "gemv", "naive", "traffic")
 _ATTENTION = ("prefill", "decode", "decode_groups")
@@ -51,7 +43,7 @@ class BenchOptions:
             fused ones), naive_depth (those over whole tokens taken apart: indices, sort, gather, product, scatter),
             coarse (all operators with their default tiles over numbers of tokens, group sizes and sparsities), traffic
             (what naive must move and store, computed from sizes alone, without a GPU); 'all' means all but coarse and
-            traffic.
+            traffic. Glue, naive, naive_depth and traffic come with a checkout of the repository, not with the wheel.
         rows: Numbers of tokens for reorder, gemm_mn, gemm_k, naive_depth and coarse, separated by commas; null means
             1024,4096,16384, for naive_depth 64, too. For naive and traffic, where they are named, M = N = K; null means
             512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
@@ -63,6 +55,7 @@ class BenchOptions:
             ones. With 'all' operators it is for those of them, and so are the next two.
         sparsity: Share that random masks skip, not for reorder, glue and coarse; null means the usual ones.
         quick: Fewer shapes, tiles and rounds; not for glue, coarse and traffic.
+        timed_only: Compare candidates at the timed shapes alone, not in all cases of the operators.
         description: What this bench is for, in a sentence.
     """
 
@@ -73,12 +66,12 @@ class BenchOptions:
     group_size: int | None = None
     sparsity: float | None = None
     quick: bool = False
+    timed_only: bool = False
     description: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""
-        words = (self.rows or _ROWS).split(",")
-        if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        if self.rows is not None and not all(w.strip().isdigit() and int(w) > 0 for w in self.rows.split(",")):
             raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
         if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
@@ -90,8 +83,15 @@ class BenchOptions:
     def names(self) -> list[str]:
         """The operators by name."""
         if self.operators == "all":
-            return [name for name in _BENCHES if name not in _NOT_ALL]
+            return [name for name in _NAMES if name not in _NOT_ALL]
         return [word.strip() for word in self.operators.split(",")]
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return the fields that are not null, rows as numbers."""
+        found = {name: getattr(self, name) for name in names}
+        if found.get("rows") is not None:
+            found["rows"] = [int(word) for word in found["rows"].split(",")]
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def arguments() -> Arguments:
@@ -105,27 +105,28 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If an operator is unknown, or does not take a flag that was given.
+        UsageError: If an operator is unknown, does not take a flag that was given, or comes with a checkout only.
         ConfigError: If a backend is unknown, or an operator has none of those named.
         UnsupportedBackendError: If there is no GPU.
         EvaluationError: If an operator disagrees with its reference.
     """
     options = build(BenchOptions, arguments().parse(given))
-    unknown = sorted(set(options.names) - set(_BENCHES))
+    unknown = sorted(set(options.names) - set(_NAMES))
     if unknown:
-        raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_BENCHES)} or 'all'")
+        raise UsageError(f"unknown operators {unknown}; choose from {', '.join(_NAMES)} or 'all'")
     _check_flags(options)
-    if options.names != ["traffic"]:
+    names = _at_hand(options)
+    if names != ["traffic"]:
         require_gpu("bench")
     out = Path(options.out)
     # What runs over all sizes has a folder of its own.
     with noted(out, "bench", given), noted(out / "coarse", "bench", given):
+        red = _race_operators([name for name in names if name not in _OF_CHECKOUT], options)
         # One that is red costs no other.
-        red = [bench for bench in dict.fromkeys(_BENCHES.values()) if _carry_out(bench, options)]
+        red += [name for name in names if name in _OF_CHECKOUT and not _run_of_checkout(name, options)]
     if red:
-        benches = "; ".join(f"{bench} of {', '.join(_asked(bench, options))}" for bench in red)
         raise EvaluationError(
-            f"some operators disagree with their references (benches: {benches}; marked RED above and in "
+            f"some operators disagree with their references (benches: {', '.join(red)}; marked RED above and in "
             f"{options.out}); their times mean nothing"
         )
 
@@ -146,63 +147,63 @@ def _check_flags(options: BenchOptions) -> None:
                 "out, or name only those in --operators"
             )
     if options.backends != _BACKENDS:
-        from wide.profiling.backends import parse_backends
+        from wide.profiling.bench import parse_backends
 
         parse_backends(options.backends, options.names)
 
 
-def _asked(bench: str, options: BenchOptions) -> list[str]:
-    return [name for name in options.names if _BENCHES[name] == bench]
+def _at_hand(options: BenchOptions) -> list[str]:
+    """Return the operators that this installation has.
+
+    Raises:
+        UsageError: If one is named that comes with a checkout only.
+    """
+    missing = [name for name in options.names if name in _OF_CHECKOUT]
+    if not missing or (_CHECKOUT / "benchmarks" / "__init__.py").is_file():
+        return options.names
+    if options.operators != "all":
+        raise UsageError(
+            f"{', '.join(missing)} lie in benchmarks/ of the repository, which the installed package does not bring "
+            "along; clone it, install it from there (make setup), and run this again"
+        )
+    say(f"left out, since they come with a checkout of the repository only: {', '.join(missing)}")
+    return [name for name in options.names if name not in missing]
 
 
-def _carry_out(bench: str, options: BenchOptions) -> int:
-    names = _asked(bench, options)
+def _race_operators(names: Sequence[str], options: BenchOptions) -> list[str]:
     if not names:
-        return 0
-    given = ["--out", str(Path(options.out))]
-    if bench == "glue":
-        from wide.profiling.glue import main as glue
+        return []
+    import torch
 
-        return glue(given)
-    if bench == "coarse":
-        from wide.profiling.coarse import main as coarse
+    from wide.profiling.bench import BenchRequest, parse_backends, run_bench
 
-        # Beside the files of the other benches, whose names are the same.
-        return coarse(["--out", str(Path(options.out) / "coarse"), "--rows", options.rows or _ROWS])
-    if bench == "naive_depth":
-        return _naive_depth(given, options)
-    given += [] if bench in ("naive", "traffic") else ["--operators", ",".join(names)]
-    given += ["--quick"] if options.quick else []
-    if options.group_size is not None:
-        given += ["--group-size", str(options.group_size)]
-    if options.sparsity is not None:
-        given += ["--sparsity", str(options.sparsity)]
-    if options.backends != _BACKENDS:
-        given += ["--backends", options.backends]
-    if bench == "traffic":
-        from wide.profiling.naive_traffic import main as traffic
-
-        return traffic([*given, *([] if options.rows is None else ["--sizes", options.rows])])
-    if bench == "naive":
-        from wide.profiling.naive import main as naive
-
-        # Among all operators it keeps its own sizes: the rows are those of the others.
-        sizes = [] if options.rows is None or options.operators == "all" else ["--sizes", options.rows]
-        return naive([*given, *sizes])
-    if bench == "attention":
-        from wide.profiling.attention import main as attention
-
-        return attention(given)
-    from wide.profiling.operators import main as operators
-
-    return operators([*given, "--rows", options.rows or _ROWS])
+    torch.manual_seed(17)
+    request = BenchRequest(
+        names=names,
+        backends=parse_backends(options.backends, ()),
+        quick=options.quick,
+        gated=not options.timed_only,
+        **options.given("rows", "group_size", "sparsity"),
+    )
+    return run_bench(request, Path(options.out), device=torch.device("cuda", torch.cuda.current_device()), say=say)
 
 
-def _naive_depth(given: list[str], options: BenchOptions) -> int:
-    from wide.profiling.naive_depth import main
-
-    # Whole tokens skip: there is no size of groups to pass on.
-    quick = ["--quick"] if options.quick else []
-    rows = [] if options.rows is None else ["--rows", options.rows]
-    sparsity = [] if options.sparsity is None else ["--sparsity", str(options.sparsity)]
-    return main([*given, *quick, *rows, *sparsity])
+def _run_of_checkout(name: str, options: BenchOptions) -> bool:
+    """Run a bench of the checkout; return whether everything agreed with its reference."""
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.append(str(_CHECKOUT))
+    module: Any = importlib.import_module(f"benchmarks.{_OF_CHECKOUT[name]}")
+    out = Path(options.out)
+    if name == "glue":
+        return bool(module.run(out))
+    if name == "naive_depth":
+        # Whole tokens skip: there is no size of groups to pass on.
+        return bool(module.run(out, quick=options.quick, **options.given("rows", "sparsity")))
+    shape = options.given("group_size", "sparsity")
+    # Among all operators naive keeps its own sizes: the rows are those of the others.
+    if options.operators != "all" and options.rows is not None:
+        shape["sizes"] = options.given("rows")["rows"]
+    if name == "traffic":
+        module.traffic(out, **shape)
+        return True
+    return bool(module.run(out, quick=options.quick, **shape))

@@ -11,7 +11,7 @@ from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
 
 if TYPE_CHECKING:
-    from wide.profiling.layer_shapes import TunedLayer
+    from wide.inference.tuning.tune import Progress, TunedLayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +24,12 @@ class TuneOptions:
         ffn_group_size: Channels in a group of the FFN; not with an adapter.
         attention_group_size: Channels in a group of the attention; null means the queries of a KV head. Not with an
             adapter.
-        rows: Numbers of tokens of a prompt, separated by commas; steps of one to four rows are measured beside them.
+        rows: Numbers of tokens of a prompt, separated by commas; steps of one to four rows are measured before them.
             What pays at some number counts for all larger ones.
         executed: Expected shares of (token, group) pairs that execute, 'attention,FFN'; give `wide.optimize` the same.
         out: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
         quick: Fewer tiles and rounds.
+        seconds: No tile is begun after so many seconds, and what was not measured stays dense; null takes its time.
     """
 
     model: str
@@ -39,6 +40,7 @@ class TuneOptions:
     executed: str = "0.5,0.5"
     out: str | None = None
     quick: bool = False
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -48,6 +50,8 @@ class TuneOptions:
             raise ConfigError(f"executed must be two shares in (0, 1] like 0.34,0.7, got {self.executed!r}")
         if self.adapter is not None and (self.ffn_group_size, self.attention_group_size) != (None, None):
             raise UsageError("the adapter says how large its groups are; leave out --ffn_group_size and its like")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"seconds must be positive, got {self.seconds}; null takes the time that it takes")
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -82,64 +86,51 @@ def run(given: Sequence[str]) -> None:
     require_gpu("tune")
     import torch
 
-    from wide.inference.measured import ONE_SORT
+    from wide.inference.tuning.tune import tune_layers
     from wide.kernels.tuning import TuningTable
-    from wide.profiling.tune import tune
 
     table = TuningTable(None if options.out is None else Path(options.out))
-    device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(17)
     attention, ffn = options.shares
-    choices = tune(
-        tuned_layers(options),
-        table=table,
-        device=device,
+    tuned = tune_layers(
+        layers(options),
+        device=torch.device("cuda", torch.cuda.current_device()),
         rows=[int(word) for word in options.rows.split(",")],
         executed=(attention, ffn),
         quick=options.quick,
-        say=say,
+        seconds=options.seconds,
+        table=table,
+        progress=_tell,
     )
-    # What is kept for masks that are alike is no choice of its own.
-    sparse = sum(choice.backend != "dense" for key, choice in choices.items() if f" {ONE_SORT} " not in key)
-    say(f"{table.path}: {len(choices)} choices of which {sparse} skip; wide.optimize(model) follows them")
+    if tuned.left_out:
+        say(f"{options.seconds:g} s have passed; not measured, so dense: {'; '.join(tuned.left_out)}")
+    say(f"{table.path}: {len(tuned.choices)} choices of which {tuned.num_sparse} skip; wide.optimize follows them")
 
 
-def tuned_layers(options: TuneOptions) -> "list[TunedLayer]":
+def _tell(progress: "Progress") -> None:
+    say(f"[{progress.done}/{progress.total}] {progress.name}: {progress.verdict}")
+
+
+def layers(options: TuneOptions) -> "list[TunedLayer]":
     """Return the layers whose operators are measured.
 
     Raises:
         ConfigError: If there is none in which tokens skip anything.
     """
     from wide.config import WideConfig
-    from wide.inference.layer_sizes import layer_sizes
+    from wide.inference.tuning.tune import tuned_layers
     from wide.models.attach import plan_for
     from wide.models.discovery import discover
     from wide.models.pretrained import load_skeleton
-    from wide.plan import Plan, Routed
-    from wide.profiling.layer_shapes import TunedLayer
+    from wide.plan import Plan
 
     specs = discover(load_skeleton(options.model))
     if options.adapter is not None:
         from wide.models.adapter import read_config
         from wide.runs.sources import find_adapter
 
-        plan = Plan.from_json(read_config(find_adapter(options.adapter))["plan"])
-    else:
-        config = WideConfig(attention_group_size=options.attention_group_size)
-        if options.ffn_group_size is not None:
-            config = replace(config, ffn_group_size=options.ffn_group_size)
-        plan = plan_for(config, specs)
-    if len(plan.layers) != len(specs):
-        raise ConfigError(f"{options.model} has {len(specs)} layers and the adapter {len(plan.layers)}; name its base")
-    found = [
-        TunedLayer(
-            sizes=layer_sizes(spec, layer),
-            attention=isinstance(layer.attention, Routed),
-            ffn=isinstance(layer.ffn, Routed) and spec.ffn is not None,
-        )
-        for spec, layer in zip(specs, plan.layers, strict=True)
-    ]
-    routed = [layer for layer in found if layer.attention or layer.ffn]
-    if not routed:
-        raise ConfigError("no tokens skip anything under this plan, so there is nothing to measure; name routers")
-    return routed
+        return tuned_layers(specs, Plan.from_json(read_config(find_adapter(options.adapter))["plan"]))
+    config = WideConfig(attention_group_size=options.attention_group_size)
+    if options.ffn_group_size is not None:
+        config = replace(config, ffn_group_size=options.ffn_group_size)
+    return tuned_layers(specs, plan_for(config, specs))

@@ -1,12 +1,45 @@
 """Does a backend agree with its reference on this device? A speed-up is never reported past a red gate."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from wide.kernels.attention_decode import ATTENTION_DECODE
+from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Case, Operator
+from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_k_rows import GEMM_K_ROWS
+from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.gemv import GEMV_K, GEMV_MN
+
+ALLOWED = 1.2
+"""Largest rounding error of a sparse path as a multiple of the dense path's."""
+_HEADS = {"num_query_heads": 32, "num_kv_heads": 8, "num_groups": 8, "head_dim": 128}
+_FFN = {"num_rows": 512, "num_groups": 112, "group_size": 128}
+_OUTPUT = {"num_rows": 512, "num_groups": 8, "group_size": 512, "width": 4096}
+
+
+def _case(sizes: Mapping[str, int], active: float = 0.5, **options: Any) -> Case:
+    return Case(sizes=sizes, dtype=torch.bfloat16, active=active, options=options)
+
+
+# Llama-3.1-8B's shapes with few rows, by the name that records have.
+ROUNDED: dict[str, tuple[Operator, Case]] = {
+    "gemm_mn": (GEMM_MN, _case({**_FFN, "depth": 4096, "block_m": 128}, gated=True, activation="silu")),
+    "gemm_k": (GEMM_K, _case({**_FFN, "width": 4096, "block_m": 128, "groups_per_block": 8})),
+    "gemm_k, one sort": (GEMM_K, _case({**_OUTPUT, "block_m": 128, "groups_per_block": 8}, keeps_empty=True)),
+    "gemm_k_rows": (GEMM_K_ROWS, _case({**_FFN, "width": 4096})),
+    "attention_prefill": (ATTENTION_PREFILL, _case({**_HEADS, "batch": 1, "query_len": 512, "key_len": 512})),
+    # Every pair, so that the library has nothing to skip.
+    "attention_decode": (ATTENTION_DECODE, _case({**_HEADS, "batch": 8, "key_len": 512}, active=1.0)),
+    "gemv_mn": (GEMV_MN, _case({**_FFN, "num_rows": 1, "width_in": 4096}, is_gated=True, activation="silu")),
+    "gemv_k": (GEMV_K, _case({**_FFN, "num_rows": 1, "width_out": 4096})),
+}
+"""Operators with the case on which their rounding is compared with that of the dense path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,3 +124,54 @@ def _verdict(operator: Operator, backend: str, case: Case, device: torch.device)
         tolerance=operator.tolerance[case.dtype],
         failure=failure,
     )
+
+
+def rounding(
+    operators: Sequence[Operator],
+    device: torch.device,
+    *,
+    backends: Sequence[str],
+    cases: Mapping[str, tuple[Operator, Case]] = ROUNDED,
+) -> list[dict[str, Any]]:
+    """Return how backends round beside the dense path in half precision, against float32 references.
+
+    Args:
+        operators: To measure; those without a case are left out.
+        device: Where.
+        backends: To measure, where they support the case.
+        cases: By name, operator and case.
+
+    Returns:
+        One JSON-ready object for each operator and backend: both errors, their ratio, and whether it is within 1.2.
+    """
+    found = []
+    for name, (operator, case) in cases.items():
+        if operator.name not in {each.name for each in operators}:
+            continue
+        arguments = operator.build(case, device)
+        exact = operator.reference(**_in_float32(arguments))
+        dense = _dense(operator, arguments)
+        dense_error = max(operator.compare(arguments, dense, exact), 1e-30)
+        for backend in backends:
+            if backend not in operator.backends or operator.supports(backend, device, case) is not None:
+                continue
+            error = operator.compare(arguments, operator.backends[backend].run(**arguments), exact)
+            ratio = error / dense_error
+            facts = {"error": error, "dense_error": dense_error, "ratio": ratio, "within": ratio <= ALLOWED}
+            found.append({"operator": name, "backend": backend, **facts})
+    return found
+
+
+def _in_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
+def _dense(operator: Operator, arguments: Mapping[str, Any]) -> torch.Tensor:
+    if "dense" in operator.backends:
+        return operator.backends["dense"].run(**arguments)  # type: ignore[no-any-return]
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    return scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]

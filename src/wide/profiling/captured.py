@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from wide.inference.tuning.timing import time_interleaved
 from wide.profiling.endtoend_races import peak_memory, times_record
 from wide.profiling.energy import EnergyCounter, joules
 from wide.profiling.hugging_face import prefill_call, step_call
-from wide.profiling.timing import time_interleaved
 
 _SPARE_PLACES = 64
 Call = Callable[[], Tensor]

@@ -13,6 +13,7 @@ from wide.inference.decoder import Decoder
 from wide.inference.measured import LayerSizes, measured_table
 from wide.inference.operator_table import OperatorTable
 from wide.inference.run import Masks, Run
+from wide.inference.tuning.timing import Timing, time_interleaved
 from wide.kernels.tuning import Choice
 from wide.profiling.breakdown import breakdown
 from wide.profiling.ceilings import decode_ceiling, prefill_ceiling
@@ -20,7 +21,6 @@ from wide.profiling.energy import EnergyCounter, joules
 from wide.profiling.hugging_face import prefill_call, step_call
 from wide.profiling.synthetic import random_masks
 from wide.profiling.table_choice import all_sparse, choose_table, one_sort_choice
-from wide.profiling.timing import Timing, time_interleaved
 
 Rates = tuple[float, float]
 Make = Callable[[Decoder, Run], Callable[[], Tensor]]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 
 from wide.inference.operator_table import OPERATORS, OperatorName, OperatorTable
+from wide.inference.tuning.tiles import one_sort_tiles
+from wide.inference.tuning.timing import time_interleaved
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
-from wide.profiling.k_tiles import stored_tiles
-from wide.profiling.timing import time_interleaved
 
 # A dense product must win by this factor before it replaces the sparse one.
 _MARGIN = 0.998
@@ -98,8 +98,10 @@ def one_sort_choice(
     """
     if num_groups <= PATTERN_GROUPS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    found = stored_tiles(device, group_size=group_size, num_groups=num_groups, width=width)
-    return next((Choice(backend="cuda", tile=tuple(t), block_m=m, groups_per_block=num_groups) for m, t in found), None)
+    found = one_sort_tiles(device, group_size=group_size, num_groups=num_groups, width=width)
+    return next(
+        (Choice(backend="cuda", tile=tuple(t), block_m=t.rows, groups_per_block=num_groups) for t in found), None
+    )
 
 
 def with_tiles(table: OperatorTable, measured: OperatorTable) -> OperatorTable:

@@ -1,0 +1,107 @@
+"""The race of causal attention over one prompt against the libraries' kernels."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from wide.inference.measured import LayerSizes, attention_case
+from wide.inference.tuning.products import exact_mask, normal, shipped_name, tile_name
+from wide.inference.tuning.race import Call, Race, relative
+from wide.inference.tuning.tiles import backend_of
+from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
+from wide.kernels.device import hopper_obstacle
+from wide.kernels.reorder import reorder_sequences
+from wide.kernels.tuning import Choice
+
+# Dense peers round to bfloat16 as well.
+TOLERANCE = 1.5e-2
+LIBRARIES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+"""The peers of attention, by name."""
+_TYPES = {"triton": PrefillTile, "gluon": HopperTile}
+
+
+def library_attention(
+    library: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool
+) -> torch.Tensor:
+    """Return attention [B, H_q, T_q, d] of queries over keys and values [B, H_k, T, d] by one of `LIBRARIES`."""
+    with sdpa_kernel(LIBRARIES[library]):
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def prompt_race(
+    sizes: LayerSizes,
+    length: int,
+    active: float,
+    tiles: Sequence[PrefillTile | HopperTile],
+    *,
+    device: torch.device,
+    shipped: Choice | None = None,
+) -> Race:
+    """Return the race of one sequence.
+
+    Args:
+        sizes: Of the layer.
+        length: Tokens.
+        active: Share of (token, group) pairs that execute.
+        tiles: To compare with the reordering known; empty compares what charges it alone.
+        device: Where.
+        shipped: What `wide.optimize` takes today, which is tried first.
+    """
+    heads, kv_heads, groups = sizes.query_width // sizes.head_dim, sizes.num_kv_heads, sizes.attention_groups
+    q = normal(1, length, heads, sizes.head_dim, device=device)
+    k, v = (normal(1, length, kv_heads, sizes.head_dim, device=device) for _ in range(2))
+    mask = exact_mask(1, length, groups, active=active, device=device)
+    order = reorder_sequences(mask, backend="triton")
+    heads_first = [part.transpose(1, 2).contiguous() for part in (q, k, v)]
+    executing = mask.repeat_interleave(heads // groups, 2)
+
+    def charged(backend: str, tile: PrefillTile | HopperTile | None) -> torch.Tensor:
+        return attention_prefill(q, k, v, reorder_sequences(mask, backend="triton"), backend=backend, tile=tile)
+
+    def wanted() -> torch.Tensor:
+        return library_attention("flash", *heads_first, is_causal=True).transpose(1, 2)
+
+    def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+        return relative(got[executing], wanted[executing])
+
+    candidates: dict[str, Sequence[Call]] = {
+        f"dense {library}": [partial(library_attention, library, *heads_first, is_causal=True)] for library in LIBRARIES
+    }
+    if heads != kv_heads:
+        repeated = [heads_first[0], *(part.repeat_interleave(heads // kv_heads, 1) for part in heads_first[1:])]
+        candidates["dense cudnn, repeated KV"] = [partial(library_attention, "cudnn", *repeated, is_causal=True)]
+    peers = tuple(candidates)
+    choices = dict.fromkeys(peers, Choice(backend="dense"))
+    best = _TYPES[shipped.backend](*shipped.tile) if shipped is not None and shipped.tile else None
+    names = {"triton": "operator, reorder charged"}
+    if hopper_obstacle(device) is None:
+        names["gluon"] = "hopper, reorder charged"
+    for backend, name in names.items():
+        tile = best if best is not None and backend_of(best) == backend else None
+        candidates[name] = [partial(charged, backend, tile)]
+    if tiles:
+        everything = reorder_sequences(torch.ones_like(mask), backend="triton")
+        candidates["operator, nothing skipped"] = [partial(attention_prefill, q, k, v, everything, backend="triton")]
+    for tile in tiles:
+        run = partial(attention_prefill, q, k, v, order, backend=backend_of(tile), tile=tile)
+        candidates[tile_name(tile)] = [run]
+        choices[tile_name(tile)] = Choice(backend=backend_of(tile), tile=tuple(int(value) for value in tile))
+    ships = "" if shipped is None else names.get(shipped.backend) or shipped_name(choices, shipped)
+    return Race(
+        name=f"prefill T={length} p={active}",
+        candidates=candidates,
+        wanted=wanted,
+        error=error,
+        trusted=peers,
+        tolerance=TOLERANCE,
+        flop=active * 2.0 * length * (length + 1) * heads * sizes.head_dim,
+        facts={"length": length, "active": active},
+        operator="attention_prefill",
+        case=attention_case(sizes, length, active),
+        choices=choices,
+        shipped=ships,
+    )

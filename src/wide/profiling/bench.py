@@ -1,0 +1,359 @@
+"""Operators against cuBLAS and cuDNN at Llama-3.1-8B's shapes: agreement first, then races, one file of records each.
+
+What is timed comes with the kernels that it launched, and says whether `wide.optimize` takes it at that shape today.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.errors import ConfigError
+from wide.inference.measured import LayerSizes, measured_table
+from wide.inference.operator_table import OperatorName
+from wide.inference.tuning.attention import prompt_race
+from wide.inference.tuning.products import few_rows_race
+from wide.inference.tuning.race import Race, measure, table
+from wide.inference.tuning.tiles import gemv_tiles, prefill_tiles
+from wide.inference.tuning.tune import many_rows_race
+from wide.kernels.attention_decode import ATTENTION_DECODE
+from wide.kernels.attention_prefill import ATTENTION_PREFILL
+from wide.kernels.contract import Operator
+from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_k_rows import GEMM_K_ROWS
+from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES, reorder, reorder_patterns
+from wide.kernels.reorder import reorder_sequences as sort_sequences
+from wide.kernels.reorder_rows import REORDER_ROWS
+from wide.kernels.tuning import Choice
+from wide.profiling.agreement import rounding, verdicts
+from wide.profiling.decode import decode_race, decode_races, group_races
+from wide.profiling.hopper_cases import with_hopper_cases
+
+TIMED = ("triton", "gluon", "cuda")
+"""Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
+HOPPER_OPERATORS: dict[str, tuple[str, ...]] = {
+    "gluon": ("gemm_mn", "gemm_k", "prefill"),
+    "cuda": ("gemm_mn", "gemm_k"),
+}
+"""Operators, as benches name them, of each backend that only Hopper GPUs have."""
+OPERATORS: dict[str, tuple[Operator, ...]] = {
+    "reorder": (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS),
+    "gemm_mn": (GEMM_MN,),
+    "gemm_k": (GEMM_K, GEMM_K_ROWS),
+    "prefill": (ATTENTION_PREFILL,),
+    "decode": (ATTENTION_DECODE,),
+    "decode_groups": (ATTENTION_DECODE,),
+    "gemv": (GEMV_MN, GEMV_K),
+}
+"""What `wide bench` times, by the names that it goes by."""
+_MANY_ROWS = ("reorder", "gemm_mn", "gemm_k")
+COARSE = "coarse"
+"""All operators with the tiles they take by default, one of tokens, group size and sparsity varied at a time."""
+SIZES = LayerSizes(
+    hidden_size=4096,
+    query_width=4096,
+    head_dim=128,
+    num_kv_heads=8,
+    attention_groups=8,
+    ffn_width=14336,
+    ffn_groups=112,
+    is_gated=True,
+    is_stacked=False,
+)
+"""Of a layer of Llama-3.1-8B with FFN groups of 128 channels; records are of products however weights lie."""
+_GROUP, _ACTIVE, _MIDDLE = 128, 0.5, 4096
+# Below, the K-axis product is left to the dense candidate, and reordering is launch time.
+_LEAST_ROWS = 4096
+_ROUNDS, _QUICK_ROUNDS, _COARSE_ROUNDS = 20, 10, 8
+_HALVES = (torch.bfloat16, torch.float16)
+_RED_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchRequest:
+    """What is raced.
+
+    Args:
+        names: Keys of `OPERATORS`, or `COARSE`.
+        rows: Tokens of products over many rows, reorder and coarse.
+        backends: Timed beside the dense peers, of `TIMED`.
+        group_size: Channels of an FFN group; None takes 128 and, for products without `quick`, 256.
+        sparsity: Share that random masks skip; None takes 0.5 and, for some without `quick`, further ones.
+        quick: Fewer shapes, tiles and rounds.
+        gated: Whether all cases of the operators must agree with their references first, and how results round is
+            measured; otherwise candidates are compared at the timed shapes alone.
+    """
+
+    names: Sequence[str]
+    rows: Sequence[int] = (1024, 4096, 16384)
+    backends: Sequence[str] = TIMED
+    group_size: int | None = None
+    sparsity: float | None = None
+    quick: bool = False
+    gated: bool = True
+
+    @property
+    def active(self) -> float:
+        """Share that executes."""
+        return _ACTIVE if self.sparsity is None else 1.0 - self.sparsity
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether neither group size nor sparsity was asked for."""
+        return self.group_size is None and self.sparsity is None
+
+
+def parse_backends(text: str, operators: Sequence[str]) -> tuple[str, ...]:
+    """Return the named backends.
+
+    Args:
+        text: Names separated by commas.
+        operators: That are to be timed, as benches name them.
+
+    Raises:
+        ConfigError: If a backend is unknown, or an operator has none of those named.
+    """
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = sorted(set(names) - set(TIMED))
+    if unknown:
+        known = f"{', '.join(TIMED[:-1])} and {TIMED[-1]}"
+        raise ConfigError(f"backends are {known}, beside the dense peers that always run; got {unknown}")
+    if "triton" not in names:
+        having = dict.fromkeys(operator for name in names for operator in HOPPER_OPERATORS[name])
+        without = sorted(set(operators) - set(having))
+        if without:
+            lacking = f"{', '.join(without)} have no {' or '.join(names)} backend"
+            raise ConfigError(f"{lacking}; add triton, or time {', '.join(having)}")
+    return names
+
+
+def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Callable[[str], None]) -> list[str]:
+    """Check and race operators; write operators.json and attention.json, after every race.
+
+    Args:
+        request: What is raced.
+        out: Folder for the files; those of `COARSE` go to the folder of that name in it, which wide report knows.
+        device: The GPU.
+        say: Takes tables and verdicts as they come.
+
+    Returns:
+        The names of what disagreed with its reference, or rounded worse than the dense path.
+    """
+    red: list[str] = []
+    gates: dict[str, dict[str, Any]] = {}
+    for name in request.names:
+        gate = _gate(name, request.backends, device, say) if request.gated and name in OPERATORS else {}
+        for record in gate.get("accuracy", ()):
+            say(_rounding_line(record))
+        if gate and (gate["red"] or not all(record["within"] for record in gate["accuracy"])):
+            red.append(name)
+        gates[name] = gate
+    files: dict[Path, dict[str, Any]] = {}
+    for name in request.names:
+        folder = out / COARSE if name == COARSE else out
+        for race in races(name, request, device):
+            found = measure(_of_backends(race, request.backends), rounds=_rounds(name, request), with_kernels=True)
+            say(table(found, tolerance=race.tolerance))
+            if any(record.get("error", 0.0) > race.tolerance for record in found):
+                red.append(name)
+            path = folder / ("operators.json" if race.kind == "sweep" else "attention.json")
+            alike = [gate for each, gate in gates.items() if (each in _MANY_ROWS) == (race.kind == "sweep")]
+            content = files.setdefault(path, _head([] if name == COARSE else alike))
+            content["records"] += found
+            # Written after every race, so that a stopped run keeps what it measured.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return list(dict.fromkeys(red))
+
+
+def _head(gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "agreement": "all cases" if any(gates) else "timed shapes",
+        "red": [entry for gate in gates for entry in gate.get("red", ())],
+        "accuracy": [entry for gate in gates for entry in gate.get("accuracy", ())],
+        "records": [],
+    }
+
+
+def _rounds(name: str, request: BenchRequest) -> int:
+    if name == COARSE:
+        return _COARSE_ROUNDS
+    return _QUICK_ROUNDS if request.quick else _ROUNDS
+
+
+def _gate(name: str, backends: Sequence[str], device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return red cases and the rounding of one bench's operators."""
+    operators = [with_hopper_cases(operator) for operator in OPERATORS[name]]
+    found = list(verdicts(operators, device, backends=(*backends, "dense"), dtypes=_HALVES))
+    red = [
+        {
+            "operator": verdict.operator,
+            "backend": verdict.backend,
+            "case": str(verdict.case),
+            "error": verdict.error,
+            "tolerance": verdict.tolerance,
+            **({"failure": verdict.failure} if verdict.failure else {}),
+        }
+        for verdict in found
+        if not verdict.agrees
+    ]
+    say(f"agreement of {name}: {len(found) - len(red)} of {len(found)} cases agree")
+    for entry in red[:_RED_SHOWN]:
+        say(f"  RED {entry}")
+    return {"red": red, "accuracy": rounding(operators, device, backends=backends)}
+
+
+def _rounding_line(record: Mapping[str, Any]) -> str:
+    verdict = "" if record["within"] else "  RED: it rounds worse than the dense path"
+    return (
+        f"rounding: {record['operator']} ({record['backend']}) error {record['error']:.3e}, dense "
+        f"{record['dense_error']:.3e}, ratio {record['ratio']:.3f}{verdict}"
+    )
+
+
+def _of_backends(race: Race, backends: Sequence[str]) -> Race:
+    """Return a race of the dense peers and the candidates of some backends."""
+    kept = {name: calls for name, calls in race.candidates.items() if candidate_backend(name) in ("dense", *backends)}
+    return dataclasses.replace(race, candidates=kept)
+
+
+def candidate_backend(candidate: str) -> str:
+    """Return 'dense', 'cuda', 'gluon' or 'triton' from the name of a candidate."""
+    if candidate.startswith("dense"):
+        return "dense"
+    if "cuda" in candidate:
+        return "cuda"
+    return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
+
+
+def races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:
+    """Yield the races of one of `OPERATORS`, or of `COARSE`."""
+    if name == COARSE:
+        yield from _coarse_races(request.rows, device)
+    elif name == "reorder":
+        for rows in request.rows:
+            if not request.quick or rows >= _LEAST_ROWS:
+                yield _reorder_race(rows, device)
+    elif name in ("gemm_mn", "gemm_k"):
+        yield from _product_races(name, request, device)
+    elif name == "prefill":
+        yield from _prompt_races(request, device)
+    elif name == "gemv":
+        sizes = _with_groups(request.group_size or _GROUP)
+        for rows in (1,) if request.quick else (1, 2, 4):
+            for product in ("gate_up", "query", "down", "output"):
+                yield _few(product, sizes, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
+    else:
+        make = decode_races if name == "decode" else group_races
+        yield from make(request.active, quick=request.quick, device=device)
+
+
+def _with_groups(size: int) -> LayerSizes:
+    return dataclasses.replace(SIZES, ffn_groups=SIZES.ffn_width // size)
+
+
+def _shipped(name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device) -> Choice:
+    """Return what `wide.optimize` takes at a shape: by the user's measurements, else by those that ship."""
+    stacked = dataclasses.replace(sizes, is_stacked=sizes.is_gated)
+    known = measured_table(stacked, device=device, dtype=torch.bfloat16, executed=(active, active))
+    return known.choice(name, rows)
+
+
+def _few(name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device, *, quick: bool) -> Race:
+    shipped = _shipped(name, sizes, rows, active, device)
+    return few_rows_race(name, sizes, rows, active, gemv_tiles(quick=quick), device=device, shipped=shipped)
+
+
+def _many(
+    name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device, *, quick: bool
+) -> Race:
+    shipped = _shipped(name, sizes, rows, active, device)
+    return many_rows_race(name, sizes, rows, active, device, quick=quick, zeroed=None, shipped=shipped)
+
+
+def _product_races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:
+    in_ffn, in_attention = ("gate_up", "query") if name == "gemm_mn" else ("down", "output")
+    if not request.is_usual:
+        shapes = [(request.group_size or _GROUP, request.active)]
+    elif name == "gemm_mn":
+        shapes = [(_GROUP, _ACTIVE)] if request.quick else [(_GROUP, _ACTIVE), (_GROUP, 0.72), (256, _ACTIVE)]
+    else:
+        shapes = [(_GROUP, _ACTIVE), (256, _ACTIVE)]
+    for rows in request.rows:
+        if name == "gemm_k" and request.quick and rows < _LEAST_ROWS:
+            continue
+        for size, active in shapes:
+            yield _many(in_ffn, _with_groups(size), rows, active, device, quick=request.quick)  # type: ignore[arg-type]
+        yield _many(in_attention, SIZES, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
+
+
+def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]:
+    shapes = [(4096, request.active), (16384, request.active)]
+    if request.sparsity is None and not request.quick:
+        shapes = [(1024, _ACTIVE), *shapes, (4096, 0.34), (16384, 0.34)]
+    for length, active in shapes:
+        shipped = _shipped("attention", SIZES, length, active, device)
+        tiles = prefill_tiles(device, quick=request.quick)
+        yield prompt_race(SIZES, length, active, tiles, device=device, shipped=shipped)
+
+
+def _reorder_race(rows: int, device: torch.device) -> Race:
+    """Return the race of reordering alone: FFN and attention layouts, and pattern sorts."""
+    generator = torch.Generator(device=device).manual_seed(17)
+    ffn = torch.rand(rows, SIZES.ffn_groups, device=device, generator=generator) < _ACTIVE
+    attention = torch.rand(rows, SIZES.attention_groups, device=device, generator=generator) < _ACTIVE
+
+    def patterns(mask: torch.Tensor, groups: int, *, empty: bool = False) -> torch.Tensor:
+        return reorder_patterns(mask, groups_per_block=groups, keeps_empty=empty, backend="triton").index
+
+    return Race(
+        kind="sweep",
+        name=f"reorder M={rows}",
+        peer="112 groups",
+        candidates={
+            "112 groups": [lambda: reorder(ffn, backend="triton").index],
+            "112 groups with rank": [lambda: reorder(ffn, with_rank=True, backend="triton").index],
+            "8 groups": [lambda: reorder(attention, backend="triton").index],
+            "8 groups, per sequence": [lambda: sort_sequences(attention.unsqueeze(0), backend="triton").index],
+            "patterns of 4, 112 groups": [lambda: patterns(ffn, 4)],
+            "patterns of 8, 112 groups": [lambda: patterns(ffn, 8)],
+            "patterns of 8, 8 groups": [lambda: patterns(attention, 8, empty=True)],
+        },
+        wanted=None,
+        facts={"num_rows": float(rows)},
+    )
+
+
+def coarse_shapes(rows: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Yield (tokens, FFN group size, executing share), one varied at a time, the middle first, each once."""
+    middle = [(count, _GROUP, _ACTIVE) for count in (_MIDDLE, *rows)]
+    shares = [(_MIDDLE, _GROUP, active) for active in (0.7, 0.3)]
+    yield from dict.fromkeys([*middle, *shares, *((_MIDDLE, size, _ACTIVE) for size in (64, 256, 512, 32))])
+
+
+def _coarse_races(rows: Sequence[int], device: torch.device) -> Iterator[Race]:
+    for count, size, active in coarse_shapes(rows):
+        sizes = _with_groups(size)
+        products: tuple[OperatorName, ...] = ("gate_up", "down", "query", "output")
+        for name in products if size == _GROUP else products[:2]:
+            yield _many(name, sizes, count, active, device, quick=True)
+        if size == _GROUP:
+            shipped = _shipped("attention", sizes, count, active, device)
+            yield prompt_race(sizes, count, active, (), device=device, shipped=shipped)
+        if count == _MIDDLE:
+            for name in products[:2]:
+                choice = _shipped(name, sizes, 1, active, device)
+                yield few_rows_race(name, sizes, 1, active, (), device=device, shipped=choice)
+        if (count, size) == (_MIDDLE, _GROUP):
+            for batch in (1, 8, 32) if active == _ACTIVE else (32,):
+                yield decode_race(batch, _MIDDLE, active, (), device=device)

@@ -1,0 +1,126 @@
+"""Races of one decode step's attention over full caches against the libraries' kernels and our own dense run.
+
+A group of fewer heads than share a KV head splits that head's work: keys and values are then read once for each
+executing group of it, which is what the paper calls the step from multi-head to GQA-packed attention. Beside it runs
+the way out: read a KV head for all its query heads if any of them executes.
+
+Source: paper, appendix on decoding and attention groups.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from wide.inference.tuning.attention import TOLERANCE, library_attention
+from wide.inference.tuning.products import COLD_BYTES, exact_mask, normal, tile_name
+from wide.inference.tuning.race import Call, Race, relative
+from wide.kernels.attention_decode import attention_decode
+from wide.kernels.attention_decode.tiles import DecodeTile
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+GROUP_HEADS = (1, 2, 4, 8, 16, 32)
+"""Query heads of a group."""
+TILES = tuple(
+    DecodeTile(block_n=n, min_blocks=2, programs_per_sm=p, num_warps=w, num_stages=s)
+    for n, p, w, s in (
+        (64, 2, 4, 3), (64, 2, 4, 2), (64, 1, 4, 5), (64, 3, 4, 2), (128, 1, 4, 3), (128, 1, 8, 3), (128, 2, 8, 2),
+        (32, 3, 4, 4), (32, 4, 4, 3), (64, 2, 8, 3), (64, 3, 2, 2),
+    )
+)  # fmt: skip
+_FEW_TILES = 4
+_LONG = ((32, 4096), (8, 32768))
+_MORE = ((1, 4096), (1, 32768), (4, 4096))
+
+
+def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterator[Race]:
+    """Yield the races of groups of whole KV heads, with several tiles.
+
+    Args:
+        active: Share of (sequence, group) pairs that execute.
+        quick: Fewer shapes and tiles.
+        device: Where.
+    """
+    for batch, length in _LONG if quick else (*_LONG, *_MORE):
+        yield decode_race(batch, length, active, TILES[:_FEW_TILES] if quick else TILES, device=device)
+
+
+def decode_race(batch: int, length: int, active: float, tiles: Sequence[DecodeTile], *, device: torch.device) -> Race:
+    """Return the race of one step with groups of whole KV heads.
+
+    Args:
+        batch: Sequences.
+        length: Keys of each.
+        active: Share of (sequence, KV head) pairs that execute.
+        tiles: To compare beside the default one.
+        device: Where.
+    """
+    mask = exact_mask(batch, KV_HEADS, active=active, device=device)
+    return _race(f"decode B={batch} T={length} p={active}", mask, length, active, tiles, _caches(mask, length))
+
+
+def group_races(active: float, *, quick: bool, device: torch.device) -> Iterator[Race]:
+    """Yield the races of groups of 1 to 32 query heads; arguments as of `decode_races`."""
+    for batch, length in _LONG[:1] if quick else _LONG:
+        masks = [exact_mask(batch, QUERY_HEADS // heads, active=active, device=device) for heads in GROUP_HEADS]
+        caches = _caches(masks[-1], length)
+        for heads, mask in zip(GROUP_HEADS, masks, strict=True):
+            name = f"decode_groups G={heads * HEAD_DIM} B={batch} T={length} p={active}"
+            yield _race(name, mask, length, active, (), caches)
+
+
+def _caches(mask: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """Return copies of keys and values, [2, B, H_k, T, d], that no cache of the device holds together."""
+    batch = mask.shape[0]
+    bytes_read = 2 * 2 * mask.float().mean().item() * batch * KV_HEADS * length * HEAD_DIM
+    copies = 1 + math.ceil(COLD_BYTES / max(1.0, bytes_read))
+    return [normal(2, batch, KV_HEADS, length, HEAD_DIM, device=mask.device) for _ in range(copies)]
+
+
+def _race(
+    name: str,
+    mask: torch.Tensor,
+    length: int,
+    active: float,
+    tiles: Sequence[DecodeTile],
+    caches: Sequence[torch.Tensor],
+) -> Race:
+    batch, num_groups = mask.shape
+    heads = QUERY_HEADS // num_groups
+    q = normal(batch, QUERY_HEADS, HEAD_DIM, device=mask.device)
+    views = [(cache[0].transpose(1, 2), cache[1].transpose(1, 2)) for cache in caches]
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=mask.device)
+    executing = mask.repeat_interleave(heads, 1)
+    needed = executing.view(batch, KV_HEADS, -1).any(2)
+    union = needed.float().mean().item()
+
+    def library(which: str, cache: torch.Tensor) -> torch.Tensor:
+        return library_attention(which, q[:, :, None], cache[0], cache[1], is_causal=False)[:, :, 0]
+
+    def ours(chosen: torch.Tensor | None, tile: DecodeTile | None = None) -> list[Call]:
+        return [partial(attention_decode, q, k, v, lengths, chosen, backend="triton", tile=tile) for k, v in views]
+
+    candidates: dict[str, Sequence[Call]] = {
+        f"dense {which}": [partial(library, which, cache) for cache in caches] for which in ("cudnn", "flash")
+    }
+    candidates |= {"dense operator": ours(None), "operator": ours(mask)}
+    if num_groups > KV_HEADS:
+        candidates["operator, whole KV heads"] = ours(needed)
+    for tile in tiles:
+        candidates[tile_name(tile)] = ours(mask, tile)
+        candidates["dense " + tile_name(tile)] = ours(None, tile)
+    facts = {"batch": batch, "length": length, "active": active}
+    if name.startswith("decode_groups"):
+        facts |= {"group_size": heads * HEAD_DIM, "group_heads": heads, "union": union}
+    return Race(
+        name=name,
+        candidates=candidates,
+        wanted=candidates["dense flash"][0],
+        error=lambda got, wanted: relative(got[executing], wanted[executing]),
+        tolerance=TOLERANCE,
+        bytes_moved=union * batch * KV_HEADS * 2 * length * HEAD_DIM * q.element_size(),
+        facts=facts,
+        # The operator chooses its tile by itself.
+        shipped="operator",
+    )

@@ -1,0 +1,257 @@
+"""What `wide bench` races: named backends beside the dense peers, gates over every backend, files that are drawn."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from wide.errors import ConfigError
+from wide.inference.tuning.race import Race, measure
+from wide.kernels.contract import Backend, Case
+from wide.kernels.gemm_k import GEMM_K
+from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.gemv import GEMV_MN
+from wide.kernels.reorder import REORDER
+from wide.profiling import agreement, bench
+from wide.profiling.agreement import rounding, verdicts
+from wide.profiling.bench import (
+    COARSE,
+    BenchRequest,
+    coarse_shapes,
+    parse_backends,
+    races,
+    run_bench,
+)
+from wide.profiling.decode import decode_races, group_races
+from wide.profiling.hopper_cases import with_hopper_cases
+from wide.report.profiles import read_profile
+
+CPU = torch.device("cpu")
+CANDIDATES = {
+    "dense on zeros": 0,
+    "dense operator": 1,
+    "operator, reorder charged": 2,
+    "hopper, reorder charged": 3,
+    "tile hopper 128-2-0": 4,
+    "s=7 128xgluon 2x256x4x0x1": 5,
+    "256xcuda 256x256": 8,
+    "128x128x64x4x8x1x2 zeroed": 6,
+    "112 groups": 7,
+}
+
+
+def test_dense_peers_stay_whatever_is_timed():
+    race = Race(name="q", candidates={name: [] for name in CANDIDATES}, wanted=None)
+
+    def kept(*backends):
+        return [CANDIDATES[name] for name in bench._of_backends(race, backends).candidates]
+
+    assert kept("gluon") == [0, 1, 3, 4, 5]
+    assert kept("triton") == [0, 1, 2, 6, 7]
+    assert kept("cuda") == [0, 1, 8]
+    assert sorted(kept("triton", "gluon", "cuda")) == list(range(9))
+
+
+def test_unknown_backends_and_operators_without_one_are_refused():
+    assert parse_backends("gluon, triton", ["decode"]) == ("gluon", "triton")
+    assert parse_backends("gluon", ["gemm_k", "prefill"]) == ("gluon",)
+    assert parse_backends("cuda,gluon", ["gemm_k", "gemm_mn"]) == ("cuda", "gluon")
+    with pytest.raises(ConfigError, match=r"triton, gluon and cuda.*got \['torch'\]"):
+        parse_backends("torch,triton", ["gemm_k"])
+    with pytest.raises(ConfigError, match="decode, gemv have no gluon backend; add triton"):
+        parse_backends("gluon", ["gemv", "gemm_k", "decode"])
+    with pytest.raises(ConfigError, match=r"prefill have no cuda backend; add triton, or time gemm_mn, gemm_k$"):
+        parse_backends("cuda", ["prefill", "gemm_mn", "gemm_k"])
+    with pytest.raises(ConfigError, match=r"gemv have no cuda or gluon backend.* time gemm_mn, gemm_k, prefill$"):
+        parse_backends("cuda,gluon", ["gemv", "gemm_k"])
+
+
+def test_cases_of_the_hopper_kernels_fit_them_and_the_reference_takes_them():
+    for operator in (GEMM_MN, GEMM_K):
+        cases = with_hopper_cases(operator).cases[len(operator.cases) :]
+        assert {case.active for case in cases} >= {0.0, 0.5, 1.0}
+        for case in cases:
+            reason = operator.supports("gluon", torch.device("cpu"), case)
+            assert "Hopper GPU" in reason
+            half = dataclasses.replace(case, dtype=torch.float32)
+            arguments = operator.build(half, torch.device("cpu"))
+            got = operator.backends["torch"].run(**arguments)
+            assert operator.compare(arguments, got, operator.reference(**arguments)) == 0.0
+    assert with_hopper_cases(REORDER) == REORDER
+
+
+def test_cases_of_the_hopper_kernels_are_supported_on_one(monkeypatch):
+    for name in ("gemm_mn", "gemm_k"):
+        monkeypatch.setattr(f"wide.kernels.{name}.hopper.hopper_obstacle", lambda device: None)
+    for operator in (GEMM_MN, GEMM_K):
+        for case in with_hopper_cases(operator).cases[len(operator.cases) :]:
+            assert operator.supports("gluon", torch.device("cpu"), case) is None
+
+
+def test_cases_of_the_kernel_whose_programs_share_tiles_reach_all_of_it(monkeypatch):
+    monkeypatch.setattr("wide.kernels.gemm_mn.hopper.hopper_obstacle", lambda device: None)
+    monkeypatch.setattr("wide.kernels.gemm_mn.hopper.native_obstacle", lambda: None)
+    operator, cpu = with_hopper_cases(GEMM_MN), torch.device("cpu")
+    cases = [case for case in operator.cases if operator.supports("cuda", cpu, case) is None]
+    counts, parts, seen = [], set(), set()
+    for case in cases:
+        counts += operator.build(case, cpu)["order"].counts.tolist()
+        gated = case.options.get("gated", False)
+        parts.add((gated, case.sizes["group_size"] // (128 if gated else 256)))
+        seen |= {
+            case.options.get("activation", "none"),
+            *(name for name in ("biased", "packed", "zeroed") if name in case.options),
+        }
+    left = {count % 256 for count in counts if count > 256}
+    assert any(0 < rows <= 64 for rows in left)
+    assert any(64 < rows <= 128 for rows in left)
+    assert any(rows > 128 for rows in left)
+    assert {0, 1} <= set(counts)
+    assert parts == {(False, 1), (False, 2), (True, 1), (True, 2)}
+    assert seen == {"none", "silu", "gelu_tanh", "relu2", "biased", "packed", "zeroed"}
+    assert {case.sizes["block_m"] for case in cases} == {128, 256}
+
+
+def test_the_general_kernel_is_spared_tiles_that_two_programs_share(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    operator = with_hopper_cases(GEMM_MN)
+    for case in operator.cases:
+        reason = operator.supports("triton", torch.device("cpu"), dataclasses.replace(case, dtype=torch.float16))
+        assert (reason is None) == (case.sizes["block_m"] <= 128)
+
+
+def test_a_backend_that_fails_where_it_said_it_runs_is_red():
+    def fail(**_):
+        raise RuntimeError("out of resource")
+
+    broken = dataclasses.replace(
+        REORDER, backends={**REORDER.backends, "triton": Backend(run=fail, supports=lambda device, case: None)}
+    )
+    found = list(verdicts([broken], torch.device("cpu"), backends=("triton", "torch"), dtypes=()))
+    assert len(found) == 2 * len(REORDER.cases)
+    assert [verdict.agrees for verdict in found[:2]] == [False, True]
+    assert found[0].failure == "RuntimeError: out of resource"
+
+
+SMALL = {
+    "gemm_mn": (
+        GEMM_MN,
+        Case(
+            sizes={"num_rows": 33, "num_groups": 4, "group_size": 32, "depth": 96, "block_m": 32},
+            dtype=torch.bfloat16,
+            options={"gated": True, "activation": "silu"},
+        ),
+    ),
+    "gemv_mn": (
+        GEMV_MN,
+        Case(
+            sizes={"num_rows": 1, "num_groups": 4, "group_size": 32, "width_in": 96},
+            dtype=torch.bfloat16,
+            options={"is_gated": True, "activation": "silu"},
+        ),
+    ),
+}
+
+
+def test_rounding_is_compared_with_the_dense_path():
+    found = rounding([GEMM_MN, REORDER], CPU, backends=("torch", "cuda"), cases=SMALL)
+    # Where a backend does not run there is nothing to measure, and so where an operator has no case.
+    assert [(entry["operator"], entry["backend"]) for entry in found] == [("gemm_mn", "torch")]
+    assert found[0]["within"]
+    assert 0 < found[0]["error"] < 1e-2
+    assert found[0]["ratio"] == pytest.approx(found[0]["error"] / found[0]["dense_error"])
+
+
+def test_what_rounds_worse_is_red_and_named():
+    def coarse(**arguments):
+        return GEMV_MN.reference(**arguments) * 1.01
+
+    worse = dataclasses.replace(
+        GEMV_MN, backends={**GEMV_MN.backends, "triton": Backend(run=coarse, supports=lambda device, case: None)}
+    )
+    (entry,) = rounding([worse], CPU, backends=("triton",), cases={"gemv_mn": (worse, SMALL["gemv_mn"][1])})
+    assert not entry["within"]
+    assert "RED" in bench._rounding_line(entry)
+
+
+def test_every_operator_that_computes_has_a_case_of_its_own():
+    named = {operator.name for operators in bench.OPERATORS.values() for operator in operators}
+    assert {operator.name for operator, _ in agreement.ROUNDED.values()} == {n for n in named if "reorder" not in n}
+    for operator, case in agreement.ROUNDED.values():
+        assert operator.work(case).flop > 0
+
+
+def test_shapes_vary_one_coordinate_at_a_time():
+    found = list(coarse_shapes((16, 32, 64)))
+    assert found[0] == (4096, 128, 0.5)
+    middle = list(coarse_shapes((1024, 4096, 16384)))
+    assert len(set(middle)) == len(middle) == 9
+    assert all(sum(a != b for a, b in zip(shape, middle[0], strict=True)) <= 1 for shape in middle)
+
+
+def test_coarse_races_run_and_are_drawn(host, tmp_path):
+    host.setattr(bench, "coarse_shapes", lambda rows: [(32, 128, 0.5), (16, 128, 0.5), (32, 128, 0.3), (32, 64, 0.5)])
+    request = BenchRequest(names=(COARSE,), rows=(16, 32))
+    assert run_bench(request, tmp_path, device=CPU, say=lambda line: None) == []
+    content = json.loads((tmp_path / COARSE / "attention.json").read_text())
+    assert content["agreement"] == "timed shapes"
+    points = read_profile(tmp_path / COARSE).operators()
+    assert {point.operator for point in points} == {
+        "gate_up",
+        "down",
+        "q",
+        "o",
+        "prefill attention",
+        "decode attention",
+        "gemv gate_up",
+        "gemv down",
+    }
+    assert {point.tokens for point in points if point.operator == "gate_up"} == {16, 32}
+    assert {point.active for point in points if point.operator == "decode attention"} == {0.3, 0.5}
+    assert {point.group_size for point in points if point.operator == "gemv down"} == {64, 128}
+    assert {point.batch for point in points if point.operator == "decode attention"} == {1, 8, 32}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("name", ["gemm_mn", "gemm_k", "gemv", "decode", "decode_groups", "reorder", "prefill"])
+def test_every_bench_races_candidates_that_agree(host, quick, name):
+    host.setattr(bench, "_LEAST_ROWS", 16)
+    host.setattr(
+        bench, "_prompt_races", lambda request, device: [bench.prompt_race(bench.SIZES, 24, 0.5, (), device=CPU)]
+    )
+    request = BenchRequest(names=(name,), rows=(16,), group_size=128, quick=quick)
+    for race in races(name, request, CPU):
+        for record in measure(race, rounds=1):
+            assert record["error"] <= race.tolerance, record
+
+
+def test_red_and_rounding_are_written_and_what_is_red_is_returned(host, tmp_path):
+    def wrong(**arguments):
+        raise RuntimeError("out of resource")
+
+    broken = dataclasses.replace(
+        REORDER, backends={**REORDER.backends, "triton": Backend(run=wrong, supports=lambda device, case: None)}
+    )
+    host.setitem(bench.OPERATORS, "reorder", (broken,))
+    host.setattr(bench, "_LEAST_ROWS", 16)
+    said = []
+    request = BenchRequest(names=("reorder",), rows=(16,), backends=("triton",), quick=True)
+    assert run_bench(request, tmp_path, device=CPU, say=said.append) == ["reorder"]
+    content = json.loads((tmp_path / "operators.json").read_text())
+    assert content["agreement"] == "all cases"
+    assert {entry["backend"] for entry in content["red"]} == {"triton"}
+    assert content["records"]
+    assert any("RED" in line for line in said)
+
+
+def test_groups_of_decode_agree_on_what_executes(host):
+    found = list(group_races(0.5, quick=True, device=CPU))
+    assert [race.facts["group_heads"] for race in found] == [1, 2, 4, 8]
+    for race in found:
+        assert all(record["error"] <= race.tolerance for record in measure(race, rounds=1))
+        # Only groups smaller than a KV head's share of queries can be read another way.
+        assert ("operator, whole KV heads" in race.candidates) == (race.facts["group_heads"] < 4)
+        assert race.facts["group_size"] == race.facts["group_heads"] * 16
+        assert 0.0 < race.facts["union"] <= 1.0
+    assert all("union" not in race.facts for race in decode_races(0.5, quick=True, device=CPU))

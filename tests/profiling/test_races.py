@@ -1,0 +1,190 @@
+"""A race compares before it times; which candidates there are, what they stand for, and which of them ships."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from wide.inference.measured import LayerSizes
+from wide.inference.tuning import race as racing
+from wide.inference.tuning import tiles
+from wide.inference.tuning.products import few_rows_race, input_groups_race, output_groups_race, shipped_name
+from wide.inference.tuning.race import Race, launched, measure, table
+from wide.inference.tuning.tiles import backend_of, k_tiles, mn_tiles
+from wide.inference.tuning.timing import Timing
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
+from wide.kernels.gemv.tiles import GemvTile
+from wide.kernels.tuning import Choice
+from wide.profiling.bench import candidate_backend
+
+CPU = torch.device("cpu")
+GLUON, CLUSTER = (128, HopperMnTile(2, 256, 4, 1)), (256, ClusterMnTile(256, 256))
+SIZES = LayerSizes(
+    hidden_size=64,
+    query_width=64,
+    head_dim=16,
+    num_kv_heads=2,
+    attention_groups=2,
+    ffn_width=512,
+    ffn_groups=4,
+    is_gated=True,
+    is_stacked=False,
+)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock by which candidates take as many microseconds as the numbers that their names end with."""
+
+    def time(calls, **_):
+        timing = {"low_us": 1.0, "high_us": 9.0, "num_samples": 3}
+        return {name: Timing(median_us=float(name.rpartition(" ")[2]), **timing) for name in calls}
+
+    monkeypatch.setattr(racing, "time_interleaved", time)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(tiles, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(tiles, "native_obstacle", lambda: None)
+
+
+def _fails():
+    raise RuntimeError("out of resource")
+
+
+def _race(**changes):
+    one = torch.ones(4)
+    candidates = {
+        "dense 12": [lambda: one.clone()],
+        "dense other 10": [lambda: one * 7],
+        "good 5": [lambda: one * 1.001],
+        "wrong 1": [lambda: one * 2],
+        "nan 1": [lambda: one * math.nan],
+        "failing 1": [_fails],
+    }
+    facts = {"name": "q", "candidates": candidates, "wanted": candidates["dense 12"][0], "trusted": ("dense other 10",)}
+    return Race(**facts | changes)
+
+
+def test_what_disagrees_is_not_timed_and_what_fails_is_recorded(clock):
+    records = {record["candidate"]: record for record in measure(_race(flop=1e6, bytes_moved=1e3), rounds=1)}
+    assert {name for name, record in records.items() if "median_us" in record} == {
+        "dense 12",
+        "dense other 10",
+        "good 5",
+    }
+    assert records["wrong 1"]["error"] == pytest.approx(1.0)
+    assert records["nan 1"]["error"] == math.inf
+    assert records["failing 1"]["failure"] == "RuntimeError: out of resource"
+    # The fastest of the dense peers is the one to beat.
+    assert {record["peer"] for record in records.values()} == {"dense other 10"}
+    good = records["good 5"]
+    assert (good["speedup"], good["active_tflops"], good["active_gbytes_per_s"]) == pytest.approx((2.0, 0.2, 0.2))
+    text = table(list(records.values()))
+    assert "RED wrong 1" in text
+    assert "FAIL failing 1: RuntimeError" in text
+
+
+def test_a_race_may_name_its_peer_and_what_ships(clock):
+    records = {r["candidate"]: r for r in measure(_race(peer="dense 12", shipped="good 5", kind="sweep"), rounds=1)}
+    assert records["good 5"]["speedup"] == pytest.approx(12 / 5)
+    assert [name for name, record in records.items() if record["shipped"]] == ["good 5"]
+    assert all(record["sweep"] == "q" for record in records.values())
+    assert "ships" in table(list(records.values()))
+
+
+def test_no_candidate_but_the_peers_is_begun_after_the_time(clock):
+    assert {r["candidate"] for r in measure(_race(), rounds=1, until=0.0)} == {"dense 12", "dense other 10"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_without_a_gpu_no_kernels_are_launched():
+    assert launched(lambda: torch.ones(3).sum()) == {}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_kernel_in_cuda_is_tried_where_groups_are_whole_tiles_of_it(monkeypatch):
+    def special(size, gated):
+        return [(m, t) for m, t in mn_tiles(CPU, size, gated=gated, quick=True) if backend_of(t) != "triton"]
+
+    assert special(128, True) == special(512, False) == [GLUON, CLUSTER]
+    assert special(64, True) == special(128, False) == [(128, HopperMnTile(2, 128, 4, 1))]
+    monkeypatch.setattr(tiles, "native_obstacle", lambda: "no compiler")
+    assert special(128, True) == [GLUON]
+    monkeypatch.setattr(tiles, "hopper_obstacle", lambda device: "not a Hopper")
+    assert special(128, True) == []
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("size", [16, 64, 96, 128, 256])
+def test_tiles_fit_groups_and_stand_once(quick, size):
+    found = mn_tiles(CPU, size, gated=True, quick=quick)
+    assert len(set(found)) == len(found)
+    assert all(size % tile.block_n == 0 for _, tile in found if isinstance(tile, MnTile))
+    sums = k_tiles(CPU, size, 12, width=256, rows=64, quick=quick)
+    assert len(set(sums)) == len(sums)
+    # One sort of many groups is the first, where its kernel takes them.
+    assert (sums[0][0] == 12) == (size in (64, 128, 256))
+
+
+@pytest.mark.usefixtures("host", "hopper")
+def test_candidates_are_named_by_their_backend_and_stand_for_it():
+    tried = [(128, MnTile(128, 64, 4, 8, 1, 2)), GLUON, CLUSTER]
+    race = output_groups_race("query", SIZES, 8, 0.5, tried, device=CPU, zeroed=False)
+    names = ["dense", "128x128x64x4x8x1x2", "128xgluon 2x256x4x1", "256xcuda 256x256"]
+    assert list(race.choices) == list(race.candidates) == names
+    assert [candidate_backend(name) for name in names] == ["dense", "triton", "gluon", "cuda"]
+    assert race.choices["256xcuda 256x256"] == Choice(backend="cuda", tile=(256, 256), block_m=256)
+    assert race.name == "q G=32 p=0.5 M=8"
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("name", ["query", "gate_up"])
+@pytest.mark.parametrize("zeroed", [True, False, None])
+def test_products_over_output_groups_agree_where_they_execute(name, zeroed):
+    race = output_groups_race(
+        name, SIZES, 8, 0.5, mn_tiles(CPU, 32, gated=False, quick=True), device=CPU, zeroed=zeroed
+    )
+    records = measure(race, rounds=1)
+    assert all(record["error"] < 1e-2 and record["median_us"] for record in records)
+    assert any(name.endswith("zeroed") for name in race.candidates) == (zeroed is None)
+    moved = race.case.sizes["num_rows"] * SIZES.hidden_size * 2
+    assert all(record["active_gbytes_per_s"] * record["median_us"] * 1e3 > moved for record in records)
+
+
+@pytest.mark.usefixtures("host")
+def test_products_over_input_groups_read_nothing_that_is_skipped():
+    race = input_groups_race("down", SIZES, 8, 0.5, k_tiles(CPU, 128, 4, width=64, rows=8, quick=True), device=CPU)
+    records = {record["candidate"]: record for record in measure(race, rounds=1)}
+    assert all(record["error"] < 1e-2 for record in records.values())
+    full, zeros = (race.candidates[name][0]() for name in ("dense", "dense on zeros"))
+    assert not torch.allclose(full, zeros)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("name", ["query", "gate_up", "down", "output"])
+def test_products_of_few_rows_agree_and_the_shipped_tile_is_tried_first(name):
+    shipped = Choice(backend="triton", tile=(4, 1024, 2), median_us=7.0)
+    race = few_rows_race(name, SIZES, 2, 0.5, [GemvTile(2, 512, 1)], device=CPU, shipped=shipped)
+    records = {record["candidate"]: record for record in measure(race, rounds=1)}
+    assert all(record["error"] < 1.5e-2 for record in records.values())
+    assert [name for name, record in records.items() if record["shipped"]] == ["tile 4-1024-2"]
+    assert {"operator", "tile 2-512-1"} <= set(records)
+
+
+def test_what_ships_is_a_candidate():
+    choices = {
+        "dense a": Choice(backend="dense"),
+        "dense b": Choice(backend="dense"),
+        "first": Choice(backend="triton", tile=(1,), block_m=64),
+        "second": Choice(backend="triton", tile=(2,), block_m=64),
+    }
+    assert shipped_name(choices, None) == ""
+    assert shipped_name(choices, Choice(backend="dense")) == "dense a"
+    assert shipped_name(choices, Choice(backend="triton")) == "first"
+    measured = Choice(backend="triton", tile=(2,), block_m=64, median_us=3.0)
+    assert shipped_name(choices, measured) == "second"
+    assert shipped_name(choices, dataclasses.replace(measured, backend="gluon")) == ""
