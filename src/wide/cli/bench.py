@@ -11,6 +11,7 @@ from wide.cli.arguments import Arguments, build
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
 from wide.errors import ConfigError, EvaluationError, UsageError
+from wide.runs.process import say
 
 _BACKENDS = "triton,gluon,cuda"
 _OPERATORS = ("reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv")
