@@ -23,14 +23,6 @@ def test_plans_survive_json(stream):
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_bare_lists_and_routers_without_a_form_are_read():
-    data = Plan(LAYERS).to_json()["layers"]
-    del data[0]["attention"]["form"]
-    found = Plan.from_json(data)
-    assert found.stream is None
-    assert found.layers[0].attention.form == "bottleneck"
-
-
 def test_a_plan_names_its_tensors():
     assert Plan(LAYERS).tensor_shapes() == {"layers.1.attention.scale": (4,), "layers.2.ffn.scale": (48,)}
     stream = Plan((LayerPlan(attention=Dense(), ffn=Dense()),) * 2, Stream(width=24, kept=7))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.routing_stats import routing_stats
     from wide.inference.optimize import deoptimize, optimize
+    from wide.materialisation.checkpoint import load_checkpoint, register_auto_classes, save_checkpoint
+    from wide.materialisation.materialise import materialise
     from wide.models.adapter import load, save
     from wide.models.attach import attach, detach
-    from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
     from wide.models.dial import set_sparsity
     from wide.models.lora import merge_lora
-    from wide.models.materialise.physical import materialise
     from wide.models.observe import capture_routing, force_routing
     from wide.plan import Plan
     from wide.training.stages import prune, recover
@@ -42,16 +42,16 @@ _HOMES = {
     "evaluate": "wide.evaluation.evaluate",
     "force_routing": "wide.models.observe",
     "load": "wide.models.adapter",
-    "load_checkpoint": "wide.models.auto",
-    "materialise": "wide.models.materialise.physical",
+    "load_checkpoint": "wide.materialisation.checkpoint",
+    "materialise": "wide.materialisation.materialise",
     "merge_lora": "wide.models.lora",
     "optimize": "wide.inference.optimize",
     "prune": "wide.training.stages",
     "recover": "wide.training.stages",
-    "register_auto_classes": "wide.models.auto",
+    "register_auto_classes": "wide.materialisation.checkpoint",
     "routing_stats": "wide.evaluation.routing_stats",
     "save": "wide.models.adapter",
-    "save_checkpoint": "wide.models.auto",
+    "save_checkpoint": "wide.materialisation.checkpoint",
     "set_sparsity": "wide.models.dial",
 }
 

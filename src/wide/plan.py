@@ -170,13 +170,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> "Plan":
-        """Read what `to_json` wrote; a bare list of layers, as format version 1 had it, is read too.
+        """Read what `to_json` wrote.
 
         Raises:
             AdapterError: If a key is missing, unknown or of a wrong type.
         """
-        if isinstance(data, list):
-            data = {"layers": data, "stream": None}
         if not isinstance(data, Mapping) or set(data) != {"layers", "stream"}:
             raise AdapterError(f"a plan has exactly the keys 'layers' and 'stream', got {data!r}")
         layers = data["layers"]

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wide.cli.main import main
 from wide.config import WideConfig
 from wide.grouping import Grouping
+from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load, save
 from wide.models.attach import attach
-from wide.models.auto import load_checkpoint
 from wide.models.lora import add_lora
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped
 

@@ -11,8 +11,8 @@ from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.routing_stats import routing_stats
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, detach
-from wide.models.auto import load_checkpoint, save_checkpoint
 from wide.models.cost import static_sparsity
 from wide.plan import Dense, LayerPlan, Plan
 

@@ -10,6 +10,7 @@ from wide.inference.measured import dense_table
 from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, detach
+from wide.models.gates import gate_of
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
 
@@ -126,7 +127,7 @@ def test_auto_where_nothing_is_measured_runs_dense_and_gives_the_masked_outputs(
 
 
 def model_table(model):
-    return attachment(model).routers()[0].fused.table
+    return gate_of(attachment(model).specs[0].attention.module).executor.table
 
 
 def test_gate_and_up_lie_together_while_optimised_and_apart_afterwards():

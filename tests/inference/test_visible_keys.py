@@ -12,6 +12,7 @@ from wide.inference import visible_keys
 from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
+from wide.models.gates import gate_of
 from wide.models.observe import capture_routing, force_routing
 
 CONFIG = WideConfig(ffn_group_size=16)
@@ -21,7 +22,7 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 
 
 def keys_of(model):
-    return attachment(model).routers()[0].fused.keys
+    return gate_of(attachment(model).specs[0].attention.module).executor.keys
 
 
 def routed(family="llama", **changes):

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from wide.config import RecoverConfig, StageConfig
 from wide.errors import UnsupportedModelError
 from wide.evaluation.evaluate import evaluate
+from wide.materialisation.checkpoint import SlicedMixin, load_checkpoint
+from wide.materialisation.materialise import materialise
 from wide.methods.apply import apply, recover_row
 from wide.methods.catalogue import (
     BlockPrunerConfig,
@@ -33,11 +35,8 @@ from wide.methods.catalogue import (
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment
-from wide.models.auto import load_checkpoint
 from wide.models.cost import SkipCounter
 from wide.models.lora import add_lora, merge_lora
-from wide.models.materialise.checkpoint import SlicedMixin
-from wide.models.materialise.physical import materialise
 from wide.models.observe import capture_routing
 
 LENGTH = 32

@@ -8,9 +8,9 @@ from test_replaced import dense_plan, sparse_weights
 
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.grouping import Grouping
+from wide.materialisation.materialise import materialise
 from wide.models.attach import attach, attachment, detach
 from wide.models.cost import SkipCounter, half_weights, model_costs, static_sparsity
-from wide.models.materialise.physical import materialise
 from wide.models.observe import observe
 from wide.plan import Dense, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from wide.config import WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError
+from wide.materialisation.checkpoint import load_checkpoint, register_auto_classes, save_checkpoint
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
 from wide.models.attach import attach, attachment, is_attached
-from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
 from wide.models.lora import add_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
 

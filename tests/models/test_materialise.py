@@ -8,10 +8,10 @@ from transformers import LlamaForCausalLM
 
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.grouping import Grouping
+from wide.materialisation.checkpoint import SlicedMixin
+from wide.materialisation.materialise import materialise
 from wide.models.attach import attach, is_attached
 from wide.models.lora import add_lora
-from wide.models.materialise.checkpoint import SlicedMixin
-from wide.models.materialise.physical import materialise
 from wide.plan import Dense, Kept, LayerPlan, Plan, Routed
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from wide.errors import UnsupportedModelError
+from wide.materialisation.materialise import materialise
 from wide.models.cost import static_sparsity
-from wide.models.materialise.physical import materialise
 from wide.plan import LayerPlan, Plan, Skipped
 
 NO_ROPE = {"smollm3": {"no_rope_layers": [1, 0, 1, 0]}}

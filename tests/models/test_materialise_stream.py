@@ -8,13 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from wide.errors import UnsupportedModelError
 from wide.grouping import Grouping
+from wide.materialisation.checkpoint import SlicedMixin, register_auto_classes
+from wide.materialisation.cut import check_ffn
+from wide.materialisation.materialise import materialise
+from wide.materialisation.stream import norm_scales
 from wide.models.attach import is_attached
-from wide.models.auto import register_auto_classes
 from wide.models.discovery import discover
-from wide.models.materialise.checkpoint import SlicedMixin
-from wide.models.materialise.narrow import check_ffn
-from wide.models.materialise.physical import materialise
-from wide.models.materialise.stream import norm_scales
 from wide.plan import Dense, Kept, LayerPlan, Skipped
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "seed_oss", "arcee", "apertus", "ernie4_5", "helium")

@@ -14,10 +14,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wide.errors import AdapterError, UnsupportedModelError
+from wide.materialisation.checkpoint import load_checkpoint, register_auto_classes, save_checkpoint
+from wide.materialisation.materialise import materialise
+from wide.materialisation.shape import LayerShape, ModelShape
 from wide.models.attach import attach
-from wide.models.auto import load_checkpoint, register_auto_classes, save_checkpoint
-from wide.models.materialise.physical import materialise
-from wide.models.materialise.shape import LayerShape, ModelShape
 from wide.plan import LayerPlan, Plan, Skipped
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

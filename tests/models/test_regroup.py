@@ -11,9 +11,9 @@ from wide.config import WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
 from wide.inference.decoder import Decoder
 from wide.inference.optimize import deoptimize, optimize
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import ORDER_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
-from wide.models.auto import load_checkpoint, save_checkpoint
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing

@@ -12,7 +12,7 @@ from wide.errors import ShapeError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover
-from wide.models.gates import gate_groups, gate_heads
+from wide.models.gates import gate_groups, gate_heads, gate_of
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.plan import Dense, Following, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 
@@ -371,10 +371,10 @@ def test_gradient_of_a_followed_router_comes_through_both_halves(checkpointing):
         model.train()
         router = attachment(model).routers()[1]
         if cut is not None:
-            # Without the gradient of one half's gate only the other half steers the router.
-            name = "take" if cut == "attention" else "take_followed"
-            taken = getattr(router, name)
-            setattr(router, name, lambda: taken().detach())
+            # Without the gradient of one sublayer's gate only the other sublayer steers the router.
+            gate = gate_of(getattr(attachment(model).specs[1], cut).module)
+            taken = gate.take
+            gate.take = lambda: None if (mask := taken()) is None else mask.detach()
         torch.manual_seed(1)
         model(ids, labels=ids, use_cache=False).loss.backward()
         return router.up.grad

@@ -1,7 +1,5 @@
 """Static plans on disk: adapters, full checkpoints, cards, and the format before."""
 
-import json
-
 import pytest
 import torch
 from families import FAMILIES, make, tokens
@@ -10,11 +8,10 @@ from safetensors.torch import load_file, save_file
 from test_replaced import dense_plan, sparse_weights
 
 from wide.cli.inspect import describe_adapter
-from wide.config import WideConfig
 from wide.errors import AdapterError, NotAttachedError
-from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
+from wide.models.adapter import ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.auto import load_checkpoint, save_checkpoint
 from wide.models.lora import add_lora
 from wide.models.observe import bypass
 from wide.plan import Plan
@@ -72,11 +69,11 @@ def test_adapters_of_every_kind_give_the_same_logits_again(tmp_path, kind, lora)
     ("kind", "card", "told"),
     [
         ("kept", "only some of their heads or channels", "keeps 3 of 4 units of 8 channels"),
-        ("skipped", "2 of 4 half-layers left out for every token", "skipped"),
+        ("skipped", "2 of 4 sublayers left out for every token", "skipped"),
         ("stream", "24 of its 32 dimensions", "stream: 24 of 32 dimensions kept"),
         ("weights", "Base weights are replaced", "base weights replaced"),
         ("following", "that the attention of the layer executes for", "following"),
-        ("forms", "4 of 4 half-layers routed, group sizes [32, 64]", "dllm router, rank 4, layer_input input"),
+        ("forms", "4 of 4 sublayers routed, group sizes [32, 64]", "dllm router, rank 4, layer_input input"),
     ],
 )
 def test_the_card_and_inspect_tell_the_kind_of_plan(tmp_path, kind, card, told):
@@ -114,22 +111,6 @@ def test_files_of_another_adapter_are_refused(tmp_path):
     folder = save(attached("skipped"), tmp_path / "adapter")
     save_file({"layers.0.ffn.scale": torch.ones(64)}, folder / STATIC_FILE)
     with pytest.raises(AdapterError, match="does not belong"):
-        load(make("llama"), folder)
-
-
-def test_format_1_is_still_read(tmp_path):
-    model, ids = attach(make("llama"), WideConfig(ffn_group_size=16, router_rank=4)), tokens()
-    folder = save(model, tmp_path / "adapter")
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    layers = config["plan"]["layers"]
-    for layer in layers:
-        del layer["attention"]["form"], layer["ffn"]["form"]
-    del config["has_weights"], config["has_order"]
-    (folder / CONFIG_FILE).write_text(json.dumps(config | {"format_version": 1, "plan": layers}))
-    assert torch.equal(logits(load(make("llama"), folder), ids), logits(model, ids))
-    assert "channels, rank 4, normed input" in describe_adapter(folder)
-    (folder / CONFIG_FILE).write_text(json.dumps(config | {"format_version": 1, "plan": layers, "has_weights": False}))
-    with pytest.raises(AdapterError, match="unknown keys"):
         load(make("llama"), folder)
 
 

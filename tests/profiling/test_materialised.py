@@ -132,7 +132,7 @@ def test_a_model_that_is_not_what_its_plan_says_is_not_timed(static, host, monke
     def wrong(model):
         model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
 
-    monkeypatch.setattr("wide.models.materialise.physical.materialise", wrong)
+    monkeypatch.setattr("wide.materialisation.materialise.materialise", wrong)
     assert endtoend.main(["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "o")]) == 1
     assert json.loads((tmp_path / "o/endtoend.json").read_text())["records"] == []
 

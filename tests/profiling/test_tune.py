@@ -19,6 +19,7 @@ from wide.inference.tuning.timing import Timing
 from wide.inference.tuning.tune import TunedLayer, tune_layers, tune_model
 from wide.kernels.tuning import TuningTable
 from wide.models.attach import attach, attachment
+from wide.models.gates import gate_of
 from wide.plan import Dense, LayerPlan, Plan
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_an_optimised_model_follows_what_was_tuned(on_the_host, monkeypatch):
     attach(model, WideConfig(ffn_group_size=64))
     tuned(layers_of(name, ffn_group_size=64), monkeypatch)
     optimize(model)
-    fused = attachment(model).routers()[0].fused
+    fused = gate_of(attachment(model).specs[0].attention.module).executor
     assert [fused.table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
 
 

@@ -12,9 +12,9 @@ from wide.config import ObjectiveConfig, RecoverConfig
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, NotAttachedError, ShapeError
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached
-from wide.models.auto import load_checkpoint, save_checkpoint
 from wide.models.cost import static_sparsity
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.lora import merge_lora

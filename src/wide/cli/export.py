@@ -83,10 +83,9 @@ def run(given: Sequence[str]) -> None:
 
 def _write(model: Any, how: str, folder: Path) -> bool:
     """Write the model, and return whether transformers loads it without wide."""
-    from wide.models.auto import save_checkpoint
+    from wide.materialisation.checkpoint import SlicedMixin, save_checkpoint
+    from wide.materialisation.materialise import materialise
     from wide.models.lora import merge_lora
-    from wide.models.materialise.checkpoint import SlicedMixin
-    from wide.models.materialise.physical import materialise
 
     if how == "whole":
         merge_lora(model)

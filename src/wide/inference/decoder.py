@@ -19,6 +19,7 @@ from wide.inference.products import GatedWeights, gated_product, sum_groups
 from wide.inference.projections import project_dense, project_routed
 from wide.inference.prompt_attention import attend_prompt
 from wide.inference.run import Run
+from wide.inference.stacking import unstack_linears
 from wide.inference.structure import read_ends, require_same_outputs
 from wide.inference.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
 from wide.kernels.attention_decode import attention_decode
@@ -29,7 +30,6 @@ from wide.kernels.rms_norm import rms_norm
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import norm_route, route
 from wide.kernels.route.operator import MAX_FEW_ROWS
-from wide.models.stacking import unstack_linears
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -22,7 +22,7 @@ from wide.kernels.clear_skipped import cleared
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
-from wide.models.router import Router
+from wide.models.gates import Gate
 
 # Options of an attention function that change what is computed, and that wide's attention does not know.
 _UNKNOWN_OPTIONS = ("s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_indices")
@@ -33,23 +33,22 @@ class FusedFeedForward:
 
     Args:
         spec: Parts of the FFN.
-        router: Its router, which holds the pending mask.
+        gate: Its gate, which holds the pending mask.
         activation: Name of the activation in the operators' words.
         table: Which operator runs when.
     """
 
-    def __init__(self, spec: FeedForwardSpec, router: Router, activation: str, table: OperatorTable) -> None:
+    def __init__(self, spec: FeedForwardSpec, gate: Gate, activation: str, table: OperatorTable) -> None:
         """Keep the parts; weights are read at every call, so that loading new ones works."""
-        self.spec, self.router, self.activation, self.table = spec, router, activation, table
+        self.spec, self.gate, self.activation, self.table = spec, gate, activation, table
         self.original: Callable[[Tensor], Tensor] = spec.module.forward
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the FFN's output `[..., D]` for hidden states `[..., D]`."""
-        mask = self.router.mask
+        mask = self.gate.take()
         if mask is None:
             return self.original(hidden)
         _require_inference(mask)
-        self.router.mask = None
         rows, groups = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1, mask.shape[-1])
         return self._run(rows, groups).view(hidden.shape)
 
@@ -75,14 +74,14 @@ class FusedAttention:
 
     Args:
         spec: Parts of the attention.
-        router: Its router, which holds the pending mask.
+        gate: Its gate, which holds the pending mask.
         table: Which operator runs when.
         keys: Which keys the running forward sees, shared by all layers of the model.
     """
 
-    def __init__(self, spec: AttentionSpec, router: Router, table: OperatorTable, keys: VisibleKeys) -> None:
+    def __init__(self, spec: AttentionSpec, gate: Gate, table: OperatorTable, keys: VisibleKeys) -> None:
         """Keep the parts; weights are read at every call."""
-        self.spec, self.router, self.table, self.keys = spec, router, table, keys
+        self.spec, self.gate, self.table, self.keys = spec, gate, table, keys
         self.original_query: Callable[[Tensor], Tensor] = spec.query.forward
         self.original_output: Callable[[Tensor], Tensor] = spec.output.forward
         self.mask: Tensor | None = None
@@ -90,7 +89,7 @@ class FusedAttention:
 
     def query(self, hidden: Tensor) -> Tensor:
         """Return the query projection (with K and V where fused) `[..., N]`, skipped query groups unspecified."""
-        mask, self._order = self.router.mask, None
+        mask, self._order = self.gate.mask, None
         if mask is not None:
             _require_inference(mask)
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -129,7 +128,7 @@ class FusedAttention:
             bias: transformers' attention mask, `[B, 1, T, S]` or None for purely causal attention.
             options: Further keyword arguments of the dense function.
         """
-        mask = self.mask = self.router.take()
+        mask = self.mask = self.gate.take()
         order, self._order = self._order, None
         if mask is None:
             return function(module, q, k, v, bias, **options)

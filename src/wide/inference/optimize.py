@@ -17,11 +17,12 @@ from wide.inference.measured import dense_table, measured_table, unmeasured
 from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize_checks import require_kernels, require_plain, require_routing_alone
 from wide.inference.sample import LayerSample, sample_layers
+from wide.inference.stacking import stack_linears, unstack_linears
 from wide.inference.visible_keys import VisibleKeys
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
-from wide.models.gates import router_of
-from wide.models.stacking import stack_linears, unstack_linears
+from wide.models.gates import routed_gate
+from wide.models.router import Router
 from wide.plan import Routed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -132,11 +133,12 @@ def optimize(
     tables = [table or _measured(spec, state, index, known[index]) for index, spec in enumerate(state.specs)]
     fused = [_fuse(spec, state, index, tables[index], keys) for index, spec in enumerate(state.specs)]
     for part in (part for pair in fused for part in pair if part is not None):
-        if part.table.backend == "triton":
-            state.handles_fused.append(_Replaced(part.router, FusedRouter(part.router, "triton")))
+        router = part.gate.source
+        if part.table.backend == "triton" and isinstance(router, Router):
+            state.handles_fused.append(_Replaced(router, FusedRouter(router, "triton")))
     for index, (attention, ffn) in enumerate(fused):
         if attention is not None:
-            attention.router.fused = attention
+            attention.gate.executor = attention
             state.handles_fused += [
                 _Replaced(attention.spec.query, attention.query),
                 _Replaced(attention.spec.output, attention.output),
@@ -161,7 +163,7 @@ def deoptimize(model: ModelT) -> ModelT:
         raise NotAttachedError("this model is not optimised")
     for spec, layer in zip(state.specs, state.plan.layers, strict=True):
         if isinstance(layer.attention, Routed):
-            router_of(spec.attention.module).fused = None
+            routed_gate(spec.attention.module)[0].executor = None
     for handle in reversed(state.handles_fused):
         handle.remove()
     state.handles_fused = []
@@ -196,9 +198,9 @@ def _fuse(
     layer = state.plan.layers[index]
     attention, ffn = None, None
     if isinstance(layer.attention, Routed):
-        attention = FusedAttention(spec.attention, router_of(spec.attention.module), table, keys)
+        attention = FusedAttention(spec.attention, routed_gate(spec.attention.module)[0], table, keys)
     if isinstance(layer.ffn, Routed) and spec.ffn is not None:
-        ffn = FusedFeedForward(spec.ffn, router_of(spec.ffn.module), _activation(index, spec.ffn), table)
+        ffn = FusedFeedForward(spec.ffn, routed_gate(spec.ffn.module)[0], _activation(index, spec.ffn), table)
         _require_standard(index, ffn, spec.hidden_size)
     return attention, ffn
 
@@ -217,11 +219,11 @@ def _require_standard(index: int, ffn: FusedFeedForward, hidden_size: int) -> No
     down: Any = ffn.spec.down
     probe = torch.randn(1, _PROBE_ROWS, hidden_size, generator=torch.Generator().manual_seed(0))
     probe = probe.to(device=down.weight.device, dtype=down.weight.dtype)
-    router = ffn.router
+    groups = routed_gate(ffn.spec.module)[1].num_groups
     with torch.no_grad():
         wanted = ffn.original(probe)
-        router.mask = torch.ones(1, _PROBE_ROWS, router.num_groups, dtype=torch.bool, device=probe.device)
-        always_dense = FusedFeedForward(ffn.spec, router, ffn.activation, dense_table())
+        ffn.gate.mask = torch.ones(1, _PROBE_ROWS, groups, dtype=torch.bool, device=probe.device)
+        always_dense = FusedFeedForward(ffn.spec, ffn.gate, ffn.activation, dense_table())
         found = always_dense(probe)
     error = (found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12)
     if not error < 2e-2:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
+from wide.inference.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.gates import ROUTER_NAME
 from wide.models.router import Router
-from wide.models.stacking import stack_linears
 
 _ACTIVATIONS = {
     "SiLUActivation": "silu",

@@ -33,8 +33,8 @@ from wide.methods.method import Decision, Effort, Target, feed_forward, width_sh
 from wide.models.attach import attach, detach
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
+from wide.models.gates import StaticGate
 from wide.models.observe import bypass
-from wide.models.static import StaticGate
 from wide.plan import Kept, LayerPlan, Plan, scale_name
 from wide.training.modes import training_mode
 from wide.training.objective import target_labels

@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ from torch import Tensor, nn
 
 from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError
 from wide.models.attach import Attachment, attach, attachment, detach
-from wide.models.card import model_card
 from wide.models.discovery import discover
-from wide.models.fingerprint import differences, fingerprint
 from wide.models.lora import copy_strictly, load_lora
+from wide.models.pretrained import differences, fingerprint, load_pretrained
 from wide.plan import Plan
 from wide.version import __version__
 
@@ -35,10 +35,24 @@ FORMAT_VERSION = 3
 CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
 STATIC_FILE, WEIGHTS_FILE = "wide_static.safetensors", "wide_weights.safetensors"
 ORDER_FILE = "wide_order.safetensors"
+_STATIC_WORDS = {
+    "skipped": "left out for every token",
+    "kept": "with only some of their heads or channels, the same for every token",
+    "following": "executed for the tokens that the attention of the layer executes for",
+}
 _WAY_OUT = "copy it again, or use what a stage of its run kept (RUN/stage1/adapter, RUN/stage2/adapter)"
-_KEYS_1 = {"format_version", "wide_version", "base", "plan", "thresholds", "dial", "provenance", "has_lora"}
-# What later formats have added, and what older files mean by saying nothing.
-_ADDED = {2: {"has_weights": False}, 3: {"has_order": False}}
+_KEYS = {
+    "format_version",
+    "wide_version",
+    "base",
+    "plan",
+    "thresholds",
+    "dial",
+    "provenance",
+    "has_lora",
+    "has_weights",
+    "has_order",
+}
 
 
 def router_state(model: nn.Module) -> dict[str, Tensor]:
@@ -71,41 +85,34 @@ def save(model: nn.Module, path: str | Path) -> Path:
     """
     state = attachment(model)
     require_final_scales(state)
-    if state.originals_lost:
-        raise NotAttachedError(
-            "this model came from a full checkpoint whose base weights were replaced, so an adapter cannot describe "
-            "it; save a full checkpoint with wide.save_checkpoint(model, path)"
-        )
+    reason = None
     if state.lora is not None and state.lora.merged:
+        reason = "LoRA was merged into the base weights"
+    elif state.originals_lost:
+        reason = "this model came from a full checkpoint whose base weights were replaced"
+    elif state.order_lost:
+        reason = "this model came from a full checkpoint whose FFN channels lie in another order than those of its base"
+    if reason is not None:
         raise NotAttachedError(
-            "LoRA was merged into the base weights, so an adapter cannot describe this model; save a full checkpoint "
-            "with wide.save_checkpoint(model, path)"
-        )
-    if state.order_lost:
-        raise NotAttachedError(
-            "this model came from a full checkpoint whose FFN channels lie in another order than those of its base, so "
-            "an adapter cannot describe it; save a full checkpoint with wide.save_checkpoint(model, path)"
+            f"{reason}, so an adapter cannot describe this model; save a full checkpoint with "
+            "wide.save_checkpoint(model, path)"
         )
     target = Path(path)
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_FILE).exists())):
         raise AdapterError(f"{target} exists and is not an adapter; choose another folder or empty it")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    # A crash between the two renames leaves the earlier adapter whole, under this name.
+    earlier = temporary.with_name(f"{temporary.name}.earlier")
     try:
         _write(model, temporary)
-        _put_in_place(temporary, target)
+        if target.exists():
+            target.rename(earlier)
+        temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    # A crash between the two renames leaves the earlier adapter whole, under the name of `earlier`.
-    earlier = temporary.with_name(f"{temporary.name}.earlier")
-    if target.exists():
-        target.rename(earlier)
-    temporary.rename(target)
     shutil.rmtree(earlier, ignore_errors=True)
+    return target
 
 
 def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: bool = True, **load_options: Any) -> Any:
@@ -129,12 +136,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     weights = _read_tensors(folder, WEIGHTS_FILE, wanted=bool(config["has_weights"]))
     orders = _read_tensors(folder, ORDER_FILE, wanted=bool(config["has_order"]))
     has_lora = _has_lora(config, folder)
-    if isinstance(model_or_name, str):
-        from wide.models.pretrained import load_pretrained
-
-        model = load_pretrained(model_or_name, **load_options)
-    else:
-        model = model_or_name
+    model = load_pretrained(model_or_name, **load_options) if isinstance(model_or_name, str) else model_or_name
     _check_base(config["base"], model, check_weights)
     try:
         attach(model, plan, tensors=static, weights=weights, orders=orders)
@@ -145,25 +147,24 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
         apply_config(model, config)
         if has_lora:
             load_lora(model, folder / LORA_FOLDER)
-    except AdapterError as error:
+    except Exception as error:
         detach(model)
-        raise AdapterError(f"{folder}: {error}; {_WAY_OUT}") from error
-    except Exception:
-        detach(model)
+        if isinstance(error, AdapterError):
+            raise AdapterError(f"{folder}: {error}; {_WAY_OUT}") from error
         raise
     return model
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check an adapter's configuration without loading a model; older formats are brought up to date.
+    """Read and check an adapter's configuration without loading a model.
 
     Raises:
         AdapterError: If it is missing, not JSON, of another format version, or has missing or unknown keys.
     """
     file = folder / CONFIG_FILE
+    if not folder.exists():
+        raise AdapterError(f"there is no folder {str(folder)!r}; check the path of the adapter, or of its run")
     if not file.is_file():
-        if not folder.exists():
-            raise AdapterError(f"there is no folder {str(folder)!r}; check the path of the adapter, or of its run")
         raise AdapterError(
             f"{folder} is not an adapter: {CONFIG_FILE} is missing; name the folder that wide.save wrote, or that of a "
             "run with an adapter in it"
@@ -174,28 +175,25 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise AdapterError(f"{file} is not valid JSON ({error}); the adapter is damaged: {_WAY_OUT}") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{file} must hold an object, not {type(config).__name__}; {_WAY_OUT}")
-    return current_config(config, str(file))
+    check_config(config, str(file))
+    return config
 
 
-def current_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a configuration in this version's format; older ones, which knew less, are brought up to date.
+def check_config(config: dict[str, Any], where: str) -> None:
+    """Refuse a configuration that is not of this version's format.
 
     Raises:
-        AdapterError: If it is of an unknown version, or has missing or unknown keys; the message names them.
+        AdapterError: If it is of another version, or has missing or unknown keys; the message names them.
     """
     version = config.get("format_version")
-    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise AdapterError(
             f"{where}: format version {version!r} is not {FORMAT_VERSION}; use the wide version "
             f"that wrote it ({config.get('wide_version')!r})"
         )
-    keys = _KEYS_1.union(*(facts for added, facts in _ADDED.items() if added <= version))
-    missing, unknown = sorted(keys - set(config)), sorted(set(config) - keys)
+    missing, unknown = sorted(_KEYS - set(config)), sorted(set(config) - _KEYS)
     if missing or unknown:
         raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}; copy it again, as wide wrote it")
-    for added, facts in _ADDED.items():
-        config = facts | config if added > version else config
-    return {**config, "format_version": FORMAT_VERSION, "plan": Plan.from_json(config["plan"]).to_json()}
 
 
 def require_final_scales(state: Attachment) -> None:
@@ -263,7 +261,7 @@ def _write(model: nn.Module, folder: Path) -> None:
             save_file(tensors, str(folder / name))
     if state.lora is not None:
         state.lora.save(folder / LORA_FOLDER)
-    (folder / CARD_FILE).write_text(model_card(config, has_lora=state.lora is not None), encoding="utf-8")
+    (folder / CARD_FILE).write_text(_model_card(config), encoding="utf-8")
     # mkdtemp makes the folder private, safetensors its files; an adapter is as readable as any other output.
     folder.chmod(0o755)
     for file in folder.rglob("*.safetensors"):
@@ -327,3 +325,67 @@ def _number_from_json(value: float | str) -> float:
     if math.isnan(number):
         raise ValueError("a threshold is not a number")
     return number
+
+
+def _model_card(config: dict[str, Any]) -> str:
+    """Return the README of an adapter as Markdown with Hub metadata."""
+    base = config["base"]
+    name = base.get("name_or_path") or "the base model"
+    sublayers = [sublayer for layer in config["plan"]["layers"] for sublayer in (layer["attention"], layer["ffn"])]
+    is_routed = any(sublayer["kind"] == "routed" for sublayer in sublayers)
+    what, tag = "Static pruning", "static-pruning"
+    held = ["A static plan", "LoRA"] if config["has_lora"] else ["A static plan"]
+    if is_routed:
+        what, tag, held[0] = "Token-wise width pruning", "dynamic-width-pruning", "Routers"
+    facts = "\n".join(f"| {key} | {value} |" for key, value in _flat(config["provenance"]))
+    return f"""---
+library_name: wide
+base_model: {name}
+tags: [pruning, {tag}]
+---
+# {what} of {name}
+
+{" and ".join(held)} for a {base["model_type"]} model of {base["num_layers"]} layers.
+{chr(10).join(_plan_lines(config, sublayers))}
+
+```python
+import wide
+
+model = wide.load("{name}", "PATH/TO/THIS/FOLDER")
+```
+
+| training | |
+|---|---|
+{facts or "| not recorded | |"}
+
+Written by wide {config["wide_version"]}.
+"""
+
+
+def _plan_lines(config: dict[str, Any], sublayers: list[dict[str, Any]]) -> list[str]:
+    stream, count, total = config["plan"]["stream"], Counter(s["kind"] for s in sublayers), len(sublayers)
+    lines = []
+    if count["routed"]:
+        sizes = sorted({sublayer["grouping"]["group_size"] for sublayer in sublayers if sublayer["kind"] == "routed"})
+        lines.append(
+            f"- {count['routed']} of {total} sublayers routed, group sizes {sizes} channels. Every token chooses which "
+            "attention-head groups and FFN-channel groups it executes."
+        )
+    lines += [f"- {count[kind]} of {total} sublayers {words}." for kind, words in _STATIC_WORDS.items() if count[kind]]
+    if stream is not None:
+        lines.append(
+            f"- The residual stream lies in subspaces of {stream['kept']} of its {stream['width']} dimensions."
+        )
+    if config["has_weights"]:
+        lines.append("- Base weights are replaced (wide_weights.safetensors).")
+    return lines or ["- Every sublayer runs as it is."]
+
+
+def _flat(facts: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            rows.append((f"{prefix}{key}", value))
+    return rows

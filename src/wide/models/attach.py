@@ -13,7 +13,6 @@ from wide.grouping import Grouping, divisors
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.discovery import discover
 from wide.models.eviction import Eviction, FirstTokens
-from wide.models.fingerprint import fingerprint
 from wide.models.gates import (
     GATE_NAME,
     ROUTER_NAME,
@@ -21,16 +20,19 @@ from wide.models.gates import (
     FollowingGate,
     Gate,
     RememberResidual,
+    SkipOutput,
+    StaticGate,
     check_after,
     install_attention_gates,
     prepare_before,
-    router_of,
+    put_gate,
+    routed_gate,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
+from wide.models.pretrained import fingerprint
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl
-from wide.models.static import SkipOutput, StaticGate
 from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream, basis_of
 from wide.plan import EMBEDDING_BASIS, Dense, Following, Kept, LayerPlan, Plan, Routed, Skipped, basis_name, scale_name
 
@@ -50,7 +52,7 @@ class Attachment:
     """What wide knows about one attached model.
 
     Args:
-        plan: What each half-layer runs.
+        plan: What each sublayer runs.
         specs: The parts of each decoder layer.
         control: Shared by all routers and gates.
         base: Fingerprint of the base model, taken before anything was changed.
@@ -87,33 +89,22 @@ class Attachment:
 
     def routers(self) -> list[Router]:
         """Return all routers, by layer, attention before FFN."""
-        return [router_of(module) for _, module, _ in self.routed_halves()]
-
-    def routed_halves(self) -> list[tuple[int, nn.Module, Routed]]:
-        """Return (layer index, sub-layer module, its plan) of every routed half, in execution order."""
-        halves: list[tuple[int, nn.Module, Routed]] = []
-        for spec, layer in zip(self.specs, self.plan.layers, strict=True):
-            if isinstance(layer.attention, Routed):
-                halves.append((spec.index, spec.attention.module, layer.attention))
-            if isinstance(layer.ffn, Routed) and spec.ffn is not None:
-                halves.append((spec.index, spec.ffn.module, layer.ffn))
-        return halves
+        return [getattr(module, name) for module, name in self.parts if name == ROUTER_NAME]
 
     def static_gates(self) -> list[StaticGate]:
-        """Return the gates of all kept halves, by layer, attention before FFN."""
-        gates = (getattr(module, name) for module, name in self.parts if name == GATE_NAME)
-        return [gate for gate in gates if isinstance(gate, StaticGate)]
+        """Return the gates of all kept sublayers, by layer, attention before FFN."""
+        return [getattr(module, name) for module, name in self.parts if name == GATE_NAME]
 
     def static_parameters(self) -> dict[str, nn.Parameter]:
         """Return the scales and bases of the plan under the names of `Plan.tensor_shapes`."""
         found = {scale_name(gate.layer_index, gate.half_layer): gate.scale for gate in self.static_gates()}
         if self.plan.stream is not None:
             found[EMBEDDING_BASIS] = basis_of(self.specs[0].layer).basis
-        for spec in self.specs if self.plan.stream is not None else ():
-            for half, part in (("attention", spec.attention), ("ffn", spec.ffn)):
+        for spec in self.specs:
+            for sublayer, part in (("attention", spec.attention), ("ffn", spec.ffn)):
                 basis = None if part is None else getattr(part.module, STREAM_NAME, None)
                 if isinstance(basis, StreamBasis):
-                    found[basis_name(spec.index, half)] = basis.basis
+                    found[basis_name(spec.index, sublayer)] = basis.basis
         return found
 
 
@@ -142,11 +133,17 @@ def plan_for(config: WideConfig, specs: Sequence[BlockSpec]) -> Plan:
     Raises:
         ShapeError: If a group size does not fit the model; the message names those that do.
     """
+
+    def routed(grouping: Grouping) -> Routed:
+        return Routed(
+            grouping=grouping, rank=config.router_rank, router_input=config.router_input, bias=config.router_bias
+        )
+
     return Plan(
         tuple(
             LayerPlan(
-                attention=_routed(config, _attention_grouping(config, spec.attention)),
-                ffn=Dense() if spec.ffn is None else _routed(config, _ffn_grouping(config, spec.ffn)),
+                attention=routed(_attention_grouping(config, spec.attention)),
+                ffn=Dense() if spec.ffn is None else routed(_ffn_grouping(config, spec.ffn)),
             )
             for spec in specs
         )
@@ -162,7 +159,7 @@ def attach(
     weights: Mapping[str, Tensor] | None = None,
     orders: Mapping[str, Tensor] | None = None,
 ) -> ModelT:
-    """Let every half-layer run what a plan says, in place, and return the same object.
+    """Let every sublayer run what a plan says, in place, and return the same object.
 
     The model keeps its class; `generate`, evaluation and training tools keep working. In evaluation mode each router
     decides by its own parameters; in training mode it samples. What a plan prunes for every token is masked, not taken
@@ -170,7 +167,7 @@ def attach(
 
     Args:
         model: A Hugging Face causal LM.
-        config_or_plan: Group sizes and router options for all layers, or a plan that says it per half-layer. None
+        config_or_plan: Group sizes and router options for all layers, or a plan that says it per sublayer. None
             means the default configuration.
         specs: Parts of the decoder layers, for structures that discovery does not know.
         tensors: Values of the plan, by the names and in the shapes of `Plan.tensor_shapes`; copied.
@@ -190,26 +187,19 @@ def attach(
     if is_attached(model):
         raise NotAttachedError("this model already has routers; call wide.detach(model) first")
     specs = tuple(specs) if specs is not None else discover(model)
-    config = config_or_plan if isinstance(config_or_plan, WideConfig) else None
-    if config_or_plan is None:
-        config = WideConfig()
-    plan = plan_for(config, specs) if config is not None else config_or_plan
-    assert isinstance(plan, Plan)
+    config = None if isinstance(config_or_plan, Plan) else config_or_plan or WideConfig()
+    plan = config_or_plan if isinstance(config_or_plan, Plan) else plan_for(config or WideConfig(), specs)
     tensors = tensors or {}
     check_plan(plan, specs, tensors)
-    _check_orders(config, orders, weights)
-    _check_start(config)
-    base = fingerprint(model, specs)
-    state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=base)
+    _check_settings(config, has_orders=bool(orders), has_weights=bool(weights))
+    state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=fingerprint(model, specs))
     state.replaced = ReplacedWeights(model, weights) if weights else None
     state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
     install_attention_gates()
     for spec, layer in zip(specs, plan.layers, strict=True):
         _attach_layer(spec, layer, tensors, state)
     if plan.stream is not None:
-        handles, parts = attach_stream(specs, tensors, state.control)
-        state.handles += handles
-        state.parts += parts
+        attach_stream(specs, tensors, state.control, state.handles, state.parts)
     _protect_first_tokens(model, state)
     if config is not None and config.execute_bias:
         for router in state.routers():
@@ -243,20 +233,17 @@ def detach(model: ModelT) -> ModelT:
     return model
 
 
-def _check_orders(
-    config: WideConfig | None, orders: Mapping[str, Tensor] | None, weights: Mapping[str, Tensor] | None
-) -> None:
-    if orders and weights:
+def _check_settings(config: WideConfig | None, *, has_orders: bool, has_weights: bool) -> None:
+    if has_orders and has_weights:
         raise ConfigError("orders= and weights= cannot be given together: replaced weights name channels by place")
-    if config is not None and config.ffn_grouping == "clustered" and not orders:
+    if config is None:
+        return
+    if config.ffn_grouping == "clustered" and not has_orders:
         raise ConfigError(
             "ffn_grouping='clustered' needs text to see which channels act together: wide.prune reads it, or give "
             "orders= yourself"
         )
-
-
-def _check_start(config: WideConfig | None) -> None:
-    if config is not None and config.router_start == "fitted":
+    if config.router_start == "fitted":
         raise ConfigError(
             "router_start='fitted' needs text to fit the routers to: wide.prune reads it and attaches by itself; use "
             "router_start='random' to attach routers that know nothing yet"
@@ -264,16 +251,13 @@ def _check_start(config: WideConfig | None) -> None:
 
 
 def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:
-    counts = {half.first_tokens for _, _, half in state.routed_halves() if half.first_tokens}
+    halves = (half for layer in state.plan.layers for _, half in layer.halves())
+    counts = {half.first_tokens for half in halves if isinstance(half, Routed)} - {0}
     if len(counts) > 1:
         raise ShapeError(f"all routers of a plan protect as many first tokens or none, this one says {sorted(counts)}")
     for count in counts:
         decoder = getattr(model, "base_model", model)
         state.handles.append(decoder.register_forward_pre_hook(FirstTokens(state.control, count), with_kwargs=True))
-
-
-def _routed(config: WideConfig, grouping: Grouping) -> Routed:
-    return Routed(grouping=grouping, rank=config.router_rank, router_input=config.router_input, bias=config.router_bias)
 
 
 def _attention_grouping(config: WideConfig, spec: AttentionSpec) -> Grouping:
@@ -297,54 +281,44 @@ def _ffn_grouping(config: WideConfig, spec: FeedForwardSpec) -> Grouping:
 
 
 def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor], state: Attachment) -> None:
-    remember: dict[nn.Module, list[Router]] = {}
     for (name, half), part in zip(layer.halves(), (spec.attention, spec.ffn), strict=True):
         if part is None or isinstance(half, Dense):
             continue
         if isinstance(half, Skipped):
             state.handles.append(part.module.register_forward_hook(SkipOutput(state.control)))
             continue
-        gate: Gate
-        if isinstance(half, Routed):
-            gate = _router(spec, part.module, half, name, state)
-            # Without a norm before the sub-layer, its own input is the residual stream already.
-            source = spec.layer if gate.reads_layer_input else part.pre_norm
-            if gate.reads_residual and source is not None:
-                remember.setdefault(source, []).append(gate)
-        elif isinstance(half, Kept):
-            gate = _static_gate(spec, part.module, tensors[scale_name(spec.index, name)], name, state)
+        if isinstance(half, Following):
+            gate: Gate = FollowingGate(routed_gate(spec.attention.module)[0])
         else:
-            assert isinstance(half, Following)
-            gate = FollowingGate(router_of(spec.attention.module))
-            setattr(part.module, GATE_NAME, gate)
-            state.parts.append((part.module, GATE_NAME))
+            gate = Gate(_source(spec, part.module, half, name, tensors, state))
+        state.parts.append((part.module, put_gate(part.module, gate)))
         state.handles.append(part.module.register_forward_pre_hook(prepare_before, with_kwargs=True))
         state.handles.append(part.module.register_forward_hook(check_after))
+        if isinstance(half, Routed) and half.router_input != "normed":
+            # Without a norm before the sublayer, its own input is the residual stream already.
+            source = spec.layer if half.router_input == "layer_input" else part.pre_norm
+            if source is not None:
+                state.handles.append(source.register_forward_pre_hook(RememberResidual(gate), with_kwargs=True))
         if isinstance(half, Routed) and half.evicts:
-            assert isinstance(gate, Router)
-            gate.eviction = Eviction(gate)
-            state.handles.append(part.module.register_forward_pre_hook(gate.eviction, with_kwargs=True))
+            gate.executor = eviction = Eviction(gate)
+            state.handles.append(part.module.register_forward_pre_hook(eviction, with_kwargs=True))
         if isinstance(part, FeedForwardSpec):
             state.handles.append(part.activation.register_forward_hook(ActivationGate(gate)))
-    for module, routers in remember.items():
-        hook = RememberResidual(routers)
-        state.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def _router(spec: BlockSpec, module: nn.Module, half: Routed, name: str, state: Attachment) -> Router:
+def _source(
+    spec: BlockSpec, module: nn.Module, half: Routed | Kept, name: str, tensors: Mapping[str, Tensor], state: Attachment
+) -> Router | StaticGate:
+    """Put a router or constants on a sublayer."""
     device = next(spec.layer.parameters()).device
-    router = Router(spec.hidden_size, half, control=state.control, layer_index=spec.index, half=name, device=device)
+    source: Router | StaticGate
+    if isinstance(half, Routed):
+        added = ROUTER_NAME
+        source = Router(spec.hidden_size, half, control=state.control, layer_index=spec.index, half=name, device=device)
+    else:
+        added, scale = GATE_NAME, tensors[scale_name(spec.index, name)]
+        source = StaticGate(scale, control=state.control, layer_index=spec.index, half=name, device=device)
     # New modules start in training mode, which would leave the Gumbel noise on after model.eval().
-    router.train(module.training)
-    module.add_module(ROUTER_NAME, router)
-    state.parts.append((module, ROUTER_NAME))
-    return router
-
-
-def _static_gate(spec: BlockSpec, module: nn.Module, scale: Tensor, name: str, state: Attachment) -> StaticGate:
-    device = next(spec.layer.parameters()).device
-    gate = StaticGate(scale, control=state.control, layer_index=spec.index, half=name, device=device)
-    gate.train(module.training)
-    module.add_module(GATE_NAME, gate)
-    state.parts.append((module, GATE_NAME))
-    return gate
+    module.add_module(added, source.train(module.training))
+    state.parts.append((module, added))
+    return source

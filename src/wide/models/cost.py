@@ -307,28 +307,20 @@ def _combined(routed: float | None, removed: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Widths:
-    """Rows and columns that every token finds in one decoder layer; what routers skip is still counted.
+    """Rows and columns that every token finds in one decoder layer; what routers skip is still counted."""
 
-    Args:
-        query: Rows of Q.
-        key_value: Rows of K, and of V.
-        output: Columns of O.
-        channels: Intermediate channels of the FFN, 0 where it is not known.
-        matrices: Of the FFN, of which an intermediate channel has a row or column.
-        reads: Channels of the residual stream that the layer reads, D, or D' of a `Stream`.
-        between: Channels of the stream between the sublayers.
-        after: Channels of the stream after the layer.
-        has_shortcuts: Whether matrices take the stream from each subspace to the next.
-    """
-
+    # Rows of Q; of K, and of V; columns of O.
     query: int
     key_value: int
     output: int
+    # Intermediate channels of the FFN, 0 where it is not known, and its matrices that have a row or column of each.
     channels: int
     matrices: int
+    # Channels of the residual stream that the layer reads, between its sublayers and after it: D, or D' of a `Stream`.
     reads: int
     between: int
     after: int
+    # Whether matrices take the stream from each subspace to the next.
     has_shortcuts: bool
 
     @property

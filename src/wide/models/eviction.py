@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.models.router import Router, RoutingControl
+from wide.models.gates import Gate, gate_heads
+from wide.models.router import RoutingControl
 
 # Keeps the quotient finite where all attention falls on evicted tokens (D-LLM's own constant).
 _EPSILON = 1e-6
@@ -30,22 +31,22 @@ class Eviction:
     """Keeps the values of skipping tokens out of one attention and out of its cache.
 
     It is a forward pre-hook (with keyword arguments) on the attention module, after the one that lets the router
-    decide, and runs the attention function in the place of the module.
+    decide, and the executor of the module's gate.
 
     Args:
-        router: Of the attention, with one group.
+        gate: Of the attention, whose router has one group.
     """
 
-    def __init__(self, router: Router) -> None:
-        """Serve this router."""
-        self._router = router
+    def __init__(self, gate: Gate) -> None:
+        """Serve this gate."""
+        self._gate = gate
         self._gates_cache = False
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the cache of the coming forward receive gated values."""
-        cache, mask = kwargs.get("past_key_values"), self._router.mask
+        cache, mask = kwargs.get("past_key_values"), self._gate.mask
         self._gates_cache = cache is not None and mask is not None
         if cache is None or mask is None:
             return None
@@ -60,8 +61,8 @@ class Eviction:
         value: Tensor,
         *args: Any,
         **kwargs: Any,
-    ) -> Any:
-        """Return what the attention function gives where evicted tokens cannot be seen.
+    ) -> tuple[Tensor, Any]:
+        """Return what the attention function gives where evicted tokens cannot be seen, zero where they skip.
 
         Args:
             function: Attention in transformers' form.
@@ -78,11 +79,13 @@ class Eviction:
         Raises:
             UnsupportedModelError: If the attention has sinks, or a cache that this does not know of.
         """
-        mask = self._router.mask
-        assert mask is not None
+        mask = self._gate.take()
+        if mask is None:
+            output, weights = function(module, query, key, value, *args, **kwargs)
+            return output, weights
         if kwargs.get("s_aux") is not None:
             raise UnsupportedModelError(
-                f"layer {self._router.layer_index}: attention with sinks cannot evict keys and values"
+                f"layer {self._gate.layer_index}: attention with sinks cannot evict keys and values"
             )
         if key.shape[2] == mask.shape[1]:
             # The router's own mask, which has a gradient in training.
@@ -92,7 +95,7 @@ class Eviction:
             gate = (value != 0).any(-1, keepdim=True).to(value.dtype)
         else:
             raise UnsupportedModelError(
-                f"layer {self._router.layer_index}: {type(module).__name__} did not get its cache as past_key_values, "
+                f"layer {self._gate.layer_index}: {type(module).__name__} did not get its cache as past_key_values, "
                 "so evicted tokens cannot be kept out of it"
             )
         width = value.shape[-1]
@@ -102,7 +105,7 @@ class Eviction:
         query, key = (functional.pad(tensor, (0, _EXTRA_CHANNELS)) for tensor in (query, key))
         output, weights = function(module, query, key, widened, *args, **kwargs)
         seen = output[..., width : width + 1].float() + _EPSILON
-        return (output[..., :width].float() / seen).to(value.dtype), weights
+        return gate_heads((output[..., :width].float() / seen).to(value.dtype), mask), weights
 
 
 class FirstTokens:

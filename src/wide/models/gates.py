@@ -2,41 +2,174 @@
 
 Both lie outside every linear module, so that LoRA, merged or not, and quantised linears see the masked activations,
 and the gradient of the mask is the paper's on executed and on skipped groups alike. What decides, a router, the router
-of the attention half or constants, is a gate; all gates enter here.
+of the attention or constants, is the source of a gate; all gates enter here.
 """
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.models.router import Router
+from wide.models.router import Router, RoutingControl
 
 ROUTER_NAME, GATE_NAME = "wide_router", "wide_gate"
+"""Modules on a sublayer, and so in names of tensors: its `Router`, or its `StaticGate`."""
+GATHER_NAME = "wide_gather"
+"""A module on an attention that picks the heads which the attention function sees."""
+_PENDING = "wide_pending"
 
 
-class Gate(Protocol):
-    """What decides by which factors the channels of a half-layer are multiplied.
+class Executor(Protocol):
+    """Runs the attention function of one gated module in another way, and takes the pending mask itself."""
+
+    def attend(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """Return what `function` gives, masked: output `[B, T, H, d]` and attention weights."""
+
+
+class ReadsResidual(Protocol):
+    """What reads the residual stream in a sublayer."""
+
+    residual: Tensor | None
+
+
+class StaticGate(nn.Module):
+    """Multiplies the units of one sublayer by constants, at the places where routers' masks enter.
+
+    `scale` is a parameter without gradient. A method that learns scales switches its gradient on (or puts another
+    parameter in its place) and may set `transform`, which then maps the scales to the factors that are applied.
 
     Args:
+        scale: A factor per unit `[units]`; kept as float32.
+        control: Shared by all gates and routers of the model.
         layer_index: Decoder layer, from 0.
-        half_layer: 'attention' or 'ffn'.
-        mask: The factors of the running sub-layer until they are taken: `[B, T, N_G]` per token, or float32 `[N_G]`
-            for every token.
+        half: 'attention' or 'ffn'.
+        device: Where the scales live.
     """
 
-    layer_index: int
-    half_layer: str
-    mask: Tensor | None
+    def __init__(
+        self,
+        scale: Tensor,
+        *,
+        control: RoutingControl,
+        layer_index: int,
+        half: str,
+        device: torch.device | None = None,
+    ) -> None:
+        """Copy the scales."""
+        super().__init__()
+        values = scale.detach().to(device=device, dtype=torch.float32, copy=True)
+        self.scale = nn.Parameter(values, requires_grad=False)
+        self.transform: Callable[[Tensor], Tensor] | None = None
+        self.control = control
+        self.layer_index = layer_index
+        self.half_layer = half
+
+    def factors(self) -> Tensor:
+        """Return what the units are multiplied by, float32 `[units]`, with gradient where `scale` has one."""
+        scale = self.scale.float()
+        return scale if self.transform is None else self.transform(scale)
+
+    def forward(self, _hidden: Tensor) -> Tensor:
+        """Return the factors, whatever the hidden states are."""
+        return self.factors()
+
+
+class Gate:
+    """Lets a source decide before a sublayer runs, and holds the factors until they are applied.
+
+    Args:
+        source: Gives the factors for the sublayer's input `[B, T, D]`: a mask `[B, T, N_G]`, or float32 `[units]`.
+
+    Attributes:
+        mask: The pending factors; None where there is nothing to apply.
+        residual: What the source reads in place of the sublayer's input, where it reads the residual stream.
+        executor: What runs the attention instead of the dense function followed by the mask; None runs that.
+        followed: The same mask once more, for the FFN that follows this attention.
+    """
+
+    def __init__(self, source: Router | StaticGate) -> None:
+        """Wait for the first forward."""
+        self.source = source
+        self.layer_index, self.half_layer = source.layer_index, source.half_layer
+        self.mask: Tensor | None = None
+        self.residual: Tensor | None = None
+        self.executor: Executor | None = None
+        self.followed: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:
-        """Decide for the coming sub-layer, whose input is `[B, T, D]`; nothing to apply leaves `mask` None."""
+        """Decide for the coming sublayer, whose input is `[B, T, D]`."""
+        residual, self.residual = self.residual, None
+        self.mask = None
+        if self.source.control.enabled:
+            self.mask = self.source(hidden if residual is None else residual)
+        if isinstance(self.source, Router) and self.source.is_followed:
+            self.followed = self.mask
 
     def take(self) -> Tensor | None:
         """Hand the pending factors over, once."""
+        mask, self.mask = self.mask, None
+        return mask
+
+
+class FollowingGate(Gate):
+    """Executes an FFN for the tokens that the attention of its layer executes for.
+
+    Args:
+        attention: The gate of the attention, whose router has one group.
+    """
+
+    def __init__(self, attention: Gate) -> None:
+        """Ask the attention to keep its masks for a second use."""
+        super().__init__(attention.source)
+        assert isinstance(attention.source, Router)
+        attention.source.is_followed = True
+        self.attention, self.half_layer = attention, "ffn"
+
+    def prepare(self, _hidden: Tensor) -> None:
+        """Take over what the attention's router has decided in this forward.
+
+        Raises:
+            UnsupportedModelError: If the FFN runs before the attention.
+        """
+        self.mask, self.attention.followed = self.attention.followed, None
+        if self.mask is None and self.source.control.enabled:
+            raise UnsupportedModelError(
+                f"layer {self.layer_index}: the FFN runs before the attention whose router it follows; give it a "
+                "router of its own (Routed)"
+            )
+
+
+def put_gate(module: nn.Module, gate: Gate) -> str:
+    """Let a sublayer find its gate; return the name of the attribute."""
+    setattr(module, _PENDING, gate)
+    return _PENDING
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """Return the gate that `attach` put on a sublayer, None if there is none."""
+    return getattr(module, _PENDING, None)
+
+
+def routed_gate(module: nn.Module) -> tuple[Gate, Router]:
+    """Return the gate of a sublayer with a router, and the router."""
+    gate = gate_of(module)
+    assert gate is not None
+    assert isinstance(gate.source, Router)
+    return gate, gate.source
 
 
 def gate_groups(values: Tensor, mask: Tensor) -> Tensor:
@@ -57,54 +190,44 @@ def _factors(mask: Tensor, like: Tensor) -> Tensor:
     return mask if mask.dim() == 1 else mask.to(like.dtype)
 
 
-def gate_of(module: nn.Module) -> Gate | None:
-    """Return the gate that `attach` put on a sub-layer, None if there is none."""
-    return cast("Gate | None", getattr(module, ROUTER_NAME, None) or getattr(module, GATE_NAME, None))
-
-
-def router_of(module: nn.Module) -> Router:
-    """Return the router that `attach` put on a sub-layer."""
-    router = getattr(module, ROUTER_NAME)
-    assert isinstance(router, Router)
-    return router
-
-
 def prepare_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the sub-layer's gate decide on its hidden states (a forward pre-hook with keyword arguments)."""
+    """Let the sublayer's gate decide on its hidden states (a forward pre-hook with keyword arguments)."""
     gate = gate_of(module)
     assert gate is not None
     gate.prepare(args[0] if args else kwargs["hidden_states"])
 
 
 def check_after(module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-    """Raise if the sub-layer finished without anything having taken the mask (a forward hook).
+    """Raise if the sublayer finished without anything having taken the mask (a forward hook).
 
     Raises:
         UnsupportedModelError: If the attention implementation in use bypasses the gate.
     """
     gate = gate_of(module)
-    if gate is None or gate.mask is None:
-        return
-    gate.mask = None
+    if gate is not None and gate.take() is not None:
+        raise bypassed(module, f"layer {gate.layer_index}: the {gate.half_layer} mask was not applied")
+
+
+def bypassed(module: nn.Module, what: str) -> UnsupportedModelError:
+    """Return the error for an attention implementation that does not run through the wrapped functions."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", "unknown")
-    raise UnsupportedModelError(
-        f"layer {gate.layer_index}: the {gate.half_layer} mask was not applied; attention implementation "
-        f"{implementation!r} was registered after the routers were attached or does not go through transformers' "
-        "attention interface. Choose 'sdpa' or 'eager', or detach and attach again"
+    return UnsupportedModelError(
+        f"{what}: attention implementation {implementation!r} was registered after the model was attached or sliced, "
+        "or does not go through transformers' attention interface. Choose 'sdpa' or 'eager', or register it first: "
+        "then detach and attach again, or load the model again"
     )
 
 
 class RememberResidual:
-    """A pre-hook on a norm or a layer that shows its input, the residual stream, to the routers that read it."""
+    """A pre-hook on a norm or a layer that shows its input, the residual stream, to what reads it in a sublayer."""
 
-    def __init__(self, routers: list[Router]) -> None:
-        """Serve these routers."""
-        self.routers = routers
+    def __init__(self, reader: ReadsResidual) -> None:
+        """Serve this reader."""
+        self.reader = reader
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the input until the sub-layer runs."""
-        for router in self.routers:
-            router.residual = args[0] if args else kwargs["hidden_states"]
+        """Keep the input until the sublayer runs."""
+        self.reader.residual = args[0] if args else kwargs["hidden_states"]
 
 
 class ActivationGate:
@@ -120,41 +243,38 @@ class ActivationGate:
         return output if mask is None else gate_groups(output, mask)
 
 
-class FollowingGate:
-    """Executes an FFN for the tokens that the attention of its layer executes for.
+class SkipOutput:
+    """A forward hook on a sublayer: its output is zero.
+
+    The sublayer runs all the same, so that caches keep the length of the sequence.
 
     Args:
-        router: Of the attention half, with one group.
+        control: Shared by all gates and routers of the model.
     """
 
-    def __init__(self, router: Router) -> None:
-        """Ask the router to keep its masks for a second use."""
-        router.is_followed = True
-        self.router = router
-        self.layer_index, self.half_layer = router.layer_index, "ffn"
-        self.mask: Tensor | None = None
+    def __init__(self, control: RoutingControl) -> None:
+        """Follow this control."""
+        self.control = control
 
-    def prepare(self, _hidden: Tensor) -> None:
-        """Take over what the attention's router has decided in this forward.
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Return zeros in the place of the hidden states."""
+        return output if not self.control.enabled else with_hidden(output, torch.zeros_like(hidden_of(output)))
 
-        Raises:
-            UnsupportedModelError: If the FFN runs before the attention.
-        """
-        self.mask = self.router.take_followed()
-        if self.mask is None and self.router.control.enabled:
-            raise UnsupportedModelError(
-                f"layer {self.layer_index}: the FFN runs before the attention whose router it follows; give it a "
-                "router of its own (Routed)"
-            )
 
-    def take(self) -> Tensor | None:
-        """Hand the pending mask over, once."""
-        mask, self.mask = self.mask, None
-        return mask
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states of a sublayer's output, which may carry attention weights as well."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """Return a sublayer's output with other hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def install_attention_gates() -> None:
-    """Wrap every attention function of transformers, once per process; modules without a gate are untouched.
+    """Wrap every attention function of transformers, once per process; other modules than ours are untouched.
 
     The existing names are wrapped, not new ones registered: a new name without a mask function loses the causal mask
     without a warning, and a switch of the implementation would bypass it.
@@ -172,15 +292,17 @@ def install_attention_gates() -> None:
 
 def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gather = getattr(module, GATHER_NAME, None)
+        if gather is not None:
+            query, key, value = gather(query, key, value)
         gate = gate_of(module)
-        if isinstance(gate, Router) and gate.fused is not None:
-            return gate.fused.attend(function, module, *args, **kwargs)
-        if isinstance(gate, Router) and gate.eviction is not None and gate.mask is not None:
-            output, weights = gate.eviction.attend(function, module, *args, **kwargs)
-        else:
-            output, weights = function(module, *args, **kwargs)
-        mask = None if gate is None else gate.take()
+        if gate is None:
+            return function(module, query, key, value, *args, **kwargs)
+        if gate.executor is not None:
+            return gate.executor.attend(function, module, query, key, value, *args, **kwargs)
+        output, weights = function(module, query, key, value, *args, **kwargs)
+        mask = gate.take()
         return (output if mask is None else gate_heads(output, mask)), weights
 
     wrapper.wide_gated = True  # type: ignore[attr-defined]

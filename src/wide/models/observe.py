@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
+from wide.models.router import RoutingControl
 from wide.routing import LayerRouting, Routing
 
 
@@ -49,13 +51,9 @@ def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRo
         NotAttachedError: If the model carries no routers.
     """
     control = attachment(model).control
-    before = control.observed, control.keep_history
     routing = [LayerRouting() for _ in range(control.num_layers)]
-    control.observed, control.keep_history = routing, history
-    try:
+    with _set(control, observed=routing, keep_history=history):
         yield routing
-    finally:
-        control.observed, control.keep_history = before
 
 
 @contextmanager
@@ -86,7 +84,7 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
 
     Args:
         model: An attached model.
-        masks: One entry per layer, as `capture_routing` gives; None inside an entry leaves that half to its router.
+        masks: One entry per layer, as `capture_routing` gives; None inside an entry leaves that sublayer to its router.
             An FFN that follows the attention goes by the attention's mask.
             Masks `[B, T, N_G]` longer than a forward are used up in order by successive forwards, as in cached
             decoding.
@@ -97,12 +95,8 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
     control = attachment(model).control
     if len(masks) != control.num_layers:
         raise ShapeError(f"masks for {len(masks)} layers were given, the model has {control.num_layers}")
-    before = control.forced, control.forced_position
-    control.forced, control.forced_position = list(masks), {}
-    try:
+    with _set(control, forced=list(masks), forced_position={}):
         yield
-    finally:
-        control.forced, control.forced_position = before
 
 
 @contextmanager
@@ -122,22 +116,31 @@ def bypass(*models: nn.Module) -> Iterator[None]:
                 "the weights of this checkpoint are the pruned ones, so its dense form is not known; load the base "
                 "model by itself, or leave the comparison out (compare_dense=False)"
             )
-    before = [state.control.enabled for state in states]
-    with ExitStack() as originals:
+    with ExitStack() as stack:
         for state in states:
-            state.control.enabled = False
+            stack.enter_context(_set(state.control, enabled=False))
             if state.replaced is not None:
-                originals.enter_context(state.replaced.dense())
-        try:
-            yield
-        finally:
-            for state, enabled in zip(states, before, strict=True):
-                state.control.enabled = enabled
+                stack.enter_context(state.replaced.dense())
+        yield
+
+
+@contextmanager
+def _set(control: RoutingControl, **values: Any) -> Iterator[None]:
+    """Give a control other values inside the block."""
+    before = {name: getattr(control, name) for name in values}
+    for name, value in values.items():
+        setattr(control, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(control, name, value)
 
 
 def _copy_detached(source: Sequence[LayerRouting], target: list[LayerRouting]) -> None:
     for layer, copy in zip(source, target, strict=True):
-        copy.attention = None if layer.attention is None else layer.attention.detach().bool()
-        copy.ffn = None if layer.ffn is None else layer.ffn.detach().bool()
-        copy.attention_margin = None if layer.attention_margin is None else layer.attention_margin.detach()
-        copy.ffn_margin = None if layer.ffn_margin is None else layer.ffn_margin.detach()
+        for name in ("attention", "ffn", "attention_margin", "ffn_margin"):
+            value = getattr(layer, name)
+            if value is not None:
+                value = value.detach() if name.endswith("_margin") else value.detach().bool()
+            setattr(copy, name, value)

@@ -19,7 +19,7 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
     """Refuse a plan that cannot be executed on a model, or tensors that are not the plan's.
 
     Args:
-        plan: What each half-layer is to run.
+        plan: What each sublayer is to run.
         specs: Parts of the decoder layers.
         tensors: Values of the plan by name; on the meta device only names and shapes are looked at.
 
@@ -30,16 +30,18 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
     if len(plan.layers) != len(specs):
         raise ShapeError(f"the plan has {len(plan.layers)} layers, the model {len(specs)}")
     for spec, layer in zip(specs, plan.layers, strict=True):
-        where = f"layer {spec.index}"
-        _check_attention(layer.attention, spec.attention, f"{where}: attention")
-        _check_ffn(layer.ffn, spec, f"{where}: FFN")
-        _check_following(layer, where)
-    _check_stream_size(plan, specs)
+        _check_attention(layer.attention, spec.attention, f"layer {spec.index}: attention")
+        _check_ffn(layer, spec, f"layer {spec.index}: FFN")
+    stream, width = plan.stream, specs[0].hidden_size
+    if stream is not None and not (stream.width == width and 1 <= stream.kept <= stream.width):
+        raise ShapeError(
+            f"the plan keeps {stream.kept} of {stream.width} dimensions of the stream; the model has {width}, of which "
+            "at least 1 stays"
+        )
     check_tensors(plan, tensors)
-    if plan.stream is not None:
-        for spec in specs:
-            _require_plain_stream(spec)
     for spec, layer in zip(specs, plan.layers, strict=True):
+        if stream is not None:
+            _require_plain_stream(spec)
         if any(isinstance(half, Skipped) for _, half in layer.halves()):
             _require_nothing_added(spec)
 
@@ -52,7 +54,7 @@ def attention_group_sizes(spec: AttentionSpec) -> list[int]:
 
 
 def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that do not hold the values of a plan.
+    """Refuse tensors that do not hold the values of a plan; on the meta device only names and shapes are looked at.
 
     Raises:
         ShapeError: If a name is missing or surplus, a shape differs, a value is not finite, the scales keep another
@@ -69,28 +71,23 @@ def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
         found = tensors[name]
         if tuple(found.shape) != shape:
             raise ShapeError(f"the tensor {name} has shape {tuple(found.shape)}, the plan needs {shape}")
-        if not found.is_meta and not torch.isfinite(found).all():
+        if found.is_meta:
+            continue
+        if not torch.isfinite(found).all():
             raise ShapeError(f"the tensor {name} holds values that are not finite")
-    for index, layer in enumerate(plan.layers):
-        for half, what in layer.halves():
-            if isinstance(what, Kept):
-                _check_scale(scale_name(index, half), tensors[scale_name(index, half)], what)
-    for name in shapes:
         if not name.endswith(".scale"):
-            _check_basis(name, tensors[name])
+            _require_orthonormal(name, found)
+    for index, layer in enumerate(plan.layers):
+        for sublayer, half in layer.halves():
+            if not isinstance(half, Kept) or tensors[scale_name(index, sublayer)].is_meta:
+                continue
+            name = scale_name(index, sublayer)
+            kept = int((tensors[name] != 0).sum())
+            if kept != half.kept:
+                raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
 
 
-def _check_scale(name: str, scale: Tensor, half: Kept) -> None:
-    if scale.is_meta:
-        return
-    kept = int((scale != 0).sum())
-    if kept != half.kept:
-        raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
-
-
-def _check_basis(name: str, basis: Tensor) -> None:
-    if basis.is_meta:
-        return
+def _require_orthonormal(name: str, basis: Tensor) -> None:
     columns = basis.detach().double()
     error = (columns.T @ columns - torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)).abs().max()
     if not float(error) <= _ORTHONORMAL_TO:
@@ -106,15 +103,15 @@ def _check_attention(half: Half, spec: AttentionSpec, where: str) -> None:
     if not isinstance(half, Kept | Routed):
         return
     _check_width(half.grouping.width, spec.query_width, where)
-    size = half.grouping.group_size
-    legal = attention_group_sizes(spec)
+    size, legal = half.grouping.group_size, attention_group_sizes(spec)
     if isinstance(half, Routed) and size not in legal:
         raise ShapeError(f"{where} group size {size} is not one of {legal} channels")
     if isinstance(half, Kept) and size % spec.head_dim:
         raise ShapeError(f"{where}: units of {size} channels are not whole query heads of {spec.head_dim}")
 
 
-def _check_ffn(half: Half, spec: BlockSpec, where: str) -> None:
+def _check_ffn(layer: LayerPlan, spec: BlockSpec, where: str) -> None:
+    half, attention = layer.ffn, layer.attention
     if isinstance(half, Dense):
         return
     if spec.ffn is None:
@@ -123,6 +120,13 @@ def _check_ffn(half: Half, spec: BlockSpec, where: str) -> None:
         _check_width(half.grouping.width, spec.ffn.width, where)
     if isinstance(half, Routed) and half.evicts:
         raise ShapeError(f"{where} has no keys and values to evict; only an attention evicts")
+    if isinstance(half, Following) and not isinstance(attention, Routed):
+        raise ShapeError(f"{where} follows the attention, which has no router; make it Routed")
+    if isinstance(half, Following) and isinstance(attention, Routed) and attention.grouping.num_groups != 1:
+        raise ShapeError(
+            f"{where} follows an attention router of {attention.grouping.num_groups} groups; it needs one, "
+            f"Grouping.whole({attention.grouping.width})"
+        )
 
 
 def _check_width(planned: int, width: int, where: str) -> None:
@@ -130,39 +134,19 @@ def _check_width(planned: int, width: int, where: str) -> None:
         raise ShapeError(f"{where} is {width} channels wide, the plan says {planned}")
 
 
-def _check_following(layer: LayerPlan, where: str) -> None:
-    if not isinstance(layer.ffn, Following):
-        return
-    if not isinstance(layer.attention, Routed):
-        raise ShapeError(f"{where}: the FFN follows the attention, whose half has no router; make it Routed")
-    if layer.attention.grouping.num_groups != 1:
-        raise ShapeError(
-            f"{where}: the FFN follows an attention router of {layer.attention.grouping.num_groups} groups; it needs "
-            f"one, Grouping.whole({layer.attention.grouping.width})"
-        )
-
-
-def _check_stream_size(plan: Plan, specs: Sequence[BlockSpec]) -> None:
-    stream = plan.stream
-    if stream is None or (stream.width == specs[0].hidden_size and 1 <= stream.kept <= stream.width):
-        return
-    raise ShapeError(
-        f"the plan keeps {stream.kept} of {stream.width} dimensions of the stream; the model has "
-        f"{specs[0].hidden_size}, of which at least 1 stays"
-    )
-
-
 def _require_plain_stream(spec: BlockSpec) -> None:
-    """Refuse layers that do something else with the stream than add the output of two halves, one after the other."""
+    """Refuse layers that do something else with the stream than add the outputs of two sublayers one by one."""
     where = f"layer {spec.index} ({type(spec.layer).__name__})"
     norms = [None if part is None else part.pre_norm for part in (spec.attention, spec.ffn)]
     if None in norms or norms[0] is norms[1]:
-        raise UnsupportedModelError(f"{where} has no norm of its own before each half; its stream cannot be projected")
+        raise UnsupportedModelError(
+            f"{where} has no norm of its own before each sublayer; its stream cannot be projected"
+        )
     added = [_probe(spec, seed) for seed in (0, 1)]
     found = _run_with(spec, added[0], added[1])
     if found is not None and not torch.allclose(found, _probe(spec, 2) + added[0] + added[1], rtol=1e-2, atol=1e-2):
         raise UnsupportedModelError(
-            f"{where} does not simply add the outputs of its halves to the stream (norms after them, multipliers); "
+            f"{where} does not simply add the outputs of its sublayers to the stream (norms after them, multipliers); "
             "its stream cannot be projected"
         )
 
@@ -173,13 +157,13 @@ def _require_nothing_added(spec: BlockSpec) -> None:
     found = _run_with(spec, zeros, zeros)
     if found is not None and not torch.equal(found, _probe(spec, 2)):
         raise UnsupportedModelError(
-            f"layer {spec.index} ({type(spec.layer).__name__}) changes the stream even where both halves give zero, so "
-            "none can be skipped"
+            f"layer {spec.index} ({type(spec.layer).__name__}) changes the stream even where both sublayers give zero, "
+            "so none can be skipped"
         )
 
 
 def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
-    """Return the layer's output on a probe while its halves give these outputs; None on the meta device."""
+    """Return the layer's output on a probe while its sublayers give these outputs; None on the meta device."""
     stream = _probe(spec, 2)
     if stream.is_meta or spec.ffn is None:
         return None

@@ -1,5 +1,7 @@
-"""Load base models by name or folder, with clear errors and without remote code."""
+"""Base models: loaded by name or folder, without remote code, and recognised by a sample of their weights."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,16 @@ from torch import nn
 
 from wide.data.local_names import missing_folder
 from wide.errors import ConfigError, UnsupportedModelError
+from wide.models.block_spec import BlockSpec
 
+PRUNED_PREFIX = "wide_"
+"""Of the model types of full pruned checkpoints."""
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_TENSORS = 32
+_VALUES_PER_TENSOR = 8
+_NEEDED_AGREEMENT = 0.95
+# What wide itself puts into a model.
+_ADDED = re.compile(r"wide_(router|gate|stream)\b")
 
 
 def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None) -> Any:
@@ -54,7 +64,7 @@ def is_pruned_checkpoint(name: str) -> bool:
         facts, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError):
         return False
-    return str(facts.get("model_type", "")).startswith("wide_")
+    return str(facts.get("model_type", "")).startswith(PRUNED_PREFIX)
 
 
 def load_skeleton(name: str) -> Any:
@@ -128,3 +138,63 @@ def _not_causal(name: str, config: Any) -> str:
 def _not_loadable(name: str, error: Exception) -> str:
     kind = "folder" if Path(name).exists() else "hub name or folder"
     return f"no model can be loaded from the {kind} {name!r}: {str(error).strip().splitlines()[0]}"
+
+
+def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> dict[str, Any]:
+    """Return JSON-ready facts by which an adapter recognises its base model.
+
+    The weight sample is rounded to bfloat16, so that the same checkpoint loaded as float32 or bfloat16 agrees.
+    """
+    config = getattr(model, "config", None)
+    text_config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    attention = specs[0].attention
+    return {
+        "model_type": str(getattr(text_config, "model_type", type(model).__name__)).removeprefix(PRUNED_PREFIX),
+        "name_or_path": str(getattr(config, "_name_or_path", "") or ""),
+        "revision": getattr(config, "_commit_hash", None),
+        "num_layers": len(specs),
+        "hidden_size": specs[0].hidden_size,
+        "num_query_heads": attention.num_query_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "ffn_width": None if specs[0].ffn is None else specs[0].ffn.width,
+        "vocab_size": getattr(text_config, "vocab_size", None),
+        "weight_sample": _weight_sample(model),
+    }
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return what distinguishes two fingerprints, in words; empty means the same base model.
+
+    Names and revisions are not compared: a moved or renamed checkpoint is the same model.
+    """
+    facts = [key for key in expected if key not in ("name_or_path", "revision", "weight_sample")]
+    words = [
+        f"{key} is {found.get(key)!r}, expected {expected[key]!r}" for key in facts if found.get(key) != expected[key]
+    ]
+    if not words and not _same_sample(expected.get("weight_sample"), found.get("weight_sample")):
+        words.append("the weights differ (another checkpoint of the same architecture)")
+    return words
+
+
+def _same_sample(expected: Any, found: Any) -> bool:
+    if not expected or not found:
+        # Weights that cannot be sampled (quantised, on the meta device) cannot be compared either.
+        return True
+    if len(expected) != len(found):
+        return False
+    equal = sum(a == b for a, b in zip(expected, found, strict=True))
+    return equal >= _NEEDED_AGREEMENT * len(expected)
+
+
+def _weight_sample(model: nn.Module) -> list[float]:
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not _ADDED.search(name)]
+    if not matrices or any(p.is_meta or not p.is_floating_point() for p in matrices):
+        return []
+    step = max(1, len(matrices) // _NUM_TENSORS)
+    pieces = []
+    for matrix in matrices[::step]:
+        flat = matrix.detach().reshape(-1)
+        stride = max(1, flat.numel() // _VALUES_PER_TENSOR)
+        pieces.append(flat[::stride][:_VALUES_PER_TENSOR].to(torch.bfloat16).float().cpu())
+    return [float(value) for value in torch.cat(pieces)]

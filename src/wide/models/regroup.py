@@ -42,8 +42,10 @@ class RegroupedChannels:
 
     def __init__(self, specs: Sequence[BlockSpec], plan: Plan, orders: Mapping[str, Tensor]) -> None:
         """Check everything, then move."""
+        # Those whose channels have moved.
         self._layers: list[tuple[FeedForwardSpec, str]] = []
         self._orders: dict[str, Tensor] = {}
+        wanted: list[tuple[FeedForwardSpec, str]] = []
         known = {order_name(spec.index): (spec, layer) for spec, layer in zip(specs, plan.layers, strict=True)}
         for name, order in orders.items():
             if name not in known:
@@ -53,16 +55,14 @@ class RegroupedChannels:
                 raise ShapeError(f"{name}: this plan does not route that FFN, so its channels have no groups")
             _require_plain(spec.index, spec.ffn)
             self._orders[name] = _permutation(name, order, spec.ffn.width)
-            self._layers.append((spec.ffn, name))
-        done: list[tuple[FeedForwardSpec, str]] = []
+            wanted.append((spec.ffn, name))
         try:
-            for ffn, name in self._layers:
+            for ffn, name in wanted:
                 before = _probe(ffn)
                 _move(ffn, self._orders[name])
-                done.append((ffn, name))
+                self._layers.append((ffn, name))
                 _require_same(name, ffn, before)
         except UnsupportedModelError:
-            self._layers = done
             self.restore()
             raise
 
@@ -91,36 +91,31 @@ def _permutation(name: str, order: Tensor, width: int) -> Tensor:
 
 
 def _require_plain(index: int, ffn: FeedForwardSpec) -> None:
-    for linear in (ffn.up, ffn.gate, ffn.down):
+    for linear in ffn.linears():
         weight = getattr(linear, "weight", None)
         if isinstance(weight, Tensor) and weight.is_meta:
             raise UnsupportedModelError(
                 f"layer {index}: the weights of its FFN are not in memory (offloaded, or on the meta device), so its "
                 "channels cannot change places; load the model without offloading, or use ffn_grouping='adjacent'"
             )
-        if linear is None or (
-            isinstance(linear, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
-        ):
-            continue
-        raise UnsupportedModelError(
-            f"layer {index}: the channels of a {type(linear).__name__} with a {type(weight).__name__} weight cannot "
-            "change places (quantised or sharded); load the model unquantised, or use ffn_grouping='adjacent'"
-        )
+        is_plain = isinstance(linear, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+        if not is_plain:
+            raise UnsupportedModelError(
+                f"layer {index}: the channels of a {type(linear).__name__} with a {type(weight).__name__} weight "
+                "cannot change places (quantised or sharded); load the model unquantised, or use "
+                "ffn_grouping='adjacent'"
+            )
 
 
 def _move(ffn: FeedForwardSpec, order: Tensor) -> None:
     """Let the channel at each place be the one that `order` names."""
-    up, down = ffn.up, ffn.down
+    *reading, down = ffn.linears()
     rows = torch.cat([order, ffn.width + order]) if ffn.fused_gate else order
-    for linear in (up,) if ffn.gate is None else (up, ffn.gate):
-        for parameter in (linear.weight, linear.bias):
-            if parameter is not None:
-                _select(parameter, 0, rows)
-    _select(down.weight, 1, order)
-
-
-def _select(parameter: Any, dim: int, places: Tensor) -> None:
-    parameter.data = parameter.data.index_select(dim, places.to(parameter.device))
+    for linear in reading:
+        for parameter in linear.parameters():
+            parameter.data = parameter.data.index_select(0, rows.to(parameter.device))
+    weight: Any = down.weight
+    weight.data = weight.data.index_select(1, order.to(weight.device))
 
 
 def _probe(ffn: FeedForwardSpec) -> Tensor:

@@ -1,7 +1,6 @@
 """The router: hidden states to per-group decisions (paper, section 3.1), and its forms in other methods."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ class RoutingControl:
 
 
 class Router(nn.Module):
-    """Decides for each token which groups of one half-layer execute.
+    """Decides for each token which groups of one sublayer execute.
 
         R = reshape(X W1 W2), class 0 executes, class 1 skips
 
@@ -60,10 +59,6 @@ class Router(nn.Module):
         layer_index: Decoder layer, from 0.
         half: 'attention' or 'ffn'.
         device: Where the parameters live.
-
-    While a model is optimised, `fused` of an attention router is the layer's fused execution, which takes the mask in
-    place of the gate; `eviction`, where the plan says so, runs the attention. With `is_followed`, the FFN of the layer
-    takes the same mask after the attention.
 
     Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on all matrices and
     zero biases, with a ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers
@@ -102,12 +97,8 @@ class Router(nn.Module):
         self.bias = empty(2 * num_groups) if routed.bias or not is_paper else None
         self.threshold = 0.0
         self.control = control
-        self.residual: Tensor | None = None
-        self.mask: Tensor | None = None
+        # Whether the FFN of the layer goes by this router too.
         self.is_followed = False
-        self.followed_mask: Tensor | None = None
-        self.fused: Any = None
-        self.eviction: Any = None
         self.reset_parameters()
 
     def reset_parameters(self, execute_bias: float = 0.0) -> None:
@@ -164,26 +155,6 @@ class Router(nn.Module):
             return functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]  # type: ignore[arg-type]
         soft = (margin / heat).sigmoid()
         return (margin >= self.threshold).to(soft.dtype) + (soft - soft.detach())
-
-    def prepare(self, hidden: Tensor) -> None:
-        """Decide for the coming sub-layer and keep the mask until it is taken."""
-        if not self.control.enabled:
-            self.mask = self.followed_mask = None
-            return
-        if self.reads_residual and self.residual is not None:
-            hidden, self.residual = self.residual, None
-        self.mask = self(hidden)
-        self.followed_mask = self.mask if self.is_followed else None
-
-    def take(self) -> Tensor | None:
-        """Hand the pending mask over, once."""
-        mask, self.mask = self.mask, None
-        return mask
-
-    def take_followed(self) -> Tensor | None:
-        """Hand the attention's mask to the FFN that follows it, once."""
-        mask, self.followed_mask = self.followed_mask, None
-        return mask
 
     def _forced_mask(self, margin: Tensor) -> Tensor:
         assert self.control.forced is not None

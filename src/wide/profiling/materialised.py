@@ -70,8 +70,8 @@ def materialise_pair(name: str, adapter: Path, ids: Tensor, *, dtype: str, devic
         dtype: Of the weights.
         device: Where both go.
     """
+    from wide.materialisation.materialise import materialise
     from wide.models.adapter import load
-    from wide.models.materialise.physical import materialise
     from wide.models.pretrained import load_pretrained
 
     dense, pruned = (load_pretrained(name, dtype=dtype, device=str(device)) for _ in range(2))
@@ -97,7 +97,7 @@ def load_pair(name: str, checkpoint: str, *, dtype: str, device: torch.device) -
     Raises:
         ConfigError: If the checkpoint cannot be what was left of that base, by vocabulary, hidden size and layers.
     """
-    from wide.models.auto import load_checkpoint
+    from wide.materialisation.checkpoint import load_checkpoint
     from wide.models.pretrained import is_pruned_checkpoint, load_pretrained
 
     dense = load_pretrained(name, dtype=dtype, device=str(device))

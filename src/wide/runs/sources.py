@@ -11,8 +11,8 @@ from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
 from wide.errors import DataError, EmptySplitError, MissingExtraError
+from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
-from wide.models.auto import load_checkpoint
 from wide.models.dial import set_sparsity
 from wide.models.pretrained import choose_device, is_pruned_checkpoint, load_pretrained
 from wide.runs.folder import ADAPTER

@@ -1,37 +1,38 @@
 """Make a static plan physical: what the gates multiply by zero is taken out of the weights."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from wide.data.progress import progress
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from wide.materialisation.checkpoint import (
+    SlicedMixin,
+    become_ordinary,
+    become_sliced,
+    family_of,
+    generated_classes,
+    ordinary_classes,
+)
+from wide.materialisation.cut import check_attention, check_ffn, cut
+from wide.materialisation.parts import LayerParts, feed_forward, layer_parts, plain_linear
+from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
+from wide.materialisation.stream import bases_around, check_plain, norm_scales, rotate_embedding, rotate_layer
 from wide.models.attach import attachment, detach
 from wide.models.block_spec import BlockSpec
+from wide.models.discovery import discover
 from wide.models.lora import merge_lora
-from wide.models.materialise.checkpoint import SlicedMixin, become_ordinary, become_sliced, family_of, sliced_classes
-from wide.models.materialise.cut import cut
-from wide.models.materialise.fold import (
-    check_foldable,
-    fold_attention,
-    fold_ffn,
-    per_channel,
-    silence_attention,
-    silence_ffn,
-)
-from wide.models.materialise.layers import check_deletable, delete_layers
-from wide.models.materialise.narrow import check_attention, check_ffn
-from wide.models.materialise.parts import LayerParts, layer_parts
-from wide.models.materialise.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
-from wide.models.materialise.stream import bases_of, check_plain, norm_scales, rotate_embedding, rotate_layer
 from wide.plan import EMBEDDING_BASIS, Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 How = Literal["sliced", "masked"]
 _WHOLE = LayerPlan(attention=Dense(), ffn=Dense())
 _GONE = LayerPlan(attention=Skipped(), ffn=Skipped())
+# Deleting layers sets them anew, or they say nothing about what a layer computes.
+_FREE = ("training", "layer_idx")
 
 
 def materialise(model: ModelT, how: How = "sliced") -> ModelT:
@@ -81,7 +82,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
 
 def _check_static(plan: Plan, how: How) -> None:
     for index, layer in enumerate(plan.layers):
-        for half in (layer.attention, layer.ffn):
+        for _, half in layer.halves():
             if not isinstance(half, Dense | Skipped | Kept):
                 raise ConfigError(
                     f"layer {index} of the plan is {type(half).__name__}: which tokens execute is decided anew in each "
@@ -99,7 +100,11 @@ def _check_static(plan: Plan, how: How) -> None:
 def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], how: How) -> list[LayerParts]:
     parts = [layer_parts(spec) for spec in specs]
     for spec, layer in zip(specs, plan.layers, strict=True):
-        check_foldable(spec, layer)
+        if isinstance(layer.attention, Kept | Skipped):
+            plain_linear(spec.attention.output, spec.index)
+        if isinstance(layer.ffn, Kept | Skipped):
+            plain_linear(feed_forward(spec).up, spec.index)
+            plain_linear(feed_forward(spec).down, spec.index)
     if how == "masked":
         return parts
     for spec, part, layer in zip(specs, parts, plan.layers, strict=True):
@@ -112,9 +117,9 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
             check_ffn(spec)
     kept = _layers_left(plan)
     if len(kept) < len(specs):
-        check_deletable(model, len(specs), kept)
+        _check_deletable(model, len(specs), kept)
     if plan.stream is not None or any(layer not in (_WHOLE, _GONE) for layer in plan.layers):
-        sliced_classes(family_of(model))
+        generated_classes(family_of(model), SlicedMixin)
     return parts
 
 
@@ -122,9 +127,15 @@ def _mask(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor])
     for spec, layer in _each_layer(plan, specs):
         _fold(spec, layer, tensors)
         if isinstance(layer.attention, Skipped):
-            silence_attention(spec)
+            _silence(plain_linear(spec.attention.output, spec.index))
         if isinstance(layer.ffn, Skipped):
-            silence_ffn(spec)
+            _silence(plain_linear(feed_forward(spec).down, spec.index))
+
+
+def _silence(linear: nn.Linear) -> None:
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.zero_()
 
 
 def _slice(
@@ -134,16 +145,16 @@ def _slice(
     parts: Sequence[LayerParts],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    bases = None if plan.stream is None else bases_of(tensors, len(specs))
     for spec, layer in _each_layer(plan, specs):
         _fold(spec, layer, tensors)
-        if bases is not None:
-            rotate_layer(spec, parts[spec.index], bases[spec.index], norm_scales(spec))
+        if plan.stream is not None:
+            around = bases_around(tensors, spec.index, len(specs))
+            rotate_layer(spec, parts[spec.index], around, norm_scales(spec))
     if plan.stream is not None:
         rotate_embedding(model, tensors[EMBEDDING_BASIS])
     kept = _layers_left(plan)
     if len(kept) < len(specs):
-        delete_layers(model, specs, kept)
+        _delete_layers(model, specs, kept)
     layers, channels = [], {}
     for position, index in enumerate(kept):
         left, kept_channels = _shape_left(specs[index], plan.layers[index], tensors)
@@ -167,10 +178,45 @@ def _layers_left(plan: Plan) -> list[int]:
 
 
 def _fold(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Fold a plan's scales into the weights, in place: the dense shapes compute the pruned function.
+
+    Scales of heads go into the columns of the output projection, scales of channels into the rows of up; without a
+    gate, where up feeds the activation, into the columns of down.
+    """
     if isinstance(layer.attention, Kept):
-        fold_attention(spec, tensors[scale_name(spec.index, "attention")])
+        scale = _per_channel(tensors[scale_name(spec.index, "attention")], spec.attention.query_width)
+        _scale_columns(plain_linear(spec.attention.output, spec.index), scale)
     if isinstance(layer.ffn, Kept):
-        fold_ffn(spec, tensors[scale_name(spec.index, "ffn")])
+        ffn = feed_forward(spec)
+        scale = _per_channel(tensors[scale_name(spec.index, "ffn")], ffn.width)
+        if ffn.fused_gate:
+            # The gate rows come first; they feed the activation.
+            _scale_rows(plain_linear(ffn.up, spec.index), torch.cat([torch.ones_like(scale), scale]))
+        elif ffn.gate is not None:
+            _scale_rows(plain_linear(ffn.up, spec.index), scale)
+        else:
+            _scale_columns(plain_linear(ffn.down, spec.index), scale)
+
+
+def _per_channel(scale: Tensor, width: int) -> Tensor:
+    """Return `scale` `[units]` repeated for the contiguous channels of each unit, `[width]`."""
+    return scale.repeat_interleave(width // scale.numel())
+
+
+def _scale_rows(linear: nn.Linear, scale: Tensor) -> None:
+    """Multiply every output, bias included, by `scale`, float32 `[out_features]`; a factor of 1 changes no bit."""
+    with torch.no_grad():
+        # Type promotion makes the product float32 at least; only the result is rounded.
+        factor = scale.to(linear.weight.device)
+        linear.weight.copy_(linear.weight * factor.unsqueeze(1))
+        if linear.bias is not None:
+            linear.bias.copy_(linear.bias * factor)
+
+
+def _scale_columns(linear: nn.Linear, scale: Tensor) -> None:
+    """Multiply every input by `scale`, float32 `[in_features]`; a factor of 1 changes no bit."""
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight * scale.to(linear.weight.device))
 
 
 def _shape_left(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor]) -> tuple[LayerShape, Tensor | None]:
@@ -190,5 +236,68 @@ def _units_left(
         return None
     if not isinstance(half, Kept):
         return "dense"
-    left = torch.nonzero(per_channel(tensors[scale_name(spec.index, name)], number)).flatten()
+    left = torch.nonzero(_per_channel(tensors[scale_name(spec.index, name)], number)).flatten()
     return "dense" if left.numel() == number else left
+
+
+def _delete_layers(model: nn.Module, specs: Sequence[BlockSpec], kept: Sequence[int]) -> None:
+    """Keep these decoder layers, ascending, at least one, and make the configuration say so."""
+    parent, name = _list_of_layers(model, specs[0].layer)
+    layers = nn.ModuleList(specs[index].layer for index in kept)
+    module: Any
+    for position, layer in enumerate(layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = position
+    setattr(parent, name, layers.train(model.training))
+    config: Any = model.config
+    _trim_config(config.get_text_config(), len(specs), kept)
+
+
+def _check_deletable(model: nn.Module, num_layers: int, kept: Sequence[int]) -> None:
+    """Check that the model's class builds the layers that stay from a shortened configuration alone.
+
+    Where something depends on the number of a layer in a way that no configuration can say, a checkpoint would load
+    without an error and compute something else.
+    """
+    config_class, model_class = ordinary_classes(model)
+    long: Any = copy.deepcopy(model.config)
+    long.__class__ = config_class
+    short = copy.deepcopy(long)
+    _trim_config(short.get_text_config(), num_layers, kept)
+    with torch.device("meta"):
+        before, after = discover(model_class(long)), discover(model_class(short))
+    for spec, index in zip(after, kept, strict=True):
+        found, wanted = _settings(spec.layer), _settings(before[index].layer)
+        for name in sorted(wanted.keys() | found.keys()):
+            if wanted.get(name) != found.get(name):
+                raise UnsupportedModelError(
+                    f"layer {index}: {name} is {wanted.get(name)!r}, but as layer {spec.index} of a shorter "
+                    f"{model_class.__name__} it would be {found.get(name)!r}, so the layers before it cannot be "
+                    "deleted. Use how='masked'"
+                )
+
+
+def _list_of_layers(model: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and any(entry is layer for entry in child):
+                return parent, name
+    raise UnsupportedModelError(f"the decoder layers of {type(model).__name__} lie in no list")
+
+
+def _trim_config(config: Any, num_layers: int, kept: Sequence[int]) -> None:
+    for key, value in list(vars(config).items()):
+        if "layer" in key and isinstance(value, list | tuple) and len(value) == num_layers:
+            setattr(config, key, [value[index] for index in kept])
+    config.num_hidden_layers = len(kept)
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """Return the shapes of a layer's tensors and the plain attributes of its modules, by name."""
+    facts: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    for path, module in layer.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_") and key not in _FREE and isinstance(value, bool | int | float | str | None):
+                facts[f"{path}.{key}".lstrip(".")] = value
+    return facts

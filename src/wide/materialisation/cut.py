@@ -1,0 +1,335 @@
+"""Give a model the shape that is left of it: the one path from a dense structure to a sliced one.
+
+Materialising runs it on real weights with the heads and channels that a plan keeps; loading a checkpoint runs it on
+empty modules, whose values come from the file. The family's own modules keep running what is left of a sublayer.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wide.errors import AdapterError, UnsupportedModelError
+from wide.materialisation.parts import (
+    LayerParts,
+    SublayerNames,
+    feed_forward,
+    layer_parts,
+    plain_linear,
+    select_columns,
+    select_rows,
+)
+from wide.materialisation.shape import LayerShape, ModelShape
+from wide.materialisation.stream import rotate_embedding, rotate_layer
+from wide.models.block_spec import AttentionSpec, BlockSpec
+from wide.models.discovery import discover
+from wide.models.gates import GATHER_NAME, bypassed, install_attention_gates
+
+
+class AbsentAttention(nn.Module):
+    """Stands where an attention was; it adds nothing, or the bias that is all of it, and costs nothing.
+
+    Args:
+        layer_index: Its place in the cache.
+        counts_tokens: Whether the model asks this layer of the cache how many tokens it holds; one number per token
+            is then kept there.
+        bias: What a pruned attention still adds, `[D]`; None for nothing.
+    """
+
+    def __init__(self, layer_index: int, *, counts_tokens: bool, bias: Tensor | None = None) -> None:
+        """Hold the bias, if any, as a parameter."""
+        super().__init__()
+        self.layer_idx = layer_index
+        self.counts_tokens = counts_tokens
+        self.bias = _frozen(bias)
+
+    def forward(
+        self, hidden_states: Tensor, *_args: Any, past_key_values: Any = None, **_kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Return what is added to the residual stream, `[]` or `[D]`, and no attention weights."""
+        if self.counts_tokens and past_key_values is not None:
+            numbers = hidden_states[..., :1].unsqueeze(1)
+            past_key_values.update(numbers, numbers, self.layer_idx)
+        return hidden_states.new_zeros(()) if self.bias is None else self.bias, None
+
+
+class AbsentFeedForward(nn.Module):
+    """Stands where an FFN was; it adds nothing, or the bias that is all of it, and costs nothing.
+
+    Args:
+        bias: What a pruned FFN still adds, `[D]`; None for nothing.
+    """
+
+    def __init__(self, bias: Tensor | None = None) -> None:
+        """Hold the bias, if any, as a parameter."""
+        super().__init__()
+        self.bias = _frozen(bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return what is added to the residual stream, `[]` or `[D]`."""
+        return hidden_states.new_zeros(()) if self.bias is None else self.bias
+
+
+def _frozen(bias: Tensor | None) -> nn.Parameter | None:
+    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+
+class HeadGather(nn.Module):
+    """Picks the heads that an attention function sees, for query heads that no longer share KV heads evenly.
+
+    Grouped attention repeats every KV head the same number of times. Where pruning leaves different numbers of query
+    heads to the KV heads, each query head picks its own: the cache holds every KV head once, the attention function
+    sees as many KV heads as query heads.
+
+    Args:
+        kv_index: For every query head that is left, the KV head it reads, as the cache counts them.
+        query_index: Query heads to pick where all of them had to be computed; None picks none out.
+    """
+
+    kv_index: Tensor
+    query_index: Tensor | None
+
+    def __init__(self, kv_index: Sequence[int], query_index: Sequence[int] | None = None) -> None:
+        """Keep the two lists as int64 buffers, which are part of a checkpoint."""
+        super().__init__()
+        self.register_buffer("kv_index", torch.tensor(kv_index, dtype=torch.int64))
+        picked = None if query_index is None else torch.tensor(query_index, dtype=torch.int64)
+        self.register_buffer("query_index", picked)
+        self.done = False
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value `[B, H', T, d]`, with as many KV heads as query heads."""
+        self.done = True
+        if self.query_index is not None:
+            query = query.index_select(1, self.query_index)
+        return query, key.index_select(1, self.kv_index), value.index_select(1, self.kv_index)
+
+
+def _add_gather(attention: nn.Module, gather: HeadGather) -> None:
+    """Let an attention module see the picked heads, whatever attention function it calls."""
+    install_attention_gates()
+    attention.add_module(GATHER_NAME, gather)
+    attention.num_key_value_groups = 1  # type: ignore[assignment]
+    attention.register_forward_pre_hook(_expect_gather)
+    attention.register_forward_hook(_check_gather)
+
+
+def _expect_gather(attention: nn.Module, _args: tuple[Any, ...]) -> None:
+    getattr(attention, GATHER_NAME).done = False
+
+
+def _check_gather(attention: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+    if not getattr(attention, GATHER_NAME).done:
+        raise bypassed(attention, f"the KV heads of a sliced {type(attention).__name__} were not gathered")
+
+
+class HeadCounts:
+    """A configuration seen by one attention whose numbers of heads are its own; everything else is the model's.
+
+    Args:
+        base: The model's configuration.
+        num_attention_heads: Query heads of this attention.
+        num_key_value_heads: KV heads of this attention.
+    """
+
+    def __init__(self, base: Any, num_attention_heads: int, num_key_value_heads: int) -> None:
+        """Remember the numbers."""
+        self.base = base
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model's configuration says."""
+        if name == "base" or name.startswith("__"):
+            # A copy is built before its attributes are set.
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+def check_attention(spec: BlockSpec) -> None:
+    """Check that an attention can be cut.
+
+    Raises:
+        UnsupportedModelError: If it has parameters whose heads are unknown, or a quantised projection.
+    """
+    attention = spec.attention
+    sizes = {1, attention.head_dim}
+    if attention.q_norm == "width":
+        sizes |= {attention.query_width, attention.num_kv_heads * attention.head_dim}
+    _refuse_unknown(spec, attention, sizes)
+
+
+def check_ffn(spec: BlockSpec) -> None:
+    """Check that an FFN can be cut.
+
+    Raises:
+        UnsupportedModelError: If it is a mixture of experts, has parameters whose channels are unknown, or a
+            quantised projection.
+    """
+    _refuse_unknown(spec, feed_forward(spec), {1})
+
+
+def _refuse_unknown(spec: BlockSpec, part: Any, sizes: set[int]) -> None:
+    known = {id(parameter) for linear in part.linears() for parameter in plain_linear(linear, spec.index).parameters()}
+    for name, parameter in part.module.named_parameters():
+        # What attach and LoRA added goes before anything is cut.
+        added = name.startswith("wide_") or ".lora_" in name
+        if id(parameter) not in known and parameter.numel() not in sizes and not added:
+            raise UnsupportedModelError(
+                f"layer {spec.index}: {type(part.module).__name__} has the parameter {name}, which may belong to "
+                "single heads or channels, so it cannot be cut. Use how='masked'"
+            )
+
+
+def cut(
+    model: nn.Module,
+    specs: Sequence[BlockSpec],
+    parts: Sequence[LayerParts],
+    shape: ModelShape,
+    channels: Mapping[int, Tensor],
+) -> None:
+    """Cut every layer's heads and channels to what is left, in place; the residual stream is not touched.
+
+    Args:
+        model: A Hugging Face causal LM.
+        specs: Its decoder layers.
+        parts: The attribute names of each layer's parts.
+        shape: What is left of each layer.
+        channels: Intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
+
+    Raises:
+        UnsupportedModelError: If the structure does not allow it.
+    """
+    config: Any = model.config
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    # A cache is asked for its length through its first layer, and through the first one of every kind.
+    counting = {0} | {kinds.index(kind) for kind in kinds}
+    for position, (spec, part, left) in enumerate(zip(specs, parts, shape.layers, strict=True)):
+        if not left.query_heads:
+            _leave_out_attention(spec, part, left, counts_tokens=position in counting)
+        elif left.query_heads != "dense":
+            _narrow_attention(spec, left.query_heads)
+        if not left.channels:
+            _leave_out_ffn(spec, part, left)
+        elif left.channels != "dense":
+            _narrow_ffn(spec, channels.get(position, torch.arange(left.channels)))
+
+
+def cut_empty(model: nn.Module, shape: ModelShape) -> None:
+    """Give a dense model of a family the shape of a checkpoint, in place; its values mean nothing afterwards.
+
+    Raises:
+        AdapterError: If the shape belongs to another model.
+    """
+    specs = discover(model)
+    if len(shape.layers) != len(specs):
+        raise AdapterError(f"the checkpoint's shape has {len(shape.layers)} layers, its configuration {len(specs)}")
+    parts = [layer_parts(spec) for spec in specs]
+    for spec, left in zip(specs, shape.layers, strict=True):
+        _check_range(spec, left)
+    if shape.stream is not None:
+        first = torch.eye(specs[0].hidden_size, shape.stream, device=next(specs[0].layer.parameters()).device)
+        rotate_embedding(model, first)
+        for spec, part in zip(specs, parts, strict=True):
+            rotate_layer(spec, part, (first, first, None if spec.index == len(specs) - 1 else first))
+    cut(model, specs, parts, shape, {})
+
+
+def _check_range(spec: BlockSpec, left: LayerShape) -> None:
+    heads = left.query_heads if isinstance(left.query_heads, tuple) else ()
+    channels = left.channels if isinstance(left.channels, int) else 0
+    width = 0 if spec.ffn is None else spec.ffn.width
+    if any(head >= spec.attention.num_query_heads for head in heads) or channels > width:
+        raise AdapterError(
+            f"layer {spec.index} of the checkpoint's shape has query heads {heads} and {channels} channels; its "
+            f"configuration has {spec.attention.num_query_heads} heads and {width} channels"
+        )
+
+
+def _narrow_attention(spec: BlockSpec, heads: tuple[int, ...]) -> None:
+    """Cut an attention to these query heads, ascending, at least one.
+
+    Their rows of Q and columns of O are kept, and the rows of K and V of every KV head that one of them reads. Where
+    queries are normed over their whole width, all of Q, K and V stay, because the norm needs them.
+    """
+    attention = spec.attention
+    output = plain_linear(attention.output, spec.index)
+    per_kv = attention.num_query_heads // attention.num_kv_heads
+    device = output.weight.device
+    columns = _channels(heads, attention.head_dim, device)
+    select_columns(output, columns)
+    if attention.q_norm == "width":
+        _add_gather(attention.module, HeadGather([head // per_kv for head in heads], heads).to(device))
+        return
+    readers = Counter(head // per_kv for head in heads)
+    kv_heads = sorted(readers)
+    kv_rows = _channels(kv_heads, attention.head_dim, device)
+    if attention.key is None or attention.value is None:
+        first_key = attention.query_width
+        first_value = first_key + attention.num_kv_heads * attention.head_dim
+        rows = torch.cat([columns, first_key + kv_rows, first_value + kv_rows])
+        select_rows(plain_linear(attention.query, spec.index), rows)
+    else:
+        select_rows(plain_linear(attention.query, spec.index), columns)
+        select_rows(plain_linear(attention.key, spec.index), kv_rows)
+        select_rows(plain_linear(attention.value, spec.index), kv_rows)
+    _set_head_counts(attention, len(heads), len(kv_heads))
+    if len(set(readers.values())) == 1:
+        attention.module.num_key_value_groups = len(heads) // len(kv_heads)  # type: ignore[assignment]
+    else:
+        gather = HeadGather([kv_heads.index(head // per_kv) for head in heads])
+        _add_gather(attention.module, gather.to(device))
+
+
+def _narrow_ffn(spec: BlockSpec, channels: Tensor) -> None:
+    """Cut an FFN to these intermediate channels, ascending int64 `[n]`: rows of gate and up, columns of down."""
+    ffn = feed_forward(spec)
+    *reading, down = ffn.linears()
+    rows = torch.cat([channels, channels + ffn.width]) if ffn.fused_gate else channels
+    for linear in reading:
+        select_rows(plain_linear(linear, spec.index), rows)
+    select_columns(plain_linear(down, spec.index), channels)
+
+
+def _leave_out_attention(spec: BlockSpec, parts: LayerParts, left: LayerShape, *, counts_tokens: bool) -> None:
+    """Take an attention and its norms away, but for the bias of its output where only its heads are pruned."""
+    bias = getattr(spec.attention.output, "bias", None) if left.query_heads is not None else None
+    index = int(getattr(spec.attention.module, "layer_idx", spec.index))
+    stand_in = AbsentAttention(index, counts_tokens=counts_tokens, bias=bias)
+    _stand_in(spec.layer, parts.attention, stand_in, keeps_norm=parts.shares_norm and left.channels not in (None, 0))
+
+
+def _leave_out_ffn(spec: BlockSpec, parts: LayerParts, left: LayerShape) -> None:
+    """Take an FFN and its norms away, but for the bias of its output where only its channels are pruned."""
+    bias = getattr(feed_forward(spec).down, "bias", None) if left.channels is not None else None
+    assert parts.ffn is not None
+    keeps_norm = parts.shares_norm and left.query_heads not in (None, ())
+    _stand_in(spec.layer, parts.ffn, AbsentFeedForward(bias), keeps_norm=keeps_norm)
+
+
+def _stand_in(
+    layer: nn.Module, names: SublayerNames, absent: AbsentAttention | AbsentFeedForward, *, keeps_norm: bool
+) -> None:
+    """Put a module in the place of a sublayer; `keeps_norm` says that the other one reads through its norm."""
+    setattr(layer, names.module, absent.train(layer.training))
+    if names.norm is not None and not keeps_norm:
+        setattr(layer, names.norm, nn.Identity())
+    if names.post_norm is not None and absent.bias is None:
+        setattr(layer, names.post_norm, nn.Identity())
+
+
+def _set_head_counts(attention: AttentionSpec, num_heads: int, num_kv_heads: int) -> None:
+    module = attention.module
+    for name, number in (("num_heads", num_heads), ("num_key_value_heads", num_kv_heads)):
+        if hasattr(module, name):
+            setattr(module, name, number)
+    if attention.key is None:
+        # Fused projections are taken apart by the configuration's numbers of heads.
+        module.config = HeadCounts(module.config, num_heads, num_kv_heads)  # type: ignore[assignment]
+
+
+def _channels(heads: Sequence[int], head_dim: int, device: torch.device) -> Tensor:
+    first = torch.tensor(heads, dtype=torch.int64, device=device) * head_dim
+    return (first.unsqueeze(1) + torch.arange(head_dim, device=device)).flatten()

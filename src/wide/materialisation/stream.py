@@ -1,0 +1,208 @@
+"""Rotate every projection into the subspaces of a Stream plan and cut the residual stream to D' dimensions.
+
+Between two sublayers the residual stream is x = Q r, with Q [D, D'] the orthonormal basis of the sublayer before and r
+the D' numbers that are kept. A sublayer reads W x / rms(x) = (W diag(gamma) Q) r / rms(r), where rms divides by D, not
+D'; it leaves r' = Q'^T (Q r + out) = (Q'^T Q) r + (Q'^T W_out) h. The last FFN leaves all D dimensions, for the final
+norm and the output head, which stay as they are.
+
+Source: SliceGPT (Ashkboos et al., 2024).
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wide.errors import UnsupportedModelError
+from wide.materialisation.parts import LayerParts, feed_forward, plain_linear, replace
+from wide.models.block_spec import BlockSpec
+from wide.models.stream import STREAM_NAME
+from wide.plan import EMBEDDING_BASIS, basis_name
+
+# A vocabulary in float64 would need several times the memory of the model's embedding.
+_ROWS_AT_ONCE = 8192
+_cut_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+Bases = tuple[Tensor, Tensor, Tensor | None]
+"""Orthonormal columns `[D, D']` before a layer, after its attention and after its FFN (None: all of D stays)."""
+
+
+class CutRMSNorm(nn.Module):
+    """An RMS norm without weight over the kept dimensions of a residual stream.
+
+    Args:
+        width: Dimensions of the whole stream, D, by which the sum of squares is divided.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        """Keep the two numbers."""
+        super().__init__()
+        self.width = width
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return `[..., D']` normed, computed in float32 at least."""
+        values = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        mean_square = values.square().sum(-1, keepdim=True) / self.width
+        return (values * torch.rsqrt(mean_square + self.eps)).to(hidden_states.dtype)
+
+
+class CutStreamForward:
+    """The forward of a pre-norm decoder layer whose residual stream changes its basis after each sublayer."""
+
+    parts: LayerParts
+    attention_shortcut: nn.Linear
+    ffn_shortcut: nn.Linear
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the residual stream after this layer, `[B, T, D']`, or `[B, T, D]` after the last one."""
+        attention, ffn = self.parts.attention, self.parts.ffn
+        assert attention.norm is not None
+        assert ffn is not None
+        assert ffn.norm is not None
+        normed = getattr(self, attention.norm)(hidden_states)
+        output = getattr(self, attention.module)(normed, *args, **kwargs)[0]
+        hidden_states = self.attention_shortcut(hidden_states) + output
+        output = getattr(self, ffn.module)(getattr(self, ffn.norm)(hidden_states))
+        return self.ffn_shortcut(hidden_states) + output
+
+
+def bases_around(tensors: Mapping[str, Tensor], index: int, num_layers: int) -> Bases:
+    """Return the bases around a layer from the tensors of a Stream plan."""
+    before = EMBEDDING_BASIS if index == 0 else basis_name(index - 1, "ffn")
+    after = None if index == num_layers - 1 else tensors[basis_name(index, "ffn")]
+    return tensors[before], tensors[basis_name(index, "attention")], after
+
+
+def check_plain(spec: BlockSpec, parts: LayerParts) -> None:
+    """Check that a layer is x + attention(norm(x)), then x + ffn(norm(x)), and nothing else.
+
+    Raises:
+        UnsupportedModelError: If it has norms after its sublayers, shares one, drops values at random, or has parts
+            that are not known here.
+    """
+    where = f"layer {spec.index} ({type(spec.layer).__name__})"
+    sublayers = [names for names in (parts.attention, parts.ffn) if names is not None]
+    norms = [names.norm for names in sublayers]
+    known = [STREAM_NAME, *norms, *(names.module for names in sublayers)]
+    odd = [names.post_norm for names in sublayers if names.post_norm is not None]
+    odd += [
+        name
+        for name, child in spec.layer.named_children()
+        if name not in known and not (isinstance(child, nn.Dropout) and child.p == 0)
+    ]
+    if None in norms or parts.ffn is None or parts.shares_norm or odd:
+        raise UnsupportedModelError(
+            f"{where} is not a plain pre-norm layer (norms {norms}, further parts {odd}), so its residual stream "
+            "cannot be rotated"
+        )
+
+
+def rotate_layer(spec: BlockSpec, parts: LayerParts, bases: Bases, scales: tuple[Tensor, Tensor] | None = None) -> None:
+    """Rotate and cut one layer's projections and norms, in place, and give it its two shortcuts.
+
+    Args:
+        spec: The layer; `check_plain` has passed.
+        parts: The attribute names of its parts.
+        bases: Around the layer.
+        scales: `norm_scales` of the layer, folded into the projections that read its norms; None leaves the
+            projections' values without meaning, where only the shapes are wanted.
+    """
+    layer, device = spec.layer, next(spec.layer.parameters()).device
+    wide = [None if basis is None else basis.to(device=device, dtype=torch.float64) for basis in bases]
+    sublayers: tuple[Any, ...] = (spec.attention, parts.attention), (feed_forward(spec), parts.ffn)
+    for position, (part, names) in enumerate(sublayers):
+        before, after = wide[position : position + 2]
+        assert before is not None
+        *reading, output = [plain_linear(linear, spec.index) for linear in part.linears()]
+        for linear in reading:
+            weight = linear.weight.detach().double()
+            weight = weight if scales is None else weight * scales[position].to(device)
+            replace(linear, weight @ before, None if linear.bias is None else linear.bias.detach())
+        shortcut = before
+        if after is not None:
+            bias = None if output.bias is None else after.T @ output.bias.detach().double()
+            replace(output, after.T @ output.weight.detach().double(), bias)
+            shortcut = after.T @ before
+        norm = CutRMSNorm(spec.hidden_size, _eps(part.pre_norm, spec.index))
+        setattr(layer, names.norm, norm.train(layer.training))
+        setattr(layer, ("attention_shortcut", "ffn_shortcut")[position], _linear(shortcut, output.weight.dtype))
+    layer.parts = parts  # type: ignore[assignment]
+    layer.__class__ = _with_cut_stream(type(layer))
+
+
+def rotate_embedding(model: nn.Module, basis: Tensor) -> None:
+    """Rotate and cut the embedding, in place, and untie the output head, which stays whole.
+
+    Args:
+        model: A Hugging Face causal LM.
+        basis: `[D, D']`, orthonormal columns.
+    """
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    old = embedding.weight
+    if head.weight is old:
+        head.weight = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+        config: Any = model.config
+        config.get_text_config().tie_word_embeddings = False
+        config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}  # type: ignore[assignment]
+    columns = basis.to(device=old.device, dtype=torch.float64)
+    rows = [(part.double() @ columns).to(old.dtype) for part in old.detach().split(_ROWS_AT_ONCE)]
+    embedding.weight = nn.Parameter(torch.cat(rows), requires_grad=old.requires_grad)
+    embedding.embedding_dim = basis.shape[1]
+
+
+def norm_scales(spec: BlockSpec) -> tuple[Tensor, Tensor]:
+    """Return the weights `[D]` of a layer's two norms, attention's first, as they multiply; float64.
+
+    Raises:
+        UnsupportedModelError: If one is not an RMS norm with a weight (as it is, or added to 1).
+    """
+    norms = spec.attention.pre_norm, feed_forward(spec).pre_norm
+    assert norms[0] is not None
+    assert norms[1] is not None
+    return _norm_scale(spec, norms[0]), _norm_scale(spec, norms[1])
+
+
+def _linear(weight: Tensor, dtype: torch.dtype) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=False)
+    return linear
+
+
+def _with_cut_stream(layer_class: type[nn.Module]) -> type[nn.Module]:
+    if layer_class not in _cut_classes:
+        # The name stays: transformers finds the layers that must not be split over devices by it.
+        members = {"__module__": __name__, "__doc__": CutStreamForward.__doc__}
+        _cut_classes[layer_class] = type(layer_class.__name__, (CutStreamForward, layer_class), members)
+    return _cut_classes[layer_class]
+
+
+def _eps(norm: nn.Module, index: int) -> float:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(norm, name, None)
+        if isinstance(value, float):
+            return value
+    raise UnsupportedModelError(f"layer {index}: {type(norm).__name__} names no eps")
+
+
+def _norm_scale(spec: BlockSpec, norm: nn.Module) -> Tensor:
+    weight = getattr(norm, "weight", None)
+    eps = _eps(norm, spec.index)
+    if isinstance(weight, Tensor) and weight.dim() == 1 and not weight.is_meta and getattr(norm, "bias", None) is None:
+        probe = torch.randn(2, spec.hidden_size, generator=torch.Generator().manual_seed(0)) + 0.5
+        normed = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + eps)
+        with torch.no_grad():
+            seen = copy.deepcopy(norm).float().cpu()(probe)
+        plain = weight.detach().double().cpu()
+        for scale in (plain, 1 + plain):
+            if torch.allclose(seen.double(), normed.double() * scale, rtol=1e-3, atol=1e-4):
+                return scale
+    raise UnsupportedModelError(
+        f"layer {spec.index}: {type(norm).__name__} is not an RMS norm with one weight per channel, so it does not "
+        "commute with a rotation"
+    )
