@@ -41,6 +41,8 @@ _SPARE_ROOM = 256
 # Freed memory of earlier calls, with its graphs, that is kept for calls to come.
 _KEPT_SLOTS = 2
 _LENGTHS = "attention_mask", "position_ids"
+# On a cache of `generate` that cannot run here, which has been said.
+_PLAIN = "wide_plain"
 
 
 class _Slot:
@@ -232,7 +234,7 @@ class Engine:
             if cache.slot is not None and cache.slot.decoder is not self._decoder:
                 return ""
         elif cache is not None:
-            return f"a {type(cache).__name__} of the caller's own as past_key_values"
+            return "" if hasattr(cache, _PLAIN) else f"a {type(cache).__name__} of the caller's own as past_key_values"
         if cache is not None and cache.slot is not None and ids is not None and x.shape[1] == 1:
             return self._step(ids, cache, given)
         return self._prompt(x, cache, given)
@@ -263,20 +265,21 @@ class Engine:
             return ""
         if any(_count_hooks(part) != count for part, count in self._hooked):
             return "a hook on one of its modules"
+        keeps = given.get("use_cache")
+        keeps = getattr(self._model.config, "use_cache", True) if keeps is None else keeps
+        if cache is None and keeps:
+            cache = EngineCache(self._model.config)
         padding = self._padding(x, past, cache, given)
         if isinstance(padding, str):
             return padding
         if past == 0:
             self._renew()
         decoder = self._decoder
-        assert decoder is not None
+        if decoder is None:
+            return ""
         if past + length > decoder.max_length:
             return f"more than {decoder.max_length} tokens"
-        keeps = given.get("use_cache")
-        keeps = getattr(self._model.config, "use_cache", True) if keeps is None else keeps
         self._join_stream(x)
-        if cache is None and keeps:
-            cache = EngineCache(self._model.config)
         memory = decoder.scratch(batch, length) if cache is None else self._room(cache, batch, past + length).cache
         if padding is not None and x.shape[1] > 1:
             # The engine pads on the right: each row begins with its first real token.
@@ -307,7 +310,10 @@ class Engine:
             wanted = wanted if found is None else wanted - found.to(x.device)[:, None]
             if not bool(((positions == wanted) | (wanted < 0)).all()):
                 return ""
-        if past and cache is not None and cache.padding is not None:
+        if cache is not None and not trusted and found is not None and positions is None:
+            # Where the caller counts padding as positions, keys that leave the engine would stand elsewhere.
+            return ""
+        if past and (cache is None or cache.padding is not None):
             return ""
         if cache is not None:
             cache.padding = None if found is None else found.tolist()
@@ -355,8 +361,9 @@ class Engine:
         """Read the model again if its routers, thresholds or weights' places have changed since."""
         made_of = self._fingerprint()
         if made_of != self._made_of:
-            self._slots = []
-            self._decoder = self._read() or self._decoder
+            # Reading compares with the model's own forward, which must not come back here.
+            self._slots, self._decoder = [], None
+            self._decoder = self._read()
             self._made_of = self._fingerprint()
 
     def _join_stream(self, tensor: Tensor) -> None:
@@ -389,7 +396,8 @@ class Engine:
         if not is_default or getattr(cache, "offloading", False) or named["generation_config"].is_assistant:
             return out
         if getattr(mode, "value", mode) not in ("greedy_search", "sample"):
-            self._say(f"{str(getattr(mode, 'value', mode)).replace('_', ' ')}")
+            self._say(str(getattr(mode, "value", mode)).replace("_", " "))
+            setattr(cache, _PLAIN, True)
             return out
         inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"), is_trusted=True)
         return out

@@ -1,0 +1,231 @@
+"""`generate` and direct calls of an optimised model: the tokens and logits of the masked one, through the engine."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from families import make, tokens
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from wide.config import WideConfig
+from wide.inference.engine import Engine, EngineCache
+from wide.inference.optimize import deoptimize, optimize
+from wide.models.attach import attach, attachment
+from wide.models.observe import bypass
+
+CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
+STRAIGHT = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def routed(family="llama", **changes):
+    return attach(make(family, **changes), CONFIG)
+
+
+def engine_of(model):
+    return next(handle for handle in attachment(model).handles_fused if isinstance(handle, Engine))
+
+
+def padded(ids):
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"attention_mask": mask}
+
+
+def asked(model, ids):
+    """Return what `generate` gives for many ways to ask."""
+    torch.manual_seed(0)
+    found = [model.generate(ids, **GREEDY), model.generate(ids, **padded(ids), **GREEDY)]
+    found.append(model.generate(ids[:1, :1], **GREEDY))
+    found.append(model.generate(ids, **(GREEDY | {"cache_implementation": "static"})))
+    found.append(model.generate(ids, **(GREEDY | {"use_cache": False})))
+    found.append(model.generate(ids, **(GREEDY | {"do_sample": True, "top_k": 5, "temperature": 0.7})))
+    found.append(model.generate(ids, **(GREEDY | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2})))
+    found.append(model.generate(ids, **(GREEDY | {"num_return_sequences": 2, "do_sample": True})))
+    found.append(model.generate(ids, **padded(ids), **(GREEDY | {"eos_token_id": int(found[1][0, -3])})))
+    found.append(model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY))
+    found.append(model.generate(ids, **(GREEDY | {"num_beams": 3})))
+    found.append(model.generate(ids, **(GREEDY | {"prompt_lookup_num_tokens": 2}))) if len(ids) == 1 else None
+    scored = model.generate(ids, **GREEDY, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    more = torch.cat([scored.sequences, ids[:, :3]], 1)
+    again = model.generate(more, past_key_values=scored.past_key_values, **GREEDY)
+    return [*found, scored.sequences, again], torch.stack([*scored.scores, *scored.logits])
+
+
+@pytest.mark.parametrize("family", [*STRAIGHT, "gemma2", "olmo2"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_gives_the_masked_models_tokens(family, batch):
+    model, ids = routed(family), tokens(batch, 12)
+    wanted, scores = asked(model, ids)
+    optimize(model, backend="torch")
+    assert (engine_of(model).why_not is None) == (family in STRAIGHT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, found_scores = asked(model, ids)
+    assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
+    torch.testing.assert_close(found_scores, scores, **CLOSE)
+    deoptimize(model)
+    assert model.generate(ids, **GREEDY).tolist() == wanted[0].tolist()
+
+
+@pytest.mark.parametrize("family", STRAIGHT)
+def test_direct_calls_give_the_masked_models_logits(family):
+    model, ids = routed(family), tokens(2, 12)
+    left = padded(ids)
+    real = left["attention_mask"].bool()
+    calls = [
+        {},
+        left,
+        {"use_cache": False},
+        {"logits_to_keep": 1},
+        {"logits_to_keep": torch.tensor([0, 5])},
+        {"position_ids": torch.arange(12)[None]},
+        {"position_ids": torch.arange(12)[None] % 6},
+        {"attention_mask": torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([3]), 0)},
+    ]
+    with torch.no_grad():
+        wanted = [model(ids, **call).logits for call in calls]
+        optimize(model, backend="torch")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call, logits in zip(calls, wanted, strict=True):
+                found = model(ids, **call).logits
+                seen = real if call is left else torch.ones(found.shape[:2], dtype=torch.bool)
+                torch.testing.assert_close(found[seen], logits[seen], **CLOSE)
+        assert isinstance(model(ids, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_loop_of_the_callers_own_and_a_cache_that_leaves_the_engine(is_padded):
+    model, ids = routed(), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    if is_padded:
+        mask[1, :5] = 0
+
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def loop(leaves_at=None):
+        out = model(ids[:, :9], attention_mask=mask[:, :9], position_ids=places[:, :9])
+        found = [out.logits[:, -1:]]
+        for place in range(9, 20):
+            cache = out.past_key_values
+            if place == leaves_at:
+                assert isinstance(cache, EngineCache)
+                assert len(cache.layers) == 2
+                assert cache.slot is None
+            one = {"input_ids": ids[:, place : place + 1], "position_ids": places[:, place : place + 1]}
+            out = model(**one, attention_mask=mask[:, : place + 1], past_key_values=cache)
+            assert cache.get_seq_length() == place + 1
+            found.append(out.logits)
+        return torch.cat(found, 1)
+
+    with torch.no_grad():
+        wanted = loop()
+        optimize(model, backend="torch")
+        torch.testing.assert_close(loop(), wanted, **CLOSE)
+        torch.testing.assert_close(loop(leaves_at=14), wanted, **CLOSE)
+
+
+def test_a_step_whose_mask_hides_other_keys_than_before_gives_no_number():
+    model, ids = optimize(routed(), backend="torch"), tokens(2, 12)
+    with torch.no_grad():
+        out = model(ids)
+        mask = torch.ones(2, 13, dtype=torch.long)
+        mask[0, 3] = 0
+        logits = model(ids[:, :1], attention_mask=mask, past_key_values=out.past_key_values).logits
+    assert logits[0].isnan().all()
+    assert logits[1].isfinite().all()
+
+
+def test_memory_is_used_again_and_grows_with_the_text():
+    model, ids = optimize(routed(max_position_embeddings=2048), backend="torch"), tokens(1, 12)
+    engine = engine_of(model)
+    for _ in range(3):
+        model.generate(ids, **GREEDY)
+        gc.collect()
+    assert len(engine._slots) == 1
+    with torch.no_grad():
+        out = model(tokens(1, 250))
+        for _ in range(300):
+            out = model(ids[:, :1], past_key_values=out.past_key_values)
+        assert out.past_key_values.slot.cache.room >= 550
+        whole = torch.cat([tokens(1, 250), ids[:, :1].expand(1, 300)], 1)
+        torch.testing.assert_close(out.logits[:, -1], model(whole).logits[:, -1], **CLOSE)
+    held = [model.generate(ids, **GREEDY, return_dict_in_generate=True) for _ in range(4)]
+    assert len({id(each.past_key_values.slot) for each in held}) == 4
+
+
+def test_changed_routers_and_thresholds_count_from_the_next_prompt_on():
+    model, ids = routed(), tokens(1, 12)
+    optimize(model, backend="torch")
+    with torch.no_grad():
+        before = model(ids).logits
+        for router in attachment(model).routers():
+            router.threshold = 1e9
+        nothing = model(ids).logits
+        for router in attachment(model).routers():
+            router.threshold = 0.0
+            router.up.mul_(-1)
+        inverse = model(ids).logits
+        deoptimize(model)
+        torch.testing.assert_close(model(ids).logits, inverse, **CLOSE)
+        for router in attachment(model).routers():
+            router.threshold = 1e9
+        torch.testing.assert_close(model(ids).logits, nothing, **CLOSE)
+    assert not torch.allclose(before, inverse)
+
+
+def test_what_the_engine_does_not_run_is_said_once_and_right():
+    model, ids = routed(), tokens(1, 12)
+    calls = {
+        "beam search": lambda: model.generate(ids, **(GREEDY | {"num_beams": 2})),
+        "caller's own": lambda: model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY),
+        "output_attentions": lambda: (
+            model.generate(ids, **GREEDY, output_attentions=True, return_dict_in_generate=True).sequences
+        ),
+        "output_hidden_states": lambda: (
+            model.generate(ids, **GREEDY, output_hidden_states=True, return_dict_in_generate=True).sequences
+        ),
+    }
+    wanted = {name: call().tolist() for name, call in calls.items()}
+    optimize(model, backend="torch")
+    for name, call in calls.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert call().tolist() == wanted[name]
+            assert call().tolist() == wanted[name]
+        said = [str(each.message) for each in caught if name in str(each.message)]
+        assert len(said) == 1, (name, [str(each.message) for each in caught])
+
+
+def test_an_interrupted_generation_leaves_the_model_usable():
+    class Stop(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            raise KeyboardInterrupt
+
+    model, ids = optimize(routed(), backend="torch"), tokens(2, 12)
+    wanted = model.generate(ids, **GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, **GREEDY, stopping_criteria=StoppingCriteriaList([Stop()]))
+    assert model.generate(ids, **GREEDY).tolist() == wanted.tolist()
+
+
+def test_dense_runs_through_the_same_engine():
+    model, ids = routed(), tokens(2, 12)
+    with bypass(model):
+        wanted = model.generate(ids, **GREEDY)
+    optimize(model, backend="torch")
+    with bypass(model):
+        assert model.generate(ids, **GREEDY).tolist() == wanted.tolist()
+
+
+def test_a_hook_of_the_users_own_still_runs():
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    seen = []
+    handle = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad(), pytest.warns(UserWarning, match="a hook on one of its modules"):
+        model(ids)
+    handle.remove()
+    assert seen == [1]
