@@ -39,18 +39,12 @@ def execute(name, monkeypatch):
     return names
 
 
-def test_a_benchmark_is_read(monkeypatch, shown, capsys):
-    execute("read_a_benchmark", monkeypatch)
-    assert len(shown) == 3
-    assert "gate_up" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_routing_is_looked_at(monkeypatch, shown, capsys):
     execute("look_at_the_routing", monkeypatch)
-    assert len(shown) == 7
-    assert shown[0].count("<span") > 100
-    assert "as for the previous token" in capsys.readouterr().out
+    assert len(shown) == 1
+    assert shown[0].count("<span") > 20
+    assert "layer 5 ffn" in capsys.readouterr().out
 
 
 @pytest.mark.slow
