@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from wide.errors import UnsupportedModelError
 from wide.inference.cache import KvCache
 from wide.inference.decoder import Decoder
-from wide.inference.graphs import capture_step
+from wide.inference.graphs import GraphPool, capture_step
 from wide.inference.operator_table import OperatorTable
 from wide.inference.run import Run
 from wide.inference.visible_keys import (
@@ -65,13 +65,14 @@ class _Slot:
         owner = None if self.owner is None else self.owner()
         return owner is None or owner.slot is not self
 
-    def step(self, ids: Tensor, *, routed: bool, pool: Any) -> Tensor:
+    def step(self, ids: Tensor, *, routed: bool, pool: GraphPool | None) -> Tensor:
         """Return the logits [B, V] after one more token [B] a sequence, in memory that the next step overwrites."""
         step = self._steps.get(routed)
         if step is None:
             run = Run(routed=routed)
             if ids.is_cuda:
-                step = capture_step(self.decoder, self.cache, run, pool=pool)
+                assert pool is not None
+                step = capture_step(self.decoder, self.cache, run, pool=pool.handle)
             else:
                 step = functools.partial(self.decoder.step, cache=self.cache, run=run)
             self._steps[routed] = step
@@ -148,7 +149,7 @@ class Engine:
         self._prepare_cache: Callable[..., Any] | None = getattr(model, "_prepare_cache_for_generation", None)
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._slots: list[_Slot] = []
-        self._pool: Any = None
+        self._pool: GraphPool | None = None
         self._stream: Any = None
         self._said: set[str] = set()
         self.why_not: str | None = None
@@ -370,7 +371,7 @@ class Engine:
         """Let the current stream wait for the one that used the engine's memory last."""
         if tensor.is_cuda:
             if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pool = GraphPool()
             stream = torch.cuda.current_stream(tensor.device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)

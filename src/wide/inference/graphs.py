@@ -14,6 +14,15 @@ from wide.inference.run import Run
 _WARM_UP_CALLS = 2
 
 
+class GraphPool:
+    """Memory that graphs share which are never replayed at the same time; it outlives each of them."""
+
+    def __init__(self) -> None:
+        """Capture one small graph, since a pool without any is gone."""
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self._anchor, self._held = capture(lambda: torch.zeros(1, device="cuda"), pool=self.handle)
+
+
 def capture(call: Callable[[], Tensor], *, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Warm up on a side stream, capture one call, and return the graph with the tensor that it fills.
 
