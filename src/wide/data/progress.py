@@ -1,12 +1,17 @@
-"""Progress bars: only on a terminal, and only on the first process of a run."""
+"""How far the work is, on the first process of a run: a bar on a terminal, now and then a line in a log."""
 
 import os
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
+
+# In a log, what ends sooner says nothing.
+_SECONDS_BETWEEN_LINES = 20.0
 
 _HIDDEN: ContextVar[bool] = ContextVar("_HIDDEN", default=False)
 
@@ -27,16 +32,33 @@ def shows_bars() -> bool:
 
 
 def progress(items: Iterable[T], *, title: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
-    """Yield the items and show how far the work is.
+    """Yield the items and show how far the work is: a bar where standard error is a terminal, lines elsewhere.
 
     Args:
         items: What is worked on.
         title: What is being done.
-        total: Number of items, where known.
+        total: Number of items, where known and not the length of `items`.
         unit: What one item is.
     """
     from tqdm import tqdm
 
-    # None means: silent unless standard error is a terminal.
-    silent = None if os.environ.get("RANK", "0") == "0" and shows_bars() else True
-    yield from tqdm(items, desc=title, total=total, unit=unit, disable=silent, leave=False)
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    if os.environ.get("RANK", "0") != "0" or not shows_bars():
+        yield from items
+    elif sys.stderr.isatty():
+        yield from tqdm(items, desc=title, total=total, unit=unit, leave=False)
+    else:
+        yield from _with_lines(items, title, total, unit)
+
+
+def _with_lines(items: Iterable[T], title: str, total: int | None, unit: str) -> Iterator[T]:
+    began = shown = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - shown >= _SECONDS_BETWEEN_LINES:
+            shown = now
+            of_all = "" if total is None else f"/{total}"
+            sys.stderr.write(f"{title}: {unit} {done}{of_all} after {now - began:.0f} s\n")
+            sys.stderr.flush()
+        yield item
