@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
+from wide.methods import routed
 from wide.models.discovery import discover
 
 VOCABULARY = 61
@@ -53,6 +54,12 @@ def blocks_of(ids):
     tokens = ids.flatten().numpy().astype(np.uint32)
     starts = np.arange(len(ids), dtype=np.int64) * ids.shape[1]
     return TokenBlocks(TokenStream(tokens=tokens, starts=starts, largest_id=int(ids.max())), ids.shape[1])
+
+
+def train(model, route, blocks, target, settings, *, stage, objective, **run):
+    """Train a dynamic method's routers to a target."""
+    asked = routed.Routing(target=target, stage=stage, objective=objective)
+    return routed.train(model, route, blocks, settings, asked, **run)
 
 
 def without_layers(model, removed):

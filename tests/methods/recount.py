@@ -1,10 +1,39 @@
 """What a row leaves out, counted from its plan, its zeros and logged decisions alone, not by the package's counters."""
 
+from dataclasses import dataclass
+
 import torch
 
 from wide.models.attach import attachment
 from wide.models.observe import capture_routing
 from wide.plan import Following, Kept, Routed, Skipped
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of the matrices of one decoder layer, each two FLOP for a token."""
+
+    query_output: int
+    key_value: int
+    ffn: int
+
+    @property
+    def total(self):
+        return self.query_output + self.key_value + self.ffn
+
+
+def layer_weights(spec):
+    """Count them from the modules."""
+
+    def count(*modules):
+        return sum(module.weight.numel() for module in modules if module is not None)
+
+    attention, ffn = spec.attention, spec.ffn
+    return Weights(
+        query_output=count(attention.query, attention.output),
+        key_value=count(attention.key, attention.value),
+        ffn=count(ffn.gate, ffn.up, ffn.down),
+    )
 
 
 def logged_rates(model, batches):

@@ -93,6 +93,13 @@ def test_what_a_static_method_decides_is_attached_measured_and_recorded(model, b
     assert attachment(model).provenance[PROVENANCE] == json.loads(json.dumps(report.to_json()))
 
 
+def test_a_target_of_zero_asks_no_method(model, blocks):
+    before = logits(model)
+    report = apply(model, fake(skip_last_layer), blocks, Target(sparsity=0.0), seed=17)
+    assert (report.nominal, report.tokens_forward, report.deviations) == (0.0, 0, ())
+    assert torch.equal(logits(model), before)
+
+
 def test_keys_and_values_of_pruned_heads_stay(model, blocks):
     report = apply(model, fake(keep_half, "width"), blocks, HALF, seed=17)
     assert report.nominal == 0.5

@@ -36,6 +36,10 @@ def zeroed_by_hooks():
         handle.remove()
 
 
+def gates_of(model):
+    return BlockGates(model, own_text(toy_model(1), 1, 4), 1)
+
+
 def random_sets(count, num_halves, seed=0):
     return np.random.default_rng(seed).random((count, num_halves)) < 0.6
 
@@ -46,7 +50,7 @@ def test_a_half_layer_left_out_gives_zero_in_every_family(family, zeroed_by_hook
     keep = np.array([False, True, True, False])
     with torch.no_grad():
         dense = model(input_ids=ids, use_cache=False).logits
-        with BlockGates(model).keeping(keep):
+        with gates_of(model).keeping(keep):
             skipped = model(input_ids=ids, use_cache=False).logits
         zeroed_by_hooks(model, keep)
         assert torch.equal(skipped, model(input_ids=ids, use_cache=False).logits)
@@ -57,14 +61,14 @@ def test_a_half_layer_left_out_gives_zero_in_every_family(family, zeroed_by_hook
 @pytest.mark.parametrize("batch_size", [2, 3, 5])
 def test_shared_prefixes_give_exactly_what_plain_forwards_give(family, batch_size):
     model, ids = families.make(family, num_hidden_layers=3), families.tokens(5, 9)
-    gates = BlockGates(model)
+    gates = BlockGates(model, ids, batch_size)
     keeps = np.concatenate([random_sets(12, 6), np.ones((1, 6), bool), np.zeros((1, 6), bool)])
     keeps = np.concatenate([keeps, keeps[:3]])
     plain = []
     for keep in keeps:
         with gates.keeping(keep):
             plain.append(mean_nll(model, ids, batch_size))
-    assert gates.mean_nll(keeps, ids, batch_size=batch_size, effort=Effort()).tolist() == plain
+    assert gates.mean_nll(keeps, "sets").tolist() == plain
 
 
 def test_shared_prefixes_spare_layers():
@@ -74,7 +78,7 @@ def test_shared_prefixes_spare_layers():
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
     keeps = ~np.eye(8, dtype=bool)
-    BlockGates(model).mean_nll(keeps, ids, batch_size=2, effort=Effort())
+    BlockGates(model, ids, 2).mean_nll(keeps, "sets")
     naive = sum(int(keep[::2].sum()) for keep in keeps)
     assert len(runs) < 0.7 * naive
 
@@ -83,7 +87,7 @@ def test_all_halves_of_layers_left_out_is_the_model_without_these_layers():
     model = toy_model(5)
     ids = own_text(model, 2, 8)
     keep = whole_layers(np.array([True, False, True, False, False]))
-    with torch.no_grad(), BlockGates(model).keeping(keep):
+    with torch.no_grad(), gates_of(model).keeping(keep):
         skipped = model(input_ids=ids, use_cache=False).logits
     with torch.no_grad():
         deleted = without_layers(model, {1, 3, 4})(input_ids=ids, use_cache=False).logits
@@ -94,7 +98,7 @@ def test_all_halves_of_layers_left_out_is_the_model_without_these_layers():
 def test_the_plan_of_a_kept_set_runs_what_was_scored(family):
     model, ids = families.make(family), families.tokens()
     keep = np.array([True, False, False, True])
-    with torch.no_grad(), BlockGates(model).keeping(keep):
+    with torch.no_grad(), gates_of(model).keeping(keep):
         scored = model(input_ids=ids, use_cache=False).logits
     attach(model, skipping_plan(keep))
     with torch.no_grad():
@@ -109,8 +113,8 @@ def test_the_model_is_left_as_found_even_after_an_error():
     marked.__dict__["forward"] = own
     ids = own_text(model, 3, 6)
     before = snapshot(model)
-    gates = BlockGates(model)
-    gates.mean_nll(random_sets(9, 6), ids, batch_size=2, effort=Effort())
+    gates = BlockGates(model, ids, 2)
+    gates.mean_nll(random_sets(9, 6), "sets")
     assert_as_found(model, before)
     with pytest.raises(RuntimeError, match="stop"), gates.keeping(np.zeros(6, bool)):
         raise RuntimeError("stop")
@@ -121,22 +125,21 @@ def test_the_model_is_left_as_found_even_after_an_error():
 def test_effort_counts_each_different_set_once():
     model = toy_model(2)
     keeps = np.array([[True] * 4, [True] * 4, [False, True, True, True]])
-    effort = Effort()
-    BlockGates(model).mean_nll(keeps, own_text(model, 3, 6), batch_size=2, effort=effort)
-    assert effort == Effort(tokens_forward=2 * 18, tokens_backward=0)
+    gates = BlockGates(model, own_text(model, 3, 6), 2)
+    gates.mean_nll(keeps, "sets")
+    assert gates.effort == Effort(tokens_forward=2 * 18, tokens_backward=0)
 
 
 def test_what_does_not_fit_is_refused():
     model = toy_model(2)
-    gates = BlockGates(model)
-    ids = own_text(model, 1, 4)
+    gates = gates_of(model)
     with pytest.raises(ShapeError, match="4 for this model"):
-        gates.mean_nll(np.ones((1, 2), bool), ids, batch_size=1, effort=Effort())
+        gates.mean_nll(np.ones((1, 2), bool), "sets")
     with pytest.raises(ShapeError, match="int64"), gates.keeping(np.ones(4, dtype=np.int64)):
         pass
     attach(model, WideConfig(ffn_group_size=8, attention_group_size=6, router_rank=2))
     with pytest.raises(NotAttachedError, match="detach"):
-        BlockGates(model)
+        gates_of(model)
 
 
 def test_plans_and_undefined_losses():

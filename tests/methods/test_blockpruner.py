@@ -12,19 +12,19 @@ from wide.methods.blockpruner import Step, closest_prefix, decide, greedy_steps,
 from wide.methods.calibration import mean_nll, windows
 from wide.methods.catalogue import BlockPrunerConfig
 from wide.methods.method import Effort, Target
+from wide.models.discovery import discover
 from wide.plan import Skipped
 
 SMALL = BlockPrunerConfig(num_windows=4, window_length=10, batch_size=3)
 
 
 def greedy(model, ids, count):
-    steps = greedy_steps(BlockGates(model), ids, batch_size=3, effort=Effort())
-    return list(itertools.islice(steps, count))
+    return list(itertools.islice(greedy_steps(BlockGates(model, ids, 3)), count))
 
 
 def loss_without(model, halves, ids):
-    gates = BlockGates(model)
-    keep = np.ones(gates.num_halves, dtype=bool)
+    gates = BlockGates(model, ids, 3)
+    keep = np.ones(2 * gates.num_layers, dtype=bool)
     keep[list(halves)] = False
     with gates.keeping(keep):
         return mean_nll(model, ids, 3)
@@ -84,7 +84,7 @@ def test_greedy_is_never_better_than_the_best_set(record_property):
 
 def test_shares_of_work_are_those_of_the_weights():
     model = toy_model(2)
-    shares = shares_of_work(BlockGates(model).specs)
+    shares = shares_of_work(discover(model))
     layer = model.model.layers[0]
     attention = sum(p.weight.numel() for n, p in layer.self_attn.named_children() if n.endswith("proj"))
     ffn = sum(p.weight.numel() for n, p in layer.mlp.named_children() if n.endswith("proj"))
@@ -113,7 +113,7 @@ def test_linear_flops_come_as_close_as_the_order_allows(sparsity):
     model = toy_model(4)
     blocks = blocks_of(own_text(model, 6, 12))
     decision = decide(model, blocks, Target(sparsity=sparsity, match="linear_flops"), SMALL)
-    shares = shares_of_work(BlockGates(model).specs)
+    shares = shares_of_work(discover(model))
     ids = windows(blocks, count=4, length=10, seed=SMALL.seed)
     reached = np.concatenate([[0.0], np.cumsum([shares[step.half] for step in greedy(model, ids, 8)])])
     found = sum(shares[half] for half in skipped(decision.plan))

@@ -34,9 +34,7 @@ def draw(num_layers, removed, count, seed=0):
 
 
 def utilities_of(model, kept, ids):
-    gates = BlockGates(model)
-    dense = mean_nll(model, ids, 16)
-    return measured_utilities(gates, kept, ids, dense=dense, batch_size=16, effort=Effort())
+    return measured_utilities(BlockGates(model, ids, 16), kept, dense=mean_nll(model, ids, 16))
 
 
 def skipped(plan):
@@ -127,11 +125,12 @@ def test_undefined_utilities_go_together_with_their_sets():
 
 def test_a_forward_that_breaks_down_has_no_utility():
     class Broken(BlockGates):
-        def mean_nll(self, keeps, ids, **_options):
+        def mean_nll(self, keeps, title):
             return np.array([1.0, math.nan, math.inf, 2.0])
 
-    gates = Broken(toy_model(4))
-    found = measured_utilities(gates, ~np.eye(4, dtype=bool), None, dense=1.0, batch_size=1, effort=Effort())
+    model = toy_model(4)
+    gates = Broken(model, own_text(model, 1, 4), 1)
+    found = measured_utilities(gates, ~np.eye(4, dtype=bool), dense=1.0)
     assert found == pytest.approx([1.0, math.nan, math.nan, math.exp(-1)], nan_ok=True)
 
 

@@ -4,22 +4,23 @@ import numpy as np
 import pytest
 import torch
 from families import make
+from recount import layer_weights
 from tiny import CONFIG, dense_model
 
 from wide.data.batches import IGNORED, TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, NotAttachedError, TrainingError
 from wide.methods.catalogue import DDPConfig
-from wide.methods.ddp import decide
-from wide.methods.deterministic_gates import (
+from wide.methods.ddp import (
     Multipliers,
     annealed_midpoint,
+    decide,
     export,
     relu_gate,
     retention,
     soft_sparsity,
 )
-from wide.methods.method import Target, layer_weights
+from wide.methods.method import Target
 from wide.models.attach import attach, is_attached
 from wide.models.discovery import discover
 from wide.training.token_loss import token_losses
@@ -88,12 +89,11 @@ def test_multipliers_rise_where_too_much_is_pruned_and_fall_where_too_little_is(
         assert float(multipliers.binary.grad) == pytest.approx(0.16)
 
 
-def test_target_zero_is_the_dense_model_without_training():
+def test_gates_of_one_are_the_dense_model():
     model = dense_model()
     before = logits(model)
-    decision = decide(model, blocks(), Target(sparsity=0.0), quick())
-    assert decision.effort.tokens_backward == 0
-    assert not decision.deviations
+    settings = quick(steps=1, initial_spread=0.0, learning_rate=1e-30)
+    decision = decide(model, blocks(), Target(sparsity=0.0), settings)
     attach(model, decision.plan, tensors=decision.tensors)
     after = logits(model)
     assert torch.equal(after, before)

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from depth_toys import train
+from recount import layer_weights
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
@@ -11,8 +13,7 @@ from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods.catalogue import DLLMConfig
 from wide.methods.dllm import route
-from wide.methods.method import Target, layer_weights
-from wide.methods.routed import train
+from wide.methods.method import Target
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from depth_toys import train
+from recount import layer_weights
 from test_dllm import blocks as blocks_of_text
 from tiny import dense_model, stage
 from torch.nn import functional
@@ -14,8 +16,8 @@ from wide.grouping import Grouping
 from wide.inference.optimize import optimize
 from wide.methods.catalogue import DLLMOriginalConfig
 from wide.methods.dllm import _penalty, route_original
-from wide.methods.method import Target, layer_weights
-from wide.methods.routed import objective_for, train
+from wide.methods.method import Target
+from wide.methods.routed import objective_for
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import SkipCounter

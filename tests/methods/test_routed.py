@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import depth_toys
 import numpy as np
 import pytest
 import torch
+from recount import layer_weights
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
@@ -12,9 +14,8 @@ from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, NotAttachedError
 from wide.grouping import Grouping
-from wide.methods import routed
 from wide.methods.catalogue import WideMethodConfig
-from wide.methods.method import Target, layer_weights
+from wide.methods.method import Target
 from wide.methods.routed import objective_for, route_wide
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached, plan_for
@@ -28,7 +29,7 @@ SETTINGS = WideMethodConfig(ffn_group_size=16, router_rank=4)
 
 
 def train(model, *args, **run):
-    return routed.train(model, route_wide, *args, **run)
+    return depth_toys.train(model, route_wide, *args, **run)
 
 
 def blocks(count=64, length=64):

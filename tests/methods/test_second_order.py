@@ -4,13 +4,14 @@ import torch
 from wide.errors import ConfigError
 from wide.methods.second_order import (
     GramAccumulator,
+    UnitPruner,
     curvature_of_units,
     damped,
     inverse,
     remove_rows,
     restricted_least_squares,
+    unit_scores,
 )
-from wide.methods.unit_pruning import UnitPruner, unit_scores
 
 
 def problem(width=12, outputs=7, samples=50):

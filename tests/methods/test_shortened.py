@@ -15,6 +15,7 @@ from wide.methods.calibration import mean_nll, windows
 from wide.methods.catalogue import ShortenedConfig
 from wide.methods.method import Effort, Target
 from wide.methods.shortened import (
+    _deviations,
     decide_by_perplexity,
     decide_by_taylor,
     perplexity_scores,
@@ -24,7 +25,6 @@ from wide.methods.shortened import (
     taylor_scores,
 )
 from wide.models.attach import attach, detach
-from wide.models.discovery import discover
 from wide.plan import Dense, Skipped
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +34,11 @@ BOTH = [decide_by_perplexity, decide_by_taylor]
 
 
 def by_perplexity(model, ids, batch_size=3):
-    return perplexity_scores(BlockGates(model), ids, batch_size=batch_size, effort=Effort())
+    return perplexity_scores(BlockGates(model, ids, batch_size))
 
 
 def by_taylor(model, ids, batch_size=100):
-    return taylor_scores(model, discover(model), ids, batch_size=batch_size, effort=Effort())
+    return taylor_scores(BlockGates(model, ids, batch_size))
 
 
 def reference_products(model, ids):
@@ -65,7 +65,7 @@ def test_one_layer_left_out_is_the_model_without_it():
     ids = own_text(model, 2, 9)
     for layer in range(4):
         keep = np.arange(4) != layer
-        with torch.no_grad(), BlockGates(model).keeping(whole_layers(keep)):
+        with torch.no_grad(), BlockGates(model, ids, 2).keeping(whole_layers(keep)):
             logits = model(input_ids=ids, use_cache=False).logits
         with torch.no_grad():
             wanted = without_layers(model, {layer})(input_ids=ids, use_cache=False).logits
@@ -200,6 +200,17 @@ def test_effort_is_the_text_of_every_forward():
 )
 def test_protection_follows_the_depth(num_layers, wanted):
     assert protected_layers(num_layers, ShortenedConfig()) == wanted
+
+
+@pytest.mark.parametrize(("num_layers", "is_original"), [(32, True), (28, True), (12, False)])
+def test_protection_that_is_not_the_originals_is_declared(num_layers, is_original):
+    told = _deviations(protected_layers(num_layers, ShortenedConfig()), num_layers)
+    assert (len(told) == 1) == is_original
+    asked = _deviations(protected_layers(num_layers, ShortenedConfig(protect_first=4, protect_last=2)), num_layers)
+    assert len(asked) == 1
+    if not is_original:
+        assert "layers 0, 1, 11 are protected" in told[1]
+        assert "first 4 and the last 2" in told[1]
 
 
 def test_protection_can_be_set():

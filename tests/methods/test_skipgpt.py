@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from depth_toys import train
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
@@ -13,7 +14,7 @@ from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError
 from wide.methods.catalogue import SkipGPTConfig, SkipGPTOriginalConfig
 from wide.methods.method import Target
-from wide.methods.routed import train
+from wide.methods.routed import Routing
 from wide.methods.skipgpt import route, route_original, sublayer_plan
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.cost import SkipCounter
@@ -227,7 +228,8 @@ def test_routers_begin_as_the_authors_do(changes, spread):
     width = 512
     model = dense_model(hidden_size=width, num_attention_heads=4, head_dim=8)
     settings = SkipGPTOriginalConfig(**changes)
-    wanted = route_original(discover(model), TARGET, settings, stage(), ObjectiveConfig())
+    asked = Routing(target=TARGET, stage=stage(), objective=ObjectiveConfig())
+    wanted = route_original(discover(model), settings, asked)
     routers = attachment(attach(model, wanted.config)).routers()
     inputs = torch.randn(2000, width, generator=torch.Generator().manual_seed(0))
     for router in routers:

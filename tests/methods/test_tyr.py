@@ -1,25 +1,23 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from families import make, tokens
+from recount import layer_weights
 from torch.nn import functional as F
 
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods import tyr
-from wide.methods.allocation import Range, evolve, mutant
 from wide.methods.calibration import windows
 from wide.methods.catalogue import TyrConfig
-from wide.methods.edited_weights import EditedWeights
-from wide.methods.layer_runner import LayerRunner
-from wide.methods.method import Target, layer_weights, width_share
-from wide.methods.second_order import GramAccumulator
-from wide.methods.supernet import Copies, Levels, fill, projections
-from wide.methods.topk_divergence import TopKDivergence
-from wide.methods.unit_pruning import UnitPruner
+from wide.methods.layer_runner import EditedWeights, LayerRunner
+from wide.methods.method import Target, width_share
+from wide.methods.second_order import GramAccumulator, UnitPruner
+from wide.methods.tyr import Copies, Levels, Supernet, TopKDivergence, evolve, mutant
 from wide.models.attach import attach, detach
 from wide.models.discovery import discover
 from wide.plan import Dense, Kept, Skipped
@@ -49,7 +47,7 @@ def text(length=512, block=16):
 
 
 def with_settings(**changes):
-    return TyrConfig(**({name: getattr(SETTINGS, name) for name in SETTINGS.__slots__} | changes))
+    return replace(SETTINGS, **changes)
 
 
 def logits(model, ids):
@@ -95,12 +93,6 @@ def test_the_same_seed_gives_the_same_decision_with_copies_in_memory_or_in_a_fol
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, second.weights[name])
     assert not list(tmp_path.iterdir())
-
-
-def test_target_zero_changes_nothing():
-    decision = tyr.decide(make("llama"), text(), Target(sparsity=0.0), SETTINGS)
-    assert all(isinstance(half, Dense) for layer in decision.plan.layers for _, half in layer.halves())
-    assert not decision.weights
 
 
 def test_linear_flops_leave_keys_and_values_dense_and_reach_the_share_of_all_products():
@@ -195,12 +187,11 @@ def test_of_two_equal_channels_one_goes_first_and_the_other_takes_over():
 def supernet(model, settings, expected=(2, 32) * 3):
     specs = discover(model)
     ids = windows(text(), count=12, length=16, seed=0)
-    weights, copies = EditedWeights(model), Copies(None)
-    targets = projections(specs, weights)
-    levels = tyr.levels_of(targets, expected, 0, settings)
+    net = Supernet(specs, EditedWeights(model), Copies(None), settings)
+    net.set_levels(expected, 0)
     runner = LayerRunner(model, specs, ids, batch_size=5)
-    passed = fill(copies, runner, targets, levels, weights, settings)
-    return targets, levels, copies, runner, passed
+    passed = net.fill(runner, "layers")
+    return net.projections, net.levels, net.copies, runner, passed
 
 
 def test_copies_exist_at_every_level_with_exact_counts_and_dense_and_empty_ends():
@@ -235,6 +226,32 @@ def test_later_layers_are_fitted_to_inputs_with_the_error_of_earlier_ones():
         torch.testing.assert_close(copies.get(3, level)[0], weight)
 
 
+def test_the_released_code_fits_every_layer_behind_unpruned_ones():
+    model = make("llama", **CHANGES)
+    targets, levels, copies, runner, passed = supernet(model, with_settings(propagation="dense"))
+    assert passed == 2 * 12 * 16
+    specs, ids = discover(model), windows(text(), count=12, length=16, seed=0)
+    dense = LayerRunner(model, specs, ids, batch_size=5)
+    gram = GramAccumulator(64, device=torch.device("cpu"))
+    for index in range(3):
+        if index == 2:
+            dense.observe(2, {targets[5].linear: gram.add})
+        dense.advance(index)
+    pruner = UnitPruner(targets[5].linear.weight, gram.matrix, unit_size=1, damping=SETTINGS.damping)
+    weight, _ = pruner.prune(levels[5].removed(0), rounds=4, score=SETTINGS.score)
+    torch.testing.assert_close(copies.get(5, 0)[0], weight)
+    assert all(torch.equal(*pair) for pair in zip(runner.inputs, dense.inputs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("propagation", "told"), [("expected", "overwrites"), ("mean", "(paper)"), ("dense", "as the released")]
+)
+def test_each_propagation_says_whose_it_is(propagation, told):
+    settings = with_settings(propagation=propagation, iterations=1, generations=1)
+    decision = tyr.decide(make("llama", **CHANGES), text(), Target(sparsity=0.5), settings)
+    assert any(told in sentence for sentence in decision.deviations)
+
+
 def test_mean_propagation_weighs_copies_by_what_they_keep():
     model = make("llama", **CHANGES)
     # Attention has levels -1, 0, 1 and the FFN -2 ... 2: where one has no copy, its nearest serves.
@@ -261,27 +278,27 @@ def test_mean_propagation_weighs_copies_by_what_they_keep():
 
 
 def test_levels_stay_inside_what_there_is_and_halve_with_the_iterations():
+    model = make("llama")
     of = Levels.around(3, step=2, num_units=8, per_side=4, kind="attention")
     assert [of.removed(level) for level in of.all()] == [1, 3, 5, 7]
-    with EditedWeights(model := make("llama")) as weights:
-        targets = projections(discover(model), weights)
-    steps = [
-        [of.step for of in tyr.levels_of(targets, [2, 32, 2, 32], t, TyrConfig(min_channel_step=3))] for t in (0, 1, 5)
-    ]
+    net = Supernet(discover(model), EditedWeights(model), Copies(None), TyrConfig(min_channel_step=3))
+    steps = []
+    for iteration in (0, 1, 5):
+        net.set_levels([2, 32, 2, 32], iteration)
+        steps.append([of.step for of in net.levels])
     assert steps == [[1, 8, 1, 8], [1, 4, 1, 4], [1, 3, 1, 3]]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1 / 3, 0.5, 0.9])
 def test_budgets_are_exact_in_total_and_even(share):
-    with EditedWeights(model := make("llama", num_hidden_layers=5, intermediate_size=72)) as weights:
-        targets = projections(discover(model), weights)
-    budget = tyr.initial_budget(targets, share)
+    model = make("llama", num_hidden_layers=5, intermediate_size=72)
+    budget = Supernet(discover(model), EditedWeights(model), Copies(None), TyrConfig()).initial_budget(share)
     for half, units in ((0, 4), (1, 72)):
         assert sum(budget[half::2]) == int(share * units * 5 + 0.5)
         assert max(budget[half::2]) - min(budget[half::2]) <= 1
 
 
-MODULES = [Range(kind="a", lowest=-2, highest=1)] * 4 + [Range(kind="b", lowest=0, highest=4)] * 3
+MODULES = [Levels(kind="a", lowest=-2, highest=1)] * 4 + [Levels(kind="b", lowest=0, highest=4)] * 3
 
 
 def test_mutants_keep_the_budget_of_each_kind_and_their_ranges():
@@ -297,7 +314,7 @@ def test_mutants_keep_the_budget_of_each_kind_and_their_ranges():
 
 
 def test_where_nothing_can_be_swapped_the_parent_stays():
-    lonely = [Range(kind="a", lowest=-1, highest=1), Range(kind="b", lowest=-1, highest=1)]
+    lonely = [Levels(kind="a", lowest=-1, highest=1), Levels(kind="b", lowest=-1, highest=1)]
     assert mutant((0, 0), lonely, 4, random.Random(0)) == (0, 0)
     found = evolve(
         lonely, lambda *_: 1.0, generations=2, offspring=3, max_swaps=2, survivors=(1,), seed=0, title="search"

@@ -9,8 +9,8 @@ from wide.errors import ConfigError, ShapeError
 from wide.methods.catalogue import WandaConfig
 from wide.methods.layer_runner import LayerRunner
 from wide.methods.method import Target
-from wide.methods.unstructured import SemiStructured, count_of, parse_pattern
-from wide.methods.wanda import InputEnergy, decide, prune_by_activation
+from wide.methods.unstructured import InputEnergy, SemiStructured, count_of, parse_pattern, prune_by_activation
+from wide.methods.unstructured import decide_by_activation as decide
 from wide.models.discovery import discover
 from wide.plan import Dense
 
@@ -101,10 +101,6 @@ def test_later_layers_are_judged_on_the_outputs_of_pruned_ones():
     energy = InputEnergy(64, torch.device("cpu"))
     runner.observe(1, {specs[1].ffn.down: energy.add})
     assert torch.equal(decision.weights[name], prune_by_activation(dense, energy.squares, 0.75))
-
-
-def test_target_zero_changes_nothing():
-    assert not decide(make("llama"), text(), Target(sparsity=0.0), SETTINGS).weights
 
 
 def test_a_pattern_in_a_whole_model():

@@ -134,9 +134,10 @@ class TokenBlocks:
         """Tokens in all blocks."""
         return len(self) * self.sequence_length
 
-    def order(self, seed: int) -> BlockOrder:
-        """Return the order of the blocks for a seed."""
-        return BlockOrder(len(self), seed)
+    def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
+        """Return the same text in blocks of another length and order; nothing is copied."""
+        stream = TokenStream(tokens=self._tokens, starts=self._starts, largest_id=self.largest_id)
+        return TokenBlocks(stream, sequence_length, seed=seed)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.

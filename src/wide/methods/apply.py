@@ -16,7 +16,7 @@ from wide.errors import NotAttachedError
 from wide.evaluation.inference import SkipMeter, model_device
 from wide.methods.catalogue import Kind, Match, Method
 from wide.methods.method import Decision, Target, dense_plan
-from wide.methods.routed import train
+from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import Sparsity, static_sparsity
 from wide.models.discovery import discover
@@ -140,16 +140,9 @@ def apply(
             torch.manual_seed(seed)
             if method.trains:
                 decision = None
+                asked = Routing(target=target, stage=stage, objective=objective or ObjectiveConfig())
                 effort, deviations = train(
-                    model,
-                    method.function(),
-                    blocks,
-                    target,
-                    settings,
-                    stage=stage,
-                    objective=objective or ObjectiveConfig(),
-                    output=output,
-                    resume=resume,
+                    model, method.function(), blocks, settings, asked, output=output, resume=resume
                 )
             else:
                 decision = _decide(model, method, blocks, target, settings)

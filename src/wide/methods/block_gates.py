@@ -1,6 +1,6 @@
-"""Leaves half-layers of a live model out, any set of them, and scores many such sets at once.
+"""Leaves sublayers of a live model out, any set of them, and scores many such sets at once.
 
-Half-layers are numbered in execution order: 2i is the attention and 2i + 1 the FFN of layer i. A kept-set says for each
+Sublayers are numbered in execution order: 2i is the attention and 2i + 1 the FFN of layer i. A kept-set says for each
 whether it runs. One that does not is not computed: its module answers with zeros, as under a plan's `Skipped`, and
 norms and residual connections stay the family's own.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wide.data.progress import progress
 from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
 from wide.evaluation.inference import model_device
-from wide.methods.calibration import num_predicted, summed_nll
+from wide.methods.calibration import dense_nll, num_predicted, summed_nll
 from wide.methods.method import Effort
 from wide.models.attach import is_attached
 from wide.models.block_spec import BlockSpec
@@ -27,18 +27,18 @@ from wide.models.observe import judging
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 
 KeptSets = npt.NDArray[np.bool_]
-"""`[K, 2L]`, or `[2L]` for one: True where the half-layer runs."""
+"""`[K, 2L]`, or `[2L]` for one: True where the sublayer runs."""
 
 
 def whole_layers(keep: KeptSets) -> KeptSets:
-    """Return the kept half-layers `[..., 2L]` of kept layers `[..., L]`."""
+    """Return the kept sublayers `[..., 2L]` of kept layers `[..., L]`."""
     return np.repeat(keep, 2, axis=-1)
 
 
 def skipping_plan(keep: KeptSets) -> Plan:
     """Return the plan of a kept-set `[2L]`."""
-    halves = [Dense() if kept else Skipped() for kept in keep]
-    return Plan(tuple(LayerPlan(attention=a, ffn=f) for a, f in zip(halves[::2], halves[1::2], strict=True)))
+    ran = [Dense() if kept else Skipped() for kept in keep]
+    return Plan(tuple(LayerPlan(attention=a, ffn=f) for a, f in zip(ran[::2], ran[1::2], strict=True)))
 
 
 @dataclass(slots=True)
@@ -65,24 +65,28 @@ class _Prefix:
 
 
 class BlockGates:
-    """Scores a model without some of its half-layers; between calls the model is as it was.
+    """Scores a model without some of its sublayers; between calls the model is as it was.
 
     Args:
         model: A causal LM without routers.
+        ids: Calibration windows, int64 `[N, T]`.
+        batch_size: Windows in a micro-batch; the outputs of all layers on one micro-batch are held in memory.
 
     Attributes:
-        specs: Parts of its decoder layers.
+        specs: Parts of its decoder layers, L of them.
+        effort: The tokens read so far.
 
     Raises:
         NotAttachedError: If the model has routers or a plan already.
         UnsupportedModelError: If its structure is unknown, or the FFN of a layer is.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Find the half-layers."""
+    def __init__(self, model: nn.Module, ids: Tensor, batch_size: int) -> None:
+        """Find the sublayers."""
         if is_attached(model):
             raise NotAttachedError("this model has routers or a plan already; call wide.detach(model) first")
-        self.model = model
+        self.model, self.ids, self.batch_size = model, ids, batch_size
+        self.effort = Effort()
         self.specs: tuple[BlockSpec, ...] = discover(model)
         for spec in self.specs:
             if spec.ffn is None:
@@ -93,14 +97,9 @@ class BlockGates:
         """Decoder layers, L."""
         return len(self.specs)
 
-    @property
-    def num_halves(self) -> int:
-        """Half-layers, 2L."""
-        return 2 * len(self.specs)
-
     @contextmanager
     def keeping(self, keep: KeptSets) -> Iterator[None]:
-        """Run the model without the half-layers that are False in `keep` `[2L]` inside the block.
+        """Run the model without the sublayers that are False in `keep` `[2L]` inside the block.
 
         An attention that is left out writes no keys and values, so run forwards with `use_cache=False`; to generate,
         attach `skipping_plan(keep)` instead.
@@ -110,42 +109,40 @@ class BlockGates:
         """
         self._check(keep)
         with ExitStack() as stack:
-            for half in np.flatnonzero(~keep):
-                spec = self.specs[half // 2]
-                if half % 2 == 0:
+            for number in np.flatnonzero(~keep):
+                spec = self.specs[number // 2]
+                if number % 2 == 0:
                     stack.enter_context(_standing_in(spec.attention.module, _no_attention))
                 elif spec.ffn is not None:
                     stack.enter_context(_standing_in(spec.ffn.module, _no_ffn))
             yield
 
-    def mean_nll(
-        self, keeps: KeptSets, ids: Tensor, *, batch_size: int, effort: Effort, title: str | None = None
-    ) -> npt.NDArray[np.float64]:
+    def dense_nll(self) -> float:
+        """Return the mean loss of the whole model, see `wide.methods.calibration.dense_nll`."""
+        return dense_nll(self.model, self.ids, self.batch_size, effort=self.effort)
+
+    def mean_nll(self, keeps: KeptSets, title: str) -> npt.NDArray[np.float64]:
         """Return the mean negative log-likelihood per predicted token under each kept-set, in nats, float64 `[K]`.
 
         It equals a plain forward for each; work that neighbouring sets share is done once: sets are visited in the
-        order of their prefixes, and a forward starts at the first layer that differs from the set before.
+        order of their prefixes, and a forward starts at the first layer that differs from the set before. The tokens
+        of each different set count as effort, shared work included.
 
         Args:
             keeps: Kept-sets, `[K, 2L]`; equal ones are scored once.
-            ids: Windows, int64 `[N, T]`.
-            batch_size: Windows in a micro-batch; the outputs of all layers on one micro-batch are held in memory.
-            effort: The tokens of each different set are added here, shared work included.
-            title: Of a progress bar; None shows none.
+            title: Of the progress bar.
 
         Raises:
             ShapeError: If the kept-sets are not of this model.
         """
         self._check(keeps)
         different, place = np.unique(keeps, axis=0, return_inverse=True)
-        batches = ids.split(batch_size)
+        batches = self.ids.split(self.batch_size)
         device = model_device(self.model)
         sums = torch.zeros(len(different), dtype=torch.float64, device=device)
-        work: Iterator[tuple[Tensor, int]] = ((batch, index) for batch in batches for index in range(len(different)))
-        if title is not None:
-            work = progress(work, title=title, total=len(batches) * len(different), unit="forward")
+        work = [(batch, index) for batch in batches for index in range(len(different))]
         with judging(self.model):
-            for batch, index in work:
+            for batch, index in progress(work, title=title, unit="forward"):
                 if index == 0:
                     prefix = _Prefix(outputs=[None] * self.num_layers)
                     moved = batch.to(device)
@@ -153,8 +150,8 @@ class BlockGates:
                 with self._resuming(prefix), self.keeping(different[index]):
                     logits = self.model(input_ids=moved, use_cache=False).logits
                 sums[index] += summed_nll(logits, moved).to(device)
-        effort.tokens_forward += len(different) * ids.numel()
-        means: npt.NDArray[np.float64] = sums.cpu().numpy() / num_predicted(ids)
+        self.effort.tokens_forward += len(different) * self.ids.numel()
+        means: npt.NDArray[np.float64] = sums.cpu().numpy() / num_predicted(self.ids)
         return means[place.reshape(-1)]
 
     @contextmanager
@@ -170,9 +167,9 @@ class BlockGates:
             yield
 
     def _check(self, keep: KeptSets) -> None:
-        if keep.dtype != np.bool_ or keep.shape[-1] != self.num_halves:
+        if keep.dtype != np.bool_ or keep.shape[-1] != 2 * self.num_layers:
             raise ShapeError(
-                f"a kept-set has one bool per half-layer, {self.num_halves} for this model of {self.num_layers} "
+                f"a kept-set has one bool per sublayer, {2 * self.num_layers} for this model of {self.num_layers} "
                 f"layers; got {keep.dtype} {keep.shape}"
             )
 

@@ -1,4 +1,4 @@
-"""BlockPruner: half-layers are left out greedily, each time the one without which the perplexity is lowest.
+"""BlockPruner: sublayers are left out greedily, each time the one without which the perplexity is lowest.
 
 Written over the machinery of this package; no pruning library is used. Source: Zhong et al., "BlockPruner: Fine-grained
 Pruning for Large Language Models", 2024.
@@ -12,13 +12,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
-from wide.data.progress import progress
 from wide.errors import EvaluationError
 from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst
-from wide.methods.calibration import dense_nll, json_number, perplexity, windows
+from wide.methods.calibration import calibration_windows, json_number, perplexity
 from wide.methods.catalogue import BlockPrunerConfig
-from wide.methods.method import Decision, Effort, Target, layer_weights
+from wide.methods.method import Decision, Target
 from wide.models.block_spec import BlockSpec
+from wide.models.cost import costs
+from wide.plan import Dense, LayerPlan, Plan, Skipped
 
 _ORIGINAL_TOKENS = 256 * 2048
 
@@ -28,7 +29,7 @@ class Step:
     """One step of the greedy search.
 
     Args:
-        half: The half-layer removed, 2i for the attention and 2i + 1 for the FFN of layer i.
+        half: The sublayer removed, 2i for the attention and 2i + 1 for the FFN of layer i.
         nll: Mean loss per token without it and all removed before, nats.
     """
 
@@ -41,49 +42,46 @@ class Step:
         return f"{'ffn' if self.half % 2 else 'attention'} {self.half // 2}"
 
 
-def greedy_steps(gates: BlockGates, ids: Tensor, *, batch_size: int, effort: Effort) -> Iterator[Step]:
-    """Yield half-layers in the order of their removal, each step when it is asked for; of equals the first.
+def greedy_steps(gates: BlockGates) -> Iterator[Step]:
+    """Yield sublayers in the order of their removal, each step when it is asked for; of equals the first.
 
-    Every step scores all half-layers that are left, so n steps cost O(n * 2L) forwards.
-
-    Args:
-        gates: Of the model.
-        ids: Windows, int64 `[N, T]`.
-        batch_size: Windows in a micro-batch.
-        effort: The tokens are added here.
+    Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards.
 
     Raises:
         EvaluationError: If no loss of a step is finite.
     """
-    keep = np.ones(gates.num_halves, dtype=np.bool_)
+    keep = np.ones(2 * gates.num_layers, dtype=np.bool_)
     while keep.any():
         left = np.flatnonzero(keep)
         keeps = np.tile(keep, (len(left), 1))
         keeps[np.arange(len(left)), left] = False
-        nlls = undefined_as_worst(gates.mean_nll(keeps, ids, batch_size=batch_size, effort=effort))
+        removed = len(keep) - len(left)
+        nlls = undefined_as_worst(gates.mean_nll(keeps, title=f"blockpruner: {removed} sublayers removed"))
         best = int(nlls.argmin())
         if not np.isfinite(nlls[best]):
             raise EvaluationError(
-                f"after {gates.num_halves - len(left)} removed half-layers the loss is not finite whichever is removed "
-                "next; the model's dtype overflows: try bfloat16 or float32"
+                f"after {removed} removed sublayers the loss is not finite whichever is removed next; the model's "
+                "dtype overflows: try bfloat16 or float32"
             )
         keep[left[best]] = False
         yield Step(int(left[best]), float(nlls[best]))
 
 
 def shares_of_work(specs: Sequence[BlockSpec]) -> list[float]:
-    """Return the share of the matrix-product work of all layers that each half-layer has, K and V included, `[2L]`."""
-    weights = [layer_weights(spec) for spec in specs]
-    total = sum(layer.total for layer in weights)
-    return [part / total for layer in weights for part in (layer.query_output + layer.key_value, layer.ffn)]
+    """Return the share of the matrix-product work of all layers that each sublayer has, K and V included, `[2L]`."""
+    without_attention = Plan(tuple(LayerPlan(attention=Skipped(), ffn=Dense()) for _ in specs))
+    layers = costs(specs, without_attention, 0).layers
+    total = sum(layer.total for layer in layers)
+    attention = [layer.removed + layer.removed_kv for layer in layers]
+    return [part / total for of, layer in zip(attention, layers, strict=True) for part in (of, layer.total - of)]
 
 
 def closest_prefix(steps: Iterable[Step], shares: Sequence[float], sparsity: float) -> list[Step]:
-    """Return the first steps whose half-layers together come closest to a share of the work; of equals the fewer.
+    """Return the first steps whose sublayers together come closest to a share of the work; of equals the fewer.
 
     Args:
         steps: In the order of removal; none is asked for beyond the one that reaches the share.
-        shares: Of each half-layer in the work, `[2L]`.
+        shares: Of each sublayer in the work, `[2L]`.
         sparsity: Wanted share.
     """
     taken: list[Step] = []
@@ -97,7 +95,7 @@ def closest_prefix(steps: Iterable[Step], shares: Sequence[float], sparsity: flo
 
 
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: BlockPrunerConfig) -> Decision:
-    """Decide which half-layers to leave out.
+    """Decide which sublayers to leave out.
 
     With match='nominal' their number follows the target; with 'linear_flops' they are removed in the same order until
     the share of the work that is closest to it.
@@ -106,33 +104,25 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
         ConfigError: If the text is too short.
         EvaluationError: If the loss is not finite.
     """
-    gates = BlockGates(model)
-    keep = np.ones(gates.num_halves, dtype=np.bool_)
-    count = round(target.sparsity * gates.num_halves)
-    if target.sparsity == 0.0 or (target.match == "nominal" and count == 0):
-        return Decision(plan=skipping_plan(keep))
-    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
-    effort = Effort()
-    dense = dense_nll(model, ids, settings.batch_size, effort=effort)
-    shares = shares_of_work(gates.specs)
-    found = greedy_steps(gates, ids, batch_size=settings.batch_size, effort=effort)
-    title = "blockpruner: half-layers"
+    gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
+    keep = np.ones(2 * gates.num_layers, dtype=np.bool_)
+    dense, shares, found = gates.dense_nll(), shares_of_work(gates.specs), greedy_steps(gates)
     if target.match == "nominal":
-        steps = list(progress(islice(found, count), title=title, total=count, unit="half-layer"))
+        steps = list(islice(found, round(target.sparsity * len(keep))))
     else:
-        steps = closest_prefix(progress(found, title=title, unit="half-layer"), shares, target.sparsity)
+        steps = closest_prefix(found, shares, target.sparsity)
     removed = [step.half for step in steps]
     keep[removed] = False
     return Decision(
         plan=skipping_plan(keep),
-        effort=effort,
+        effort=gates.effort,
         notes={
             "removed": [step.name for step in steps],
             "perplexities": [json_number(perplexity(step.nll)) for step in steps],
             "dense_perplexity": json_number(perplexity(dense)),
             "linear_flops": sum(shares[half] for half in removed),
         },
-        deviations=_deviations(ids),
+        deviations=_deviations(gates.ids),
     )
 
 

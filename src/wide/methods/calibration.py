@@ -10,12 +10,18 @@ from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.inference import model_device
 from wide.evaluation.perplexity import window_losses
+from wide.methods.catalogue import Calibrated
 from wide.methods.method import Effort
 from wide.models.observe import judging
 
 _SHORTEST_WINDOW = 2
 # exp of more overflows float64.
 _LARGEST_EXPONENT = 700.0
+
+
+def calibration_windows(blocks: TokenBlocks, settings: Calibrated) -> Tensor:
+    """Return the windows that a method's settings ask for, int64 `[N, T]`; see `windows`."""
+    return windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
 
 
 def windows(blocks: TokenBlocks, *, count: int, length: int, seed: int) -> Tensor:

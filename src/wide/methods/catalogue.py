@@ -547,7 +547,7 @@ class WideMethodConfig(WideConfig):
     kind="unstructured",
     summary="zero single weights by magnitude times input norm, within each output row",
     source="Sun et al., A Simple and Effective Pruning Approach for Large Language Models, ICLR 2024",
-    code="wanda:decide",
+    code="unstructured:decide_by_activation",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandaConfig(Calibrated):
@@ -567,7 +567,7 @@ class WandaConfig(Calibrated):
     kind="unstructured",
     summary="zero single weights by second-order cost and update the rest of their rows",
     source="Frantar and Alistarh, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot, ICML 2023",
-    code="sparsegpt:decide",
+    code="unstructured:decide_with_updates",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseGPTConfig(Calibrated):

@@ -16,9 +16,10 @@ from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import EvaluationError
 from wide.methods.block_gates import BlockGates, KeptSets, skipping_plan, whole_layers
-from wide.methods.calibration import dense_nll, json_number, perplexity, windows
+from wide.methods.calibration import calibration_windows, json_number, perplexity
 from wide.methods.catalogue import CoopPrunerConfig
-from wide.methods.method import Decision, Effort, Target
+from wide.methods.method import Decision, Target
+from wide.models.discovery import discover
 
 _REFERENCE_LAYERS = 32
 _PAPER_REMOVED = (2, 5, 8, 11, 14)
@@ -62,21 +63,15 @@ def sample_kept_layers(num_layers: int, removed: Sequence[int], count: int, gene
     return kept
 
 
-def measured_utilities(
-    gates: BlockGates, kept: KeptSets, ids: Tensor, *, dense: float, batch_size: int, effort: Effort
-) -> npt.NDArray[np.float64]:
+def measured_utilities(gates: BlockGates, kept: KeptSets, *, dense: float) -> npt.NDArray[np.float64]:
     """Return perplexity of the whole model / perplexity of each set of layers, `[K]`; NaN where a forward broke down.
 
     Args:
         gates: Of the model.
         kept: Sets of kept layers, `[K, L]`.
-        ids: Windows, int64 `[N, T]`.
         dense: Mean loss of the whole model, nats per token.
-        batch_size: Windows in a micro-batch.
-        effort: The tokens are added here.
     """
-    title = "cooppruner: sets of layers"
-    nlls = gates.mean_nll(whole_layers(kept), ids, batch_size=batch_size, effort=effort, title=title)
+    nlls = gates.mean_nll(whole_layers(kept), title="cooppruner: sets of layers")
     with np.errstate(over="ignore"):
         utilities: npt.NDArray[np.float64] = np.exp(dense - nlls)
     return np.where(np.isfinite(nlls), utilities, np.nan)
@@ -121,16 +116,13 @@ class Surrogate(nn.Module):
         return torch.sigmoid(self.output(F.celu(self.hidden(kept)))).squeeze(-1)
 
 
-def fit_surrogate(
-    kept: KeptSets, utilities: npt.NDArray[np.float64], settings: CoopPrunerConfig, title: str | None = None
-) -> Surrogate:
+def fit_surrogate(kept: KeptSets, utilities: npt.NDArray[np.float64], settings: CoopPrunerConfig) -> Surrogate:
     """Return a surrogate fitted to measured utilities, float32 on the CPU; the seed decides it.
 
     Args:
         kept: Sets of kept layers, `[K, L]`.
         utilities: Finite, `[K]`.
         settings: Of the training.
-        title: Of a progress bar; None shows none.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     inputs = torch.from_numpy(kept.astype(np.float32))
@@ -138,9 +130,8 @@ def fit_surrogate(
     surrogate = Surrogate(inputs.shape[1], generator)
     optimizer = torch.optim.SGD(surrogate.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, settings.rate_step, settings.rate_decay)
-    epochs = range(settings.epochs)
     with torch.enable_grad():
-        for _ in epochs if title is None else progress(epochs, title=title, total=len(epochs), unit="epoch"):
+        for _ in progress(range(settings.epochs), title="cooppruner: surrogate", unit="epoch"):
             for batch in torch.randperm(len(inputs), generator=generator).split(settings.surrogate_batch_size):
                 optimizer.zero_grad()
                 F.mse_loss(surrogate(inputs[batch]), wanted[batch]).backward()
@@ -193,27 +184,26 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Coop
         ConfigError: If the text is too short.
         EvaluationError: If no loss is finite.
     """
-    gates = BlockGates(model)
-    count = round(target.sparsity * gates.num_layers)
-    keep = np.ones(gates.num_layers, dtype=np.bool_)
+    num_layers = len(discover(model))
+    count = round(target.sparsity * num_layers)
+    keep = np.ones(num_layers, dtype=np.bool_)
     if count == 0:
         return Decision(plan=skipping_plan(whole_layers(keep)))
-    strata = removed_counts(gates.num_layers, count, settings.strata)
-    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
+    gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
+    strata = removed_counts(num_layers, count, settings.strata)
     generator = np.random.default_rng(settings.seed)
-    sets = sample_kept_layers(gates.num_layers, strata, settings.num_masks, generator)
-    effort = Effort()
-    dense = dense_nll(model, ids, settings.batch_size, effort=effort)
-    measured = measured_utilities(gates, sets, ids, dense=dense, batch_size=settings.batch_size, effort=effort)
+    sets = sample_kept_layers(num_layers, strata, settings.num_masks, generator)
+    dense = gates.dense_nll()
+    measured = measured_utilities(gates, sets, dense=dense)
     sets, utilities = finite_pairs(sets, measured)
-    surrogate = fit_surrogate(sets, utilities, settings, title="cooppruner: surrogate")
-    others = sample_kept_layers(gates.num_layers, strata, settings.num_contribution_masks, generator)
+    surrogate = fit_surrogate(sets, utilities, settings)
+    others = sample_kept_layers(num_layers, strata, settings.num_contribution_masks, generator)
     values = contributions(surrogate, others)
     order = np.argsort(values, kind="stable")
     keep[order[:count]] = False
     return Decision(
         plan=skipping_plan(whole_layers(keep)),
-        effort=effort,
+        effort=gates.effort,
         notes={
             "removed": order[:count].tolist(),
             "order": order.tolist(),
@@ -223,19 +213,25 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Coop
             "surrogate_fit": explained_variance(surrogate, sets, utilities),
             "dense_perplexity": json_number(perplexity(dense)),
         },
-        deviations=_deviations(settings, count, strata),
+        deviations=_deviations(settings, count, strata, num_layers),
     )
 
 
-def _deviations(settings: CoopPrunerConfig, count: int, strata: Sequence[int]) -> tuple[str, ...]:
+def _deviations(settings: CoopPrunerConfig, count: int, strata: Sequence[int], num_layers: int) -> tuple[str, ...]:
     deviations = [
         "calibrated on the benchmark's corpus, the original on BookCorpus",
-        "sets whose loss is not finite are dropped together with their label, and all others train the surrogate",
+        "sets whose loss is not finite are dropped together with their label, and all others train the surrogate; the "
+        "original drops the label alone, and the first sets",
     ]
     most = max(strata)
     if settings.strata == "spanning":
         deviations.append(f"sets with up to {most} layers removed are sampled, the original's stop at 14 of 32")
-    elif count > most:
+    elif num_layers != _REFERENCE_LAYERS:
+        deviations.append(
+            f"sets with {', '.join(map(str, strata))} of {num_layers} layers removed are sampled, in proportion to the "
+            "original's 2, 5, 8, 11, 14 of 32"
+        )
+    if settings.strata == "paper" and count > most:
         deviations.append(
             f"{count} layers are removed and, as in the original, sets with at most {most} removed are sampled: the "
             "contributions are extrapolated; strata='spanning' reaches the target"

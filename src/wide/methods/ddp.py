@@ -4,9 +4,13 @@ Minimised are the cross-entropy, the divergence from the dense model and an augm
 unit to its target over all layers at once; its multipliers are maximised. Nothing is sampled. What is left are scales:
 0 prunes, other values rescale what is kept.
 
+Letters of the method: z the learned number of a unit, m = ReLU(z) its magnitude, s its retention score, mu the annealed
+midpoint of the score, S the target.
+
 Written over the machinery of this package; no pruning library is used.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,15 +24,6 @@ from wide.data.progress import progress
 from wide.errors import ConfigError, TrainingError
 from wide.grouping import Grouping
 from wide.methods.catalogue import DDPConfig
-from wide.methods.deterministic_gates import (
-    Exported,
-    Multipliers,
-    annealed_midpoint,
-    export,
-    relu_gate,
-    retention,
-    soft_sparsity,
-)
 from wide.methods.method import Decision, Effort, Target, feed_forward, width_share
 from wide.models.attach import attach, detach
 from wide.models.block_spec import BlockSpec
@@ -43,8 +38,111 @@ from wide.training.token_loss import num_targets, token_losses
 from wide.training.trainer import split_batch
 
 _KINDS = ("attention", "ffn")
+_FIRST_MIDPOINT = 0.5
+# A sigmoid stretched to [-0.1, 1.1], with a slope that makes the score 0, 1/2 and 1 at 0, mu and 2 mu.
+_SLOPE, _STRETCH, _SHIFT = 2.4, 1.2, 0.1
+# The smallest number that every storage format of weights keeps apart from zero without losing digits.
+_SMALLEST = 2.0**-14
 # How far the soft sparsity may be from its target before the export has to force it.
 _TOLERANCE = 0.01
+
+
+def relu_gate(raw: Tensor) -> Tensor:
+    """Return m = ReLU(z), with a gradient of 1 on both sides, so that gates can come back."""
+    return raw + (raw.relu() - raw).detach()
+
+
+def retention(magnitude: Tensor, midpoint: float) -> Tensor:
+    """Return the retention score s in [0, 1]; the gradient passes the clamp unchanged.
+
+    Args:
+        magnitude: m, any shape, float32.
+        midpoint: mu; the score is 0 at 0, one half at mu and 1 from 2 mu on.
+    """
+    free = torch.sigmoid((magnitude - midpoint) * (_SLOPE / midpoint)) * _STRETCH - _SHIFT
+    return free + (free.clamp(0.0, 1.0) - free).detach()
+
+
+def annealed_midpoint(step: int, *, steps: int, final: float) -> float:
+    """Return mu at a step counted from 0: 0.5 at first, falling with the square root of time to `final` at `steps`."""
+    return _FIRST_MIDPOINT - (_FIRST_MIDPOINT - final) * math.sqrt(step / steps)
+
+
+def soft_sparsity(score: Tensor) -> Tensor:
+    """Return the share that the scores call pruned, 1 - mean(s)."""
+    return 1.0 - score.mean()
+
+
+class Multipliers(nn.Module):
+    """The multipliers of one kind of unit in the augmented Lagrangian; they start at 0 and are maximised.
+
+    Attributes:
+        linear: Of the distance from the target.
+        quadratic: Of its square.
+        binary: Of the indecision s (1 - s).
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Start at zero, float32."""
+        super().__init__()
+        self.linear = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+        self.quadratic = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+        self.binary = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+
+    def penalty(self, score: Tensor, sparsity: float) -> Tensor:
+        """Return what the loss gains: linear d + quadratic d^2 + binary mean(s (1 - s)), d the distance from S.
+
+        Args:
+            score: s of all units of the kind, `[units]` float32.
+            sparsity: S, the wanted share of pruned units.
+        """
+        distance = soft_sparsity(score) - sparsity
+        indecision = (score * (1.0 - score)).mean()
+        return self.linear * distance + self.quadratic * distance.square() + self.binary * indecision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """Scales of one kind of unit, ready for a plan.
+
+    Args:
+        scales: Per layer float32 `[units]`; 0 prunes.
+        relu_zeros: Share of the units whose magnitude was 0 before anything was forced.
+        forced: Layers in which a unit had to be kept, because all of them would have gone.
+    """
+
+    scales: tuple[Tensor, ...]
+    relu_zeros: float
+    forced: tuple[int, ...]
+
+
+def export(raw: Sequence[Tensor], *, pruned: int | None) -> Exported:
+    """Return the scales of trained gates, one kind of unit over all layers.
+
+    At least one unit of each layer is kept; where its magnitude is 0, it keeps the smallest scale that any format of
+    weights can hold, which changes nothing.
+
+    Args:
+        raw: z per layer, float32 `[units]`.
+        pruned: Units that go, the smallest over all layers, first layers first among equals; more go only where more
+            have a magnitude of 0. None prunes exactly those.
+    """
+    magnitudes = torch.cat([z.detach().float().cpu() for z in raw]).relu()
+    scales = magnitudes.clone()
+    if pruned is not None:
+        scales[magnitudes.argsort(stable=True)[:pruned]] = 0.0
+    layers = list(scales.split([z.numel() for z in raw]))
+    forced = []
+    for index, (layer, z) in enumerate(zip(layers, raw, strict=True)):
+        if not layer.any():
+            best = int(z.argmax())
+            layer[best] = max(float(z[best]), _SMALLEST)
+            forced.append(index)
+    return Exported(
+        scales=tuple(layer.clone() for layer in layers),
+        relu_zeros=float((magnitudes == 0).float().mean()),
+        forced=tuple(forced),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,32 +153,6 @@ class _Goal:
     pruned: int
 
 
-class _Sequences:
-    """Sequences of a length cut from packed blocks, by step; each visit of a block takes its next piece."""
-
-    def __init__(self, blocks: TokenBlocks, length: int | None, seed: int) -> None:
-        self.length = blocks.sequence_length if length is None else length
-        if self.length > blocks.sequence_length:
-            raise ConfigError(
-                f"sequence_length {length} is longer than the {blocks.sequence_length} tokens of a block of "
-                f"calibration text; pack the text with a sequence length of at least {length}, or set sequence_length "
-                f"to null or to {blocks.sequence_length} or less"
-            )
-        self._blocks, self._order = blocks, blocks.order(seed)
-
-    def batch_at(self, step: int, batch_size: int) -> TokenBatch:
-        blocks, length = self._blocks, self.length
-        whole = blocks.batch(self._order.indices(step, batch_size))
-        pieces = blocks.sequence_length // length
-        visits = torch.arange(step * batch_size, (step + 1) * batch_size) // len(blocks)
-        places = (visits % pieces * length).unsqueeze(1) + torch.arange(length)
-        return TokenBatch(
-            input_ids=whole.input_ids.gather(1, places),
-            labels=whole.labels.gather(1, places),
-            valid=whole.valid.gather(1, places),
-        )
-
-
 class _Course:
     """The training of the gates of one model."""
 
@@ -89,7 +161,7 @@ class _Course:
         model: nn.Module,
         gates: Mapping[str, Sequence[StaticGate]],
         goals: Mapping[str, _Goal],
-        text: _Sequences,
+        text: TokenBlocks,
         settings: DDPConfig,
     ) -> None:
         self._model, self._gates, self._goals, self._text, self._settings = model, gates, goals, text, settings
@@ -105,14 +177,14 @@ class _Course:
         with training_mode(self._model, routers=False, gradient_checkpointing=settings.gradient_checkpointing):
             for scale in self._scales:
                 scale.requires_grad_(True)
-            for step in progress(range(settings.steps), title="ddp: gates", total=settings.steps, unit="step"):
+            for step in progress(range(settings.steps), title="ddp: gates", unit="step"):
                 self._step(step)
         return self._facts()
 
     def _step(self, step: int) -> None:
         settings = self._settings
         self._optimizer.zero_grad(set_to_none=True)
-        entropy, divergence = self._language(self._text.batch_at(step, settings.batch_size))
+        entropy, divergence = self._language(self._text.batch_at(step, batch_size=settings.batch_size))
         midpoint = annealed_midpoint(step, steps=settings.steps, final=settings.midpoint_end)
         scores = {kind: self._scores(kind, midpoint) for kind in _KINDS}
         penalty = sum(self._multipliers[kind].penalty(scores[kind], self._goals[kind].sparsity) for kind in _KINDS)
@@ -189,7 +261,7 @@ class _Course:
 
 
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPConfig) -> Decision:
-    """Train gates and return them as scales; without a target to reach, all scales are 1 and nothing is trained.
+    """Train gates and return them as scales.
 
     Raises:
         ConfigError: If the sequences are longer than the blocks, or the target is out of reach.
@@ -198,24 +270,19 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
         TrainingError: If a loss is not finite.
     """
     specs = discover(model)
-    text = _Sequences(blocks, settings.sequence_length, settings.seed)
-    goals = _goals(specs, target)
-    spread = settings.initial_spread if target.sparsity else 0.0
-    facts: dict[str, Any] = {}
-    effort = Effort()
-    with _gated(model, specs, spread=spread, seed=settings.seed) as gates:
-        if target.sparsity:
-            facts = _Course(model, gates, goals, text, settings).train()
-            seen = settings.steps * settings.batch_size * text.length
-            effort = Effort(tokens_forward=seen if settings.distillation else 0, tokens_backward=seen)
+    text, goals = _text(blocks, settings), _goals(specs, target)
+    with _gated(model, specs, settings) as gates:
+        facts = _Course(model, gates, goals, text, settings).train()
         exported = {kind: _exported(gates[kind], goals[kind], settings) for kind in _KINDS}
+    seen = settings.steps * settings.batch_size * text.sequence_length
+    effort = Effort(tokens_forward=seen if settings.distillation else 0, tokens_backward=seen)
     tensors = {scale_name(index, kind): scale for kind in _KINDS for index, scale in enumerate(exported[kind].scales)}
     return Decision(
         plan=_plan(specs, tensors),
         tensors=tensors,
         effort=effort,
         notes=_notes(facts, exported),
-        deviations=_deviations(facts, exported, goals),
+        deviations=_deviations(facts, exported, goals, settings),
     )
 
 
@@ -235,14 +302,23 @@ def _goals(specs: Sequence[BlockSpec], target: Target) -> dict[str, _Goal]:
     }
 
 
+def _text(blocks: TokenBlocks, settings: DDPConfig) -> TokenBlocks:
+    length = settings.sequence_length or blocks.sequence_length
+    if length > blocks.sequence_length:
+        raise ConfigError(
+            f"sequence_length {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
+            f"text; pack the text with a sequence length of at least {length}, or set sequence_length to null or to "
+            f"{blocks.sequence_length} or less"
+        )
+    return blocks.cut(length, seed=settings.seed)
+
+
 @contextmanager
-def _gated(
-    model: nn.Module, specs: Sequence[BlockSpec], *, spread: float, seed: int
-) -> Iterator[dict[str, list[StaticGate]]]:
+def _gated(model: nn.Module, specs: Sequence[BlockSpec], settings: DDPConfig) -> Iterator[dict[str, list[StaticGate]]]:
     """Attach a gate per query head and FFN channel, drawn around 1, for the length of the block."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(settings.seed)
     tensors = {
-        scale_name(spec.index, kind): 1.0 + spread * torch.randn(units, generator=generator)
+        scale_name(spec.index, kind): 1.0 + settings.initial_spread * torch.randn(units, generator=generator)
         for spec in specs
         for kind, units in (("attention", spec.attention.num_query_heads), ("ffn", feed_forward(spec).width))
     }
@@ -281,7 +357,7 @@ def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str,
     for kind, result in exported.items():
         scales = torch.cat(result.scales)
         kept = scales[scales > 0]
-        notes[kind] = facts.get(kind, {}) | {
+        notes[kind] = facts[kind] | {
             "pruned": float((scales == 0).float().mean()),
             "relu_zeros": result.relu_zeros,
             "kept_per_layer": [int(layer.count_nonzero()) for layer in result.scales],
@@ -291,10 +367,15 @@ def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str,
     return notes
 
 
-def _deviations(facts: dict[str, Any], exported: Mapping[str, Exported], goals: Mapping[str, _Goal]) -> tuple[str, ...]:
-    if not facts:
-        return ()
+def _deviations(
+    facts: dict[str, Any], exported: Mapping[str, Exported], goals: Mapping[str, _Goal], settings: DDPConfig
+) -> tuple[str, ...]:
     found = ["trained on the benchmark's corpus, the original on FineWeb-Edu"]
+    if settings.export == "topk_exact":
+        found.append(
+            "the export prunes the target's share exactly, as the original's own evaluation does; the original exports "
+            "every gate above 0 (export relu)"
+        )
     for kind, result in exported.items():
         reached, wanted = facts[kind]["soft_sparsity"], goals[kind].sparsity
         if abs(reached - wanted) > _TOLERANCE:

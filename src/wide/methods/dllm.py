@@ -11,29 +11,26 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from wide.config import ObjectiveConfig, StageConfig
+from wide.config import ObjectiveConfig
 from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.methods.catalogue import DLLMConfig, DLLMOriginalConfig
-from wide.methods.method import Target, dense_plan, feed_forward
-from wide.methods.routed import Routing, linear_work
+from wide.methods.method import Target, dense_plan, feed_forward, linear_work
+from wide.methods.routed import Routing
 from wide.models.block_spec import BlockSpec
 from wide.plan import Following, LayerPlan, Plan, Routed
 
 
-def route(
-    specs: Sequence[BlockSpec], target: Target, settings: DLLMConfig, stage: StageConfig, objective: ObjectiveConfig
-) -> Routing:
+def route(specs: Sequence[BlockSpec], settings: DLLMConfig, asked: Routing) -> Routing:
     """Return one bottleneck router a layer, on the input of the layer.
 
     Raises:
         UnsupportedModelError: If a layer's FFN cannot be routed.
     """
-    return Routing(
+    stage = asked.stage
+    return dataclasses.replace(
+        asked,
         config=Plan(tuple(_layer(spec, rank=settings.router_rank) for spec in specs)),
-        target=target,
-        stage=stage,
-        objective=objective,
         deviations=(
             f"routers are linear bottlenecks of rank {settings.router_rank}, the original's are MLPs of width 512",
             "routers are trained alone, the original trains LoRA with them",
@@ -45,17 +42,11 @@ def route(
     )
 
 
-def route_original(
-    specs: Sequence[BlockSpec],
-    target: Target,
-    settings: DLLMOriginalConfig,
-    stage: StageConfig,
-    objective: ObjectiveConfig,
-) -> Routing:
+def route_original(specs: Sequence[BlockSpec], settings: DLLMOriginalConfig, asked: Routing) -> Routing:
     """Return one MLP router a layer behind the first ones; what skipping tokens would leave in the cache is evicted.
 
     A nominal target counts the dense first layers, too, as the original does. Steps, sizes and learning rate stay
-    those of `stage`.
+    those that are asked for.
 
     Raises:
         ConfigError: If the layers that have routers cannot skip as much.
@@ -67,11 +58,13 @@ def route_original(
     plan = Plan((*dense_plan(len(specs[:protected])).layers, *behind))
     for spec in specs:
         feed_forward(spec)
-    objective, penalty = _penalty(settings, objective, specs, plan, target)
-    return Routing(
+    objective, penalty = _penalty(settings, asked.objective, specs, plan, asked.target)
+    heat = settings.temperature
+    return dataclasses.replace(
+        asked,
         config=plan,
-        target=_target_of_routed_layers(target, plan),
-        stage=dataclasses.replace(stage, temperature_start=settings.temperature, temperature_end=settings.temperature),
+        target=_target_of_routed_layers(asked.target, plan),
+        stage=dataclasses.replace(asked.stage, temperature_start=heat, temperature_end=heat),
         objective=objective,
         deviations=(
             "routers are trained before LoRA, the original trains both together",

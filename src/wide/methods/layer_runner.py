@@ -1,5 +1,7 @@
 """Runs a model one decoder layer after the other, on inputs that the layers before it, pruned already, really give.
 
+Weights that a method replaces meanwhile come back bit for bit (`EditedWeights`).
+
 The model's own forward is run just far enough to see with which arguments it calls its decoder layers (positions,
 masks, rotary embeddings); from then on layers are called alone. No family is known by name.
 """
@@ -7,13 +9,14 @@ masks, rotary embeddings); from then on layers are called alone. No family is kn
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from wide.errors import DataError
+from wide.errors import DataError, UnsupportedModelError
 from wide.models.block_spec import BlockSpec
 
 Observer = Callable[[Tensor], None]
@@ -157,3 +160,64 @@ def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
         return args[0], _Call(args[1:], kwargs)
     rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     return kwargs["hidden_states"], _Call((), rest)
+
+
+class EditedWeights:
+    """Replaces weights of linear modules in place; leaving the `with` block restores all of them.
+
+    Args:
+        model: The model that owns the modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look up the names of the model's parameters."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._originals: dict[nn.Linear, Tensor] = {}
+
+    def __enter__(self) -> "EditedWeights":
+        """Nothing is replaced yet."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Restore every weight."""
+        self.restore()
+
+    def linear(self, module: nn.Module | None, where: str) -> nn.Linear:
+        """Return the module as a linear layer whose weight can be replaced.
+
+        Raises:
+            UnsupportedModelError: If it is quantised, wrapped by LoRA, or no linear layer at all.
+        """
+        if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
+            raise UnsupportedModelError(
+                f"{where} is a {type(module).__name__}; this method rewrites weights and needs a plain nn.Linear of a "
+                "floating-point dtype: load the model unquantised and merge LoRA first"
+            )
+        return module
+
+    def name(self, linear: nn.Linear) -> str:
+        """Return the weight's name in the model's state dict."""
+        return self._names[id(linear.weight)]
+
+    @torch.no_grad()
+    def set(self, linear: nn.Linear, weight: Tensor) -> None:
+        """Replace a weight.
+
+        Args:
+            linear: A module of the model.
+            weight: `[out, in]`; brought to the device and dtype of the module.
+        """
+        if linear not in self._originals:
+            self._originals[linear] = linear.weight.detach().clone()
+        linear.weight.copy_(weight, non_blocking=True)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring every weight back."""
+        for linear, weight in self._originals.items():
+            linear.weight.copy_(weight)
+        self._originals.clear()
+
+    def replaced(self) -> Mapping[str, Tensor]:
+        """Return copies of the weights that are replaced now, by name, on the CPU in the model's dtype."""
+        return {self.name(linear): linear.weight.detach().cpu().clone() for linear in self._originals}

@@ -1,4 +1,4 @@
-"""What a method receives and returns, how a target counts, and what a layer's matrices weigh."""
+"""What a method receives and returns, and how a target counts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, UnsupportedModelError
+from wide.grouping import Grouping
 from wide.methods.catalogue import Match
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
-from wide.plan import Dense, LayerPlan, Plan
+from wide.models.cost import costs
+from wide.plan import Dense, LayerPlan, Plan, Routed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,38 +97,36 @@ def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
     return spec.ffn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """Weights of the matrices of one decoder layer; the work per token is two FLOP for each.
+def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:
+    """Return the FLOP of a token in matrix products of all layers: those that a plan routes or prunes, and all."""
+    layers = costs(specs, plan, 0).layers
+    return sum(cost.prunable + cost.removed + cost.removed_kv for cost in layers), sum(cost.total for cost in layers)
+
+
+def share_of_routed(specs: Sequence[BlockSpec], plan: Plan, target: Target, doing: str) -> float:
+    """Return a target as a share of what a plan routes.
+
+    Where it counts all matrix products of the decoder layers, the share is higher, because some are always computed.
 
     Args:
-        query_output: Of the query and output projections.
-        key_value: Of the key and value projections.
-        ffn: Of up, down and, if there is one, gate.
-    """
-
-    query_output: int
-    key_value: int
-    ffn: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.query_output + self.key_value + self.ffn
-
-
-def layer_weights(spec: BlockSpec) -> LayerWeights:
-    """Return the matrix weights of a layer.
+        specs: The model's layers.
+        plan: What they run.
+        target: Share to prune and how it is counted.
+        doing: How work is saved, for the message.
 
     Raises:
-        UnsupportedModelError: If its FFN is not of the known kind.
+        ConfigError: If all that is routed is too little; the message gives the largest target.
     """
-    attention, ffn = spec.attention, feed_forward(spec)
-    return LayerWeights(
-        query_output=2 * attention.query_width * spec.hidden_size,
-        key_value=2 * attention.num_kv_heads * attention.head_dim * spec.hidden_size,
-        ffn=ffn.num_matrices * ffn.width * spec.hidden_size,
-    )
+    if target.match == "nominal":
+        return target.sparsity
+    prunable, total = linear_work(specs, plan)
+    share = target.sparsity * total / max(prunable, 1.0)
+    if share >= 1.0:
+        raise ConfigError(
+            f"sparsity {target.sparsity} of all matrix products cannot be reached by {doing}; stay below "
+            f"{prunable / total:.4f}"
+        )
+    return share
 
 
 def width_share(specs: Sequence[BlockSpec], target: Target) -> float:
@@ -137,18 +137,16 @@ def width_share(specs: Sequence[BlockSpec], target: Target) -> float:
 
     Raises:
         ConfigError: If the target cannot be reached by pruning heads and channels; the message gives the largest one.
+        UnsupportedModelError: If a layer has no FFN that can be pruned.
     """
-    if target.match == "nominal":
-        return target.sparsity
-    total = prunable = 0
-    for spec in specs:
-        weights = layer_weights(spec)
-        total += weights.total
-        prunable += weights.ffn + weights.query_output // (2 if spec.attention.q_norm == "width" else 1)
-    share = target.sparsity * total / prunable
-    if share >= 1.0:
-        raise ConfigError(
-            f"sparsity {target.sparsity} of all matrix products cannot be reached by pruning query heads and FFN "
-            f"channels, because keys and values stay dense; stay below {prunable / total:.4f}"
+
+    def whole(width: int) -> Routed:
+        return Routed(grouping=Grouping.whole(width), rank=1)
+
+    plan = Plan(
+        tuple(
+            LayerPlan(attention=whole(spec.attention.query_width), ffn=whole(feed_forward(spec).width))
+            for spec in specs
         )
-    return share
+    )
+    return share_of_routed(specs, plan, target, "pruning query heads and FFN channels, because K and V stay dense")

@@ -5,7 +5,7 @@ A dynamic method says what is trained (`Routing`); `train` does it, the same way
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,11 @@ from torch import nn
 
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
-from wide.errors import ConfigError
 from wide.methods.catalogue import WideMethodConfig
-from wide.methods.method import Effort, Target
+from wide.methods.method import Effort, Target, share_of_routed
 from wide.models.adapter import save
 from wide.models.attach import attach, attachment, plan_for
 from wide.models.block_spec import BlockSpec
-from wide.models.cost import costs
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.router import Router
@@ -42,37 +40,35 @@ class Routing:
     """What a dynamic method trains.
 
     Args:
-        config: Group sizes and routers, or a plan.
         target: The target, as a share of what has routers where it is nominal.
         stage: Steps, sizes, rates and temperatures.
         objective: Weights and ramp; its sparsity and measure are replaced by the target's.
+        config: Group sizes and routers, or a plan.
         uniform: Steer attention and FFN to the same share each.
         initialise: Draws the initial parameters of a router in place of those that it comes with.
         deviations: Where this differs from the method's original, a sentence each.
     """
 
-    config: WideConfig | Plan
     target: Target
     stage: StageConfig
     objective: ObjectiveConfig
+    config: WideConfig | Plan = field(default_factory=WideConfig)
     uniform: bool = False
     initialise: Callable[[Router], None] | None = None
     deviations: tuple[str, ...] = ()
 
 
-Route = Callable[[Sequence[BlockSpec], Target, Any, StageConfig, ObjectiveConfig], Routing]
-"""(the model's layers, target, the method's settings, training as the benchmark has it) -> what is trained."""
+Route = Callable[[Sequence[BlockSpec], Any, Routing], Routing]
+"""(the model's layers, the method's settings, what is asked for) -> what is trained."""
 
 
 def train(
     model: nn.Module,
     route: Route,
     blocks: TokenBlocks,
-    target: Target,
     settings: Any,
+    asked: Routing,
     *,
-    stage: StageConfig,
-    objective: ObjectiveConfig,
     output: str | Path | None = None,
     resume: bool = False,
 ) -> tuple[Effort, tuple[str, ...]]:
@@ -84,10 +80,8 @@ def train(
         model: A Hugging Face causal LM with nothing attached.
         route: The method.
         blocks: Packed training text.
-        target: Share to skip and how it is counted.
         settings: Of the method; its `calibrate_threshold` says whether the threshold may be moved off 0, argmax.
-        stage: Steps, sizes and rates.
-        objective: Weights and ramp; its sparsity and measure are replaced by the target's.
+        asked: Target, stage and objective as the benchmark has them.
         output: Folder for `adapter/`, `checkpoints/` and `metrics.jsonl`; None writes nothing.
         resume: Continue from the newest checkpoint in `output`.
 
@@ -103,11 +97,11 @@ def train(
         TrainingError: If a loss is not finite.
     """
     specs = discover(model)
-    wanted = route(specs, target, settings, stage, objective)
+    wanted = route(specs, settings, asked)
     config = wanted.config
     plan = config if isinstance(config, Plan) else plan_for(config, specs)
     objective = objective_for(specs, plan, wanted.target, wanted.objective, uniform=wanted.uniform)
-    if not target.sparsity:
+    if not asked.target.sparsity:
         return _execute_everything(model, config, output), wanted.deviations
     if wanted.initialise is not None:
         attach(model, config)
@@ -127,23 +121,11 @@ def train(
     return _effort(record, objective), (*wanted.deviations, *_deviations(record["inference"], objective))
 
 
-def route_wide(
-    _specs: Sequence[BlockSpec],
-    target: Target,
-    settings: WideMethodConfig,
-    stage: StageConfig,
-    objective: ObjectiveConfig,
-) -> Routing:
+def route_wide(_specs: Sequence[BlockSpec], settings: WideMethodConfig, asked: Routing) -> Routing:
     """Return the row 'wide': a router per sublayer decides per token which channel groups execute."""
     told = _ROUTERS.get((settings.router_bias, settings.router_input))
-    return Routing(
-        config=settings,
-        target=target,
-        stage=stage,
-        objective=objective,
-        uniform=settings.uniform,
-        deviations=() if told is None else (told,),
-    )
+    deviations = () if told is None else (told,)
+    return dataclasses.replace(asked, config=settings, uniform=settings.uniform, deviations=deviations)
 
 
 def objective_for(
@@ -164,29 +146,12 @@ def objective_for(
     Raises:
         ConfigError: If the target cannot be reached by skipping all that is routed; the message gives the largest one.
     """
-    if target.match == "nominal":
-        sparsity, measure = target.sparsity, "mean"
-    else:
-        skippable, total = linear_work(specs, plan)
-        sparsity, measure = target.sparsity * total / max(skippable, 1.0), "linear_flops"
-        if sparsity >= 1.0:
-            raise ConfigError(
-                f"sparsity {target.sparsity} of all matrix products cannot be reached by skipping what this plan "
-                f"routes; stay below {skippable / total:.4f}"
-            )
     changes: dict[str, Any] = {
-        "sparsity": sparsity,
-        "target": "uniform" if uniform else measure,
+        "sparsity": share_of_routed(specs, plan, target, "skipping what this plan routes"),
+        "target": "uniform" if uniform else "mean" if target.match == "nominal" else "linear_flops",
         "include_fixed": False,
     }
     return dataclasses.replace(objective, **changes)
-
-
-def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:
-    """Return the FLOP of a token in matrix products of all decoder layers: those that it can skip, and all of them."""
-    layers = costs(specs, plan, 0).layers
-    skippable = sum(layer.prunable for layer in layers)
-    return skippable, skippable + sum(layer.fixed for layer in layers)
 
 
 def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str | Path | None) -> Effort:

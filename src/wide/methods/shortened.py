@@ -18,9 +18,9 @@ from wide.data.progress import progress
 from wide.errors import ConfigError, EvaluationError, UnsupportedModelError
 from wide.evaluation.inference import model_device
 from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
-from wide.methods.calibration import dense_nll, json_number, num_predicted, windows
+from wide.methods.calibration import calibration_windows, json_number, num_predicted
 from wide.methods.catalogue import ShortenedConfig
-from wide.methods.method import Decision, Effort, Target
+from wide.methods.method import Decision, Target
 from wide.models.block_spec import BlockSpec
 from wide.models.observe import judging
 from wide.training.token_loss import token_losses
@@ -28,7 +28,6 @@ from wide.training.token_loss import token_losses
 Scores = npt.NDArray[np.float64]
 """One score per layer, `[L]`; a low one means unimportant."""
 
-_SOURCE = "Kim et al., Shortened LLaMA: Depth Pruning for Large Language Models, 2024"
 # The original keeps the first 4 and the last 2 of 32 layers.
 _REFERENCE_LAYERS, _PROTECTED_FIRST, _PROTECTED_LAST = 32, 4, 2
 
@@ -63,62 +62,41 @@ def removed_layers(order: Sequence[int], protected: frozenset[int], count: int) 
     return candidates[:count]
 
 
-def perplexity_scores(
-    gates: BlockGates, ids: Tensor, *, batch_size: int, effort: Effort, title: str | None = None
-) -> Scores:
+def perplexity_scores(gates: BlockGates) -> Scores:
     """Return the mean loss per token without each layer alone, nats, float64 `[L]`; low means unimportant.
 
     It orders the layers as the perplexity does, and does not overflow. A forward that broke down counts as +inf.
 
-    Args:
-        gates: Of the model.
-        ids: Windows, int64 `[N, T]`.
-        batch_size: Windows in a micro-batch.
-        effort: The tokens are added here.
-        title: Of a progress bar; None shows none.
+    Raises:
+        EvaluationError: If the whole model's loss is not finite.
     """
+    gates.dense_nll()
     keeps = whole_layers(~np.eye(gates.num_layers, dtype=np.bool_))
-    nlls = gates.mean_nll(keeps, ids, batch_size=batch_size, effort=effort, title=title)
-    return undefined_as_worst(nlls)
+    return undefined_as_worst(gates.mean_nll(keeps, title="shortened-ppl: layers"))
 
 
-def taylor_scores(
-    model: nn.Module,
-    specs: Sequence[BlockSpec],
-    ids: Tensor,
-    *,
-    batch_size: int,
-    effort: Effort,
-    title: str | None = None,
-) -> Scores:
+def taylor_scores(gates: BlockGates) -> Scores:
     """Return for each layer the sum over its parameters of |W * dL/dW|, L the mean loss per token; float64 `[L]`.
 
     W * dL/dW is summed over micro-batches in float32 before the absolute value. With one micro-batch every gradient is
-    dropped as soon as it was read; with more a float32 copy of all layers' parameters is held.
-
-    Args:
-        model: A causal LM in any floating dtype; `requires_grad`, gradients and training mode come back afterwards.
-        specs: Parts of its decoder layers.
-        ids: Windows, int64 `[N, T]`.
-        batch_size: Windows in a micro-batch.
-        effort: The tokens are added here.
-        title: Of a progress bar; None shows none.
+    dropped as soon as it was read; with more a float32 copy of all layers' parameters is held. `requires_grad`,
+    gradients and training mode of the model come back afterwards.
 
     Raises:
         UnsupportedModelError: If a parameter of a layer has no gradient, as quantised ones.
         EvaluationError: If a score is not finite.
     """
-    batches = ids.split(batch_size)
-    device, predicted = model_device(model), num_predicted(ids)
-    products = [_Products(spec, whole=len(batches) == 1) for spec in specs]
+    model, batches = gates.model, gates.ids.split(gates.batch_size)
+    device, predicted = model_device(model), num_predicted(gates.ids)
+    products = [_Products(spec, whole=len(batches) == 1) for spec in gates.specs]
     with judging(model), torch.enable_grad(), _layer_gradients(model, products):
-        for batch in batches if title is None else progress(batches, title=title, total=len(batches), unit="backward"):
+        for batch in progress(batches, title="shortened-taylor: gradients", unit="backward"):
             moved = batch.to(device)
             logits = model(input_ids=moved, use_cache=False).logits
             loss, _, _ = token_losses(logits, moved.to(logits.device))
             (loss / predicted).backward()
-    effort.tokens_forward += ids.numel()
-    effort.tokens_backward += ids.numel()
+    gates.effort.tokens_forward += gates.ids.numel()
+    gates.effort.tokens_backward += gates.ids.numel()
     scores = np.array([layer.score() for layer in products], dtype=np.float64)
     if not np.isfinite(scores).all():
         bad = int(np.flatnonzero(~np.isfinite(scores))[0])
@@ -187,14 +165,7 @@ def decide_by_perplexity(model: nn.Module, blocks: TokenBlocks, target: Target, 
         ConfigError: If more layers are to be removed than are not protected, or the text is too short.
         EvaluationError: If the unpruned model's loss is not finite.
     """
-
-    def score(gates: BlockGates, ids: Tensor, effort: Effort) -> Scores:
-        dense_nll(model, ids, settings.batch_size, effort=effort)
-        return perplexity_scores(
-            gates, ids, batch_size=settings.batch_size, effort=effort, title="shortened-ppl: layers"
-        )
-
-    return _decide(model, blocks, target, settings, score)
+    return _decide(model, blocks, target, settings, perplexity_scores)
 
 
 def decide_by_taylor(model: nn.Module, blocks: TokenBlocks, target: Target, settings: ShortenedConfig) -> Decision:
@@ -205,20 +176,9 @@ def decide_by_taylor(model: nn.Module, blocks: TokenBlocks, target: Target, sett
         EvaluationError: If a score is not finite.
         UnsupportedModelError: If a layer's parameters can have no gradients.
     """
-
-    def score(gates: BlockGates, ids: Tensor, effort: Effort) -> Scores:
-        return taylor_scores(
-            model,
-            gates.specs,
-            ids,
-            batch_size=settings.batch_size,
-            effort=effort,
-            title="shortened-taylor: gradients",
-        )
-
-    decision = _decide(model, blocks, target, settings, score)
+    decision = _decide(model, blocks, target, settings, taylor_scores)
     dtype = next(model.parameters()).dtype
-    if dtype == torch.float32 or not decision.deviations:
+    if dtype == torch.float32:
         return decision
     blurred = f"gradients in the model's {dtype}, the original's in float32; products and sums in float32"
     return dataclasses.replace(decision, deviations=(*decision.deviations, blurred))
@@ -229,31 +189,39 @@ def _decide(
     blocks: TokenBlocks,
     target: Target,
     settings: ShortenedConfig,
-    score: Callable[[BlockGates, Tensor, Effort], Scores],
+    score: Callable[[BlockGates], Scores],
 ) -> Decision:
-    gates = BlockGates(model)
+    gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
     protected = protected_layers(gates.num_layers, settings)
     # All layers cost the same, so both measures of the target ask for the same number of them.
     count = round(target.sparsity * gates.num_layers)
     # Refused before the work, not after it.
     removed_layers(range(gates.num_layers), protected, count)
-    keep = np.ones(gates.num_layers, dtype=np.bool_)
-    if count == 0:
-        return Decision(plan=skipping_plan(whole_layers(keep)))
-    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
-    effort = Effort()
-    scores = score(gates, ids, effort)
+    scores = score(gates)
     order = removal_order(scores)
     removed = removed_layers(order, protected, count)
+    keep = np.ones(gates.num_layers, dtype=np.bool_)
     keep[removed] = False
     return Decision(
         plan=skipping_plan(whole_layers(keep)),
-        effort=effort,
+        effort=gates.effort,
         notes={
             "removed": removed,
             "order": order,
             "scores": [json_number(value) for value in scores],
             "protected": sorted(protected),
         },
-        deviations=("calibrated on the benchmark's corpus, the original on BookCorpus",),
+        deviations=_deviations(protected, gates.num_layers),
+    )
+
+
+def _deviations(protected: frozenset[int], num_layers: int) -> tuple[str, ...]:
+    corpus = "calibrated on the benchmark's corpus, the original on BookCorpus"
+    own = {*range(_PROTECTED_FIRST), *range(num_layers - _PROTECTED_LAST, num_layers)}
+    if protected == own:
+        return (corpus,)
+    return corpus, (
+        f"layers {', '.join(map(str, sorted(protected))) or 'none'} are protected, in the original the first "
+        f"{_PROTECTED_FIRST} and the last {_PROTECTED_LAST} whatever the depth (protect_first {_PROTECTED_FIRST}, "
+        f"protect_last {_PROTECTED_LAST})"
     )

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from wide.config import ObjectiveConfig, StageConfig
 from wide.grouping import Grouping
 from wide.methods.catalogue import SkipGPTConfig, SkipGPTOriginalConfig
-from wide.methods.method import Target
 from wide.methods.routed import Routing
 from wide.models.block_spec import BlockSpec
 from wide.models.router import Router
@@ -21,48 +19,36 @@ from wide.plan import Dense, Half, LayerPlan, Plan, Routed, RouterForm, RouterIn
 _DEFAULT_RANK_SHARE = 4
 
 
-def route(
-    specs: Sequence[BlockSpec],
-    target: Target,
-    settings: SkipGPTConfig,
-    stage: StageConfig,
-    objective: ObjectiveConfig,
-) -> Routing:
+def route(specs: Sequence[BlockSpec], settings: SkipGPTConfig, asked: Routing) -> Routing:
     """Return the row of the WIDE paper: bottleneck routers on the residual stream that each sublayer reads."""
-    return Routing(
+    return dataclasses.replace(
+        asked,
         config=sublayer_plan(specs, rank=settings.router_rank, router_input="residual", form="bottleneck"),
-        target=target,
-        stage=stage,
-        objective=objective,
         uniform=settings.uniform,
         deviations=(
             f"routers are linear bottlenecks of rank {settings.router_rank}, the original's are MLPs",
             "the FFN's router reads the stream after the attention, the original's the stream before it",
-            f"the temperature ends at {stage.temperature_end:g}, the original's at 1",
+            f"the temperature ends at {asked.stage.temperature_end:g}, the original's at 1",
             "inference routes by margin, the original samples",
         ),
     )
 
 
-def route_original(
-    specs: Sequence[BlockSpec],
-    target: Target,
-    settings: SkipGPTOriginalConfig,
-    stage: StageConfig,
-    objective: ObjectiveConfig,
-) -> Routing:
+def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, asked: Routing) -> Routing:
     """Return the authors' row: MLP routers, both of a layer on its input, with their temperatures and weight.
 
-    Steps, sizes and learning rate stay those of `stage`.
+    Steps, sizes and learning rate stay those that are asked for.
     """
     rank = settings.router_rank or max(specs[0].hidden_size // _DEFAULT_RANK_SHARE, 1)
-    return Routing(
+    return dataclasses.replace(
+        asked,
         config=sublayer_plan(specs, rank=rank, router_input="layer_input", form=settings.router_form),
-        target=target,
         stage=dataclasses.replace(
-            stage, temperature_start=settings.temperature_start, temperature_end=settings.temperature_end
+            asked.stage,
+            temperature_start=settings.temperature_start,
+            temperature_end=settings.temperature_end,
         ),
-        objective=dataclasses.replace(objective, weight=settings.weight),
+        objective=dataclasses.replace(asked.objective, weight=settings.weight),
         initialise=None if settings.router_init == "kaiming" else _initialise_uniformly,
         deviations=(
             "inference routes by margin, the original samples at temperature 1",

@@ -1,11 +1,11 @@
-r"""SliceGPT: the residual stream lives in a subspace of its principal directions, chosen anew for every half-layer.
+r"""SliceGPT: the residual stream lives in a subspace of its principal directions, chosen anew for every sublayer.
 
 The original rotates the weights into the bases and cuts them. With bases B of D' orthonormal columns, that computes
 
     z_0 = embedding B_0,    z' = z B^T B' + out(z) B'
 
-where `out` is a half-layer whose input weights were multiplied by B and whose norms divide by the original D. Write
-`x = z B^T`, so |x| = |z|: a scale-free RMSNorm commutes with the rotation, and the half-layer computes in the original
+where `out` is a sublayer whose input weights were multiplied by B and whose norms divide by the original D. Write
+`x = z B^T`, so |x| = |z|: a scale-free RMSNorm commutes with the rotation, and the sublayer computes in the original
 basis exactly what the untouched one computes on x. Hence, with P = B B^T,
 
     x_0 = embedding P_0,    x' = (x + out(x)) P'
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, UnsupportedModelError
-from wide.methods.calibration import windows
+from wide.methods.calibration import calibration_windows
 from wide.methods.catalogue import SliceGPTConfig
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.method import Decision, Effort, Target, feed_forward, layer_weights
+from wide.methods.method import Decision, Effort, Target, dense_plan, feed_forward, linear_work
 from wide.methods.second_order import GramAccumulator
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.observe import judging
 from wide.models.plan_check import check_plan
-from wide.plan import Dense, LayerPlan, Plan, Stream
+from wide.plan import Plan, Stream
 
 # Far above the rounding of bfloat16, far below the spread of gains that subtracting a mean or adding a bias makes.
 _GAIN_TOLERANCE = 0.03
@@ -56,14 +56,10 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Slic
         ConfigError: If no dimension would be left.
     """
     specs = discover(model)
-    layers = tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in specs)
-    if target.sparsity == 0.0:
-        return Decision(plan=Plan(layers), deviations=("nothing is to be pruned, so nothing is rotated",))
     kept = kept_dimensions(specs, target, settings.round_to)
-    width = specs[0].hidden_size
-    plan = Plan(layers, Stream(width=width, kept=kept))
+    plan = _plan(specs, kept)
     check_stream(specs, plan)
-    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
+    ids = calibration_windows(blocks, settings)
     tensors, dropped = stream_bases(model, specs, ids, kept=kept, batch_size=settings.batch_size)
     return Decision(
         plan=plan,
@@ -71,23 +67,25 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Slic
         # Every layer runs to its middle and from there to its end, once each.
         effort=Effort(tokens_forward=ids.numel()),
         notes={
-            "slicing_fraction": 1.0 - kept / width,
-            "removed_of_layers": 1.0 - sliced_weights(specs, kept) / sum(layer_weights(spec).total for spec in specs),
+            "slicing_fraction": 1.0 - kept / specs[0].hidden_size,
+            "removed_of_layers": removed_share(specs, kept),
             "dropped_energy": dropped,
         },
         deviations=_DEVIATIONS,
     )
 
 
-def sliced_weights(specs: Sequence[BlockSpec], kept: int) -> int:
-    """Return the matrix weights of all decoder layers with a stream of `kept` dimensions, shortcuts included.
+def removed_share(specs: Sequence[BlockSpec], kept: int) -> float:
+    """Return the share of all layers' matrix weights that goes with a stream of `kept` dimensions, shortcuts included.
 
     The last FFN writes all D dimensions, and its shortcut too.
     """
-    width = specs[0].hidden_size
-    body = sum(layer_weights(spec).total for spec in specs)
-    last = feed_forward(specs[-1]).width * (width - kept) + kept * (width - kept)
-    return body * kept // width + 2 * len(specs) * kept * kept + last
+    removed, total = linear_work(specs, _plan(specs, kept))
+    return removed / total
+
+
+def _plan(specs: Sequence[BlockSpec], kept: int) -> Plan:
+    return Plan(dense_plan(len(specs)).layers, Stream(width=specs[0].hidden_size, kept=kept))
 
 
 def kept_dimensions(specs: Sequence[BlockSpec], target: Target, round_to: int) -> int:
@@ -107,14 +105,13 @@ def kept_dimensions(specs: Sequence[BlockSpec], target: Target, round_to: int) -
         )
     if target.match == "nominal":
         return choices[-1]
-    body = sum(layer_weights(spec).total for spec in specs)
-    return min(choices, key=lambda kept: abs(1.0 - sliced_weights(specs, kept) / body - target.sparsity))
+    return min(choices, key=lambda kept: abs(removed_share(specs, kept) - target.sparsity))
 
 
 def stream_bases(
     model: nn.Module, specs: Sequence[BlockSpec], ids: Tensor, *, kept: int, batch_size: int
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the bases of the stream after the embedding and after every half-layer but the last.
+    """Return the bases of the stream after the embedding and after every sublayer but the last.
 
     Each is the span of the leading principal directions (of the uncentred second moment, float64) of the stream as the
     layers before it leave it, cut already. Damping, which the original adds, moves no direction and is left out.
@@ -141,7 +138,7 @@ def stream_bases(
     with judging(model):
         runner = LayerRunner(model, specs, ids, batch_size=batch_size)
         project(runner.inputs, "stream.embedding")
-        for spec in progress(specs, title="slicegpt: layers", total=len(specs), unit="layer"):
+        for spec in progress(specs, title="slicegpt: layers", unit="layer"):
             ffn = feed_forward(spec)
             assert ffn.pre_norm is not None
             for batch in range(len(runner.inputs)):
@@ -156,14 +153,14 @@ def stream_bases(
 
 
 def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
-    """Refuse a model whose stream cannot be cut without changing what its half-layers compute on it.
+    """Refuse a model whose stream cannot be cut without changing what its sublayers compute on it.
 
     Args:
         specs: The parts of its decoder layers.
         plan: With the stream that is wanted.
 
     Raises:
-        UnsupportedModelError: If a norm is no RMSNorm, or the stream is not the plain sum of its half-layers.
+        UnsupportedModelError: If a norm is no RMSNorm, or the stream is not the plain sum of its sublayers.
     """
     # Before there are bases: on the meta device only the structure is looked at.
     check_plan(plan, specs, {name: torch.empty(size, device="meta") for name, size in plan.tensor_shapes().items()})

@@ -1,41 +1,63 @@
 """Týr-the-Pruner: local second-order pruning at several sparsities, and a search for how to spread them over layers.
 
 Each iteration starts from the dense weights: every attention and FFN output projection is pruned to nine levels around
-its expected sparsity, on inputs that carry the error of the layers before it; an evolutionary search then picks a level
-for each, with the totals of heads and of channels held. The levels found are expected in the next iteration, whose
-levels lie half as far apart.
+its expected sparsity (`Supernet`); an evolutionary search (`evolve`, that of EvoPress) then picks a level for each,
+with the totals of heads and of channels held, by the divergence from the dense model (`TopKDivergence`). The levels
+found are expected in the next iteration, whose levels lie half as far apart.
 
 Source: Li et al., "Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity Distribution Optimization", NeurIPS
 2025.
 """
 
+import math
 import random
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wide.data.batches import TokenBlocks
+from wide.data.progress import progress
 from wide.errors import ConfigError
 from wide.grouping import Grouping
-from wide.methods.allocation import Allocation, Evolution, evolve
-from wide.methods.calibration import windows
+from wide.methods.calibration import calibration_windows, windows
 from wide.methods.catalogue import TyrConfig
-from wide.methods.edited_weights import EditedWeights
-from wide.methods.layer_runner import LayerRunner
-from wide.methods.method import Decision, Effort, Target, width_share
-from wide.methods.supernet import Copies, Levels, Projection, fill, projections
-from wide.methods.topk_divergence import TopKDivergence
+from wide.methods.layer_runner import EditedWeights, LayerRunner
+from wide.methods.method import Decision, Effort, Target, feed_forward, width_share
+from wide.methods.second_order import GramAccumulator, UnitPruner
+from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.observe import judging
-from wide.plan import Dense, Half, Kept, LayerPlan, Plan, Skipped
+from wide.plan import Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
 
 _DEVIATIONS = (
     "calibrated on the benchmark's corpus, the original on FineWeb-Edu",
     "numbers of heads and channels that do not divide are spread over layers so that the totals are exact; the "
     "original rounds up what each layer removes",
-    "levels that would leave [0, 1] do not exist; the original clips them",
 )
+_PROPAGATION = {
+    "expected": "layers are fitted behind copies at the expected sparsity, as the released code is written for; as "
+    "released it overwrites that sparsity with 0 and fits every layer behind unpruned ones (propagation dense), and "
+    "the paper behind the mean of all copies (propagation mean)",
+    "mean": "layers are fitted behind the mean of all copies (paper); the released code fits them behind unpruned ones",
+    "dense": "layers are fitted behind unpruned ones, as the released code does; the paper behind the mean of all "
+    "copies",
+}
+# Rows of logits that are turned to float32 at a time: 256 MiB for 8192 logits a row, forward and back.
+_ROWS_PER_CHUNK = 4096
+
+SublayerKind = Literal["attention", "ffn"]
+Allocation = tuple[int, ...]
+"""The level of every projection; the search starts at 0, and a level up in one pays for one down in another."""
+Fitness = Callable[[Allocation, int, int], float]
+"""(allocation, stage, generation) -> what is minimised; in the last stage it must not depend on the generation."""
 
 
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrConfig) -> Decision:
@@ -47,57 +69,411 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
     """
     specs = discover(model)
     share = width_share(specs, target)
-    if share == 0.0:
-        return Decision(plan=Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in specs)))
-    ids = windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
+    ids = calibration_windows(blocks, settings)
     effort = Effort()
     with judging(model), EditedWeights(model) as weights, Copies(settings.copies_folder) as copies:
-        targets = projections(specs, weights)
-        divergence = TopKDivergence(
+        supernet = Supernet(specs, weights, copies, settings)
+        judge = TopKDivergence(
             model, _search_windows(blocks, settings), top_k=settings.top_k, batch_size=settings.search_batch_size
         )
-        expected = initial_budget(targets, share)
+        expected = supernet.initial_budget(share)
         notes: list[dict[str, Any]] = []
         for iteration in range(settings.iterations):
-            levels = levels_of(targets, expected, iteration, settings)
+            supernet.set_levels(expected, iteration)
             runner = LayerRunner(model, specs, ids, batch_size=settings.batch_size)
-            effort.tokens_forward += fill(copies, runner, targets, levels, weights, settings)
-            found = _search(model, targets, levels, copies, weights, divergence, settings, iteration)
-            expected = [of.removed(level) for of, level in zip(levels, found.best, strict=True)]
-            notes.append({"removed": list(expected), "divergence": list(found.history)})
-        effort.tokens_forward += divergence.tokens
-        return _decision(targets, expected, found.best, copies, weights, effort, {"iterations": notes})
+            effort.tokens_forward += supernet.fill(
+                runner, title=f"tyr: layers, {iteration + 1} of {settings.iterations}"
+            )
+            found = _search(model, supernet, judge, settings, iteration)
+            expected = supernet.removed(found.best)
+            notes.append({"removed": expected, "divergence": list(found.history)})
+        effort.tokens_forward += judge.tokens
+        return _decision(supernet, found.best, effort, notes)
 
 
-def initial_budget(targets: Sequence[Projection], share: float) -> list[int]:
-    """Return the units that each projection starts without: the same share everywhere, exact in total for each kind."""
-    seen = {"attention": 0, "ffn": 0}
-    budget = []
-    for projection in targets:
-        before = seen[projection.kind]
-        seen[projection.kind] += projection.num_units
-        budget.append(int(share * seen[projection.kind] + 0.5) - int(share * before + 0.5))
-    return budget
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """The output projection of a sublayer, whose input channels are pruned in units.
+
+    Args:
+        layer: Index of the decoder layer.
+        kind: Which sublayer.
+        linear: o_proj or down_proj.
+        unit_size: Channels in a unit: a query head, or one FFN channel.
+    """
+
+    layer: int
+    kind: SublayerKind
+    linear: nn.Linear
+    unit_size: int
+
+    @property
+    def num_units(self) -> int:
+        """Heads or channels."""
+        return self.linear.in_features // self.unit_size
 
 
-def levels_of(
-    targets: Sequence[Projection], expected: Sequence[int], iteration: int, settings: TyrConfig
-) -> list[Levels]:
-    """Return the levels of each projection in an iteration, from 0; one step for all projections of a kind."""
-    steps = {}
-    for kind, least in (("attention", settings.min_head_step), ("ffn", settings.min_channel_step)):
-        units = [projection.num_units for projection in targets if projection.kind == kind]
-        steps[kind] = max(least, round(settings.first_step / 2**iteration * sum(units) / len(units)))
-    return [
-        Levels.around(
-            removed,
-            step=steps[projection.kind],
-            num_units=projection.num_units,
-            per_side=settings.levels_per_side,
-            kind=projection.kind,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Levels:
+    """The levels of a projection, and how many units it is without at each: `expected + level * step`.
+
+    Args:
+        kind: Levels are swapped within a kind only, so that the sum over each kind stays.
+        lowest: The lowest level, at most 0.
+        highest: The highest level, at least 0.
+        expected: Removed units at level 0.
+        step: Units between neighbouring levels.
+    """
+
+    kind: str
+    lowest: int
+    highest: int
+    expected: int = 0
+    step: int = 1
+
+    @classmethod
+    def around(cls, expected: int, *, step: int, num_units: int, per_side: int, kind: str) -> "Levels":
+        """Return up to `per_side` levels on each side of `expected`, as far as units last."""
+        lowest = -min(per_side, expected // step)
+        highest = min(per_side, (num_units - expected) // step)
+        return cls(kind=kind, lowest=lowest, highest=highest, expected=expected, step=step)
+
+    def all(self) -> range:
+        """Return the levels, ascending."""
+        return range(self.lowest, self.highest + 1)
+
+    def removed(self, level: int) -> int:
+        """Return how many units are removed at a level."""
+        return self.expected + level * self.step
+
+
+class Copies:
+    """Pruned weights by (projection, level), in CPU memory or in a temporary folder that goes with the `with` block.
+
+    Args:
+        folder: Where the temporary folder is made; None keeps the copies in memory.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        """Make the folder."""
+        self._memory: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._folder = None if folder is None else tempfile.TemporaryDirectory(dir=folder)
+
+    def __enter__(self) -> "Copies":
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Drop the copies."""
+        self._memory.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def put(self, projection: int, level: int, weight: Tensor, kept: Tensor) -> None:
+        """Keep a copy.
+
+        Args:
+            projection: Its index.
+            level: Its level.
+            weight: `[out, in]`.
+            kept: Bool `[units]`.
+        """
+        tensors = {"weight": weight.cpu(), "kept": kept.cpu()}
+        if self._folder is None:
+            self._memory[projection, level] = tensors
+        else:
+            save_file(tensors, self._path(projection, level))
+
+    def get(self, projection: int, level: int) -> tuple[Tensor, Tensor]:
+        """Return (weight, kept) on the CPU."""
+        held = self._memory.get((projection, level))
+        tensors = load_file(self._path(projection, level)) if held is None else held
+        return tensors["weight"], tensors["kept"]
+
+    def _path(self, projection: int, level: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / f"{projection}.{level}.safetensors"
+
+
+class Supernet:
+    """Copies of every output projection at several sparsities.
+
+    Args:
+        specs: The parts of the decoder layers.
+        weights: Edits the model, whose weights are dense between calls of `fill` and `load`.
+        copies: Holds the pruned weights.
+        settings: Of the method.
+
+    Attributes:
+        projections: Of all layers, attention before FFN.
+        levels: Of each projection, once they are set.
+
+    Raises:
+        UnsupportedModelError: If an output projection is no plain linear layer, or a layer has no FFN to prune.
+    """
+
+    def __init__(self, specs: Sequence[BlockSpec], weights: EditedWeights, copies: Copies, settings: TyrConfig) -> None:
+        """Find the projections."""
+        self.weights, self.copies, self.settings = weights, copies, settings
+        self.levels: list[Levels] = []
+        self.projections: list[Projection] = []
+        for spec in specs:
+            sublayers: tuple[tuple[SublayerKind, nn.Module, int], ...] = (
+                ("attention", spec.attention.output, spec.attention.head_dim),
+                ("ffn", feed_forward(spec).down, 1),
+            )
+            for kind, module, unit_size in sublayers:
+                linear = weights.linear(module, f"layer {spec.index}: the output projection of the {kind}")
+                self.projections.append(Projection(layer=spec.index, kind=kind, linear=linear, unit_size=unit_size))
+
+    def initial_budget(self, share: float) -> list[int]:
+        """Return the units each projection starts without: the same share everywhere, exact in total for each kind."""
+        seen = {"attention": 0, "ffn": 0}
+        budget = []
+        for projection in self.projections:
+            before = seen[projection.kind]
+            seen[projection.kind] += projection.num_units
+            budget.append(int(share * seen[projection.kind] + 0.5) - int(share * before + 0.5))
+        return budget
+
+    def set_levels(self, expected: Sequence[int], iteration: int) -> None:
+        """Set the levels of an iteration, from 0, around the removed units expected; one step for all of a kind."""
+        settings, steps = self.settings, {}
+        for kind, least in (("attention", settings.min_head_step), ("ffn", settings.min_channel_step)):
+            units = [projection.num_units for projection in self.projections if projection.kind == kind]
+            steps[kind] = max(least, round(settings.first_step / 2**iteration * sum(units) / len(units)))
+        self.levels = [
+            Levels.around(
+                removed,
+                step=steps[projection.kind],
+                num_units=projection.num_units,
+                per_side=settings.levels_per_side,
+                kind=projection.kind,
+            )
+            for projection, removed in zip(self.projections, expected, strict=True)
+        ]
+
+    def removed(self, allocation: Allocation) -> list[int]:
+        """Return the removed units of every projection."""
+        return [of.removed(level) for of, level in zip(self.levels, allocation, strict=True)]
+
+    def load(self, index: int, level: int) -> None:
+        """Put the copy of a projection at a level into the model."""
+        self.weights.set(self.projections[index].linear, self.copies.get(index, level)[0])
+
+    def fill(self, runner: LayerRunner, title: str) -> int:
+        """Make the copies of all projections, layer after layer.
+
+        The two projections of a layer do not see each other's pruning; those of later layers see what `propagation`
+        says.
+
+        Args:
+            runner: At the first layer; used up.
+            title: Of the progress bar.
+
+        Returns:
+            Tokens that went through all layers.
+        """
+        passes = 0
+        for spec in progress(runner.specs, title=title, unit="layer"):
+            own = {i: p for i, p in enumerate(self.projections) if p.layer == spec.index}
+            grams = {
+                index: GramAccumulator(projection.linear.in_features, device=projection.linear.weight.device)
+                for index, projection in own.items()
+            }
+            runner.observe(spec.index, {projection.linear: grams[index].add for index, projection in own.items()})
+            for index, projection in own.items():
+                self._prune_at_all_levels(index, projection, grams.pop(index).matrix)
+            passes = 1 + self._propagate(runner, spec.index, own)
+        self.weights.restore()
+        return passes * runner.num_tokens
+
+    def _prune_at_all_levels(self, index: int, projection: Projection, gram: Tensor) -> None:
+        settings, linear = self.settings, projection.linear
+        pruner = UnitPruner(linear.weight, gram, unit_size=projection.unit_size, damping=settings.damping)
+        rounds = settings.attention_rounds if projection.kind == "attention" else settings.ffn_rounds
+        for level in self.levels[index].all():
+            removed = self.levels[index].removed(level)
+            self.copies.put(index, level, *pruner.prune(removed, rounds=rounds, score=settings.score))
+
+    def _propagate(self, runner: LayerRunner, layer: int, own: Mapping[int, Projection]) -> int:
+        """Carry the outputs of a layer on to the next one; return how often the layer was run."""
+        if self.settings.propagation != "mean":
+            if self.settings.propagation == "expected":
+                for index in own:
+                    self.load(index, 0)
+            runner.advance(layer)
+            return 1
+        levels = [self.levels[index] for index in own]
+        span = range(min(of.lowest for of in levels), max(of.highest for of in levels) + 1)
+        sums = [torch.zeros_like(hidden, dtype=torch.float32) for hidden in runner.inputs]
+        total = 0.0
+        for level in span:
+            share = 0.0
+            for index, projection in own.items():
+                of = self.levels[index]
+                nearest = min(max(level, of.lowest), of.highest)
+                self.load(index, nearest)
+                share += (1.0 - of.removed(nearest) / projection.num_units) / len(own)
+            total += share
+            for batch, accumulated in enumerate(sums):
+                accumulated.add_(runner.call(layer, batch).float(), alpha=share)
+        for batch, accumulated in enumerate(sums):
+            runner.inputs[batch] = (accumulated / total).to(runner.inputs[batch].dtype)
+        return len(span)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evolution:
+    """What a search found.
+
+    Args:
+        best: The best allocation.
+        history: Its fitness after every generation, never increasing.
+    """
+
+    best: Allocation
+    history: tuple[float, ...]
+
+
+def evolve(
+    modules: Sequence[Levels],
+    fitness: Fitness,
+    *,
+    generations: int,
+    offspring: int,
+    max_swaps: int,
+    survivors: Sequence[int],
+    seed: int,
+    title: str,
+) -> Evolution:
+    """Search from the allocation of all zeros.
+
+    In each generation mutants of the one parent are judged stage by stage, fewer in each; in the last stage the parent
+    joins, and the best becomes the parent. A fitness that is no number (a broken model) counts as infinite.
+
+    Args:
+        modules: What each module may take.
+        fitness: See `Fitness`.
+        generations: How often.
+        offspring: Mutants in a generation; equal ones are judged once.
+        max_swaps: Largest number of swaps in a mutant.
+        survivors: How many go on to each stage after the first; the number of stages is one more.
+        seed: Of the mutations.
+        title: For the progress bar.
+    """
+    generator = random.Random(seed)
+    parent: Allocation = (0,) * len(modules)
+    final = len(survivors)
+    known: dict[Allocation, float] = {}
+    history: list[float] = []
+
+    def judged(candidates: Sequence[Allocation], stage: int, generation: int) -> list[Allocation]:
+        values = known if stage == final else {}
+        for candidate in candidates:
+            if candidate not in values:
+                value = fitness(candidate, stage, generation)
+                values[candidate] = math.inf if math.isnan(value) else value
+        return sorted(candidates, key=lambda candidate: values[candidate])
+
+    for generation in progress(range(generations), title=title, unit="generation"):
+        pool: list[Allocation] = list(
+            dict.fromkeys(mutant(parent, modules, max_swaps, generator) for _ in range(offspring))
         )
-        for projection, removed in zip(targets, expected, strict=True)
+        for stage, count in enumerate(survivors):
+            pool = judged(pool, stage, generation)[:count]
+        parent = judged([parent, *pool], final, generation)[0]
+        history.append(known[parent])
+    return Evolution(best=parent, history=tuple(history))
+
+
+def mutant(parent: Allocation, modules: Sequence[Levels], max_swaps: int, generator: random.Random) -> Allocation:
+    """Return the parent after a few swaps, few ones more often; each raises one module and lowers another of its kind.
+
+    Where nothing can be swapped, the parent itself is returned.
+    """
+    child = list(parent)
+    for _ in range(min(generator.randint(1, max_swaps), generator.randint(1, max_swaps))):
+        pairs = [(up, _partners(child, modules, up)) for up in range(len(child)) if child[up] < modules[up].highest]
+        possible = [(up, partners) for up, partners in pairs if partners]
+        if not possible:
+            break
+        up, partners = generator.choice(possible)
+        child[up] += 1
+        child[generator.choice(partners)] -= 1
+    return tuple(child)
+
+
+def _partners(child: Sequence[int], modules: Sequence[Levels], up: int) -> list[int]:
+    return [
+        index
+        for index, module in enumerate(modules)
+        if index != up and module.kind == modules[up].kind and child[index] > module.lowest
     ]
+
+
+class TopKDivergence:
+    """KL(dense || model) over the dense model's k largest logits of each token, renormalised over them.
+
+    Args:
+        model: The dense model, in evaluation mode; its logits are kept on its device.
+        ids: Windows of text, int64 `[N, T]`.
+        top_k: Logits of each token that count; the whole vocabulary where it is smaller.
+        batch_size: Windows in a forward.
+
+    Attributes:
+        tokens: Tokens that went through a model so far, for the account of effort.
+
+    Source: the fitness of Týr-the-Pruner's search.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, ids: Tensor, *, top_k: int, batch_size: int) -> None:
+        """Run the dense model."""
+        self._ids = ids.to(next(model.parameters()).device)
+        self._batch_size = batch_size
+        self.tokens = 0
+        values: list[Tensor] = []
+        indices: list[Tensor] = []
+        for rows in self._ids.split(batch_size):
+            # The last token predicts nothing that is in the window.
+            logits = self._logits(model, rows)[:, :-1]
+            top = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+            values.append(top.values)
+            indices.append(top.indices.int())
+        self._values, self._indices = torch.cat(values), torch.cat(indices)
+
+    def _logits(self, model: nn.Module, rows: Tensor) -> Tensor:
+        self.tokens += rows.numel()
+        return model(input_ids=rows, use_cache=False).logits
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of text, N."""
+        return len(self._ids)
+
+    @torch.no_grad()
+    def of(self, model: nn.Module, rows: list[int] | None = None, length: int | None = None) -> float:
+        """Return the divergence of a model, nats per token.
+
+        Args:
+            model: The same model with other weights.
+            rows: Windows to judge on; None means all.
+            length: Only the first tokens of each window; None means all.
+        """
+        chosen = torch.tensor(range(self.num_windows) if rows is None else rows, device=self._ids.device)
+        length = self._ids.shape[1] if length is None else min(length, self._ids.shape[1])
+        total = torch.zeros((), dtype=torch.float64, device=self._ids.device)
+        for part in chosen.split(self._batch_size):
+            logits = self._logits(model, self._ids[part, :length])[:, :-1].flatten(0, 1)
+            values = self._values[part, : length - 1].flatten(0, 1)
+            indices = self._indices[part, : length - 1].flatten(0, 1)
+            for begin in range(0, len(logits), _ROWS_PER_CHUNK):
+                rows_now = slice(begin, begin + _ROWS_PER_CHUNK)
+                ours = logits[rows_now].gather(-1, indices[rows_now].long()).float().log_softmax(-1)
+                wanted = values[rows_now].float().log_softmax(-1)
+                total += functional.kl_div(ours, wanted, reduction="sum", log_target=True).double()
+        return float(total / (len(chosen) * (length - 1)))
 
 
 def _search_windows(blocks: TokenBlocks, settings: TyrConfig) -> Tensor:
@@ -112,77 +488,59 @@ def _search_windows(blocks: TokenBlocks, settings: TyrConfig) -> Tensor:
 
 
 def _search(
-    model: nn.Module,
-    targets: Sequence[Projection],
-    levels: Sequence[Levels],
-    copies: Copies,
-    weights: EditedWeights,
-    divergence: TopKDivergence,
-    settings: TyrConfig,
-    iteration: int,
+    model: nn.Module, supernet: Supernet, judge: TopKDivergence, settings: TyrConfig, iteration: int
 ) -> Evolution:
     loaded: dict[int, int] = {}
 
-    def load(allocation: Allocation) -> None:
+    def fitness(allocation: Allocation, stage: int, generation: int) -> float:
         for index, level in enumerate(allocation):
             if loaded.get(index) != level:
-                weights.set(targets[index].linear, copies.get(index, level)[0])
+                supernet.load(index, level)
                 loaded[index] = level
-
-    def fitness(allocation: Allocation, stage: int, generation: int) -> float:
-        load(allocation)
         tokens, length = settings.stage_tokens[stage], settings.search_window_length
         if stage == len(settings.stage_tokens) - 1:
-            return divergence.of(model)
+            return judge.of(model)
         # Every mutant of a generation is judged on the same windows, those of another generation on others.
         draw = random.Random(f"{settings.seed}/{iteration}/{generation}/{stage}")
-        rows = draw.sample(range(divergence.num_windows), max(1, tokens // length))
-        return divergence.of(model, rows, min(tokens, length))
+        rows = draw.sample(range(judge.num_windows), max(1, tokens // length))
+        return judge.of(model, rows, min(tokens, length))
 
     try:
         return evolve(
-            [of.allowed for of in levels],
+            supernet.levels,
             fitness,
             generations=settings.generations,
             offspring=settings.offspring,
             max_swaps=settings.max_swaps,
             survivors=settings.survivors,
             seed=settings.seed + iteration,
-            title=f"tyr: search {iteration + 1} of {settings.iterations}",
+            title=f"tyr: search, {iteration + 1} of {settings.iterations}",
         )
     finally:
-        weights.restore()
+        supernet.weights.restore()
 
 
-def _decision(
-    targets: Sequence[Projection],
-    removed: Sequence[int],
-    best: Allocation,
-    copies: Copies,
-    weights: EditedWeights,
-    effort: Effort,
-    notes: dict[str, Any],
-) -> Decision:
+def _decision(supernet: Supernet, best: Allocation, effort: Effort, notes: list[dict[str, Any]]) -> Decision:
     halves: list[Half] = []
     tensors: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
-    for index, projection in enumerate(targets):
-        weight, kept = copies.get(index, best[index])
-        if removed[index] == 0:
+    for index, (projection, removed) in enumerate(zip(supernet.projections, supernet.removed(best), strict=True)):
+        weight, kept = supernet.copies.get(index, best[index])
+        if removed == 0:
             halves.append(Dense())
-        elif removed[index] == projection.num_units and projection.linear.bias is None:
+        elif removed == projection.num_units and projection.linear.bias is None:
             halves.append(Skipped())
         else:
             grouping = Grouping(projection.linear.in_features, projection.unit_size)
             halves.append(Kept(grouping=grouping, kept=int(kept.sum())))
-            tensors[f"layers.{projection.layer}.{projection.kind}.scale"] = kept.float()
-            replaced[weights.name(projection.linear)] = weight
+            tensors[scale_name(projection.layer, projection.kind)] = kept.float()
+            replaced[supernet.weights.name(projection.linear)] = weight
     pairs = zip(halves[::2], halves[1::2], strict=True)
     return Decision(
         plan=Plan(tuple(LayerPlan(attention=attention, ffn=ffn) for attention, ffn in pairs)),
         tensors=tensors,
         weights=replaced,
         effort=effort,
-        notes=notes,
-        deviations=_DEVIATIONS,
+        notes={"iterations": notes},
+        deviations=(*_DEVIATIONS, _PROPAGATION[supernet.settings.propagation]),
     )

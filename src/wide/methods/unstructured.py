@@ -1,9 +1,17 @@
-"""What rows that zero single weights share: the pattern, the count, and the walk over layers and matrices."""
+"""Wanda and SparseGPT: single weights become zero, in any place or N of every M, layer after layer.
+
+Wanda zeros what has the least magnitude times input norm in its output row and updates nothing; SparseGPT chooses by
+second-order cost, column after column, and lets the rest of the row take over. Written over the machinery of this
+package; no pruning library is used.
+
+Sources: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024; Frantar and
+Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", ICML 2023.
+"""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +19,14 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, ShapeError
-from wide.methods.calibration import windows
-from wide.methods.edited_weights import EditedWeights
-from wide.methods.layer_runner import LayerRunner
-from wide.methods.method import Decision, Effort, feed_forward
+from wide.methods.calibration import calibration_windows
+from wide.methods.catalogue import Calibrated, SparseGPTConfig, WandaConfig
+from wide.methods.layer_runner import EditedWeights, LayerRunner
+from wide.methods.method import Decision, Effort, Target, dense_plan, feed_forward
+from wide.methods.second_order import GramAccumulator, cholesky_factor, damped, inverse
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.observe import judging
-from wide.plan import Dense, LayerPlan, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +40,6 @@ class SemiStructured:
     def prune(self) -> int:
         """Weights pruned of every `of`."""
         return self.of - self.keep
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """Calibration text of a method.
-
-    Args:
-        num_windows: Windows of text.
-        window_length: Tokens in a window.
-        batch_size: Windows in a micro-batch.
-        seed: Of the choice of windows.
-    """
-
-    num_windows: int
-    window_length: int
-    batch_size: int
-    seed: int
-
-
-class Statistic(Protocol):
-    """What a method measures on the inputs of a matrix."""
-
-    def add(self, inputs: Tensor) -> None:
-        """Add tokens `[..., C]`."""
-        ...
 
 
 def parse_pattern(text: str, sparsity: float) -> SemiStructured | None:
@@ -110,41 +93,190 @@ def lowest_of_pattern(scores: Tensor, pattern: SemiStructured) -> Tensor:
     return lowest(runs, pattern.prune).flatten(-2)
 
 
-def prune_matrices(
+class InputEnergy:
+    """Sums the squares of every input channel over all tokens, float64.
+
+    Args:
+        width: Channels, C.
+        device: Where the sums lie.
+
+    Attributes:
+        squares: The sums so far, `[C]`.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        """Start at zero."""
+        self.squares = torch.zeros(width, dtype=torch.float64, device=device)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add tokens `[..., C]`."""
+        self.squares += inputs.detach().flatten(0, -2).float().square().sum(0, dtype=torch.float64)
+
+
+def prune_by_activation(
+    weight: Tensor, squares: Tensor, sparsity: float, pattern: SemiStructured | None = None
+) -> Tensor:
+    """Return `weight` with zeros where |weight| * input norm is least.
+
+    Args:
+        weight: `[out, in]`.
+        squares: Sum of squares of each input channel, `[in]`.
+        sparsity: Share of each row that becomes zero, without a pattern.
+        pattern: N of M consecutive inputs instead.
+    """
+    scores = weight.abs() * squares.sqrt().to(weight.dtype)
+    if pattern is not None:
+        return weight.masked_fill(lowest_of_pattern(scores, pattern), 0.0)
+    return weight.masked_fill(lowest(scores, count_of(sparsity, weight.shape[1])), 0.0)
+
+
+def prune_with_updates(
+    weight: Tensor,
+    gram: Tensor,
+    sparsity: float,
+    *,
+    damping: float,
+    block_size: int,
+    pattern: SemiStructured | None = None,
+) -> Tensor:
+    """Return a weight with zeros, the kept entries of each row updated to make up for them.
+
+    Args:
+        weight: `[out, in]`, float32 or float64.
+        gram: Sum or mean of `x^T x` over the inputs, `[in, in]`, in the same dtype.
+        sparsity: Share of each block of columns that becomes zero, without a pattern.
+        damping: Share of the mean diagonal added to the diagonal.
+        block_size: Columns whose zeros are chosen together, and after which the error is passed on.
+        pattern: N of M consecutive inputs instead.
+
+    Raises:
+        ConfigError: If the inputs' products are singular despite the damping.
+    """
+    weight, gram = weight.clone(), gram.clone()
+    dead = gram.diagonal() == 0
+    gram.diagonal()[dead] = 1.0
+    weight[:, dead] = 0.0
+    upper = cholesky_factor(inverse(damped(gram, damping))).T
+    pruned = torch.zeros_like(weight, dtype=torch.bool)
+    for begin in range(0, weight.shape[1], block_size):
+        block = slice(begin, min(begin + block_size, weight.shape[1]))
+        if pattern is None:
+            costs = (weight[:, block] / upper.diagonal()[block]).square()
+            pruned[:, block] = lowest(costs.flatten(), count_of(sparsity, costs.numel())).view_as(costs)
+        errors = _prune_columns(weight, pruned, upper, block, pattern)
+        weight[:, block.stop :] -= errors @ upper[block, block.stop :]
+    return weight
+
+
+def _prune_columns(
+    weight: Tensor, pruned: Tensor, upper: Tensor, block: slice, pattern: SemiStructured | None
+) -> Tensor:
+    """Prune the columns of a block in place; return the scaled error of each, `[out, columns of the block]`."""
+    scale = upper.diagonal()
+    errors = torch.zeros_like(weight[:, block])
+    for column in range(block.start, block.stop):
+        if pattern is not None and column % pattern.of == 0:
+            run = slice(column, column + pattern.of)
+            pruned[:, run] = lowest_of_pattern((weight[:, run] / scale[run]).square(), pattern)
+        kept = weight[:, column].masked_fill(pruned[:, column], 0.0)
+        error = (weight[:, column] - kept) / scale[column]
+        weight[:, column] = kept
+        weight[:, column + 1 : block.stop] -= torch.outer(error, upper[column, column + 1 : block.stop])
+        errors[:, column - block.start] = error
+    return errors
+
+
+_Seen = TypeVar("_Seen", InputEnergy, GramAccumulator)
+
+
+def decide_by_activation(model: nn.Module, blocks: TokenBlocks, target: Target, settings: WandaConfig) -> Decision:
+    """Decide by Wanda which weights become zero; both measures of the target are the same here.
+
+    Raises:
+        UnsupportedModelError: If a projection is no plain linear layer.
+        ConfigError: If the pattern and the target contradict.
+        ShapeError: If a width is no multiple of the pattern.
+    """
+    pattern = parse_pattern(settings.pattern, target.sparsity)
+
+    def prune(weight: Tensor, seen: InputEnergy) -> Tensor:
+        return prune_by_activation(weight, seen.squares, target.sparsity, pattern)
+
+    return _prune_matrices(
+        model,
+        blocks,
+        settings,
+        pattern,
+        lambda linear: InputEnergy(linear.in_features, linear.weight.device),
+        prune,
+        title="wanda: layers",
+    )
+
+
+def decide_with_updates(model: nn.Module, blocks: TokenBlocks, target: Target, settings: SparseGPTConfig) -> Decision:
+    """Decide by SparseGPT which weights become zero and what the others become; both measures are the same here.
+
+    Raises:
+        UnsupportedModelError: If a projection is no plain linear layer.
+        ConfigError: If the pattern contradicts the target or the block size.
+        ShapeError: If a width is no multiple of the pattern.
+    """
+    pattern = parse_pattern(settings.pattern, target.sparsity)
+    if pattern is not None and settings.block_size != 1 and settings.block_size % pattern.of:
+        raise ConfigError(
+            f"block_size {settings.block_size} cuts runs of {pattern.of} inputs in two; choose a multiple of "
+            f"{pattern.of}, or 1"
+        )
+
+    def prune(weight: Tensor, seen: GramAccumulator) -> Tensor:
+        return prune_with_updates(
+            weight,
+            seen.matrix * (2.0 / seen.rows),
+            target.sparsity,
+            damping=settings.damping,
+            block_size=settings.block_size,
+            pattern=pattern,
+        )
+
+    return _prune_matrices(
+        model,
+        blocks,
+        settings,
+        pattern,
+        lambda linear: GramAccumulator(linear.in_features, device=linear.weight.device),
+        prune,
+        title="sparsegpt: layers",
+    )
+
+
+def _prune_matrices(
     model: nn.Module,
     blocks: TokenBlocks,
+    settings: Calibrated,
+    pattern: SemiStructured | None,
+    observe: Callable[[nn.Linear], _Seen],
+    prune: Callable[[Tensor, _Seen], Tensor],
     *,
     title: str,
-    sample: Sample,
-    pattern: SemiStructured | None,
-    statistic: Callable[[nn.Linear], Statistic],
-    prune: Callable[[Tensor, Statistic], Tensor],
 ) -> Decision:
     """Prune all matrices of all decoder layers, layer after layer, each on the outputs of the pruned ones before it.
 
     Args:
         model: The model; its weights are as before on return.
         blocks: Calibration text.
-        title: Name of the row, for the progress bar.
-        sample: How much of the text.
+        settings: How much of the text.
         pattern: For the check of the widths.
-        statistic: Makes what observes the inputs of a matrix; matrices that read the same input share it.
+        observe: Makes what observes the inputs of a matrix; matrices that read the same input share it.
         prune: From a weight, float32 `[out, in]`, and what was observed to the weight with zeros.
-
-    Returns:
-        A decision whose plan is dense and whose weights hold the zeros.
-
-    Raises:
-        UnsupportedModelError: If a projection is no plain linear layer.
-        ShapeError: If a width is no multiple of the pattern.
+        title: Of the progress bar.
     """
     specs = discover(model)
-    ids = windows(blocks, count=sample.num_windows, length=sample.window_length, seed=sample.seed)
+    ids = calibration_windows(blocks, settings)
     with judging(model), EditedWeights(model) as weights:
         groups = [_matrices(weights, spec, pattern) for spec in specs]
-        runner = LayerRunner(model, specs, ids, batch_size=sample.batch_size)
-        for spec in progress(specs, title=f"{title}: layers", total=len(specs), unit="layer"):
-            statistics = [statistic(linears[0]) for linears in groups[spec.index]]
+        runner = LayerRunner(model, specs, ids, batch_size=settings.batch_size)
+        for spec in progress(specs, title=title, unit="layer"):
+            statistics = [observe(linears[0]) for linears in groups[spec.index]]
             runner.observe(spec.index, {g[0]: seen.add for g, seen in zip(groups[spec.index], statistics, strict=True)})
             for linears, seen in zip(groups[spec.index], statistics, strict=True):
                 for linear in linears:
@@ -160,11 +292,6 @@ def prune_matrices(
         notes={"zeros": zeros, "zero_share": zeros / sum(weight.numel() for weight in replaced.values())},
         deviations=("calibrated on the benchmark's corpus, the original on C4",),
     )
-
-
-def dense_plan(num_layers: int) -> Plan:
-    """Return the plan that leaves every half-layer as it is."""
-    return Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in range(num_layers)))
 
 
 def _matrices(weights: EditedWeights, spec: BlockSpec, pattern: SemiStructured | None) -> list[list[nn.Linear]]:
