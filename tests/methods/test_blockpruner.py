@@ -47,9 +47,9 @@ def test_every_step_is_the_best_single_removal():
     removed = []
     for step in greedy(model, ids, 8):
         losses = {half: loss_without(model, [*removed, half], ids) for half in range(8) if half not in removed}
-        assert step.half == min(losses, key=losses.get)
-        assert step.nll == losses[step.half]
-        removed.append(step.half)
+        assert step.sublayer == min(losses, key=losses.get)
+        assert step.nll == losses[step.sublayer]
+        removed.append(step.sublayer)
     assert sorted(removed) == list(range(8))
 
 
@@ -115,7 +115,7 @@ def test_linear_flops_come_as_close_as_the_order_allows(sparsity):
     decision = decide(model, blocks, Target(sparsity=sparsity, match="linear_flops"), SMALL)
     shares = shares_of_work(discover(model))
     ids = windows(blocks, count=4, length=10, seed=SMALL.seed)
-    reached = np.concatenate([[0.0], np.cumsum([shares[step.half] for step in greedy(model, ids, 8)])])
+    reached = np.concatenate([[0.0], np.cumsum([shares[step.sublayer] for step in greedy(model, ids, 8)])])
     found = sum(shares[half] for half in skipped(decision.plan))
     assert abs(found - sparsity) == pytest.approx(np.abs(reached - sparsity).min())
     assert decision.notes.get("linear_flops", 0.0) == pytest.approx(found)

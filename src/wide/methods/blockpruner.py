@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import EvaluationError
@@ -29,17 +29,17 @@ class Step:
     """One step of the greedy search.
 
     Args:
-        half: The sublayer removed, 2i for the attention and 2i + 1 for the FFN of layer i.
+        sublayer: The one removed, 2i for the attention and 2i + 1 for the FFN of layer i.
         nll: Mean loss per token without it and all removed before, nats.
     """
 
-    half: int
+    sublayer: int
     nll: float
 
     @property
     def name(self) -> str:
         """As in a report, such as 'ffn 3'."""
-        return f"{'ffn' if self.half % 2 else 'attention'} {self.half // 2}"
+        return f"{'ffn' if self.sublayer % 2 else 'attention'} {self.sublayer // 2}"
 
 
 def greedy_steps(gates: BlockGates) -> Iterator[Step]:
@@ -87,7 +87,7 @@ def closest_prefix(steps: Iterable[Step], shares: Sequence[float], sparsity: flo
     taken: list[Step] = []
     reached = 0.0
     for step in steps:
-        before, reached = reached, reached + shares[step.half]
+        before, reached = reached, reached + shares[step.sublayer]
         taken.append(step)
         if reached >= sparsity:
             return taken[:-1] if sparsity - before <= reached - sparsity else taken
@@ -111,7 +111,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
         steps = list(islice(found, round(target.sparsity * len(keep))))
     else:
         steps = closest_prefix(found, shares, target.sparsity)
-    removed = [step.half for step in steps]
+    removed = [step.sublayer for step in steps]
+    deviations = ["calibrated on the benchmark's corpus, the original on Alpaca"]
+    if gates.ids.numel() < _ORIGINAL_TOKENS:
+        scored = "{} windows of {} tokens".format(*gates.ids.shape)
+        deviations.append(f"scored on {scored}, the original on 256 of 2048")
     keep[removed] = False
     return Decision(
         plan=skipping_plan(keep),
@@ -120,15 +124,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
             "removed": [step.name for step in steps],
             "perplexities": [json_number(perplexity(step.nll)) for step in steps],
             "dense_perplexity": json_number(perplexity(dense)),
-            "linear_flops": sum(shares[half] for half in removed),
+            "linear_flops": sum(shares[sublayer] for sublayer in removed),
         },
-        deviations=_deviations(gates.ids),
+        deviations=tuple(deviations),
     )
-
-
-def _deviations(ids: Tensor) -> tuple[str, ...]:
-    deviations = ["calibrated on the benchmark's corpus, the original on Alpaca"]
-    if ids.numel() < _ORIGINAL_TOKENS:
-        count, length = ids.shape
-        deviations.append(f"scored on {count} windows of {length} tokens, the original on 256 of 2048")
-    return tuple(deviations)

@@ -109,17 +109,7 @@ class LayerRunner:
 
     def observe(self, index: int, observers: Mapping[nn.Module, Observer]) -> None:
         """Run layer `index` on all micro-batches and show the inputs of modules inside it; outputs are dropped."""
-        with self._showing(observers):
-            for batch in range(len(self.inputs)):
-                self.call(index, batch)
 
-    def advance(self, index: int) -> None:
-        """Run layer `index` on all micro-batches; its outputs become the inputs of the next layer."""
-        for batch in range(len(self.inputs)):
-            self.inputs[batch] = self.call(index, batch)
-
-    @contextmanager
-    def _showing(self, observers: Mapping[nn.Module, Observer]) -> Iterator[None]:
         def show(observer: Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
             def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 # Whatever the observer returns stays here: a hook that returns something replaces the arguments.
@@ -127,9 +117,14 @@ class LayerRunner:
 
             return hook
 
-        handles = [m.register_forward_pre_hook(show(seer), with_kwargs=True) for m, seer in observers.items()]
-        with _hooks(handles):
-            yield
+        with _hooks([m.register_forward_pre_hook(show(seer), with_kwargs=True) for m, seer in observers.items()]):
+            for batch in range(len(self.inputs)):
+                self.call(index, batch)
+
+    def advance(self, index: int) -> None:
+        """Run layer `index` on all micro-batches; its outputs become the inputs of the next layer."""
+        for batch in range(len(self.inputs)):
+            self.inputs[batch] = self.call(index, batch)
 
 
 @contextmanager

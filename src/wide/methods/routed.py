@@ -131,17 +131,9 @@ def route_wide(_specs: Sequence[BlockSpec], settings: WideMethodConfig, asked: R
 def objective_for(
     specs: Sequence[BlockSpec], plan: Plan, target: Target, objective: ObjectiveConfig, *, uniform: bool = False
 ) -> ObjectiveConfig:
-    """Return the objective that steers to a target of the benchmark.
+    """Return an objective that steers what a plan routes to a target of the benchmark; the rest of it stays.
 
-    'linear_flops' of a target counts all matrix products of the decoder layers, that of an objective only those that
-    can be skipped, so the share is higher there.
-
-    Args:
-        specs: The model's layers.
-        plan: What they run; its routers are to be steered.
-        target: Share to skip and how it is counted.
-        objective: Weights and ramp; its sparsity and measure are replaced by the target's.
-        uniform: Steer attention and FFN to that share each, instead of their mean.
+    With `uniform`, attention and FFN are steered to that share each, instead of their mean.
 
     Raises:
         ConfigError: If the target cannot be reached by skipping all that is routed; the message gives the largest one.

@@ -52,7 +52,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Slic
     work, shortcut products included, comes closest to the target.
 
     Raises:
-        UnsupportedModelError: If the model is not a chain of `x + half(RMSNorm(x))`; the message names the part.
+        UnsupportedModelError: If the model is not a chain of `x + sublayer(RMSNorm(x))`; the message names the part.
         ConfigError: If no dimension would be left.
     """
     specs = discover(model)

@@ -11,11 +11,11 @@ Source: Li et al., "Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity
 
 import math
 import random
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -71,8 +71,9 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
     share = width_share(specs, target)
     ids = calibration_windows(blocks, settings)
     effort = Effort()
-    with judging(model), EditedWeights(model) as weights, Copies(settings.copies_folder) as copies:
-        supernet = Supernet(specs, weights, copies, settings)
+    place = nullcontext() if settings.copies_folder is None else TemporaryDirectory(dir=settings.copies_folder)
+    with judging(model), EditedWeights(model) as weights, place as folder:
+        supernet = Supernet(specs, weights, Copies(folder), settings)
         judge = TopKDivergence(
             model, _search_windows(blocks, settings), top_k=settings.top_k, batch_size=settings.search_batch_size
         )
@@ -84,11 +85,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
             effort.tokens_forward += supernet.fill(
                 runner, title=f"tyr: layers, {iteration + 1} of {settings.iterations}"
             )
-            found = _search(model, supernet, judge, settings, iteration)
-            expected = supernet.removed(found.best)
-            notes.append({"removed": expected, "divergence": list(found.history)})
+            best, history = _search(model, supernet, judge, settings, iteration)
+            expected = supernet.removed(best)
+            notes.append({"removed": expected, "divergence": history})
         effort.tokens_forward += judge.tokens
-        return _decision(supernet, found.best, effort, notes)
+        return _decision(supernet, best, effort, notes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,51 +149,32 @@ class Levels:
 
 
 class Copies:
-    """Pruned weights by (projection, level), in CPU memory or in a temporary folder that goes with the `with` block.
+    """Pruned weights by (projection, level), in CPU memory or in a folder.
 
     Args:
-        folder: Where the temporary folder is made; None keeps the copies in memory.
+        folder: Where the copies lie; None keeps them in memory.
     """
 
     def __init__(self, folder: str | None) -> None:
-        """Make the folder."""
+        """Begin without copies."""
         self._memory: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._folder = None if folder is None else tempfile.TemporaryDirectory(dir=folder)
-
-    def __enter__(self) -> "Copies":
-        """Return itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Drop the copies."""
-        self._memory.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._folder = None if folder is None else Path(folder)
 
     def put(self, projection: int, level: int, weight: Tensor, kept: Tensor) -> None:
-        """Keep a copy.
-
-        Args:
-            projection: Its index.
-            level: Its level.
-            weight: `[out, in]`.
-            kept: Bool `[units]`.
-        """
+        """Keep the weight `[out, in]` of a projection at a level, and which of its units are kept, bool `[units]`."""
         tensors = {"weight": weight.cpu(), "kept": kept.cpu()}
         if self._folder is None:
             self._memory[projection, level] = tensors
         else:
-            save_file(tensors, self._path(projection, level))
+            save_file(tensors, self._folder / f"{projection}.{level}.safetensors")
 
     def get(self, projection: int, level: int) -> tuple[Tensor, Tensor]:
         """Return (weight, kept) on the CPU."""
-        held = self._memory.get((projection, level))
-        tensors = load_file(self._path(projection, level)) if held is None else held
+        if self._folder is None:
+            tensors = self._memory[projection, level]
+        else:
+            tensors = load_file(self._folder / f"{projection}.{level}.safetensors")
         return tensors["weight"], tensors["kept"]
-
-    def _path(self, projection: int, level: int) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.name) / f"{projection}.{level}.safetensors"
 
 
 class Supernet:
@@ -323,19 +305,6 @@ class Supernet:
         return len(span)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evolution:
-    """What a search found.
-
-    Args:
-        best: The best allocation.
-        history: Its fitness after every generation, never increasing.
-    """
-
-    best: Allocation
-    history: tuple[float, ...]
-
-
 def evolve(
     modules: Sequence[Levels],
     fitness: Fitness,
@@ -346,7 +315,7 @@ def evolve(
     survivors: Sequence[int],
     seed: int,
     title: str,
-) -> Evolution:
+) -> tuple[Allocation, list[float]]:
     """Search from the allocation of all zeros.
 
     In each generation mutants of the one parent are judged stage by stage, fewer in each; in the last stage the parent
@@ -361,6 +330,9 @@ def evolve(
         survivors: How many go on to each stage after the first; the number of stages is one more.
         seed: Of the mutations.
         title: For the progress bar.
+
+    Returns:
+        The best allocation, and its fitness after every generation, never increasing.
     """
     generator = random.Random(seed)
     parent: Allocation = (0,) * len(modules)
@@ -384,7 +356,7 @@ def evolve(
             pool = judged(pool, stage, generation)[:count]
         parent = judged([parent, *pool], final, generation)[0]
         history.append(known[parent])
-    return Evolution(best=parent, history=tuple(history))
+    return parent, history
 
 
 def mutant(parent: Allocation, modules: Sequence[Levels], max_swaps: int, generator: random.Random) -> Allocation:
@@ -489,7 +461,7 @@ def _search_windows(blocks: TokenBlocks, settings: TyrConfig) -> Tensor:
 
 def _search(
     model: nn.Module, supernet: Supernet, judge: TopKDivergence, settings: TyrConfig, iteration: int
-) -> Evolution:
+) -> tuple[Allocation, list[float]]:
     loaded: dict[int, int] = {}
 
     def fitness(allocation: Allocation, stage: int, generation: int) -> float:
@@ -521,21 +493,21 @@ def _search(
 
 
 def _decision(supernet: Supernet, best: Allocation, effort: Effort, notes: list[dict[str, Any]]) -> Decision:
-    halves: list[Half] = []
+    sublayers: list[Half] = []
     tensors: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
     for index, (projection, removed) in enumerate(zip(supernet.projections, supernet.removed(best), strict=True)):
         weight, kept = supernet.copies.get(index, best[index])
         if removed == 0:
-            halves.append(Dense())
+            sublayers.append(Dense())
         elif removed == projection.num_units and projection.linear.bias is None:
-            halves.append(Skipped())
+            sublayers.append(Skipped())
         else:
             grouping = Grouping(projection.linear.in_features, projection.unit_size)
-            halves.append(Kept(grouping=grouping, kept=int(kept.sum())))
+            sublayers.append(Kept(grouping=grouping, kept=int(kept.sum())))
             tensors[scale_name(projection.layer, projection.kind)] = kept.float()
             replaced[supernet.weights.name(projection.linear)] = weight
-    pairs = zip(halves[::2], halves[1::2], strict=True)
+    pairs = zip(sublayers[::2], sublayers[1::2], strict=True)
     return Decision(
         plan=Plan(tuple(LayerPlan(attention=attention, ffn=ffn) for attention, ffn in pairs)),
         tensors=tensors,
