@@ -17,10 +17,11 @@ from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.dial import measure_sparsity
 from wide.models.observe import observe
 from wide.training import channel_groups, router_fit
-from wide.training.activations import first_batches, in_passes
+from wide.training.activations import in_passes
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
 from wide.training.router_fit import fit_routers, fitted_margins, group_energy
 from wide.training.stages import prune
+from wide.training.text_source import first_batches
 
 CLUSTERED = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=256)
 FITTED = WideConfig(ffn_group_size=16, router_rank=4, router_start="fitted", router_bias=True, start_tokens=512)

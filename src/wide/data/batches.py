@@ -50,6 +50,18 @@ class TokenBatch:
         moved = [part.to(device, non_blocking=True) for part in (self.input_ids, self.labels, self.valid)]
         return TokenBatch(input_ids=moved[0], labels=moved[1], valid=moved[2])
 
+    def split(self, size: int) -> "list[TokenBatch]":
+        """Return the batch in pieces of at most `size` sequences."""
+        pieces = zip(self.input_ids.split(size), self.labels.split(size), self.valid.split(size), strict=True)
+        return [TokenBatch(input_ids=ids, labels=labels, valid=valid) for ids, labels, valid in pieces]
+
+    def attention_mask(self) -> Tensor | None:
+        """Return the mask of padding for a model, int64 `[B, T]`; None without padding, for the fast kernels' sake.
+
+        On a GPU this waits for the device.
+        """
+        return None if bool(self.valid.all()) else self.valid.long()
+
 
 class BatchSource(Protocol):
     """What training reads: any step's batch, for any rank."""

@@ -35,7 +35,6 @@ from wide.training.modes import training_mode
 from wide.training.objective import target_labels
 from wide.training.schedule import learning_rate
 from wide.training.token_loss import num_targets, token_losses
-from wide.training.trainer import split_batch
 
 _KINDS = ("attention", "ffn")
 _FIRST_MIDPOINT = 0.5
@@ -208,7 +207,7 @@ class _Course:
         weight = self._settings.distillation
         targets = max(num_targets(target_labels(batch)), 1)
         measured = torch.zeros(2, device=self._device)
-        for part in split_batch(batch, self._settings.micro_batch_size):
+        for part in batch.split(self._settings.micro_batch_size):
             moved = part.to(self._device)
             teacher = None
             if weight:

@@ -29,7 +29,7 @@ def stoppable(kept: Callable[[], str]) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM, by which schedulers and `timeout` end a process, end the block and say what is kept.
 
     Both raise KeyboardInterrupt, so that what is open is closed in good order. Training takes both signals for itself
-    and ends after its step (`wide.training.interrupt`). Outside the main thread, where Python allows no handlers,
+    and ends after its step (`wide.training.trainer`). Outside the main thread, where Python allows no handlers,
     SIGTERM is left as it is.
 
     Args:

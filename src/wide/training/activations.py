@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wide.data.batches import BatchSource, TokenBatch
+from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.models.observe import judging
-from wide.training.trainer import split_batch
 
 K = TypeVar("K")
 # What all processes of one machine hold at a time; more modules take more passes.
@@ -51,27 +50,6 @@ def counting(model: nn.Module, counts: TokensRead) -> Iterator[None]:
         handle.remove()
 
 
-def first_batches(source: BatchSource, *, batch_size: int, micro_batch_size: int, tokens: int) -> list[TokenBatch]:
-    """Return the sequences that training reads first, in pieces that fit in memory.
-
-    Args:
-        source: The training text.
-        batch_size: Sequences of an optimiser step.
-        micro_batch_size: Sequences of a piece, at most.
-        tokens: Budget; the sequence that reaches it is the last one, whole.
-    """
-    pieces: list[TokenBatch] = []
-    step = 0
-    while tokens > 0:
-        batch = source.batch_at(step, batch_size=batch_size)
-        length = batch.input_ids.shape[1]
-        (batch, *_) = split_batch(batch, -(-tokens // length))
-        pieces += split_batch(batch, micro_batch_size)
-        tokens -= batch.input_ids.numel()
-        step += 1
-    return pieces
-
-
 def read_inputs(
     model: nn.Module,
     modules: Mapping[K, nn.Module],
@@ -107,7 +85,8 @@ def read_inputs(
             hooks.callback(module.register_forward_pre_hook(watch(key), with_kwargs=True).remove)
         for batch in progress(batches, title=title, unit="batch"):
             valid.append(batch.valid.flatten())
-            decoder(input_ids=batch.input_ids.to(device), attention_mask=_mask(batch, device), use_cache=False)
+            moved = batch.to(device)
+            decoder(input_ids=moved.input_ids, attention_mask=moved.attention_mask(), use_cache=False)
     # One after the other: all of the pieces beside all of the wholes would be twice the memory.
     return {key: torch.cat(found.pop(key)) for key in list(found)}
 
@@ -127,7 +106,3 @@ def in_passes(sizes: Mapping[K, int]) -> list[list[K]]:
         passes[-1].append(key)
         room -= size
     return passes
-
-
-def _mask(batch: TokenBatch, device: torch.device) -> Tensor | None:
-    return None if bool(batch.valid.all()) else batch.valid.long().to(device)

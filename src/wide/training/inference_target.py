@@ -18,7 +18,6 @@ from wide.models.cost import Measure, static_sparsity
 from wide.models.dial import DEFAULT_POINTS, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
 from wide.training.activations import TokensRead, counting
 from wide.training.parallel import DataParallel
-from wide.training.trainer import split_batch
 
 # Of the tokens that the stage read, one in so many is read again to calibrate, within these bounds.
 _SHARE = 32
@@ -50,26 +49,20 @@ def meet_target(
         return {"measure": "mean", "include_fixed": False, "sparsity": static_sparsity(model).mean}
     target, read = objective.sparsity, TokensRead()
     points = sorted({*DEFAULT_POINTS, target} - {0.0})
-    with counting(model, read):
-        dial = calibrate_dial(model, batches, measure=measure, include_fixed=objective.include_fixed, sparsities=points)
-    argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
+    counted: dict[str, Any] = {"measure": measure, "include_fixed": objective.include_fixed}
     routers = attachment(model).routers()
     thresholds = [router.threshold for router in routers]
-    if adjust:
-        with counting(model, read):
+    with counting(model, read):
+        dial = calibrate_dial(model, batches, sparsities=points, **counted)
+        argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
+        if adjust:
             thresholds = _chosen(model, batches, objective, argmax, (dial[0][0], dial[-1][0]))
-    reached = argmax
-    if any(thresholds):
-        with counting(model, read):
-            reached = measure_sparsity(
-                model, batches, thresholds, measure=measure, include_fixed=objective.include_fixed
-            )
+        reached = measure_sparsity(model, batches, thresholds, **counted) if any(thresholds) else argmax
     for router, threshold in zip(routers, thresholds, strict=True):
         router.threshold = _agree(threshold, parallel)
     attachment(model).dial = [(_agree(s, parallel), _agree(t, parallel)) for s, t in dial]
     return {
-        "measure": measure,
-        "include_fixed": objective.include_fixed,
+        **counted,
         "tokens": sum(int(batch.valid.sum()) for batch in batches),
         "tokens_forward": read.forward,
         "argmax_sparsity": argmax,
@@ -125,7 +118,7 @@ def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micr
         batches.append(batch)
         tokens += batch.input_ids.numel()
         wanted = min(max(step * batch.input_ids.numel() // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
-    return [piece for batch in batches for piece in split_batch(batch, micro_batch_size)]
+    return [piece for batch in batches for piece in batch.split(micro_batch_size)]
 
 
 def _agree(value: float, parallel: DataParallel) -> float:

@@ -92,8 +92,11 @@ def recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
     """
     layers = [spec.layer for spec in attachment(model).specs]
     was_on = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    if was_on:
-        _refuse_reentrant(layers)
+    if was_on and not all(_is_not_reentrant(layer) for layer in layers):
+        raise ConfigError(
+            "gradient checkpointing is on in its reentrant form, which silently loses the sparsity gradient; call "
+            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+        )
     if not enable and not was_on:
         yield
         return
@@ -115,12 +118,6 @@ def recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
             typed.gradient_checkpointing_disable()
 
 
-def _refuse_reentrant(layers: list[nn.Module]) -> None:
-    for layer in layers:
-        function = getattr(layer, "_gradient_checkpointing_func", None)
-        if isinstance(function, partial) and not function.keywords.get("use_reentrant", True):
-            continue
-        raise ConfigError(
-            "gradient checkpointing is on in its reentrant form, which silently loses the sparsity gradient; call "
-            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
-        )
+def _is_not_reentrant(layer: nn.Module) -> bool:
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    return isinstance(function, partial) and not function.keywords.get("use_reentrant", True)

@@ -75,7 +75,7 @@ class Objective:
     """
 
     def __init__(self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None) -> None:
-        """Compute what each half-layer weighs."""
+        """Compute what each sublayer weighs."""
         self._model = model
         self._forward: Callable[..., Any] = model
         self.config = config
@@ -85,8 +85,14 @@ class Objective:
         # Rows: the terms of the sparsity loss, then mean attention and mean FFN rates for the report.
         self._num_terms, rows = self._weights()
         self._rows = rows.to(device)
-        self._groups = _group_shares([router.num_groups for router in self._routers]).to(device)
-        self._static = None if self._routers else self._static_rates().to(device)
+        # Averages over the groups of each sublayer, [sublayers, sum of N_G].
+        shares = (torch.full((1, router.num_groups), 1.0 / router.num_groups) for router in self._routers)
+        self._groups = torch.block_diag(*shares).to(device)
+        self._static: Tensor | None = None
+        if not self._routers:
+            # What the plan prunes, as the rows of `_rates`.
+            found = static_sparsity(model)
+            self._static = torch.tensor([found.mean, found.attention, found.ffn], device=device)
 
     def __call__(
         self,
@@ -162,14 +168,14 @@ class Objective:
             torch.compiler.reset()
 
     def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
-        """Return how many groups' worth of tokens each routed half executes, `[halves]` float32, with gradient."""
+        """Return the tokens that each routed sublayer executes, by the group, `[sublayers]` float32, with gradient."""
         if not self._routers:
             return torch.zeros(0, device=valid.device)
-        # One product over all groups of all layers, instead of a handful of kernels for each half.
+        # One product over all groups of all layers, instead of a handful of kernels for each sublayer.
         return self._groups @ (valid.flatten().float() @ self._masks(routing))
 
     def _masks(self, routing: Routing) -> Tensor:
-        """Return the masks of all routed halves side by side, `[B * T, sum of N_G]` float32, with gradient."""
+        """Return the masks of all routed sublayers side by side, `[B * T, sum of N_G]` float32, with gradient."""
         masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
         return torch.cat(masks, dim=-1).flatten(0, 1).float()
 
@@ -197,11 +203,6 @@ class Objective:
         rates = skipped_everywhere / tokens + self._parallel.world * (local - local.detach())
         return self._rows @ rates
 
-    def _static_rates(self) -> Tensor:
-        """Return what a plan without routers prunes, as the rows of `_rates`: mean, attention, FFN."""
-        found = static_sparsity(self._model)
-        return torch.tensor([found.mean, found.attention, found.ffn])
-
     def _weights(self) -> tuple[int, Tensor]:
         if not self._routers:
             if self.config.weight:
@@ -214,10 +215,8 @@ class Objective:
         config = self.config
         if config.target == "uniform":
             terms = [row for row in by_kind if any(row)]
-        elif config.target == "mean":
-            terms = [half_weights(self._model, "mean")]
         else:
-            terms = [half_weights(self._model, "linear_flops", include_fixed=config.include_fixed)]
+            terms = [half_weights(self._model, config.target, include_fixed=config.include_fixed)]
         reachable = min(sum(row) for row in terms)
         if config.sparsity > reachable:
             raise ConfigError(
@@ -242,8 +241,3 @@ def _distance(difference: Tensor, smoothing: float) -> Tensor:
         return difference.abs()
     zeros = torch.zeros_like(difference)
     return functional.huber_loss(difference, zeros, reduction="none", delta=smoothing) / smoothing
-
-
-def _group_shares(num_groups: list[int]) -> Tensor:
-    """Return the matrix `[halves, sum of N_G]` that averages over the groups of each half."""
-    return torch.block_diag(*(torch.full((1, count), 1.0 / count) for count in num_groups))

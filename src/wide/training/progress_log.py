@@ -49,7 +49,7 @@ class ProgressLog:
         steps: int,
         first_step: int,
         folder: Path | None = None,
-        tensorboard: Path | None = None,
+        tensorboard: str | Path | None = None,
         tracker: TrackerName | None = None,
         fingerprint: str = "",
         device: str = "",
@@ -97,12 +97,11 @@ class ProgressLog:
                 for at, values in points
                 for name, value in values.items()
             )
-        if self._board is not None:
-            for at, values in points:
+        for at, values in points:
+            if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(f"{self._title}/{name}", value, at)
-        if self._tracker is not None:
-            for at, values in points:
+            if self._tracker is not None:
                 self._tracker.add(at, values)
 
     def close(self, *, failed: bool = False) -> None:
@@ -133,16 +132,12 @@ def _forget_from(path: Path, subject: str, first_step: int) -> None:
     records, _ = read_records(path)
     kept = [r for r in records if r.subject != subject or (r.step is not None and r.step < first_step)]
     if len(kept) < len(records):
-        _rewrite(path, kept)
+        temporary = path.with_name(f".{path.name}.rewriting")
+        temporary.write_text("".join(json.dumps(asdict(r), sort_keys=True) + "\n" for r in kept), encoding="utf-8")
+        temporary.replace(path)
 
 
-def _rewrite(path: Path, records: list[Record]) -> None:
-    temporary = path.with_name(f".{path.name}.rewriting")
-    temporary.write_text("".join(json.dumps(asdict(r), sort_keys=True) + "\n" for r in records), encoding="utf-8")
-    temporary.replace(path)
-
-
-def _tensorboard(folder: Path, first_step: int) -> Any:
+def _tensorboard(folder: str | Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

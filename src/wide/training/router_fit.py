@@ -1,6 +1,6 @@
 """Routers that begin by predicting which groups matter, instead of at random.
 
-What skipping group g of a half-layer changes is the loss, by about |gradient at the half's output| times the size of
+What skipping group g of a sublayer changes is the loss, by about |gradient at the half's output| times the size of
 what the group adds to it, ||W_g h_g||, for the share of the work that the group is. The logarithm of that is predicted
 from what the router reads by ridge regression of reduced rank, in closed form; margins are the distance of the
 prediction from the threshold at which the model skips its target, in units of the prediction's error, so that the
@@ -21,7 +21,6 @@ from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.models.attach import attachment
-from wide.models.block_spec import AttentionSpec, FeedForwardSpec
 from wide.models.cost import Measure, half_weights
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.observe import bypass, judging
@@ -30,7 +29,6 @@ from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inpu
 from wide.training.modes import recomputation
 from wide.training.objective import target_labels
 from wide.training.token_loss import token_losses
-from wide.training.trainer import split_batch
 
 # Of the mean variance of what a router reads.
 _RIDGE = 0.1
@@ -68,11 +66,11 @@ def fit_routers(
     """
     state = attachment(model)
     routers = dict(enumerate(state.routers()))
-    parts = {key: _part_of(model, router) for key, router in routers.items()}
+    outputs = {key: _output_of(model, router) for key, router in routers.items()}
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     weights = half_weights(model, measure, include_fixed=objective.include_fixed)
-    gradients = _gradient_sizes(model, parts, batches, recompute=gradient_checkpointing)
-    importance = _importance(model, routers, parts, batches, gradients)
+    gradients = _gradient_sizes(model, outputs, batches, recompute=gradient_checkpointing)
+    importance = _importance(model, routers, outputs, batches, gradients)
     for key, weight in enumerate(weights):
         # Compared is what skipping costs for the work that it saves; what saves nothing is never skipped. Importance
         # is the logarithm of a size, not of its square, and it is energy, the square, that is charged to the work:
@@ -123,26 +121,23 @@ def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Ten
     return directions.float(), mixing.float(), bias.float()
 
 
-def _part_of(model: nn.Module, router: Router) -> AttentionSpec | FeedForwardSpec:
+def _output_of(model: nn.Module, router: Router) -> nn.Module:
+    """Return the output projection of a router's sublayer."""
     spec = attachment(model).specs[router.layer_index]
-    part = spec.attention if router.half_layer == "attention" else spec.ffn
-    assert part is not None
-    return part
-
-
-def _output_of(part: AttentionSpec | FeedForwardSpec) -> nn.Module:
-    return part.output if isinstance(part, AttentionSpec) else part.down
+    if router.half_layer == "attention":
+        return spec.attention.output
+    assert spec.ffn is not None
+    return spec.ffn.down
 
 
 def _importance(
     model: nn.Module,
     routers: dict[int, Router],
-    parts: dict[int, AttentionSpec | FeedForwardSpec],
+    outputs: dict[int, nn.Module],
     batches: Sequence[TokenBatch],
     gradients: dict[int, float],
 ) -> dict[int, Tensor]:
     """Return the logarithm of what each group adds to the loss, per token, float32 `[tokens, N_G]` on the CPU."""
-    outputs = {key: _output_of(part) for key, part in parts.items()}
     found: dict[int, Tensor] = {}
     with bypass(model):
         for keys in in_passes({key: _gram_bytes(out, routers[key].num_groups) for key, out in outputs.items()}):
@@ -191,14 +186,18 @@ def _gram_bytes(output: nn.Module, num_groups: int) -> int:
 
 def _gradient_sizes(
     model: nn.Module,
-    parts: dict[int, AttentionSpec | FeedForwardSpec],
+    outputs: dict[int, nn.Module],
     batches: Sequence[TokenBatch],
     *,
     recompute: bool,
 ) -> dict[int, float]:
     """Return the logarithm of the median size of the loss's gradient at the output of each half, per token."""
-    found: dict[int, list[Tensor]] = {key: [] for key in parts}
+    found: dict[int, list[Tensor]] = {key: [] for key in outputs}
     running: dict[int, Tensor] = {}
+
+    def note(key: int) -> Callable[..., None]:
+        return lambda _module, _args, output: running.update({key: output})
+
     typed: Any = model
     device = next(model.parameters()).device
     with (
@@ -211,15 +210,14 @@ def _gradient_sizes(
         # The base may be frozen: the embedding's output is what gradients flow to.
         start = typed.get_input_embeddings()
         hooks.callback(start.register_forward_hook(lambda _m, _a, out: out.detach().requires_grad_()).remove)
-        for key, part in parts.items():
-            note = _note(running, key)
-            hooks.callback(_output_of(part).register_forward_hook(note).remove)
+        for key, output in outputs.items():
+            hooks.callback(output.register_forward_hook(note(key)).remove)
         tokens = 0
         for batch in progress(batches, title="gradients of the halves", unit="batch"):
             # One sequence at a time: a model that fits only as a dense teacher must hold a backward here.
-            for sequence in split_batch(batch, 1):
+            for sequence in batch.split(1):
                 moved = sequence.to(device)
-                mask = None if bool(sequence.valid.all()) else moved.valid.long()
+                mask = moved.attention_mask()
                 logits = typed(input_ids=moved.input_ids, attention_mask=mask, use_cache=False).logits
                 loss = token_losses(logits, target_labels(moved))[0]
                 gradients = torch.autograd.grad(loss, list(running.values()))
@@ -231,13 +229,6 @@ def _gradient_sizes(
             if tokens >= _TOKENS_WITH_GRADIENT:
                 break
     return {key: float(torch.cat(sizes).median().clamp_min(_SMALLEST).log()) for key, sizes in found.items()}
-
-
-def _note(running: dict[int, Tensor], key: int) -> Any:
-    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
-        running[key] = output
-
-    return hook
 
 
 def _threshold(importance: Sequence[Tensor], weights: Sequence[float], sparsity: float) -> float:
@@ -270,13 +261,12 @@ def _meet(
     model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, measure: Measure, *, include_fixed: bool
 ) -> None:
     """Move the biases so that argmax skips the target while the masks are in force."""
+    set_sparsity(model, threshold=0.0)
     if not sparsity:
-        set_sparsity(model, threshold=0.0)
         return
     reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
     # Neighbours on both sides, so that the target lies inside the dial.
     points = [sparsity / 2, sparsity, (reachable + sparsity) / 2]
-    set_sparsity(model, threshold=0.0)
     calibrate_dial(model, batches, measure=measure, include_fixed=include_fixed, sparsities=points)
     threshold = set_sparsity(model, sparsity)
     for router in attachment(model).routers():

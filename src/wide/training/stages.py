@@ -28,7 +28,7 @@ from wide.training.parallel import DataParallel
 from wide.training.start import Start
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
 from wide.training.trackers import TrackerName, require_tracker
-from wide.training.trainer import Outcome, RunOptions, Trainer, micro_batch_size
+from wide.training.trainer import RunOptions, Trainer, micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,9 +121,8 @@ def prune(
                 torch.manual_seed(stage.seed)
                 attach(model, _without_fit(config), orders=start.orders())
                 start.fit()
-        run = _Run(model, "prune", "stage 1", source, objective, stage, parallel, folder, start=start)
-        run.train(resume=resume, tensorboard=tensorboard, tracker=tracker, routers=True, anneal=True)
-        run.finish(calibrate_threshold=calibrate_threshold)
+        options = RunOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
+        _run("prune", model, source, objective, stage, options, parallel, calibrate=calibrate_threshold, start=start)
     except BaseException:
         # Ctrl-C, too: with routers of a run that did not end, the model could not be pruned again.
         if start is not None and is_attached(model):
@@ -193,115 +192,90 @@ def recover(
         with own_randomness(_device(model)):
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
-    run = _Run(model, "recover", "stage 1+2", source, objective, stage, parallel, folder)
-    run.continue_after(state.provenance.get("prune", {}))
-    run.train(
-        resume=resume, tensorboard=tensorboard, tracker=tracker, routers=train_routers, anneal=stage.restart_temperature
+    options = RunOptions(
+        title="stage 1+2",
+        output=folder,
+        resume=resume,
+        train_routers=train_routers,
+        anneal=stage.restart_temperature,
+        tensorboard=tensorboard,
+        tracker=tracker,
     )
-    run.finish(calibrate_threshold=calibrate_threshold and train_routers)
+    calibrate = calibrate_threshold and train_routers
+    _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)
     return model
 
 
-class _Run:
-    """One stage on one model: training, calibration, provenance, adapter."""
+def _run(
+    name: str,
+    model: Any,
+    source: BatchSource,
+    objective: ObjectiveConfig,
+    stage: StageConfig,
+    options: RunOptions,
+    parallel: DataParallel,
+    *,
+    calibrate: bool,
+    start: Start | None = None,
+) -> None:
+    """Train one stage, make the dial, record what happened, and write the adapter."""
+    data, provenance = describe_source(source), attachment(model).provenance
+    earlier = provenance.get("prune", {}) if name == "recover" else {}
+    if earlier.get("data") == data:
+        # On the same blocks, those that stage 1 read are left out.
+        source = ShiftedSource(source, earlier["steps"] * earlier["stage"]["batch_size"])
+    loss = Objective(model, objective, parallel=parallel)
+    if options.train_routers:
+        # What training samples has nothing to do with the threshold of an earlier calibration.
+        set_sparsity(model, threshold=0.0)
+    key = _fingerprint(name, model, objective, stage, [data, parallel.world], start)
+    options = dataclasses.replace(options, fingerprint=key)
+    outcome = Trainer(model, loss, source, stage, options, parallel=parallel).train()
+    size = micro_batch_size(stage, parallel.world)
+    batches = calibration_batches(source, step=stage.steps, batch_size=stage.batch_size, micro_batch_size=size)
+    inference = meet_target(model, batches, objective, adjust=calibrate, parallel=parallel)
+    found = dataclasses.asdict(outcome)
+    provenance[name] = {
+        "objective": dataclasses.asdict(objective),
+        "stage": dataclasses.asdict(stage),
+        "at_the_end_of_training": found.pop("last"),
+        **found,
+        "inference": inference,
+        "data": data,
+        "processes": parallel.world,
+        "device": device_name(model),
+        "versions": versions(),
+    }
+    if start is not None and start.settings:
+        provenance[name]["start"] = start.facts()
+    if options.output is not None and parallel.is_first:
+        save(model, options.output / "adapter")
+    parallel.barrier()
 
-    def __init__(
-        self,
-        model: Any,
-        name: str,
-        title: str,
-        source: BatchSource,
-        objective: ObjectiveConfig,
-        stage: StageConfig,
-        parallel: DataParallel,
-        output: Path | None,
-        *,
-        start: Start | None = None,
-    ) -> None:
-        self._model, self._name, self._title = model, name, title
-        self._source, self._data = source, describe_source(source)
-        self._config, self._stage = objective, stage
-        self._parallel, self._output = parallel, output
-        self._objective = Objective(model, objective, parallel=parallel)
-        self._outcome: Outcome | None = None
-        # What was done before the first step, and the settings that it depends on.
-        self._start = {} if start is None else start.facts()
-        self._start_settings = {} if start is None else start.settings
 
-    def continue_after(self, earlier: dict[str, Any]) -> None:
-        """Leave out the blocks that the earlier stage read, if it read the same ones."""
-        if earlier.get("data") == self._data:
-            samples = earlier["steps"] * earlier["stage"]["batch_size"]
-            self._source = ShiftedSource(self._source, samples)
-
-    def train(
-        self, *, resume: bool, tensorboard: str | Path | None, tracker: TrackerName | None, routers: bool, anneal: bool
-    ) -> None:
-        """Run the steps."""
-        if routers:
-            # What training samples has nothing to do with the threshold of an earlier calibration.
-            set_sparsity(self._model, threshold=0.0)
-        options = RunOptions(
-            title=self._title,
-            output=self._output,
-            resume=resume,
-            fingerprint=self._fingerprint(),
-            train_routers=routers,
-            anneal=anneal,
-            tensorboard=None if tensorboard is None else Path(tensorboard),
-            tracker=tracker,
-        )
-        trainer = Trainer(self._model, self._objective, self._source, self._stage, options, parallel=self._parallel)
-        self._outcome = trainer.train()
-
-    def finish(self, *, calibrate_threshold: bool) -> None:
-        """Make the dial, record what happened, and write the adapter."""
-        stage, outcome = self._stage, self._outcome
-        assert outcome is not None
-        batches = calibration_batches(
-            self._source,
-            step=stage.steps,
-            batch_size=stage.batch_size,
-            micro_batch_size=micro_batch_size(stage, self._parallel.world),
-        )
-        inference = meet_target(self._model, batches, self._config, adjust=calibrate_threshold, parallel=self._parallel)
-        attachment(self._model).provenance[self._name] = {
-            "objective": dataclasses.asdict(self._config),
-            "stage": dataclasses.asdict(stage),
-            "steps": outcome.steps,
-            "tokens": outcome.tokens,
-            "seconds": outcome.seconds,
-            "seconds_before": outcome.seconds_before,
-            "tokens_per_second": outcome.tokens_per_second,
-            "peak_memory_bytes": outcome.peak_memory_bytes,
-            "at_the_end_of_training": outcome.last,
-            "inference": inference,
-            "data": self._data,
-            "processes": self._parallel.world,
-            "device": device_name(self._model),
-            "versions": versions(),
-        } | ({"start": self._start} if self._start else {})
-        if self._output is not None and self._parallel.is_first:
-            save(self._model, self._output / "adapter")
-        self._parallel.barrier()
-
-    def _fingerprint(self) -> str:
-        """Return a hash of everything that the course of the run depends on."""
-        state = attachment(self._model)
-        base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
-        stage = dataclasses.asdict(self._stage)
-        # How often checkpoints are written changes nothing.
-        stage.pop("checkpoint_every")
-        objective = dataclasses.asdict(self._config)
-        facts = [self._name, base, state.plan.to_json(), objective, stage, self._data, self._parallel.world]
-        facts = _without_later(facts)
-        if self._start_settings:
-            facts.append(self._start_settings)
-        if state.regrouped is not None:
-            facts.append({name: order.tolist() for name, order in state.regrouped.orders().items()})
-        static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
-        zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
-        return fingerprint([*facts, static, zeros] if static or zeros else facts)
+def _fingerprint(
+    name: str,
+    model: nn.Module,
+    objective: ObjectiveConfig,
+    stage: StageConfig,
+    others: list[Any],
+    start: Start | None,
+) -> str:
+    """Return a hash of everything that the course of a run depends on."""
+    state = attachment(model)
+    base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
+    settings = dataclasses.asdict(stage)
+    # How often checkpoints are written changes nothing.
+    settings.pop("checkpoint_every")
+    facts = [name, base, state.plan.to_json(), dataclasses.asdict(objective), settings, *others]
+    facts = _without_later(facts)
+    if start is not None and start.settings:
+        facts.append(start.settings)
+    if state.regrouped is not None:
+        facts.append({name: order.tolist() for name, order in state.regrouped.orders().items()})
+    static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
+    zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
+    return fingerprint([*facts, static, zeros] if static or zeros else facts)
 
 
 def _without_later(value: Any) -> Any:

@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from wide.data.batches import BatchSource, TokenBatch
 from wide.errors import TrainingError
 from wide.models.discovery import discover
 from wide.plan import Plan
-from wide.training.activations import TokensRead, counting, first_batches
-from wide.training.channel_clusters import cluster_channels
+from wide.training.activations import TokensRead, counting
+from wide.training.channel_groups import cluster_channels
 from wide.training.checkpoint import has_checkpoint
 from wide.training.parallel import DataParallel
 from wide.training.router_fit import fit_routers
+from wide.training.text_source import first_batches
 from wide.training.trainer import micro_batch_size
 
 _ORDER_FILE, _FACTS_FILE = "channel_order.safetensors", "start.json"
@@ -88,13 +91,19 @@ class Start:
             TrainingError: If a run is to be continued and its orders, or the facts of its start, cannot be read.
         """
         if self._continues and self.settings:
-            self._recorded = self._read_facts()
+            self._recorded = self._recorded_file(
+                _FACTS_FILE,
+                lambda file: json.loads(file.read_text(encoding="utf-8")),
+                "it is not known how the run beside it began; continue it with its own ffn_grouping and router_start, "
+                "or begin",
+            )
         if self._config.ffn_grouping == "adjacent":
             return None
         if self._continues:
-            return self._read_orders()
-        began = time.monotonic()
-        with counting(self._model, self._read):
+            known = "the groups of the checkpoints beside it are not known; begin"
+            found: dict[str, Tensor] = self._recorded_file(_ORDER_FILE, load_file, known)
+            return found
+        with self._measured():
             orders = cluster_channels(
                 self._model,
                 discover(self._model),
@@ -104,8 +113,7 @@ class Start:
                 seed=self._stage.seed,
                 parallel=self._parallel,
             )
-        self._write(_ORDER_FILE, save(orders))
-        self._seconds += time.monotonic() - began
+            self._write(_ORDER_FILE, save(orders))
         return orders
 
     def fit(self) -> None:
@@ -113,17 +121,9 @@ class Start:
         if self._continues or not self.settings:
             return
         if self._config.router_start == "fitted":
-            began = time.monotonic()
-            with counting(self._model, self._read):
-                fit_routers(
-                    self._model,
-                    self._batches(),
-                    self._objective,
-                    gradient_checkpointing=self._stage.gradient_checkpointing,
-                )
-            if self._parallel.device.type == "cuda":
-                torch.cuda.synchronize(self._parallel.device)
-            self._seconds += time.monotonic() - began
+            recompute = self._stage.gradient_checkpointing
+            with self._measured():
+                fit_routers(self._model, self._batches(), self._objective, gradient_checkpointing=recompute)
         self._write(_FACTS_FILE, json.dumps(self.facts(), indent=2).encode())
 
     def facts(self) -> dict[str, Any]:
@@ -141,6 +141,16 @@ class Start:
             "seconds": self._seconds,
             "resumed": False,
         }
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Count the tokens and the time of what is done inside the block."""
+        began = time.monotonic()
+        with counting(self._model, self._read):
+            yield
+        if self._parallel.device.type == "cuda":
+            torch.cuda.synchronize(self._parallel.device)
+        self._seconds += time.monotonic() - began
 
     def _batches(self) -> list[TokenBatch]:
         if not self._text:
@@ -161,25 +171,10 @@ class Start:
         temporary.write_bytes(content)
         os.replace(temporary, self._folder / name)
 
-    def _read_orders(self) -> dict[str, Tensor]:
+    def _recorded_file(self, name: str, read: Callable[[Path], Any], otherwise: str) -> Any:
         assert self._folder is not None
-        file = self._folder / _ORDER_FILE
+        file = self._folder / name
         try:
-            return load_file(str(file))
-        except (SafetensorError, OSError) as error:
-            raise TrainingError(
-                f"{file} cannot be read ({error}), so the groups of the checkpoints beside it are not known; begin "
-                "anew in another folder"
-            ) from error
-
-    def _read_facts(self) -> dict[str, Any]:
-        assert self._folder is not None
-        file = self._folder / _FACTS_FILE
-        try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise TrainingError(
-                f"{file} cannot be read ({error}), so it is not known how the run beside it began; continue it with "
-                "its own ffn_grouping and router_start, or begin anew in another folder"
-            ) from error
-        return found
+            return read(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise TrainingError(f"{file} cannot be read ({error}), so {otherwise} anew in another folder") from error

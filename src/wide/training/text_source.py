@@ -61,23 +61,40 @@ def batch_source(
     Warns:
         UserWarning: If text is cut into sequences that are longer than what the model was made for.
     """
-    is_packed = hasattr(data, "batch_at")
-    warning = None if is_packed else length_warning(sequence_length, model)
-    if warning is not None:
-        warnings.warn(warning, stacklevel=3)
-    if isinstance(data, str | Path):
-        source: BatchSource = load_blocks(
-            data, tokenizer or load_tokenizer(model), sequence_length=sequence_length, seed=seed
-        )
-    elif is_packed:
+    if hasattr(data, "batch_at"):
         source = cast(BatchSource, data)
     else:
-        source = blocks_of_texts(
-            _texts(data), tokenizer or load_tokenizer(model), sequence_length=sequence_length, seed=seed
-        )
+        warning = length_warning(sequence_length, model)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=3)
+        tokenizer = tokenizer or load_tokenizer(model)
+        if isinstance(data, str | Path):
+            source = load_blocks(data, tokenizer, sequence_length=sequence_length, seed=seed)
+        else:
+            source = blocks_of_texts(_texts(data), tokenizer, sequence_length=sequence_length, seed=seed)
     if isinstance(source, TokenBlocks):
         check_vocabulary(source.largest_id, model)
     return source
+
+
+def first_batches(source: BatchSource, *, batch_size: int, micro_batch_size: int, tokens: int) -> list[TokenBatch]:
+    """Return the sequences that training reads first, in pieces that fit in memory.
+
+    Args:
+        source: The training text.
+        batch_size: Sequences of an optimiser step.
+        micro_batch_size: Sequences of a piece, at most.
+        tokens: Budget; the sequence that reaches it is the last one, whole.
+    """
+    pieces: list[TokenBatch] = []
+    step = 0
+    while tokens > 0:
+        batch = source.batch_at(step, batch_size=batch_size)
+        batch = batch.split(-(-tokens // batch.input_ids.shape[1]))[0]
+        pieces += batch.split(micro_batch_size)
+        tokens -= batch.input_ids.numel()
+        step += 1
+    return pieces
 
 
 def _texts(data: Any) -> Sequence[str]:

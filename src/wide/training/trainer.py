@@ -6,10 +6,14 @@ Every step seeds its own noise from (seed, step, rank), so a resumed run repeats
 
 import hashlib
 import math
+import signal
+import threading
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +24,8 @@ from wide.errors import ConfigError, TrainingError
 from wide.models.attach import attachment
 from wide.models.pretrained import device_name
 from wide.training.checkpoint import CheckpointFolder, restore
-from wide.training.interrupt import Interrupt
 from wide.training.modes import own_randomness, trainable_parameters, training_mode
-from wide.training.objective import Measured, Objective, target_labels
+from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog
 from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
@@ -31,7 +34,11 @@ from wide.training.trackers import TrackerName
 
 # Looking at losses makes the host wait for the device.
 _LOOK_EVERY = 10
-_MEASURED = tuple(field.name for field in fields(Measured))
+# Names in records of what the objective measures; rates are averaged over a step's micro-batches, losses are
+# contributions to the step already.
+_LOSSES = ("loss", "lm_loss", "distillation")
+_RATES = {"sparsity": "sparsity.mean", "attention": "sparsity.attention", "ffn": "sparsity.ffn"}
+_NAMES = (*_LOSSES, *_RATES.values(), "gradient_norm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +62,7 @@ class RunOptions:
     fingerprint: str = ""
     train_routers: bool = True
     anneal: bool = True
-    tensorboard: Path | None = None
+    tensorboard: str | Path | None = None
     tracker: TrackerName | None = None
 
 
@@ -166,13 +173,13 @@ class Trainer:
                 ),
                 own_randomness(self._device),
                 self._objective.compiled() if stage.compile else nullcontext(),
-                Interrupt() as interrupt,
+                _stopping_later() as stop,
             ):
                 for step in range(first, stage.steps):
                     self._step(step)
-                    self._after(step, log, interrupt)
+                    self._after(step, log, stop)
                 # Also what came while the last checkpoint was written.
-                if self._parallel.any(interrupt.requested):
+                if self._parallel.any(stop.is_set()):
                     raise KeyboardInterrupt(f"stopped after step {stage.steps} of {stage.steps}")
             failed = False
         finally:
@@ -204,11 +211,11 @@ class Trainer:
         control.temperature = torch.full((), self._heat, device=self._device) if stage.compile else self._heat
         control.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
-        parts = split_batch(batch, self._micro_size)
+        parts = batch.split(self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
         targets = parallel.sum(torch.full((), float(num_targets(target_labels(batch))), device=self._device))
         self._optimizer.zero_grad(set_to_none=True)
-        measured = torch.zeros(len(_MEASURED) + 1, device=self._device)
+        measured = torch.zeros(len(_NAMES), device=self._device)
         steering = self._objective.config
         weight = sparsity_weight(step, steps=stage.steps, final=steering.weight, ramp=steering.weight_ramp)
         for part in parts:
@@ -222,7 +229,8 @@ class Trainer:
                 padded=padded,
             )
             torch.autograd.backward(loss)
-            measured[:-1] += torch.stack([_share(name, getattr(found, name), len(parts)) for name in _MEASURED])
+            losses = [getattr(found, name) for name in _LOSSES]
+            measured[:-1] += torch.stack([*losses, *(getattr(found, name) / len(parts) for name in _RATES)])
         parallel.average_gradients(self._parameters.values())
         measured[-1] = nn.utils.clip_grad_norm_(self._parameters.values(), stage.max_grad_norm)
         for group in self._optimizer.param_groups:
@@ -245,7 +253,7 @@ class Trainer:
             "sparsity.target": sparsity_target(step, steps=stage.steps, final=objective.sparsity, ramp=objective.ramp),
         }
 
-    def _after(self, step: int, log: ProgressLog, interrupt: Interrupt) -> None:
+    def _after(self, step: int, log: ProgressLog, requested: threading.Event) -> None:
         done = step + 1
         is_last = done == self._stage.steps
         every = self._stage.checkpoint_every
@@ -253,7 +261,7 @@ class Trainer:
         look = due or done % _LOOK_EVERY == 0
         # Several processes must agree where to stop, which costs a wait, so they ask only now and then.
         may_stop = look or self._parallel.world == 1
-        stop = not is_last and may_stop and self._parallel.any(interrupt.requested)
+        stop = not is_last and may_stop and self._parallel.any(requested.is_set())
         if look or stop:
             log.add(self._look())
         if due or stop:
@@ -269,12 +277,7 @@ class Trainer:
         for (step, schedule, _), row in zip(self._unread, values.tolist(), strict=True):
             if not all(math.isfinite(value) for value in row):
                 raise TrainingError(self._not_finite(step, row))
-            point = dict(zip(_MEASURED, row, strict=False)) | schedule | {"gradient_norm": row[-1]}
-            point["tokens_per_second"] = speed
-            for name in ("sparsity", "attention", "ffn"):
-                key = "sparsity.mean" if name == "sparsity" else f"sparsity.{name}"
-                point[key] = point.pop(name)
-            points.append((step, point))
+            points.append((step, dict(zip(_NAMES, row, strict=True)) | schedule | {"tokens_per_second": speed}))
         names = points[-1][1]
         self._last = {name: sum(point[name] for _, point in points) / len(points) for name in names}
         self._unread.clear()
@@ -284,11 +287,8 @@ class Trainer:
         kept = "no checkpoints are kept without an output folder"
         if self._checkpoints is not None:
             kept = self._checkpoints.describe_last()
-        what = ", ".join(
-            f"{name} = {value}"
-            for name, value in zip((*_MEASURED, "gradient_norm"), row, strict=True)
-            if not math.isfinite(value)
-        )
+        found = dict(zip(_NAMES, row, strict=True))
+        what = ", ".join(f"{name} = {value}" for name, value in found.items() if not math.isfinite(value))
         return (
             f"{self._options.title}, step {step}: {what}, so training stopped; {kept}. Try a lower learning_rate (now "
             f"{self._stage.learning_rate:g}), a smaller max_grad_norm, or a bfloat16 or float32 base instead of float16"
@@ -365,20 +365,28 @@ def micro_batch_size(stage: StageConfig, world: int) -> int:
     return size
 
 
-def split_batch(batch: TokenBatch, size: int) -> list[TokenBatch]:
-    """Return a batch in pieces of at most `size` sequences."""
-    return [
-        TokenBatch(
-            input_ids=batch.input_ids[i : i + size], labels=batch.labels[i : i + size], valid=batch.valid[i : i + size]
-        )
-        for i in range(0, len(batch.input_ids), size)
-    ]
-
-
-def _share(name: str, value: Tensor, parts: int) -> Tensor:
-    # Losses are contributions to the step already; rates are averaged over its micro-batches.
-    return value / parts if name in ("sparsity", "attention", "ffn") else value
-
-
 def _seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:7])
+
+
+@contextmanager
+def _stopping_later() -> Iterator[threading.Event]:
+    """Let the first Ctrl-C or SIGTERM only set the event; a second one acts as it used to."""
+    requested = threading.Event()
+    before: dict[signal.Signals, Any] = {}
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(_number: int, _frame: object) -> None:
+        requested.set()
+        put_back()
+
+    # Python allows handlers in the main thread only.
+    if threading.current_thread() is threading.main_thread():
+        before |= {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested
+    finally:
+        put_back()
