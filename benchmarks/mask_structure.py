@@ -38,9 +38,9 @@ from benchmarks.mask_tiles import (
 from benchmarks.mask_times import TIME_MODELS
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS
-from wide.data.tokenizer import check_vocabulary, load_tokenizer
+from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
 from wide.errors import WideError
-from wide.evaluation.inference import longest_input, model_device
+from wide.evaluation.inference import model_device
 from wide.models.adapter import load, read_config
 from wide.models.dial import set_sparsity
 from wide.models.observe import capture_routing, judging

@@ -92,6 +92,13 @@ def check_vocabulary(largest_id: int, model: nn.Module) -> None:
         )
 
 
+def longest_input(model: nn.Module) -> int | None:
+    """Return the most tokens that a model takes at once, None where its configuration does not say."""
+    config = getattr(model, "config", None)
+    # Multimodal configurations keep the language model's in a part of their own.
+    return getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+
+
 def length_warning(sequence_length: int, model: nn.Module) -> str | None:
     """Return a warning if sequences are longer than what a model was made for, else None.
 
@@ -99,8 +106,7 @@ def length_warning(sequence_length: int, model: nn.Module) -> str | None:
         sequence_length: Tokens in a sequence.
         model: A Hugging Face model.
     """
-    config = getattr(model, "config", None)
-    longest = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+    longest = longest_input(model)
     if longest is None or sequence_length <= longest:
         return None
     return (

@@ -10,10 +10,10 @@ from torch import nn
 from wide.data.batches import TokenBlocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
-from wide.data.tokenizer import load_tokenizer
+from wide.data.tokenizer import load_tokenizer, longest_input
 from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.harness import run_harness
-from wide.evaluation.inference import RoutingTape, SkipMeter, dense, has_merged_lora, longest_input
+from wide.evaluation.inference import RoutingTape, SkipMeter, dense, has_merged_lora
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import find_task

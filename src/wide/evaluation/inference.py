@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
 from wide.data.progress import progress
-from wide.data.tokenizer import check_vocabulary, load_tokenizer
+from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
 from wide.errors import DataError, EvaluationError
 from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter, Sparsity
@@ -47,14 +47,6 @@ def has_merged_lora(model: nn.Module) -> bool:
 def model_device(model: nn.Module) -> torch.device:
     """Return where the model's inputs belong."""
     return next(model.parameters()).device
-
-
-def longest_input(model: nn.Module) -> int | None:
-    """Return the most tokens that the model takes at once, None where its configuration does not say."""
-    config = getattr(model, "config", None)
-    # Multimodal configurations keep the language model's in a part of their own.
-    config = getattr(config, "text_config", config)
-    return getattr(config, "max_position_embeddings", None)
 
 
 def masks_of(routing: Routing) -> Iterator[tuple[int, str, Tensor]]:

@@ -31,6 +31,7 @@ from wide.models.lora import copy_strictly
 _PARAMETERS, _OPTIMIZER, _MANIFEST = "parameters.safetensors", "optimizer.safetensors", "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _FORMAT_VERSION = 1
+_KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +39,12 @@ class Checkpoint:
     """A checkpoint that was read and found whole.
 
     Args:
-        path: Its folder.
         step: Optimiser steps that were done.
         seconds: Wall time of training until then.
         parameters: By name.
         optimizer: Moments, `<name>.<moment>`.
     """
 
-    path: Path
     step: int
     seconds: float
     parameters: dict[str, Tensor]
@@ -63,14 +62,12 @@ class CheckpointFolder:
     Args:
         path: Folder that holds them; made at the first `write`.
         fingerprint: Hash of everything that the course of the run depends on.
-        keep: Number of checkpoints to keep.
     """
 
-    def __init__(self, path: Path, *, fingerprint: str, keep: int = 2) -> None:
+    def __init__(self, path: Path, *, fingerprint: str) -> None:
         """Touch nothing yet."""
         self.path = path
         self._fingerprint = fingerprint
-        self._keep = keep
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints that have their name, ascending."""
@@ -120,7 +117,8 @@ class CheckpointFolder:
                 f"the checkpoint of step {step} cannot be written to {self.path} ({error}); {self.describe_last()}. "
                 "Free some space and start again with resume"
             ) from error
-        self._delete_old()
+        for old in self.steps()[:-_KEPT]:
+            _delete(self.path / f"step-{old:08d}")
         return target
 
     def latest(self) -> Checkpoint | None:
@@ -167,13 +165,7 @@ class CheckpointFolder:
                 f"{folder} belongs to a run with other settings, another model or other data, so it cannot be "
                 "continued; repeat the settings of that run, or choose another output folder"
             )
-        return Checkpoint(
-            path=folder, step=step, seconds=seconds, parameters=tensors[_PARAMETERS], optimizer=tensors[_OPTIMIZER]
-        )
-
-    def _delete_old(self) -> None:
-        for step in self.steps()[: -self._keep]:
-            _delete(self.path / f"step-{step:08d}")
+        return Checkpoint(step=step, seconds=seconds, parameters=tensors[_PARAMETERS], optimizer=tensors[_OPTIMIZER])
 
 
 def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
