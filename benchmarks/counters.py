@@ -152,7 +152,7 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     from wide.inference.decoder import Decoder
     from wide.inference.run import Run
     from wide.models.attach import attach
-    from wide.profiling.endtoend_races import operator_table
+    from wide.profiling.decoder_races import operator_table
     from wide.profiling.synthetic import random_masks, random_model
 
     device = torch.device("cuda")

@@ -9,6 +9,7 @@ from wide.cli.main import main
 from wide.cli.recipes import recipe_command, recipe_names, recipe_path
 from wide.config import RecoverConfig
 from wide.errors import ConfigError, UsageError
+from wide.profiling.options import ProfileOptions
 from wide.runs.folder import save_config
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
@@ -188,7 +189,7 @@ def test_every_recipe_fits_the_schema_and_says_what_it_is_for(name):
     if recipe_command(settings) in ("bench", "profile"):
         command, options = {
             "bench": (bench, bench.BenchOptions),
-            "profile": (profile, profile.ProfileOptions),
+            "profile": (profile, ProfileOptions),
         }[recipe_command(settings)]
         asked = build(options, command.arguments().parse(["--config", name, "--out", "O"]))
         assert asked.description == settings["description"]

@@ -54,28 +54,41 @@ def test_bad_values_are_refused_before_the_device_is_looked_at(command, code, wo
     assert words in capsys.readouterr().err
 
 
-def test_profile_speaks_the_end_to_end_benchs_words(monkeypatch):
-    from wide.profiling.endtoend import _parser
-
+@pytest.fixture
+def profiled(monkeypatch):
+    """What is handed to the profile, and whether in brief; nothing is timed."""
     seen = []
+
+    def run_profile(options, out, *, is_brief, **_):
+        seen.append((options, out, is_brief))
+        if "ddp" in str(options.adapter):
+            raise MemoryError("no kernel fits")
+        return "red" not in str(out)
+
     monkeypatch.setattr(profile, "require_gpu", lambda command: None)
-    monkeypatch.setattr("wide.profiling.endtoend.main", lambda given: seen.append(_parser().parse_args(given)) or 0)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("wide.profiling.profile.run_profile", run_profile)
+    return seen
+
+
+def test_profile_reads_its_flags(profiled):
     profile.run(["--out", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
-    profile.run(["--out", "o", "--model", "M", "--adapter", "A", "--generate", "8"])
-    profile.run(["--out", "o", "--model", "M", "--checkpoint", "C"])
+    profile.run(["--out", "o", "--model", "M", "--checkpoint", "C", "--generate", "8"])
     profile.run(["--out", "o", "--shape", "tiny", "--ffn_group_size", "64"])
-    assert seen[0].rates == [(0.5, 0.5), (0.66, 0.285)]
-    assert (seen[0].prompt, seen[0].layers, seen[0].generate) == ([64, 128], 2, 128)
-    assert (seen[1].model, seen[1].adapter, seen[1].generate) == ("M", "A", 8)
-    assert (seen[2].model, seen[2].checkpoint, seen[2].adapter) == ("M", "C", None)
-    assert [(options.shape, options.ffn_group_size) for options in seen[1:]] == [("llama-3.1-8b", 128)] * 2 + [
-        ("tiny", 64)
-    ]
+    options = [each for each, _, _ in profiled]
+    assert options[0].skipped == [(0.5, 0.5), (0.66, 0.285)]
+    assert (options[0].prompts, options[0].layers, options[0].generate) == ([64, 128], 2, 128)
+    assert (options[1].model, options[1].checkpoint, options[1].adapter, options[1].generate) == ("M", "C", None, 8)
+    assert [(each.shape, each.ffn_group_size) for each in options[1:]] == [(None, None), ("tiny", 64)]
+    assert [brief for _, _, brief in profiled] == [False] * 3
 
 
-def test_profile_times_what_each_cell_of_a_comparison_keeps(monkeypatch, tmp_path, capsys):
-    from wide.profiling.endtoend import _parser
+def test_a_red_gate_is_an_error(profiled):
+    with pytest.raises(EvaluationError, match="does not compute what the model computes"):
+        profile.run(["--out", "red"])
 
+
+def test_profile_times_what_each_cell_of_a_comparison_keeps(profiled, tmp_path, capsys):
     cells = {name: tmp_path / "cells" / name for name in ("dense-0-seed17", "ddp-0.5-seed17", "tyr-0.5-seed17", "wide")}
     for cell in cells.values():
         (cell / "adapter").mkdir(parents=True)
@@ -85,21 +98,12 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(monkeypatch, tmp_pat
     cut = cells["wide"] / "profile"
     cut.mkdir()
     (cut / "endtoend.json").write_text('{"summary": [')
-    seen = []
-
-    def bench(given):
-        seen.append(_parser().parse_args(given))
-        if "ddp" in str(seen[-1].adapter):
-            raise MemoryError("no kernel fits")
-        return 0
-
-    monkeypatch.setattr(profile, "require_gpu", lambda command: None)
-    monkeypatch.setattr("wide.profiling.endtoend.main", bench)
     with pytest.raises(EvaluationError, match=r"1 of 3 cells could not be timed: ddp-0.5-seed17: MemoryError"):
         profile.run(["--model", "M", "--comparison", str(tmp_path), "--text", "t.txt", "--batch", "1,64"])
-    assert [options.out for options in seen] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]
-    assert seen[1].adapter == str(cells["wide"] / "adapter")
-    assert (seen[1].no_breakdown, seen[1].energy, str(seen[1].text), seen[1].batch) == (True, False, "t.txt", [1, 64])
+    assert [out for _, out, _ in profiled] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]
+    options, _, is_brief = profiled[1]
+    assert options.adapter == str(cells["wide"] / "adapter")
+    assert (is_brief, options.text, options.batches) == (True, "t.txt", [1, 64])
     told = capsys.readouterr().out
     assert "[2/3] tyr-0.5-seed17: timed before" in told
     assert "no kernel fits" in told

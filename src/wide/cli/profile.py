@@ -2,89 +2,19 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
-from wide.errors import ConfigError, DataError, EvaluationError, UsageError
+from wide.errors import DataError, EvaluationError, UsageError
+from wide.profiling.options import ProfileOptions
 from wide.runs.folder import ADAPTER, CELLS
 from wide.runs.process import say
 
 PROFILE = "profile"
 """Folder of a run or a cell that holds its speed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions:
-    """What is timed.
-
-    Args:
-        out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile. Null with
-            a comparison, whose cells keep their own.
-        model: Hub name or local folder of a real model; null takes a shape with random weights.
-        adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
-        checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
-        comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
-            cell's folder, without energy and breakdown; wide report draws the comparison's quality against its speed.
-            Cells that were timed before are left alone.
-        text: File whose beginning is the prompt, so that an adapter's routers decide as they do on text; null takes
-            random tokens.
-        shape: Model with random weights: llama-3.1-8b or tiny; null means llama-3.1-8b. Not with a model.
-        layers: Only so many layers of the shape; null means all. Not with a model.
-        batch: Sequences, one or more numbers separated by commas.
-        prompt: Tokens of the prompt, one or more numbers separated by commas.
-        generate: Tokens to generate.
-        rates: Shares skipped by random masks in attention and FFN, 'A,F'; several pairs are separated by spaces. With
-            an adapter's routers their own decisions are timed as well, and in a third run nothing is skipped. Of no
-            matter to static plans and checkpoints.
-        ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter, a
-            checkpoint or a comparison.
-        compiled_peer: Race the compiled Hugging Face model, too; not with static plans and checkpoints.
-        optimised: Race the Hugging Face model itself instead of the runtime: dense, masked, and after wide.optimize,
-            each in a CUDA graph; the routers decide.
-        quick: Fewer samples.
-        description: What this profile is for, in a sentence.
-    """
-
-    out: str | None = None
-    model: str | None = None
-    adapter: str | None = None
-    checkpoint: str | None = None
-    comparison: str | None = None
-    text: str | None = None
-    shape: str | None = None
-    layers: int | None = None
-    batch: str = "1"
-    prompt: str = "2048"
-    generate: int = 128
-    rates: str = "0.5,0.5"
-    ffn_group_size: int | None = None
-    compiled_peer: bool = False
-    optimised: bool = False
-    quick: bool = False
-    description: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be timed."""
-        for name in ("batch", "prompt"):
-            words = getattr(self, name).split(",")
-            if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-                raise ConfigError(f"{name} must be positive numbers separated by commas, got {getattr(self, name)!r}")
-        if self.generate < 1:
-            raise ConfigError(f"generate must be at least 1, got {self.generate}")
-        for pair in self.rates.split():
-            if not _is_pair(pair):
-                raise ConfigError(f"rates are pairs of shares in [0, 1) like 0.66,0.285, got {pair!r}")
-
-
-def _is_pair(text: str) -> bool:
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        return False
-    return len(shares) == 2 and all(0.0 <= share < 1.0 for share in shares)
 
 
 def arguments() -> Arguments:
@@ -114,12 +44,24 @@ def run(given: Sequence[str]) -> None:
     if options.comparison is not None:
         _time_cells(options, cells, given)
         return
-    from wide.profiling.endtoend import main
+    if options.adapter is not None:
+        from wide.runs.sources import find_adapter
 
-    with noted(Path(str(options.out)), "profile", given):
-        red = main([*_arguments(options), "--out", str(options.out), "--energy"])
-    if red:
-        raise EvaluationError("the runtime does not compute what the model computes; see the gate above")
+        options = replace(options, adapter=str(find_adapter(options.adapter)))
+    out = Path(str(options.out))
+    with noted(out, "profile", given):
+        is_green = _profile(options, out)
+    if not is_green:
+        raise EvaluationError("what was to be timed does not compute what the model computes; see the gate above")
+
+
+def _profile(options: ProfileOptions, out: Path, *, is_brief: bool = False) -> bool:
+    import torch
+
+    from wide.profiling.profile import run_profile
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    return run_profile(options, out, device=device, say=say, is_brief=is_brief)
 
 
 def _check(options: ProfileOptions) -> None:
@@ -195,8 +137,6 @@ def _time_cells(options: ProfileOptions, cells: Sequence[Path], words: Sequence[
     Raises:
         EvaluationError: If cells could not be timed; the others are.
     """
-    from wide.profiling.endtoend import main
-
     failed = []
     for number, cell in enumerate(cells, 1):
         out = cell / PROFILE
@@ -204,11 +144,10 @@ def _time_cells(options: ProfileOptions, cells: Sequence[Path], words: Sequence[
             say(f"[{number}/{len(cells)}] {cell.name}: timed before")
             continue
         say(f"[{number}/{len(cells)}] {cell.name}")
-        given = [*_arguments(options), "--adapter", str(cell / ADAPTER), "--out", str(out), "--no-breakdown"]
         try:
             with noted(out, "profile", words):
-                red = main(given)
-            if red:
+                is_green = _profile(replace(options, adapter=str(cell / ADAPTER)), out, is_brief=True)
+            if not is_green:
                 failed.append(f"{cell.name} does not compute what the model computes")
         # Kernels that do not fit a shape have errors of their own kinds.
         except Exception as error:
@@ -224,23 +163,3 @@ def _is_timed(out: Path) -> bool:
         return "summary" in json.loads((out / "endtoend.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
-
-
-def _arguments(options: ProfileOptions) -> list[str]:
-    """Return the command line of the end-to-end bench, without where it writes."""
-    given = ["--batch", options.batch, "--prompt", options.prompt]
-    given += ["--generate", str(options.generate), "--rates", *options.rates.split()]
-    given += [] if options.ffn_group_size is None else ["--ffn-group-size", str(options.ffn_group_size)]
-    if options.model is None:
-        given += [] if options.shape is None else ["--shape", options.shape]
-        given += [] if options.layers is None else ["--layers", str(options.layers)]
-    else:
-        from wide.runs.sources import find_adapter
-
-        given += ["--model", options.model]
-        given += [] if options.text is None else ["--text", options.text]
-        given += [] if options.adapter is None else ["--adapter", str(find_adapter(options.adapter))]
-        given += [] if options.checkpoint is None else ["--checkpoint", options.checkpoint]
-    given += ["--compiled-peer", "default"] if options.compiled_peer else []
-    given += ["--optimised"] if options.optimised else []
-    return [*given, "--quick"] if options.quick else given

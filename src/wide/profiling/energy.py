@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from wide.inference.tuning.timing import graph_of
+
 # The counter moves every 20 to 100 ms.
 _SECONDS = 1.5
 _MIN_REPLAYS = 3
@@ -64,7 +66,7 @@ def joules(call: Callable[[], object], counter: EnergyCounter) -> float:
         call: Reads and writes the same memory every time.
         counter: Of the GPU that the call runs on.
     """
-    graph = _graph(call)
+    graph = graph_of([call], warm_up=1)
     graph.replay()
     torch.cuda.synchronize()
     count, began = 0, time.perf_counter()
@@ -77,16 +79,3 @@ def joules(call: Callable[[], object], counter: EnergyCounter) -> float:
         count += 1
     torch.cuda.synchronize()
     return (counter.millijoules() - before) / 1000.0 / count
-
-
-def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph

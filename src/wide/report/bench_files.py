@@ -195,7 +195,7 @@ def read_bench_file(path: Path) -> BenchFile:
 
 
 def _writer(name: str) -> str:
-    return "tools/counters.py --naive" if name == NAIVE_BYTES else "wide bench or wide profile"
+    return "python -m benchmarks.counters --naive" if name == NAIVE_BYTES else "wide bench or wide profile"
 
 
 def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFile:

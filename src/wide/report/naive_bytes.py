@@ -14,7 +14,7 @@ RATIO = "measured_over_accounted"
 """Measured traffic through memory over the accounted one."""
 MEASURED = (READ, WRITTEN, TRAFFIC, RATIO, L2)
 """What `with_measured` adds to a record."""
-# What tools/counters.py --naive ran before its files said it.
+# What benchmarks/counters.py --naive ran before its files said it.
 _RAN: Record = {"group_size": 128, "active": 0.5, "backend": "triton"}
 # Of fused products, before the bench said it.
 _BACKEND = "triton"

@@ -36,7 +36,7 @@ _MEASURED_COLUMNS = ("read", "written", "both", "x traffic", "L2")
 def _records(profile: Profile) -> list[Mapping[str, Any]]:
     found = profile.naive()
     if not found:
-        raise MissingRecordsError("no records of naive products (naive.json); run python -m wide.profiling.naive")
+        raise MissingRecordsError("no records of naive products (naive.json); run wide bench --operators naive")
     return found
 
 

@@ -69,10 +69,11 @@ def time_interleaved(
     torch.cuda.synchronize()
     for name, num_calls, begin, end in events:
         samples[name].append(begin.elapsed_time(end) * 1000.0 / num_calls)
-    return {name: _summary(values) for name, values in samples.items()}
+    return {name: summary(values) for name, values in samples.items()}
 
 
-def _summary(values: list[float]) -> Timing:
+def summary(values: list[float]) -> Timing:
+    """Return median and spread of samples in microseconds."""
     ordered = sorted(values)
     tenth = len(ordered) // 10
     return Timing(

@@ -12,8 +12,10 @@ from wide.grouping import Grouping
 from wide.inference.tuning.timing import Timing
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
-from wide.profiling import captured, endtoend, materialised
-from wide.profiling.hugging_face import prefill_call, step_call
+from wide.profiling import doors, static_pair
+from wide.profiling.doors import prefill_call, step_call
+from wide.profiling.options import ProfileOptions
+from wide.profiling.profile import run_profile
 from wide.report.profiles import read_profile
 
 CPU = torch.device("cpu")
@@ -58,17 +60,18 @@ def host(monkeypatch):
             for place, name in enumerate(calls)
         }
 
-    monkeypatch.setattr(captured, "time_interleaved", clock)
-    monkeypatch.setattr(captured, "peak_memory", lambda call: {"peak_memory_bytes": 1})
-    monkeypatch.setattr(endtoend, "_DEVICE", "cpu")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(doors, "time_interleaved", clock)
+
+
+def profiled(out, **options):
+    given = ProfileOptions(**{name: str(value) if name != "generate" else value for name, value in options.items()})
+    return run_profile(given, out, device=CPU, say=lambda line: None)
 
 
 def test_a_static_adapter_is_cut_and_raced(static, host, tmp_path):
     base, adapter = static
     out = tmp_path / "run" / "profile"
-    given = ["--model", str(base), "--adapter", str(adapter), "--out", str(out), "--prompt", "12", "--generate", "6"]
-    assert endtoend.main([*given, "--batch", "1,2"]) == 0
+    assert profiled(out, model=base, adapter=adapter, prompt="12", generate=6, batch="1,2")
     content = json.loads((out / "endtoend.json").read_text())
     assert content["gate"]["green"]
     assert content["gate"]["materialised_error"] < 3e-2
@@ -85,11 +88,10 @@ def test_a_materialised_checkpoint_is_raced_beside_its_base(static, host, tmp_pa
     model = wide.load(str(base), adapter)
     wide.materialise(model).save_pretrained(tmp_path / "small")
     out = tmp_path / "out"
-    given = ["--model", str(base), "--checkpoint", str(tmp_path / "small"), "--out", str(out)]
-    assert endtoend.main([*given, "--prompt", "8", "--decode", ""]) == 0
+    assert profiled(out, model=base, checkpoint=tmp_path / "small", prompt="8", generate=2)
     content = json.loads((out / "endtoend.json").read_text())
     assert content["gate"]["materialised_error"] is None
-    assert [record["candidate"] for record in content["records"]] == ["dense", "pruned"]
+    assert [record["candidate"] for record in content["records"]] == ["dense", "pruned"] * 2
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_a_checkpoint_of_another_model_is_refused(changes, words, static, tmp_pa
     wide.materialise(wide.load(str(base), adapter)).save_pretrained(tmp_path / "small")
     tiny_model(**changes).save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match=words):
-        materialised.load_pair(str(tmp_path / "other"), str(tmp_path / "small"), dtype="float32", device=CPU)
+        static_pair.load_pair(str(tmp_path / "other"), str(tmp_path / "small"), dtype="float32", device=CPU)
 
 
 def test_a_checkpoint_without_some_layers_is_of_its_base(tmp_path):
@@ -114,15 +116,16 @@ def test_a_checkpoint_without_some_layers_is_of_its_base(tmp_path):
     whole, gone = (LayerPlan(attention=half, ffn=half) for half in (Dense(), Skipped()))
     attach(model, Plan((whole, gone, whole)))
     wide.materialise(model).save_pretrained(tmp_path / "small")
-    pair = materialised.load_pair(str(tmp_path / "base"), str(tmp_path / "small"), dtype="float32", device=CPU)
+    pair = static_pair.load_pair(str(tmp_path / "base"), str(tmp_path / "small"), dtype="float32", device=CPU)
     assert (pair.dense.config.num_hidden_layers, pair.pruned.config.num_hidden_layers) == (3, 2)
 
 
-def test_a_compiled_peer_beside_a_static_plan_is_refused(static, host, tmp_path):
+@pytest.mark.parametrize(("flag", "words"), [("compiled_peer", "this plan is static"), ("optimised", "is static")])
+def test_races_of_routed_models_are_refused_beside_a_static_plan(flag, words, static, tmp_path):
     base, adapter = static
-    given = ["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "o")]
-    with pytest.raises(ConfigError, match="this plan is static"):
-        endtoend.main([*given, "--compiled-peer", "default"])
+    options = ProfileOptions(model=str(base), adapter=str(adapter), **{flag: True})
+    with pytest.raises(ConfigError, match=words):
+        run_profile(options, tmp_path / "o", device=CPU, say=lambda line: None)
     assert not (tmp_path / "o").exists()
 
 
@@ -133,7 +136,7 @@ def test_a_model_that_is_not_what_its_plan_says_is_not_timed(static, host, monke
         model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
 
     monkeypatch.setattr("wide.materialisation.materialise.materialise", wrong)
-    assert endtoend.main(["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "o")]) == 1
+    assert not profiled(tmp_path / "o", model=base, adapter=adapter)
     assert json.loads((tmp_path / "o/endtoend.json").read_text())["records"] == []
 
 
@@ -141,8 +144,8 @@ def test_routed_adapters_are_not_static(tmp_path):
     model = tiny_model()
     attach(model, WideConfig(ffn_group_size=16, router_rank=4))
     wide.save(model, tmp_path)
-    assert not materialised.is_static(tmp_path)
-    assert materialised.method_of(tmp_path) == "wide"
+    assert not static_pair.is_static(tmp_path)
+    assert static_pair.method_of(tmp_path) == "wide"
 
 
 @pytest.mark.parametrize("mode", [None])

@@ -1,8 +1,4 @@
-"""Whole forwards of a model cut by a static plan beside its dense base, both as Hugging Face runs them.
-
-Both are captured in CUDA graphs, so that neither waits for the host, and neither has wide's fused norms: the ratio is
-that of the models. Layers of unequal sizes are no obstacle.
-"""
+"""A model cut by a static plan beside its dense base, both as Hugging Face runs them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +8,6 @@ import torch
 from torch import Tensor
 
 from wide.errors import ConfigError
-from wide.profiling.captured import captured_call, captured_race
-from wide.profiling.energy import EnergyCounter
 
 PRUNED = "pruned"
 """Name of the candidate that a static plan made smaller."""
@@ -123,22 +117,3 @@ def _check_same_base(base: Any, pruned: Any, where: str) -> None:
 def _fits(field: str, of_base: int, of_pruned: int) -> bool:
     # Layers that are skipped whole are not in the checkpoint.
     return of_pruned <= of_base if field == "num_hidden_layers" else of_pruned == of_base
-
-
-def pair_race(
-    pair: Pair, what: str, ids: Tensor, length: int, *, quick: bool, energy: EnergyCounter | None
-) -> list[dict[str, Any]]:
-    """Return one record of the base and one of the smaller model.
-
-    Args:
-        pair: Both.
-        what: 'prefill' or 'decode'.
-        ids: Tokens of each sequence, [B, T] for a prefill and [B, 1] for a step.
-        length: Tokens of a prompt, or cached before the step.
-        quick: Fewer samples.
-        energy: The counter that joules are measured with; None leaves them out.
-    """
-    calls = {
-        name: captured_call(model, what, ids, length) for name, model in (("dense", pair.dense), (PRUNED, pair.pruned))
-    }
-    return captured_race(calls, what, length, ids.shape[0], quick=quick, energy=energy)
