@@ -228,7 +228,10 @@ def test_counters_alone_say_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [('{"records": [{"axis"', "is not JSON, perhaps cut"), ("[]", "wanted what python -m benchmarks.counters --naive writes")],
+    [
+        ('{"records": [{"axis"', "is not JSON, perhaps cut"),
+        ("[]", "wanted what python -m benchmarks.counters --naive writes"),
+    ],
 )
 def test_a_broken_file_of_counters_is_refused(text, words, tmp_path):
     (tmp_path / "naive.json").write_text(json.dumps({"device": "GPU", "records": PRODUCTS}))
