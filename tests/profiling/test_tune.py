@@ -168,7 +168,7 @@ def test_an_attached_model_is_tuned_for_itself_and_stays_as_it_is(on_the_host, m
     assert found.num_sparse == len(found.choices)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimize(model)
-    fused = attachment(model).routers()[0].fused
+    fused = gate_of(attachment(model).specs[0].attention.module).executor
     assert [fused.table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
 
 

@@ -201,8 +201,8 @@ def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
     whole = None if specs[0].ffn is None else specs[0].ffn.width
     plan = plan_for(WideConfig(ffn_group_size=whole or 1, attention_group_size=specs[0].attention.query_width), specs)
     found = costs(specs, plan, vocab_size)
-    attention = sum(layer.attention_group * layer.attention_groups for layer in found.layers)
-    ffn = sum(layer.ffn_group * layer.ffn_groups for layer in found.layers)
+    attention = sum(layer.attention for layer in found.layers)
+    ffn = sum(layer.ffn for layer in found.layers)
     fixed = sum(layer.fixed for layer in found.layers)
     total = attention + ffn + fixed + found.head
     parts = (

@@ -28,33 +28,6 @@ from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, bypassed, install_attention_gates
 
 
-class AbsentAttention(nn.Module):
-    """Stands where an attention was; it adds nothing, or the bias that is all of it, and costs nothing.
-
-    Args:
-        layer_index: Its place in the cache.
-        counts_tokens: Whether the model asks this layer of the cache how many tokens it holds; one number per token
-            is then kept there.
-        bias: What a pruned attention still adds, `[D]`; None for nothing.
-    """
-
-    def __init__(self, layer_index: int, *, counts_tokens: bool, bias: Tensor | None = None) -> None:
-        """Hold the bias, if any, as a parameter."""
-        super().__init__()
-        self.layer_idx = layer_index
-        self.counts_tokens = counts_tokens
-        self.bias = _frozen(bias)
-
-    def forward(
-        self, hidden_states: Tensor, *_args: Any, past_key_values: Any = None, **_kwargs: Any
-    ) -> tuple[Tensor, None]:
-        """Return what is added to the residual stream, `[]` or `[D]`, and no attention weights."""
-        if self.counts_tokens and past_key_values is not None:
-            numbers = hidden_states[..., :1].unsqueeze(1)
-            past_key_values.update(numbers, numbers, self.layer_idx)
-        return hidden_states.new_zeros(()) if self.bias is None else self.bias, None
-
-
 class AbsentFeedForward(nn.Module):
     """Stands where an FFN was; it adds nothing, or the bias that is all of it, and costs nothing.
 
@@ -65,15 +38,37 @@ class AbsentFeedForward(nn.Module):
     def __init__(self, bias: Tensor | None = None) -> None:
         """Hold the bias, if any, as a parameter."""
         super().__init__()
-        self.bias = _frozen(bias)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Return what is added to the residual stream, `[]` or `[D]`."""
         return hidden_states.new_zeros(()) if self.bias is None else self.bias
 
 
-def _frozen(bias: Tensor | None) -> nn.Parameter | None:
-    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+class AbsentAttention(AbsentFeedForward):
+    """Stands where an attention was.
+
+    Args:
+        layer_index: Its place in the cache.
+        counts_tokens: Whether the model asks this layer of the cache how many tokens it holds; one number per token
+            is then kept there.
+        bias: As of an FFN.
+    """
+
+    def __init__(self, layer_index: int, *, counts_tokens: bool, bias: Tensor | None = None) -> None:
+        """Hold the bias, if any, as a parameter."""
+        super().__init__(bias)
+        self.layer_idx = layer_index
+        self.counts_tokens = counts_tokens
+
+    def forward(
+        self, hidden_states: Tensor, *_args: Any, past_key_values: Any = None, **_kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Return what is added to the residual stream, `[]` or `[D]`, and no attention weights."""
+        if self.counts_tokens and past_key_values is not None:
+            numbers = hidden_states[..., :1].unsqueeze(1)
+            past_key_values.update(numbers, numbers, self.layer_idx)
+        return super().forward(hidden_states), None
 
 
 class HeadGather(nn.Module):
@@ -309,9 +304,7 @@ def _leave_out_ffn(spec: BlockSpec, parts: LayerParts, left: LayerShape) -> None
     _stand_in(spec.layer, parts.ffn, AbsentFeedForward(bias), keeps_norm=keeps_norm)
 
 
-def _stand_in(
-    layer: nn.Module, names: SublayerNames, absent: AbsentAttention | AbsentFeedForward, *, keeps_norm: bool
-) -> None:
+def _stand_in(layer: nn.Module, names: SublayerNames, absent: AbsentFeedForward, *, keeps_norm: bool) -> None:
     """Put a module in the place of a sublayer; `keeps_norm` says that the other one reads through its norm."""
     setattr(layer, names.module, absent.train(layer.training))
     if names.norm is not None and not keeps_norm:

@@ -135,7 +135,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     static = _read_tensors(folder, STATIC_FILE, wanted=bool(plan.tensor_shapes()))
     weights = _read_tensors(folder, WEIGHTS_FILE, wanted=bool(config["has_weights"]))
     orders = _read_tensors(folder, ORDER_FILE, wanted=bool(config["has_order"]))
-    has_lora = _has_lora(config, folder)
+    has_lora = _has(folder / LORA_FOLDER, wanted=bool(config["has_lora"]))
     model = load_pretrained(model_or_name, **load_options) if isinstance(model_or_name, str) else model_or_name
     _check_base(config["base"], model, check_weights)
     try:
@@ -277,29 +277,22 @@ def _router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _read_tensors(folder: Path, name: str, *, wanted: bool) -> dict[str, Tensor]:
-    file = folder / name
-    if not wanted:
-        if file.exists():
-            raise AdapterError(f"{file} does not belong to this adapter, whose plan has no such values; take it away")
+    if not _has(folder / name, wanted=wanted):
         return {}
-    if not file.is_file():
-        raise AdapterError(f"{file} is missing: the adapter is incomplete; {_WAY_OUT}")
     try:
-        return load_file(str(file))
+        return load_file(str(folder / name))
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file} cannot be read ({error}); the file is damaged: {_WAY_OUT}") from error
+        raise AdapterError(f"{folder / name} cannot be read ({error}); the file is damaged: {_WAY_OUT}") from error
 
 
-def _has_lora(config: dict[str, Any], folder: Path) -> bool:
-    """Return whether the adapter has LoRA, and refuse one whose files say otherwise than its configuration."""
-    found = (folder / LORA_FOLDER).exists()
-    # Without LoRA the routers of stage 2 would load well and compute something nobody trained.
-    wanted = bool(config["has_lora"])
-    if wanted and not found:
-        raise AdapterError(f"{folder / LORA_FOLDER} is missing: the adapter is incomplete; {_WAY_OUT}")
-    if found and not wanted:
-        raise AdapterError(f"{folder / LORA_FOLDER} does not belong to this adapter, which has no LoRA; take it away")
-    return found
+def _has(path: Path, *, wanted: bool) -> bool:
+    """Return whether a part of an adapter is there, and refuse it where the configuration says otherwise."""
+    # Without LoRA, for example, the routers of stage 2 would load well and compute something nobody trained.
+    if wanted and not path.exists():
+        raise AdapterError(f"{path} is missing: the adapter is incomplete; {_WAY_OUT}")
+    if path.exists() and not wanted:
+        raise AdapterError(f"{path} does not belong to this adapter, whose {CONFIG_FILE} has no such values; remove it")
+    return wanted
 
 
 def _check_base(expected: dict[str, Any], model: nn.Module, check_weights: bool) -> None:

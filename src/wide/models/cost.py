@@ -22,12 +22,10 @@ class LayerCost:
     """Matrix products of one decoder layer, FLOP per token (2 per weight), and what its plan takes out of it.
 
     Args:
-        attention_group: Saved by skipping one attention group: its rows of Q and its columns of O; only O where the
-            queries are normed over their whole width, because Q must then be computed in full; K and V too where
-            skipping tokens are evicted.
-        ffn_group: Saved by skipping one FFN group: its rows of gate and up and its columns of down.
-        attention_groups: Number of attention groups, 0 where not routed.
-        ffn_groups: Number of FFN groups, 0 where not routed; 1 where the FFN follows the attention's router.
+        attention: Saved by skipping all attention groups, 0 where not routed: Q and O; only O where the queries are
+            normed over their whole width, because Q must then be computed in full; K and V too where skipping tokens
+            are evicted.
+        ffn: Saved by skipping all FFN groups, 0 where not routed: gate, up and down.
         fixed: Executed for every token: K and V, and whatever is not routed.
         removed: Pruned for every token, of Q, O and FFN; a stream's shortcut matrices are taken off, so that it may
             be negative.
@@ -44,10 +42,8 @@ class LayerCost:
         evicts: Whether nothing is kept of the keys and values of a token that skips the attention.
     """
 
-    attention_group: float
-    ffn_group: float
-    attention_groups: int
-    ffn_groups: int
+    attention: float
+    ffn: float
     fixed: float
     removed: float
     removed_kv: float
@@ -60,16 +56,10 @@ class LayerCost:
     kv_heads_kept: int
     evicts: bool
 
-    def skippable(self, sublayer: str) -> float:
-        """Return the work of 'attention' or 'ffn' that routing can skip, FLOP per token."""
-        if sublayer == "attention":
-            return self.attention_group * self.attention_groups
-        return self.ffn_group * self.ffn_groups
-
     @property
     def prunable(self) -> float:
         """Work that routing can skip, FLOP per token."""
-        return self.skippable("attention") + self.skippable("ffn")
+        return self.attention + self.ffn
 
     @property
     def total(self) -> float:
@@ -143,7 +133,7 @@ def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: 
     total = sum(layer.total if include_fixed else layer.prunable for layer in work.layers)
     total += work.head if include_fixed else 0.0
     return [
-        sum(work.layers[router.layer_index].skippable(sublayer) for sublayer in sublayers) / total
+        sum(getattr(work.layers[router.layer_index], sublayer) for sublayer in sublayers) / total
         for router, sublayers in zip(routers, decided, strict=True)
     ]
 
@@ -275,8 +265,7 @@ class SkipCounter:
         """Return the shares of work that are saved."""
         layers = self._costs.layers
         routed = sum(
-            (a or 0.0) * layer.skippable("attention") + (f or 0.0) * layer.skippable("ffn")
-            for (a, f), layer in zip(skipped, layers, strict=True)
+            (a or 0.0) * layer.attention + (f or 0.0) * layer.ffn for (a, f), layer in zip(skipped, layers, strict=True)
         )
         saved = routed + sum(layer.removed for layer in layers)
         saved_with_kv = saved + sum(layer.removed_kv for layer in layers)
@@ -346,13 +335,14 @@ def _layer_cost(
 ) -> LayerCost:
     dense = _widths(spec, _DENSE, stream=None, heads=None, is_last=False)
     left = _widths(spec, layer, stream=plan.stream, heads=heads, is_last=spec.index == len(plan.layers) - 1)
-    attention_groups = layer.attention.grouping.num_groups if isinstance(layer.attention, Routed) else 0
-    ffn_groups = layer.ffn.grouping.num_groups if isinstance(layer.ffn, Routed) else isinstance(layer.ffn, Following)
     evicts = isinstance(layer.attention, Routed) and layer.attention.evicts
-    attention_work = left.output * left.between if spec.attention.q_norm == "width" else left.query_output_weights
-    # Nobody reads the keys and values of a token that skips an attention which evicts them.
-    attention_work += left.key_value_weights if evicts else 0
-    routed = (attention_work if attention_groups else 0) + (left.ffn_weights if ffn_groups else 0)
+    attention = ffn = 0
+    if isinstance(layer.attention, Routed):
+        attention = left.output * left.between if spec.attention.q_norm == "width" else left.query_output_weights
+        # Nobody reads the keys and values of a token that skips an attention which evicts them.
+        attention += left.key_value_weights if evicts else 0
+    if isinstance(layer.ffn, Routed | Following):
+        ffn = left.ffn_weights
     removed_kv = dense.key_value_weights - left.key_value_weights
     zero_counts = [_zeros(half, part, zeros) for half, part in _sublayers(spec, layer)]
     shares = [
@@ -360,11 +350,9 @@ def _layer_cost(
         for (half, part), count in zip(_sublayers(spec, layer), zero_counts, strict=True)
     ]
     return LayerCost(
-        attention_group=2.0 * attention_work / attention_groups if attention_groups else 0.0,
-        ffn_group=2.0 * left.ffn_weights / ffn_groups if ffn_groups else 0.0,
-        attention_groups=attention_groups,
-        ffn_groups=int(ffn_groups),
-        fixed=2.0 * (left.total - routed),
+        attention=2.0 * attention,
+        ffn=2.0 * ffn,
+        fixed=2.0 * (left.total - attention - ffn),
         removed=2.0 * (dense.total - left.total - removed_kv),
         removed_kv=2.0 * removed_kv,
         key_value=2.0 * dense.key_value_weights,

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError
 from wide.models.attach import Attachment, attachment
+from wide.models.plan_check import misfit
 from wide.plan import Skipped
 
 _ADAPTER = "default"
@@ -225,19 +226,9 @@ def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor],
     Raises:
         AdapterError: If a name is missing or surplus, a shape differs, or a value is not finite; nothing is copied.
     """
-    missing, surplus = sorted(set(parameters) - set(state)), sorted(set(state) - set(parameters))
-    if missing or surplus:
-        raise AdapterError(
-            f"{what} tensors do not fit the model: {len(missing)} missing {missing[:3]}, {len(surplus)} surplus "
-            f"{surplus[:3]}"
-        )
-    for name, parameter in parameters.items():
-        if state[name].shape != parameter.shape:
-            raise AdapterError(
-                f"{what} tensor {name} has shape {tuple(state[name].shape)}, the model needs {tuple(parameter.shape)}"
-            )
-        if not torch.isfinite(state[name]).all():
-            raise AdapterError(f"{what} tensor {name} holds values that are not finite; the file is damaged")
+    wrong = misfit({name: parameter.shape for name, parameter in parameters.items()}, state)
+    if wrong is not None:
+        raise AdapterError(f"{what} tensors do not fit the model: {wrong}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])

@@ -60,22 +60,11 @@ def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
         ShapeError: If a name is missing or surplus, a shape differs, a value is not finite, the scales keep another
             number of units than the plan says, or a basis is not orthonormal.
     """
-    shapes = plan.tensor_shapes()
-    missing, surplus = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
-    if missing or surplus:
-        raise ShapeError(
-            f"tensors= does not fit the plan: {len(missing)} missing {missing[:3]}, {len(surplus)} surplus "
-            f"{surplus[:3]}; Plan.tensor_shapes() lists what the plan needs"
-        )
-    for name, shape in shapes.items():
-        found = tensors[name]
-        if tuple(found.shape) != shape:
-            raise ShapeError(f"the tensor {name} has shape {tuple(found.shape)}, the plan needs {shape}")
-        if found.is_meta:
-            continue
-        if not torch.isfinite(found).all():
-            raise ShapeError(f"the tensor {name} holds values that are not finite")
-        if not name.endswith(".scale"):
+    wrong = misfit(plan.tensor_shapes(), tensors)
+    if wrong is not None:
+        raise ShapeError(f"tensors= does not fit the plan: {wrong}; Plan.tensor_shapes() lists what the plan needs")
+    for name, found in tensors.items():
+        if not found.is_meta and not name.endswith(".scale"):
             _require_orthonormal(name, found)
     for index, layer in enumerate(plan.layers):
         for sublayer, half in layer.halves():
@@ -85,6 +74,20 @@ def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
             kept = int((tensors[name] != 0).sum())
             if kept != half.kept:
                 raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
+
+
+def misfit(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> str | None:
+    """Return in words what of named tensors does not fit the shapes that are wanted; None if all do and are finite."""
+    missing, surplus = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
+    if missing or surplus:
+        return f"{len(missing)} missing {missing[:3]}, {len(surplus)} surplus {surplus[:3]}"
+    for name, shape in shapes.items():
+        found = tensors[name]
+        if tuple(found.shape) != tuple(shape):
+            return f"{name} has shape {tuple(found.shape)}, and {tuple(shape)} is needed"
+        if not found.is_meta and not torch.isfinite(found).all():
+            return f"{name} holds values that are not finite"
+    return None
 
 
 def _require_orthonormal(name: str, basis: Tensor) -> None:
