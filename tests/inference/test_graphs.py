@@ -7,7 +7,7 @@ from families import make, tokens
 from wide.config import WideConfig
 from wide.errors import UnsupportedBackendError
 from wide.inference.decoder import Decoder
-from wide.inference.graphs import capture, capture_step
+from wide.inference.graphs import capture, capture_prompt, capture_step
 from wide.inference.operator_table import OperatorTable
 from wide.inference.run import Run
 from wide.models.attach import attach
@@ -31,8 +31,9 @@ def test_replays_equal_direct_calls(routed, batch):
     ids = tokens(batch, 24).cuda()
     lengths = torch.full((batch,), 20, dtype=torch.int32, device="cuda")
     caches = [decoder.new_cache(batch) for _ in range(2)]
-    for cache in caches:
-        decoder.prefill(ids[:, :20], lengths, cache, run)
+    wanted = decoder.prefill(ids[:, :20], lengths, caches[0], run)
+    prompt = capture_prompt(decoder, caches[1], 32, run)
+    torch.testing.assert_close(prompt(ids[:, :20], lengths), wanted)
     step = capture_step(decoder, caches[1], run)
     for place in range(20, 24):
         torch.testing.assert_close(step(ids[:, place]), decoder.step(ids[:, place], caches[0], run))

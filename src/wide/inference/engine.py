@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from wide.errors import UnsupportedModelError
 from wide.inference.cache import KvCache
 from wide.inference.decoder import Decoder
-from wide.inference.graphs import GraphPool, capture_step
+from wide.inference.graphs import GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OperatorTable
 from wide.inference.run import Run
 from wide.inference.visible_keys import (
@@ -40,6 +40,8 @@ _SMALLEST_ROOM = 256
 _SPARE_ROOM = 256
 # Freed memory of earlier calls, with its graphs, that is kept for calls to come.
 _KEPT_SLOTS = 2
+# Rows of a prompt below which its kernels take less time than their launches.
+_GRAPH_ROWS = 2048
 _LENGTHS = "attention_mask", "position_ids"
 # On a cache of `generate` that cannot run here, which has been said.
 _PLAIN = "wide_plain"
@@ -58,6 +60,7 @@ class _Slot:
         self.decoder, self.cache = decoder, cache
         self.owner: weakref.ref[EngineCache] | None = None
         self._steps: dict[bool, Callable[[Tensor], Tensor]] = {}
+        self._prompts: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor] | None] = {}
 
     @property
     def is_free(self) -> bool:
@@ -77,6 +80,26 @@ class _Slot:
                 step = functools.partial(self.decoder.step, cache=self.cache, run=run)
             self._steps[routed] = step
         return step(ids)
+
+    def prompt(self, ids: Tensor, lengths: Tensor, *, routed: bool, pool: GraphPool | None) -> Tensor | None:
+        """Return the logits [B, V] after short prompts [B, T] by a graph; None where none is worth its capture.
+
+        Launching a short prompt's kernels one by one takes longer than they do. Prompts are padded on the right, so
+        that one graph serves a range of lengths, and it is captured when such a length comes a second time.
+        """
+        length = _prompt_bucket(ids.shape[1])
+        if pool is None or not ids.is_cuda or ids.shape[0] * length > _GRAPH_ROWS or length > self.cache.room:
+            return None
+        key = length, routed
+        if key not in self._prompts:
+            self._prompts[key] = None
+            return None
+        prompt = self._prompts[key]
+        if prompt is None:
+            run = Run(routed=routed)
+            prompt = capture_prompt(self.decoder, self.cache, length, run, pool=pool.handle)
+            self._prompts[key] = prompt
+        return prompt(ids, lengths)
 
 
 class EngineCache(DynamicCache):
@@ -281,18 +304,29 @@ class Engine:
         if past + length > decoder.max_length:
             return f"more than {decoder.max_length} tokens"
         self._join_stream(x)
-        memory = decoder.scratch(batch, length) if cache is None else self._room(cache, batch, past + length).cache
-        if padding is not None and x.shape[1] > 1:
+        slot = None if cache is None else self._room(cache, batch, past + length)
+        if padding is not None and length > 1:
             # The engine pads on the right: each row begins with its first real token.
             places = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
             x = x.gather(1, places) if x.dim() == 2 else x.take_along_dim(places[..., None], 1)
         run = Run(routed=self._state.control.enabled)
-        lengths = None if padding is None else (length - padding).to(torch.int32)
-        hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
+        lengths = torch.full((batch,), past + length, dtype=torch.int32, device=x.device)
+        if padding is not None:
+            lengths -= padding.to(torch.int32)
+        kept = given.get("logits_to_keep", 0)
+        logits = None
+        if slot is not None and past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1:
+            logits = slot.prompt(x, lengths, routed=run.routed, pool=self._pool)
+        if logits is None:
+            memory = decoder.scratch(batch, length) if slot is None else slot.cache
+            hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
+            rows = _rows(batch, length, kept, padding, x.device)
+            logits = decoder.logits(hidden, run, None if rows is None else rows.flatten())
+        elif cache is None or not cache.is_trusted:
+            # The caller may keep what the next prompt overwrites.
+            logits = logits.clone()
         if cache is not None:
             cache.tokens = past + length
-        rows = _rows(batch, length, given.get("logits_to_keep", 0), padding, x.device)
-        logits = decoder.logits(hidden, run, None if rows is None else rows.flatten())
         return self._output(logits.view(batch, -1, logits.shape[-1]), cache, given)
 
     def _padding(
@@ -446,6 +480,12 @@ def _rows(batch: int, length: int, kept: int | Tensor, padding: Tensor | None, d
     # Padded places have no row; what they give is never used.
     columns = places[None] if padding is None else (places - padding[:, None]).clamp(min=0)
     return torch.arange(batch, device=device)[:, None] * length + columns
+
+
+def _prompt_bucket(length: int) -> int:
+    """Return the length of the graph that serves a prompt: about an eighth longer at most, but for short ones."""
+    step = 64 if length <= 512 else 128 if length <= 1024 else 256
+    return -(-length // step) * step
 
 
 def _bucket(room: int) -> int:

@@ -1,4 +1,4 @@
-"""One decode step as a CUDA graph: static inputs, replayed without the host's help."""
+"""Prompts and decode steps as CUDA graphs: static inputs, replayed without the host's help."""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,3 +82,29 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, *, pool: Any = None
         return logits
 
     return step
+
+
+@torch.no_grad()
+def capture_prompt(
+    decoder: Decoder, cache: KvCache, length: int, run: Run, *, pool: Any = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a prefill that replays a graph: tokens [B, <= length] and lengths [B] in, the last logits [B, V] out.
+
+    Args:
+        decoder: Whose weights it runs.
+        cache: Overwritten from its beginning, now and at every call.
+        length: Tokens of a prompt, padding on the right included.
+        run: How; nothing may be recorded or traced.
+        pool: As in `capture`.
+    """
+    ids = torch.zeros(cache.batch, length, dtype=torch.long, device=decoder.device)
+    lengths = torch.full((cache.batch,), length, dtype=torch.int32, device=decoder.device)
+    graph, logits = capture(lambda: decoder.prefill(ids, lengths, cache, run), pool=pool)
+
+    def prompt(tokens: Tensor, real: Tensor) -> Tensor:
+        ids[:, : tokens.shape[1]] = tokens
+        lengths.copy_(real)
+        graph.replay()
+        return logits
+
+    return prompt
