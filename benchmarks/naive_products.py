@@ -92,7 +92,7 @@ def implementations(problem: Problem, *, backend: str) -> Mapping[str, Callable[
 
     Args:
         problem: What to compute.
-        backend: Of the fused operators: 'triton', 'gluon', 'cuda', or 'torch' to check them on a CPU.
+        backend: Of the fused operators: 'triton', 'cuda', or 'torch' to check them on a CPU.
     """
     gathered = {"M": _gathered_rows, "N": _gathered_columns, "K": _gathered_depth}[problem.axis]
     # Inputs of skipped groups must not count; in a model they come as zeros, so the dense peer is not charged for it.

@@ -53,12 +53,10 @@ def few_programs(programs: int) -> Callable[[torch.device], DeviceFacts]:
 def limit_programs(programs: int) -> None:
     """Give the persistent Hopper products so few programs."""
     from wide.kernels.gemm_k import _cuda as gemm_k_cuda
-    from wide.kernels.gemm_k import _gluon as gemm_k
     from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows
     from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
-    from wide.kernels.gemm_mn import _gluon as gemm_mn
 
-    for module in (gemm_k, gemm_k_cuda, gemm_k_rows, gemm_mn):
+    for module in (gemm_k_cuda, gemm_k_rows):
         vars(module)["device_facts"] = few_programs(programs)
     # Its programs come in pairs, and one pair alone would share no work with another.
     vars(gemm_mn_cuda)["device_facts"] = few_programs(max(programs, _LEAST_OF_PAIRS))

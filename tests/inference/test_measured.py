@@ -120,8 +120,8 @@ def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(
     # Groups of 64 channels, of a gated product, and of 128 of one that is not.
     smaller = _with_clusters(tmp_path, ffn_groups=224, attention_groups=32)
     plain = _with_clusters(tmp_path, is_gated=False, is_stacked=False)
-    gluon = Choice(backend="gluon")
-    assert smaller.choice("gate_up", 4096) == smaller.choice("query", 4096) == plain.choice("gate_up", 4096) == gluon
+    triton = Choice(backend="triton")
+    assert smaller.choice("gate_up", 4096) == smaller.choice("query", 4096) == plain.choice("gate_up", 4096) == triton
     assert plain.choice("query", 4096) == CLUSTER
 
 
@@ -135,7 +135,7 @@ def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
         (4096, 8, stored),
         (4096, 16, DENSE),
         (4096, 64, DENSE),
-        (4224, 8, Choice(backend="gluon", groups_per_block=8)),
+        (4224, 8, Choice(backend="triton", groups_per_block=8)),
     ):
         sizes = {"hidden_size": hidden, "attention_groups": groups}
         tuning = TuningTable(tmp_path / f"{hidden}-{groups}.json")
@@ -225,11 +225,11 @@ def test_without_its_compiler_the_kernel_in_cuda_is_replaced_with_a_warning_once
     monkeypatch.setattr(measured, "native_obstacle", lambda: "the package cuda-bindings is missing")
     measured._warn_of.cache_clear()
     with pytest.warns(
-        UserWarning, match="cuda-bindings is missing; the Gluon kernel runs instead of one in CUDA C"
+        UserWarning, match="cuda-bindings is missing; the Triton kernel runs instead of one in CUDA C"
     ) as said:
         table = _with_clusters(tmp_path)
     assert len(said) == 1
-    assert table.choice("gate_up", 4096) == table.choice("query", 4096) == Choice(backend="gluon")
+    assert table.choice("gate_up", 4096) == table.choice("query", 4096) == Choice(backend="triton")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _with_clusters(tmp_path)

@@ -8,16 +8,13 @@ import torch
 from wide.inference import products
 from wide.inference.operator_table import OperatorTable
 from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.tuning import Choice
 
 ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32
 CHOICES = [
-    (Choice(backend="cuda", tile=(256, 256), block_m=256), "cuda", ClusterMnTile(256, 256), 256),
-    (Choice(backend="gluon", tile=(2, 256, 4, 1), block_m=128), "gluon", HopperMnTile(2, 256, 4, 1), 128),
-    (Choice(backend="triton", tile=(64, 64, 4, 4, 2, 2), block_m=64), "torch", MnTile(64, 64, 4, 4, 2, 2), 64),
-    (Choice(backend="cuda"), "cuda", None, 128),
+    (Choice(backend="cuda", tile=(256, 256), block_m=256), "cuda", (256, 256), 256),
+    (Choice(backend="triton", tile=(64, 64, 4, 4, 2, 2), block_m=64), "torch", (64, 64, 4, 4, 2, 2), 64),
+    (Choice(backend="cuda"), "cuda", (), 128),
 ]
 
 
@@ -47,16 +44,14 @@ def test_choices_reach_the_products_over_output_groups(
     project_queries(x, gate, None, mask, table)
     gated_product(x, GatedWeights(gate, up, None, None, "silu"), mask, table)
     assert asked == [(backend, tile, block_m)] * 2
-    assert {type(given) for _, given, _ in asked} == {type(tile)}
 
 
 @pytest.mark.parametrize(
     ("choice", "backend", "tile"),
     [
-        (Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8), "cuda", StoredKTile(128, 256)),
-        (Choice(backend="gluon", tile=(2, 256, 4, 0, 2), block_m=128), "gluon", HopperKTile(2, 256, 4, 0, 2)),
-        (Choice(backend="triton", tile=(64, 64, 3, 4), block_m=64), "torch", KTile(64, 64, 3, 4)),
-        (Choice(backend="cuda"), "cuda", None),
+        (Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8), "cuda", (128, 256)),
+        (Choice(backend="triton", tile=(64, 64, 3, 4), block_m=64), "torch", (64, 64, 3, 4)),
+        (Choice(backend="cuda"), "cuda", ()),
     ],
 )
 def test_choices_reach_the_products_over_input_groups(
@@ -73,7 +68,6 @@ def test_choices_reach_the_products_over_input_groups(
     table = OperatorTable(backend="torch").with_rules("output", ((1, choice),))
     sum_groups("output", h, weight, None, torch.rand(ROWS, GROUPS) < 0.5, table)
     assert found == [(backend, tile, choice.block_m or 128, True)]
-    assert type(found[0][1]) is type(tile)
 
 
 def test_more_groups_than_patterns_hold_go_by_rows_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wide.kernels.gemm_k import _drain as drain
 from wide.kernels.gemm_k import _triton as gemm_k
 from wide.kernels.gemm_mn import _triton as gemm_mn
 from wide.kernels.reorder import _triton as reorder
-from wide.kernels.reorder.patterns import _triton as patterns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "RANK", "CHUNK_COUNTS", "HISTOGRAM")
+INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "CHUNK_COUNTS", "HISTOGRAM")
+INT_POINTERS += ("ITEMS", "NUM_ITEMS", "UNIONS", "PLACES", "FOUND")
 BYTE_POINTERS = ("MASK", "COLUMNS", "CODES")
 VALUE_POINTERS = ("X", "H", "W", "W_UP", "BIAS", "UP_BIAS", "OUT")
 DIVISIBLE = (
@@ -92,7 +91,6 @@ def gemm_mn_at(target: int) -> dict[str, Any]:
         "ACTIVATION": "silu",
         "HAS_BIAS": False,
         "HAS_UP_BIAS": False,
-        "PACKED": False,
         "ZEROES": True,
         "WEIGHTS_BY": int(tma),
         "WHOLE_K": True,
@@ -102,8 +100,8 @@ def gemm_mn_at(target: int) -> dict[str, Any]:
     return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, **(weights if tma else {}))
 
 
-def gemm_k_at(target: int, writes: int, run: int) -> dict[str, Any]:
-    """Compile GEMM-K; `writes` 0 stores bfloat16, 1 reduces into float32; `run` tiles in one loop."""
+def gemm_k_at(target: int, reduces: bool, run: int) -> dict[str, Any]:
+    """Compile GEMM-K that stores bfloat16 or reduces into float32; `run` tiles in one loop."""
     tma = target in (90, 100)
     block_k = 32 if target in (89, 120) else 64
     constants = {
@@ -114,14 +112,13 @@ def gemm_k_at(target: int, writes: int, run: int) -> dict[str, Any]:
         "BLOCK_K": block_k,
         "RUN": run,
         "PIECES": 2,
-        "WRITES": writes,
-        "PACKED": False,
+        "REDUCES": reduces,
         "HAS_BIAS": False,
         "BY_TMA": tma,
         "PRECISION": "tf32",
     }
     types = {"W": f"tensordesc<bf16[128, {block_k}]>"} if tma else {}
-    if writes == 1:
+    if reduces:
         types["OUT"] = "*fp32"
     return build(gemm_k._gemm_k_kernel, target, constants, 4 if target == 90 else 8, 3, **types)
 
@@ -129,27 +126,37 @@ def gemm_k_at(target: int, writes: int, run: int) -> dict[str, Any]:
 def reorder_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile the kernels of reorder."""
     lists = {"CHUNK": 256, "GROUP_TILE": 32, "stride_g": 1}
-    place = {"WIDE": 1024, "CHUNKS_PLACED": 4, "ALL_GROUPS": 128, "BLOCK_M": 128, "BAND": 8, "WITH_RANK": False}
+    place = {"WIDE": 1024, "CHUNKS_PLACED": 4, "ALL_GROUPS": 128, "BLOCK_M": 128, "BAND": 8}
     count = {"S": 8, "BITS": 8, "CHUNK": 512, "BINS": 256, "stride_g": 1}
     sort = {"CHUNK": 512, "STEP": 128, "BINS": 256, "ALL_BLOCKS": 16, "BLOCK_M": 128, "KEEPS_EMPTY": False}
     yield build(reorder._transpose_kernel, target, lists, 4, 3)
     yield build(reorder._place_kernel, target, place, 4, 3)
-    yield build(patterns._histogram_kernel, target, count, 4, 3)
-    yield build(patterns._sort_kernel, target, sort, 4, 3)
+    yield build(reorder._histogram_kernel, target, count, 4, 3)
+    yield build(reorder._sort_kernel, target, sort, 4, 3)
+    yield build(reorder._tiles_kernel, target, {"BLOCK_M": 256, "BAND": 8, "ALL_GROUPS": 128}, 4, 3)
+
+
+def items_at(target: int) -> Iterator[dict[str, Any]]:
+    """Compile the description of tiles of GEMM-K."""
+    units = {"UNITS": 2, "S": 8}
+    yield build(gemm_k._one_list_kernel, target, units | {"TILES": 128}, 8, 3)
+    yield build(gemm_k._unions_kernel, target, units, 1, 3)
+    yield build(gemm_k._items_kernel, target, {}, 4, 3)
 
 
 def drain_at(target: int) -> dict[str, Any]:
     """Compile the drain of GEMM-K that clears what it read; `ordered`: a barrier stands between its load and clear."""
     types = {"TOTAL": "*fp32"}
-    return build(drain._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
+    return build(gemm_k._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
 
 
 def _all_at(target: int) -> Iterator[dict[str, Any]]:
     yield gemm_mn_at(target)
-    yield gemm_k_at(target, 0, 1)
-    yield gemm_k_at(target, 1, 4)
+    yield gemm_k_at(target, False, 1)
+    yield gemm_k_at(target, True, 4)
     yield drain_at(target)
     yield from reorder_at(target)
+    yield from items_at(target)
 
 
 def main() -> None:

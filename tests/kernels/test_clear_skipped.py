@@ -1,4 +1,4 @@
-"""Zeros for skipped groups: agreement, what stays untouched, registration, graphs, refusals."""
+"""Zeros for skipped groups: agreement in all dtypes, what stays untouched, registration, graphs, refusals."""
 
 import dataclasses
 
@@ -104,5 +104,5 @@ def test_wrong_inputs_are_named() -> None:
         clear_skipped(values, mask[:3], backend="torch")
     with pytest.raises(ShapeError, match="must be bool"):
         clear_skipped(values, mask.float(), backend="torch")
-    with pytest.raises(UnsupportedBackendError, match="'torch' and 'triton'"):
+    with pytest.raises(UnsupportedBackendError, match="'torch', 'triton'"):
         clear_skipped(values, mask, backend="dense")

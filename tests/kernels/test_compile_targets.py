@@ -6,32 +6,61 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Largest shared memory of one block in bytes.
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+TARGETS = [pytest.param(target, marks=() if target == 90 else pytest.mark.slow) for target in SHARED]
 
 
-@pytest.mark.parametrize("target", [pytest.param(t, marks=() if t == 90 else pytest.mark.slow) for t in SHARED])
-def test_kernels_compile_without_spills(target: int) -> None:
-    program = Path(__file__).with_name("compile_kernels.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+def _compiled(program: str, target: int) -> list[dict[str, Any]]:
+    """Return what a program says of its kernels, none of which spills."""
     finished = subprocess.run(
-        [sys.executable, program, str(target)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, Path(__file__).with_name(program), str(target)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
     results = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(results) == 8
-    drain = next(result["order"] for result in results if result["kernel"] == "_drain_kernel")
-    # A race that no interpreter shows: everything is read, then comes the barrier, then cells are cleared.
-    assert re.fullmatch("(LDG)+BAR(STG)+", drain), drain
     for result in results:
         assert result["spills"] == 0, result
         assert result["stack"] == 0, result
         assert result["shared"] <= SHARED[target], result
+    return results
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_and_sorts_compile(target: int) -> None:
+    results = _compiled("compile_kernels.py", target)
+    assert len(results) == 12
+    drain = next(result["order"] for result in results if result["kernel"] == "_drain_kernel")
+    # A race that no interpreter shows: everything is read, then comes the barrier, then cells are cleared.
+    assert re.fullmatch("(LDG)+BAR(STG)+", drain), drain
     if target == 90:
         gemms = {result["kernel"]: result["code"] for result in results if "gemm" in result["kernel"]}
         assert all(code["HGMMA"] and code["UTMALDG"] and code["LDGSTS"] for code in gemms.values())
         # Reductions go out four values at a time.
         assert gemms["_gemm_k_kernel"]["F32x4"] > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_and_decode_kernels_compile(target: int) -> None:
+    results = _compiled("compile_decode.py", target)
+    assert {result["kernel"] for result in results} >= {"_attention_prefill", "_attend_share", "_gemv_mn", "_gemv_k"}
+    if target == 90:
+        codes = {(r["kernel"], r["head_dim"]): r["code"] for r in results}
+        prefill, decode = codes["_attention_prefill", 128], codes["_attend_share", 128]
+        assert prefill["HGMMA"]
+        assert prefill["UTMALDG"]
+        # Keys and values of the cache are loaded ahead, past the registers.
+        assert decode["LDGSTS"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_norm_rope_router_and_clearing_kernels_compile(target: int) -> None:
+    names = {"_clear_skipped", "_rms_norm", "_rope_to_cache", "_route", "_route_split", "_route_few"}
+    assert {result["kernel"] for result in _compiled("compile_glue.py", target)} == names

@@ -39,10 +39,10 @@ def ffn(mask: torch.Tensor, x: torch.Tensor, up: torch.Tensor, gate: torch.Tenso
 def test_opcheck(backend: str) -> None:
     # opcheck compares whole outputs: with everything executing none of them is unspecified.
     data = {**_inputs(), "mask": torch.ones(32, 3, dtype=torch.bool), "x": torch.randn(32, 32)}
-    order = reorder(data["mask"], block_m=16, with_rank=True, backend=backend)
+    order = reorder(data["mask"], block_m=16, backend=backend)
     patterns = reorder_patterns(data["mask"], groups_per_block=2, block_m=16, backend=backend)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (torch.ops.wide.reorder, (data["mask"], 16, True, backend)),
+        (torch.ops.wide.reorder, (data["mask"], 16, backend)),
         (torch.ops.wide.reorder_sequences, (data["mask"].unsqueeze(0), backend)),
         (torch.ops.wide.reorder_patterns, (data["mask"], 16, 2, False, backend)),
         (torch.ops.wide.reorder_rows, (data["mask"], "torch")),
@@ -60,24 +60,11 @@ def test_opcheck(backend: str) -> None:
         ),
         (
             torch.ops.wide.gemm_mn,
-            (data["x"], data["gate"], data["up"], None, None, *order[:5], None, 16, "silu", True, backend, []),
+            (data["x"], data["gate"], data["up"], None, None, *order, None, "silu", backend, []),
         ),
         (
             torch.ops.wide.gemm_k,
-            (
-                data["x"].new_zeros(32, 48),
-                data["down"],
-                None,
-                *patterns,
-                16,
-                None,
-                None,
-                None,
-                torch.float32,
-                False,
-                backend,
-                [],
-            ),
+            (data["x"].new_zeros(32, 48), data["down"], None, *patterns, 16, None, backend, []),
         ),
     ]
     for operator, arguments in calls:

@@ -11,22 +11,14 @@ import torch
 
 import wide.kernels
 from wide.errors import ShapeError
-from wide.kernels.attention_decode import ATTENTION_DECODE, attention_decode
-from wide.kernels.attention_prefill import ATTENTION_PREFILL, attention_prefill
-from wide.kernels.clear_skipped import CLEAR_SKIPPED, cleared
 from wide.kernels.contract import Operator
-from wide.kernels.gemm_k import GEMM_K, gemm_k
-from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
-from wide.kernels.gemv import GEMV_K, GEMV_MN, gemv_k, gemv_mn
 from wide.kernels.registration import on_device_of_tensors
-from wide.kernels.reorder import REORDER, REORDER_PATTERNS, reorder, reorder_patterns
-from wide.kernels.reorder_rows import REORDER_ROWS, reorder_rows
-from wide.kernels.reordering import SequenceReordering
-from wide.kernels.rms_norm import RMS_NORM, rms_norm
-from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route
 
-for _folder in sorted(Path(wide.kernels.__file__).parent.glob("*/operator.py")):
-    importlib.import_module(f"wide.kernels.{_folder.parent.name}.operator")
+MODULES = [
+    importlib.import_module(f"wide.kernels.{file.parent.name}.cases")
+    for file in sorted(Path(wide.kernels.__file__).parent.glob("*/cases.py"))
+]
+OPERATORS = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operator)]
 NAMES = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("wide::"))
 
 
@@ -96,39 +88,16 @@ def test_tensors_of_several_devices_are_refused() -> None:
         guarded(torch.zeros(1), 1.0, addend=torch.zeros(1, device="meta"))
 
 
-def _prefill(index: torch.Tensor, counts: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    return attention_prefill(reordering=SequenceReordering(index, counts), **arguments)
-
-
-def _clear(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> torch.Tensor:
-    del backend
-    return cleared(values.clone(), mask)
-
-
-_CALLS: list[tuple[Operator, Callable[..., Any]]] = [
-    (REORDER, lambda **arguments: reorder(**arguments)[:6]),
-    (REORDER_PATTERNS, lambda **arguments: reorder_patterns(**arguments)[:5]),
-    (REORDER_ROWS, lambda **arguments: reorder_rows(**arguments)[:4]),
-    (GEMM_MN, gemm_mn),
-    (GEMM_K, gemm_k),
-    (ATTENTION_PREFILL, _prefill),
-    (ATTENTION_DECODE, attention_decode),
-    (GEMV_MN, gemv_mn),
-    (GEMV_K, gemv_k),
-    (RMS_NORM, rms_norm),
-    (ROUTE, route),
-    (NORM_ROUTE, norm_route),
-    (CLEAR_SKIPPED, _clear),
-]
+_ON_TRITON = [operator for operator in OPERATORS if "triton" in operator.backends]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(("operator", "call"), _CALLS, ids=lambda value: getattr(value, "name", "call"))
-def test_tensors_of_a_gpu_that_is_not_current(operator: Operator, call: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("operator", _ON_TRITON, ids=lambda operator: operator.name)
+def test_tensors_of_a_gpu_that_is_not_current(operator: Operator) -> None:
     second = torch.device("cuda", 1)
     with torch.cuda.device(0):
         case = next(c for c in operator.cases if operator.supports("triton", second, c) is None)
         arguments = operator.build(case, second)
-        got = call(**arguments, backend="triton")
+        got = operator.backends["triton"].run(**arguments)
         assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import wide.kernels
+from wide.kernels.contract import Backend, anywhere
 from wide.kernels.device import interprets_triton
 
-FILE = Path(__file__).parents[2] / "tools" / "sanitize.py"
+FILE = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def sanitize() -> ModuleType:
 
 
 def test_every_operator_is_there(sanitize: ModuleType) -> None:
-    files = Path(wide.kernels.__file__).parent.glob("*/operator.py")
+    files = Path(wide.kernels.__file__).parent.glob("*/cases.py")
     declared = sum(file.read_text(encoding="utf-8").count(" = Operator(\n") for file in files)
     assert len(sanitize.OPERATORS) == declared
 
@@ -39,7 +40,8 @@ def test_right_results_are_counted_and_wrong_ones_are_red(
     assert sanitize.main(given) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "6 cases, 0 red"
     right = sanitize.OPERATORS["clear_skipped"]
-    wrong = dataclasses.replace(right, reference=lambda values, mask: values + 1)
+    reference = Backend(run=lambda values, mask: values + 1, supports=anywhere)
+    wrong = dataclasses.replace(right, backends={**right.backends, "torch": reference})
     monkeypatch.setitem(sanitize.OPERATORS, "clear_skipped", wrong)
     assert sanitize.main([*given, "--limit", "0"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -54,16 +56,17 @@ def test_persistent_kernels_get_few_programs(sanitize: ModuleType) -> None:
 def test_kernels_whose_programs_come_in_pairs_get_two_pairs(
     sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wide.kernels.gemm_k import _gluon as gemm_k
-    from wide.kernels.gemm_mn import _cuda, _gluon
+    from wide.kernels.gemm_k import _cuda as gemm_k
+    from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows
+    from wide.kernels.gemm_mn import _cuda
 
     # Put back by the fixture after the program has replaced them.
-    for module in (_cuda, _gluon, gemm_k):
+    for module in (_cuda, gemm_k, gemm_k_rows):
         monkeypatch.setattr(module, "device_facts", module.device_facts)
     for given, wanted in ((1, 4), (3, 4), (6, 6)):
         sanitize.limit_programs(given)
         assert _cuda.device_facts(torch.device("cpu")).num_sms == wanted
-        assert _gluon.device_facts(torch.device("cpu")).num_sms == given
+        assert gemm_k.device_facts(torch.device("cpu")).num_sms == given
 
 
 def test_unknown_operators_are_refused(sanitize: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ from wide.inference.tuning.products import few_rows_race, input_groups_race, out
 from wide.inference.tuning.race import Race, launched, measure, table
 from wide.inference.tuning.tiles import backend_of, k_tiles, mn_tiles
 from wide.inference.tuning.timing import Timing
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, MnTile
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.tuning import Choice
 from wide.profiling.bench import candidate_backend
 
 CPU = torch.device("cpu")
-GLUON, CLUSTER = (128, HopperMnTile(2, 256, 4, 1)), (256, ClusterMnTile(256, 256))
+CLUSTER = (256, ClusterMnTile(256, 256))
 SIZES = LayerSizes(
     hidden_size=64,
     query_width=64,
@@ -109,10 +109,10 @@ def test_the_kernel_in_cuda_is_tried_where_groups_are_whole_tiles_of_it(monkeypa
     def special(size, gated):
         return [(m, t) for m, t in mn_tiles(CPU, size, gated=gated, quick=True) if backend_of(t) != "triton"]
 
-    assert special(128, True) == special(512, False) == [GLUON, CLUSTER]
-    assert special(64, True) == special(128, False) == [(128, HopperMnTile(2, 128, 4, 1))]
+    assert special(128, True) == special(512, False) == [CLUSTER]
+    assert special(64, True) == special(128, False) == []
     monkeypatch.setattr(tiles, "native_obstacle", lambda: "no compiler")
-    assert special(128, True) == [GLUON]
+    assert special(128, True) == []
     monkeypatch.setattr(tiles, "hopper_obstacle", lambda device: "not a Hopper")
     assert special(128, True) == []
 
@@ -132,11 +132,11 @@ def test_tiles_fit_groups_and_stand_once(quick, size):
 
 @pytest.mark.usefixtures("host", "hopper")
 def test_candidates_are_named_by_their_backend_and_stand_for_it():
-    tried = [(128, MnTile(128, 64, 4, 8, 1, 2)), GLUON, CLUSTER]
+    tried = [(128, MnTile(128, 64, 4, 8, 1, 2)), CLUSTER]
     race = output_groups_race("query", SIZES, 8, 0.5, tried, device=CPU, zeroed=False)
-    names = ["dense", "128x128x64x4x8x1x2", "128xgluon 2x256x4x1", "256xcuda 256x256"]
+    names = ["dense", "128x128x64x4x8x1x2", "256xcuda 256x256"]
     assert list(race.choices) == list(race.candidates) == names
-    assert [candidate_backend(name) for name in names] == ["dense", "triton", "gluon", "cuda"]
+    assert [candidate_backend(name) for name in names] == ["dense", "triton", "cuda"]
     assert race.choices["256xcuda 256x256"] == Choice(backend="cuda", tile=(256, 256), block_m=256)
     assert race.name == "q G=32 p=0.5 M=8"
 

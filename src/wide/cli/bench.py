@@ -50,7 +50,7 @@ class BenchOptions:
             512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
-            operator has them gluon (gemm_mn, gemm_k, prefill) and cuda (gemm_mn, gemm_k). Not for glue, naive,
+            operator has them gluon (prefill) and cuda (gemm_mn, gemm_k). Not for glue, naive,
             naive_depth, coarse and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
             ones. With 'all' operators it is for those of them, and so are the next two.

@@ -28,8 +28,7 @@ from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.rope import rope_to_cache
-from wide.kernels.route import norm_route, route
-from wide.kernels.route.operator import MAX_FEW_ROWS
+from wide.kernels.route import MAX_FEW_ROWS, norm_route, route
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

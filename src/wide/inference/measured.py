@@ -12,9 +12,9 @@ from wide.errors import ConfigError
 from wide.inference.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
 from wide.kernels.contract import Case
 from wide.kernels.device import HOPPER_STEP, device_facts, triton_obstacle
-from wide.kernels.gemm_k.hopper import fits_stored
+from wide.kernels.gemm_k.op import fits_stored
 from wide.kernels.gemm_k_rows import fits_rows
-from wide.kernels.gemm_mn.hopper import fits_cluster
+from wide.kernels.gemm_mn.op import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
@@ -196,7 +196,7 @@ def _many(
             # No specialised kernel takes them; the general one was measured slower, yet faster than dense.
             choice = dataclasses.replace(choice, backend="triton", tile=(), block_m=0)
         if choice.backend == "cuda" and not _runs_cuda(name, sizes):
-            choice = dataclasses.replace(choice, backend="gluon", tile=(), block_m=0)
+            choice = dataclasses.replace(choice, backend="triton", tile=(), block_m=0)
         if operator == "gemm_k" and choice.tile and sizes.hidden_size % _columns(choice):
             # Measured for another width: the operator's own default fits.
             choice = dataclasses.replace(choice, tile=())
@@ -236,7 +236,7 @@ def _runs_cuda(name: OperatorName, sizes: LayerSizes) -> bool:
         return False
     missing = native_obstacle()
     if missing is not None:
-        _warn_of(missing, "the Gluon kernel")
+        _warn_of(missing, "the Triton kernel")
     return missing is None
 
 

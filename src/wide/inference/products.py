@@ -8,10 +8,8 @@ from torch.nn import functional
 
 from wide.inference.operator_table import OperatorName, OperatorTable
 from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
 from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.reorder import reorder, reorder_patterns
@@ -51,7 +49,7 @@ def project_queries(
         tile = GemvTile(*choice.tile) if choice.tile else None
         return gemv_mn(x, weight, mask, bias=bias, backend=table.backend, tile=tile), None
     order = reorder(mask, block_m=choice.block_m or _BLOCK_M, backend=table.backend)
-    return gemm_mn(x, weight, order, bias=bias, backend=_backend(choice, table), tile=_mn_tile(choice)), order
+    return gemm_mn(x, weight, order, bias=bias, backend=_backend(choice, table), tile=choice.tile), order
 
 
 def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: OperatorTable) -> Tensor:
@@ -81,7 +79,7 @@ def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: 
     if how == "dense":
         return gemm_mn(x, weights.gate, _no_order(x, mask.shape[1]), mask=zeroing, backend="dense", **options)
     order = reorder(mask, block_m=choice.block_m or _BLOCK_M, backend=table.backend)
-    options |= {"mask": zeroing, "backend": _backend(choice, table), "tile": _mn_tile(choice)}
+    options |= {"mask": zeroing, "backend": _backend(choice, table), "tile": choice.tile}
     return gemm_mn(x, weights.gate, order, **options)
 
 
@@ -123,7 +121,7 @@ def sum_groups(
         group_size=h.shape[1] // num_groups,
         bias=bias,
         backend=_backend(choice, table),
-        tile=_k_tile(choice),
+        tile=choice.tile,
     )
 
 
@@ -132,25 +130,9 @@ def _backend(choice: Choice, table: OperatorTable) -> str:
     return choice.backend if choice.backend in SPECIAL_BACKENDS else table.backend
 
 
-def _mn_tile(choice: Choice) -> MnTile | HopperMnTile | ClusterMnTile | None:
-    if not choice.tile:
-        return None
-    if choice.backend == "cuda":
-        return ClusterMnTile(*choice.tile)
-    return HopperMnTile(*choice.tile) if choice.backend == "gluon" else MnTile(*choice.tile)
-
-
-def _k_tile(choice: Choice) -> KTile | HopperKTile | StoredKTile | None:
-    if not choice.tile:
-        return None
-    if choice.backend == "cuda":
-        return StoredKTile(*choice.tile)
-    return HopperKTile(*choice.tile) if choice.backend == "gluon" else KTile(*choice.tile)
-
-
 def _no_order(x: Tensor, num_groups: int) -> Reordering:
     """Return a reordering of the right shapes for a dense product, which reads none of it."""
     one = torch.empty(1, dtype=torch.int32, device=x.device)
     index = one.expand(num_groups, x.shape[0])
     counts = one.expand(num_groups)
-    return Reordering(index, counts, counts, index, one, one, _BLOCK_M)
+    return Reordering(index, counts, counts, index, one, _BLOCK_M)

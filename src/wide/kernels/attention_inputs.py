@@ -1,38 +1,53 @@
-"""What both attention operators ask of their tensors."""
+"""What both attention operators ask of their tensors, and how heads and groups line up."""
+
+import math
+from dataclasses import dataclass
 
 import torch
 
-from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.device import hopper_obstacle, interprets_triton, triton_obstacle
+from wide.errors import ShapeError
 
 _LOG2_E = 1.4426950408889634
-_HALF = (torch.float16, torch.bfloat16)
 
 
-def check_backend(
-    operator: str, backend: str, tensor: torch.Tensor, *, others: tuple[str, ...], hopper: tuple[str, ...] = ()
-) -> None:
-    """Refuse a backend that cannot run on the device or in the dtype of `tensor`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadUnits:
+    """Query heads cut into units: runs of heads that share one KV head and belong to one group.
+
+    A group may be one KV head, several KV heads, or a fraction of the query heads of one KV head. A unit is the
+    largest run of query heads for which both are the same, so a kernel reads K and V once for all its heads.
 
     Args:
-        operator: Name for messages.
-        backend: What the caller asked for.
-        tensor: The queries.
-        others: Backends beside 'triton'; they run everywhere.
-        hopper: Backends that run on sm_90 only.
+        num_query_heads: H_q.
+        num_kv_heads: H_k; divides H_q.
+        num_groups: N_G; divides H_q (groups of whole heads).
 
     Raises:
-        UnsupportedBackendError: The message names operator, backend and reason.
+        ShapeError: If the heads cannot be shared out.
     """
-    if backend in others:
-        return
-    if backend != "triton" and backend not in hopper:
-        raise UnsupportedBackendError(f"{operator} has the backends {('triton', *hopper, *others)}, got {backend!r}")
-    reason = hopper_obstacle(tensor.device) if backend in hopper else triton_obstacle(tensor.device, tensor.dtype)
-    if reason is None and tensor.dtype not in _HALF and not (interprets_triton() and tensor.dtype == torch.float32):
-        reason = f"the kernels take float16 and bfloat16, got {tensor.dtype}"
-    if reason is not None:
-        raise UnsupportedBackendError(f"{operator}: {reason}; choose backend='torch'")
+
+    num_query_heads: int
+    num_kv_heads: int
+    num_groups: int
+
+    def __post_init__(self) -> None:
+        """Refuse counts that do not divide the query heads."""
+        for name, count in (("KV heads", self.num_kv_heads), ("groups", self.num_groups)):
+            if count < 1 or self.num_query_heads % count:
+                raise ShapeError(
+                    f"{self.num_query_heads} query heads cannot be shared out over {count} {name}; "
+                    f"the number of {name} must divide the number of query heads"
+                )
+
+    @property
+    def num_units(self) -> int:
+        """Number of units, the least common multiple of KV heads and groups."""
+        return math.lcm(self.num_kv_heads, self.num_groups)
+
+    @property
+    def heads_per_unit(self) -> int:
+        """Query heads in a unit."""
+        return self.num_query_heads // self.num_units
 
 
 def check_keys_and_values(operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

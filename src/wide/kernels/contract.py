@@ -1,10 +1,13 @@
 """What an operator promises: one description that tests, profiling and tuning all read."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from wide.kernels.device import triton_obstacle
 
 Run = Callable[..., Any]
 
@@ -43,42 +46,48 @@ class Work:
     bytes_written: int
 
 
+Supports = Callable[[torch.device, Case], str | None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """One implementation of an operator.
 
     Args:
-        run: Takes what the reference takes and returns what it returns.
+        run: Takes the arguments that a case builds.
         supports: Returns None if the backend can run a case on a device, otherwise the reason in words.
     """
 
     run: Run
-    supports: Callable[[torch.device, Case], str | None]
+    supports: Supports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """One operator with its oracle and its implementations.
+    """One operator with its implementations, its cases and what a right result is.
 
     Args:
         name: As in messages, records and the tuning table.
-        reference: Plain PyTorch with float32 accumulation.
-        backends: Implementations by name; `torch` is the reference itself.
+        backends: Implementations by name; `torch`, plain PyTorch with float32 accumulation, is the reference.
         cases: Inputs on which every backend must agree with the reference.
-        build: Makes the keyword arguments of `reference` for a case on a device; skipped places hold NaN.
+        build: Makes the keyword arguments of all backends for a case on a device; skipped places hold NaN.
         compare: Returns the relative error of a result against the reference's on executed places only.
         tolerance: Largest relative error by dtype.
         work: The least work of a case.
     """
 
     name: str
-    reference: Run
     backends: Mapping[str, Backend]
     cases: tuple[Case, ...]
     build: Callable[[Case, torch.device], dict[str, Any]]
     compare: Callable[[Mapping[str, Any], Any, Any], float]
     tolerance: Mapping[torch.dtype, float]
     work: Callable[[Case], Work]
+
+    @property
+    def reference(self) -> Run:
+        """The implementation that all others are compared with."""
+        return self.backends["torch"].run
 
     def supports(self, backend: str, device: torch.device, case: Case) -> str | None:
         """Return None if `backend` can run `case` on `device`, otherwise the reason in words."""
@@ -87,10 +96,44 @@ class Operator:
         return self.backends[backend].supports(device, case)
 
 
+def backends(run: Run, **supports: Supports) -> dict[str, Backend]:
+    """Return the backends of a function that chooses by its argument `backend`; 'torch' runs every case anywhere."""
+    return {
+        name: Backend(run=functools.partial(run, backend=name), supports=fits)
+        for name, fits in {"torch": anywhere, **supports}.items()
+    }
+
+
 def anywhere(device: torch.device, case: Case) -> str | None:
     """Return None: plain PyTorch runs every case on every device."""
     del device, case
     return None
+
+
+def on_triton(device: torch.device, case: Case) -> str | None:
+    """Return why kernels in Triton that multiply no matrices cannot run on a device, or None."""
+    del case
+    return triton_obstacle(device)
+
+
+def named(case: Case, *names: str) -> list[int]:
+    """Return some extents of a case."""
+    return [case.sizes[name] for name in names]
+
+
+def compare_all(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
+    """Return the largest relative error of a tensor, or of several, everywhere."""
+    del arguments
+    if isinstance(got, torch.Tensor):
+        return relative_error(got, wanted)
+    return max(relative_error(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def compare_exactly(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
+    """Return 0 if a tensor, or several, are equal everywhere, otherwise infinity."""
+    del arguments
+    pairs = [(got, wanted)] if isinstance(got, torch.Tensor) else zip(got, wanted, strict=True)
+    return 0.0 if all(torch.equal(g, w) for g, w in pairs) else float("inf")
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+HALF = (torch.float16, torch.bfloat16)
+"""Dtypes that the kernels take."""
 HOPPER_STEP = 64
 """Channels that the kernels for Hopper multiply in one step: they take groups of a multiple of it."""
 
@@ -70,6 +72,20 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> s
         return f"Triton kernels need a CUDA device (or TRITON_INTERPRET=1), not {device.type}"
     capability = device_facts(device).capability
     return None if capability >= 80 else f"Triton kernels need sm_80 or newer, this is sm_{capability}"
+
+
+def half_obstacle(device: torch.device, dtype: torch.dtype, *, multiplies: bool = True) -> str | None:
+    """Return why Triton kernels for half precision cannot run, or None; in the interpreter they take float32, too.
+
+    Args:
+        device: Of the tensors.
+        dtype: Theirs.
+        multiplies: Whether the kernels multiply matrices by one another.
+    """
+    obstacle = triton_obstacle(device, dtype if multiplies else None)
+    if obstacle is None and dtype not in HALF and not (interprets_triton() and dtype == torch.float32):
+        return f"the kernels take float16 and bfloat16, got {dtype}"
+    return obstacle
 
 
 def hopper_obstacle(device: torch.device) -> str | None:

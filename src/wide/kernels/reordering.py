@@ -21,7 +21,6 @@ class Reordering(NamedTuple):
             short tiles, of at most BM / 2 rows, come last, and of
             these thin ones, of at most BM / 4.
         num_tiles: How many tiles are meant, and how many of them are short, int32 [2].
-        rank: Position of row m in the list of group g or -1, int32 [M, N_G]; empty if not asked for.
         block_m: Rows in a tile.
     """
 
@@ -31,7 +30,6 @@ class Reordering(NamedTuple):
     offsets: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
-    rank: torch.Tensor
     block_m: int
 
 

@@ -184,7 +184,7 @@ def _read_choices(path: Path) -> dict[str, Choice]:
         return {}
     try:
         entries = json.loads(path.read_text())
-        return {key: _choice(entry) for key, entry in entries.items()}
+        return {key: _choice(key, entry) for key, entry in entries.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no tuning table ({error}); delete it and tune again") from error
 
@@ -251,5 +251,9 @@ def _shipped(device_name: str) -> dict[str, Choice]:
     return _read_choices(shipped_path(device_name))
 
 
-def _choice(entry: Mapping[str, Any]) -> Choice:
-    return Choice(**{**entry, "tile": tuple(entry["tile"])})
+def _choice(key: str, entry: Mapping[str, Any]) -> Choice:
+    choice = Choice(**{**entry, "tile": tuple(entry["tile"])})
+    if choice.backend == "gluon" and "attention" not in key:
+        # Tables of earlier versions have products in Gluon, which were hardly faster than Triton's with default tiles.
+        return dataclasses.replace(choice, backend="triton", tile=())
+    return choice

@@ -38,7 +38,7 @@ from wide.profiling.hopper_cases import with_hopper_cases
 TIMED = ("triton", "gluon", "cuda")
 """Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
 HOPPER_OPERATORS: dict[str, tuple[str, ...]] = {
-    "gluon": ("gemm_mn", "gemm_k", "prefill"),
+    "gluon": ("prefill",),
     "cuda": ("gemm_mn", "gemm_k"),
 }
 """Operators, as benches name them, of each backend that only Hopper GPUs have."""
@@ -322,7 +322,6 @@ def _reorder_race(rows: int, device: torch.device) -> Race:
         peer="112 groups",
         candidates={
             "112 groups": [lambda: reorder(ffn, backend="triton").index],
-            "112 groups with rank": [lambda: reorder(ffn, with_rank=True, backend="triton").index],
             "8 groups": [lambda: reorder(attention, backend="triton").index],
             "8 groups, per sequence": [lambda: sort_sequences(attention.unsqueeze(0), backend="triton").index],
             "patterns of 4, 112 groups": [lambda: patterns(ffn, 4)],

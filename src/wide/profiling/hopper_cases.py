@@ -45,12 +45,12 @@ _CASES = {
         _mn(200, 2, 64, gated=True, activation="gelu_tanh", biased=True),
         _mn(130, 2, 128, 0.0, zeroed=True, **_GATED),
         _mn(300, 2, 512),
-        _mn(127, 2, 256, 1.0, biased=True, packed=True),
+        _mn(127, 2, 256, 1.0, biased=True),
         # Whole tiles of 256 rows, and remainders of at most 64, at most 128 and more; one part or two.
         _shared(300, 2, 256, 1.0, **_GATED),
         _shared(356, 3, 512, 1.0),
-        _mn(436, 3, 128, 1.0, gated=True, activation="gelu_tanh", biased=True, packed=True),
-        _shared(700, 3, 256, activation="relu2", biased=True, packed=True),
+        _mn(436, 3, 128, 1.0, gated=True, activation="gelu_tanh", biased=True),
+        _shared(700, 3, 256, activation="relu2", biased=True),
         _mn(600, 5, 128, zeroed=True, **_GATED),
         # Short ones alone, and most groups empty.
         _shared(1, 5, 128, **_GATED),

@@ -17,10 +17,10 @@ from wide.inference.tuning.race import Call, Race, relative
 from wide.inference.tuning.tiles import KTiles, MnTiles, backend_of
 from wide.kernels.contract import Case, Operator
 from wide.kernels.gemm_k import GEMM_K, gemm_k
-from wide.kernels.gemm_k.tiles import HopperKTile, KTile, StoredKTile
+from wide.kernels.gemm_k.tiles import KTile, StoredKTile
 from wide.kernels.gemm_k_rows import gemm_k_rows
 from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.reorder import reorder, reorder_patterns
@@ -33,8 +33,8 @@ COLD_BYTES = 192 * 1024**2
 _LEAST_COPIES = 4
 _BLOCK_M = 128
 _LABELS = {"query": "q", "output": "o"}
-_MN_TYPES: Mapping[str, Callable[..., Any]] = {"triton": MnTile, "gluon": HopperMnTile, "cuda": ClusterMnTile}
-_K_TYPES: Mapping[str, Callable[..., Any]] = {"triton": KTile, "gluon": HopperKTile, "cuda": StoredKTile}
+_MN_TYPES: Mapping[str, Callable[..., Any]] = {"triton": MnTile, "cuda": ClusterMnTile}
+_K_TYPES: Mapping[str, Callable[..., Any]] = {"triton": KTile, "cuda": StoredKTile}
 # Gated products are compared with a float32 reference and round once more than it.
 _GEMV_TOLERANCE = 1.5e-2
 

@@ -5,23 +5,21 @@ from collections.abc import Iterator
 import torch
 
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
-from wide.kernels.device import HOPPER_STEP, hopper_obstacle
-from wide.kernels.gemm_k.hopper import fits_stored
-from wide.kernels.gemm_k.tiles import REDUCE_PAIRS, HopperKTile, KTile, StoredKTile
-from wide.kernels.gemm_k.tiles import default_hopper_tile as hopper_k_tile
+from wide.kernels.device import hopper_obstacle
+from wide.kernels.gemm_k.op import fits_stored
+from wide.kernels.gemm_k.tiles import KTile, StoredKTile
 from wide.kernels.gemm_k.tiles import default_tile as default_k_tile
 from wide.kernels.gemm_k_rows import fits_rows
-from wide.kernels.gemm_mn.hopper import fits_cluster
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, HopperMnTile, MnTile
-from wide.kernels.gemm_mn.tiles import default_hopper_tile as hopper_mn_tile
+from wide.kernels.gemm_mn.op import fits_cluster
+from wide.kernels.gemm_mn.tiles import ClusterMnTile, MnTile
 from wide.kernels.gemm_mn.tiles import default_tile as default_mn_tile
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
 
-MnTiles = list[tuple[int, MnTile | HopperMnTile | ClusterMnTile]]
+MnTiles = list[tuple[int, MnTile | ClusterMnTile]]
 """Rows of a tile, for the sort, and the tile."""
-KTiles = list[tuple[int, int, KTile | HopperKTile | StoredKTile]]
+KTiles = list[tuple[int, int, KTile | StoredKTile]]
 """Groups of a super-block, rows of a tile, and the tile."""
 _BLOCK_M = 128
 _MN_GATED = (
@@ -91,11 +89,9 @@ def mn_tiles(device: torch.device, group_size: int, *, gated: bool, quick: bool)
         (rows, default_mn_tile(device, block_m=rows, **shape))  # type: ignore[arg-type]
         for rows in (_BLOCK_M, _BLOCK_M // 2)
     ]
-    if hopper_obstacle(device) is None and group_size % HOPPER_STEP == 0:
-        found.append((_BLOCK_M, hopper_mn_tile(group_size, gated=gated)))
-        if native_obstacle() is None and fits_cluster(group_size, gated=gated):
-            # Rows are sorted into the tiles that the kernel takes, so that it has no list of its own to make.
-            found.append((ClusterMnTile().rows, ClusterMnTile()))
+    if (hopper_obstacle(device) or native_obstacle()) is None and fits_cluster(group_size, gated=gated):
+        # Rows are sorted into the tiles that the kernel takes, so that it has no list of its own to make.
+        found.append((ClusterMnTile().rows, ClusterMnTile()))
     if not quick:
         found += [(m, tile) for m, tile in (_MN_GATED if gated else _MN_PLAIN) if group_size % tile.block_n == 0]
     return list(dict.fromkeys(found))
@@ -116,9 +112,7 @@ def k_tiles(device: torch.device, group_size: int, num_groups: int, *, width: in
     default = default_k_tile(
         device, group_size=group_size, num_rows=rows, width=width, block_m=_BLOCK_M, dtype=torch.bfloat16
     )
-    tiles: list[tuple[int, KTile | HopperKTile]] = [(_BLOCK_M, default)]
-    if hopper_obstacle(device) is None and group_size % HOPPER_STEP == 0:
-        tiles += [(_BLOCK_M, hopper_k_tile(width)), (_BLOCK_M, hopper_k_tile(width)._replace(writes=REDUCE_PAIRS))]
+    tiles = [(_BLOCK_M, default)]
     if not quick:
         fitting = [(m, t) for m, t in _K_TILES if width % t.block_n == 0 and group_size % t.block_k == 0]
         tiles += [(m, t._replace(slab=default.slab // t.block_n * t.block_n)) for m, t in fitting]
@@ -160,4 +154,4 @@ def backend_of(tile: tuple[int, ...]) -> str:
     """Return the backend that a tile belongs to."""
     if isinstance(tile, ClusterMnTile | StoredKTile):
         return "cuda"
-    return "gluon" if isinstance(tile, HopperMnTile | HopperKTile | HopperTile) else "triton"
+    return "gluon" if isinstance(tile, HopperTile) else "triton"

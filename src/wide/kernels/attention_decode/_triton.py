@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from wide.kernels.attention_decode.tiles import DecodeTile
-from wide.kernels.attention_inputs import score_factors
+from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.device import device_facts
-from wide.kernels.head_units import HeadUnits
 
 # Rows of the smallest matrix fragment.
 _MIN_ROWS = 16

@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wide.kernels.attention_inputs import score_factors
+from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.attention_prefill.tiles import HopperTile
-from wide.kernels.head_units import HeadUnits
 
 _BLOCK_M = 128
 _BAND = 16

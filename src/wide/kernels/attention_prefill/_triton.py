@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.attention_inputs import score_factors
+from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.attention_prefill.tiles import PrefillTile
-from wide.kernels.head_units import HeadUnits
 
 # Units whose programs run side by side: enough to fill a GPU, few enough that their K and V stay in the L2 cache.
 _BAND = 16

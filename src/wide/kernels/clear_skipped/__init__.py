@@ -1,5 +1,6 @@
-"""Zeros in the channels of skipped groups, in place."""
+"""Zeros in the channels of skipped groups."""
 
-from wide.kernels.clear_skipped.operator import CLEAR_SKIPPED, clear_skipped, cleared
+from wide.kernels.clear_skipped.cases import CLEAR_SKIPPED
+from wide.kernels.clear_skipped.op import clear_skipped, cleared
 
 __all__ = ["CLEAR_SKIPPED", "clear_skipped", "cleared"]

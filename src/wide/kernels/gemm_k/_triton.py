@@ -1,11 +1,12 @@
 """GEMM-K in Triton: tiles of pattern-sorted rows run the union of their groups, then write or reduce once.
 
 Programs of one launch never wait for each other: everything that must be finished first (zeros, the reductions of a
-slab) is an earlier launch on the same stream.
+slab) is an earlier launch on the same stream. The end of the file describes tiles for the kernel in CUDA C++.
 """
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,25 +14,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wide.kernels.device import device_facts
-from wide.kernels.gemm_k._drain import drain
-from wide.kernels.reordering import PatternReordering, Reordering
+from wide.kernels.gemm_k.tiles import KTile
+from wide.kernels.reordering import PatternReordering
 
 # Shared memory through which a finished tile is rearranged for wide writes; larger tiles leave in pieces.
 _REARRANGED_BYTES = 32768
-# How a finished tile reaches the output.
-_STORE, _REDUCE, _ADD = 0, 1, 2
-
-
-class _Launch(NamedTuple):
-    """One launch: where its columns start and end in W and in `out`, and which super-block (_ADD only)."""
-
-    out: torch.Tensor
-    column: int
-    out_column: int
-    num_columns: int
-    writes: int
-    bias: torch.Tensor | None = None
-    block: int = 0
 
 
 def gemm_k(
@@ -41,98 +28,77 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
-    packed: Reordering | None,
-    out_dtype: torch.dtype,
-    deterministic: bool,
-    tile: tuple[int, ...],
+    tile: KTile,
 ) -> torch.Tensor:
-    """Run `gemm_k_reference`; `tile` holds the fields of `KTile`."""
+    """Run `gemm_k_reference`."""
     num_rows, width = order.index.shape[1], weight.shape[0]
-    num_blocks = order.counts.numel()
-    out = torch.empty(num_rows, width, dtype=out_dtype, device=h.device)
-    run = _Runner(h, weight, order, group_size, packed, tile)
-    if num_blocks == 1 and order.keeps_empty:
+    out = h.new_empty(num_rows, width)
+    run = functools.partial(_launch, h, weight, order, group_size, tile)
+    if order.counts.numel() == 1 and order.keeps_empty:
         # One sort covers all groups: every row is in exactly one tile and is written once.
-        run(_Launch(out, 0, 0, width, _STORE, bias))
+        run(out, 0, width, bias, reduces=False)
         return out
-    if deterministic:
-        total = torch.zeros(num_rows, width, dtype=torch.float32, device=h.device)
-        for block in range(num_blocks):
-            run(_Launch(total, 0, 0, width, _ADD, block=block))
-        drain(total, out, 0, bias, clears=False)
-        return out
-    slab = min(tile[6] or width, width)
-    if out_dtype == torch.float32:
-        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-        for column in range(0, width, slab):
-            run(_Launch(out, column, column, min(slab, width - column), _REDUCE))
-        return out
+    slab = min(tile.slab or width, width)
     # One float32 slab is reused for all columns, so that reductions stay in the second-level cache.
     total = torch.zeros(num_rows, slab, dtype=torch.float32, device=h.device)
     for column in range(0, width, slab):
         columns = min(slab, width - column)
-        run(_Launch(total, column, 0, columns, _REDUCE))
-        drain(total[:, :columns], out, column, bias, clears=column + slab < width)
+        run(total, column, columns, None, reduces=True)
+        _drain(total[:, :columns], out, column, bias, clears=column + slab < width)
     return out
 
 
-class _Runner(NamedTuple):
-    """What all launches of one call share."""
-
-    h: torch.Tensor
-    weight: torch.Tensor
-    order: PatternReordering
-    group_size: int
-    packed: Reordering | None
-    tile: tuple[int, ...]
-
-    def __call__(self, launch: _Launch) -> None:
-        """Launch the kernel for some columns."""
-        block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by, _, run = self.tile
-        order, packed = self.order, self.packed
-        tma = weights_by == 1
-        parts = launch.num_columns // block_n
-        # The last slab may be narrower: its run must divide it too.
-        run = math.gcd(parts, run)
-        pieces = triton.cdiv(order.block_m * block_n * 4, _REARRANGED_BYTES)
-        capacity = order.tiles.shape[0] if launch.writes != _ADD else triton.cdiv(order.index.shape[1], order.block_m)
-        grid = (min(capacity * parts // run, ctas_per_sm * device_facts(self.h.device).num_sms),)
-        _gemm_k_kernel[grid](
-            self.h,
-            TensorDescriptor.from_tensor(self.weight, [block_n, block_k]) if tma else self.weight,
-            launch.out,
-            self.weight if launch.bias is None else launch.bias,
-            order.index,
-            order.patterns,
-            order.counts,
-            order.tiles,
-            order.num_tiles,
-            order.counts if packed is None else packed.offsets,
-            order.counts if packed is None else packed.rank,
-            order.index.shape[1],
-            self.weight.shape[1] // self.group_size,
-            parts // run,
-            launch.column,
-            launch.out_column,
-            launch.block,
-            self.h.stride(0),
-            self.weight.stride(0),
-            launch.out.stride(0),
-            S=order.groups_per_block,
-            G=self.group_size,
-            BLOCK_M=order.block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            RUN=run,
-            PIECES=min(4, pieces),
-            WRITES=launch.writes,
-            PACKED=packed is not None,
-            HAS_BIAS=launch.bias is not None,
-            BY_TMA=tma,
-            PRECISION="ieee" if self.h.dtype == torch.float32 else "tf32",
-            num_stages=num_stages,
-            num_warps=num_warps,
-        )
+def _launch(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    order: PatternReordering,
+    group_size: int,
+    tile: KTile,
+    out: torch.Tensor,
+    column: int,
+    num_columns: int,
+    bias: torch.Tensor | None,
+    *,
+    reduces: bool,
+) -> None:
+    """Compute some columns of the product, from `column` on, as the first ones of `out`."""
+    block_n, block_k = tile.block_n, tile.block_k
+    tma = tile.weights_by == 1
+    parts = num_columns // block_n
+    # The last slab may be narrower: its run must divide it too.
+    run = math.gcd(parts, tile.run)
+    pieces = triton.cdiv(order.block_m * block_n * 4, _REARRANGED_BYTES)
+    grid = (min(order.tiles.shape[0] * parts // run, tile.ctas_per_sm * device_facts(h.device).num_sms),)
+    _gemm_k_kernel[grid](
+        h,
+        TensorDescriptor.from_tensor(weight, [block_n, block_k]) if tma else weight,
+        out,
+        weight if bias is None else bias,
+        order.index,
+        order.patterns,
+        order.counts,
+        order.tiles,
+        order.num_tiles,
+        order.index.shape[1],
+        parts // run,
+        column,
+        h.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        S=order.groups_per_block,
+        G=group_size,
+        BLOCK_M=order.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        RUN=run,
+        PIECES=min(4, pieces),
+        REDUCES=reduces,
+        HAS_BIAS=bias is not None,
+        BY_TMA=tma,
+        PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
+        num_stages=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
 
 
 @triton.jit
@@ -155,15 +121,22 @@ def _union_of(pattern, S: tl.constexpr):
 
 @triton.jit
 def _write(
-    OUT, BIAS, values, targets, inside, column, first, WRITES: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr
+    OUT,
+    BIAS,
+    values,
+    targets,
+    inside,
+    column,
+    first,
+    REDUCES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     channels = first + tl.arange(0, WIDTH)
     out = OUT + targets[:, None] + channels[None, :]
-    if WRITES == 1:
+    if REDUCES:
         tl.atomic_add(out, values, mask=inside[:, None], sem="relaxed")
     else:
-        if WRITES == 2:
-            values += tl.load(out, mask=inside[:, None], other=0.0)
         if HAS_BIAS:
             values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
         tl.store(out, values.to(OUT.dtype.element_ty), mask=inside[:, None])
@@ -176,26 +149,26 @@ def _halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _write_tile(
-    OUT, BIAS, total, targets, inside, column, WRITES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OUT, BIAS, total, targets, inside, column, REDUCES: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     # A thread holds columns of every piece, so that cutting a tile moves nothing.
     if PIECES == 1:
-        _write(OUT, BIAS, total, targets, inside, column, 0, WRITES, HAS_BIAS, WIDTH)
+        _write(OUT, BIAS, total, targets, inside, column, 0, REDUCES, HAS_BIAS, WIDTH)
     else:
         HALF: tl.constexpr = WIDTH // 2
         left, right = _halves(total, ROWS, WIDTH)
         if PIECES == 2:
-            _write(OUT, BIAS, left, targets, inside, column, 0, WRITES, HAS_BIAS, HALF)
-            _write(OUT, BIAS, right, targets, inside, column, HALF, WRITES, HAS_BIAS, HALF)
+            _write(OUT, BIAS, left, targets, inside, column, 0, REDUCES, HAS_BIAS, HALF)
+            _write(OUT, BIAS, right, targets, inside, column, HALF, REDUCES, HAS_BIAS, HALF)
         else:
             QUARTER: tl.constexpr = WIDTH // 4
             first, second = _halves(left, ROWS, HALF)
             third, fourth = _halves(right, ROWS, HALF)
-            _write(OUT, BIAS, first, targets, inside, column, 0, WRITES, HAS_BIAS, QUARTER)
-            _write(OUT, BIAS, second, targets, inside, column, QUARTER, WRITES, HAS_BIAS, QUARTER)
-            _write(OUT, BIAS, third, targets, inside, column, HALF, WRITES, HAS_BIAS, QUARTER)
-            _write(OUT, BIAS, fourth, targets, inside, column, HALF + QUARTER, WRITES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, first, targets, inside, column, 0, REDUCES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, second, targets, inside, column, QUARTER, REDUCES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, third, targets, inside, column, HALF, REDUCES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, fourth, targets, inside, column, HALF + QUARTER, REDUCES, HAS_BIAS, QUARTER)
 
 
 @triton.jit
@@ -209,14 +182,9 @@ def _gemm_k_kernel(
     COUNTS,
     TILES,
     NUM_TILES,
-    OFFSETS,
-    RANK,
     M,
-    N_G,
     runs,
     first_column,
-    first_out_column,
-    only_block,
     stride_h,
     stride_w,
     stride_out,
@@ -227,8 +195,7 @@ def _gemm_k_kernel(
     BLOCK_K: tl.constexpr,
     RUN: tl.constexpr,
     PIECES: tl.constexpr,
-    WRITES: tl.constexpr,
-    PACKED: tl.constexpr,
+    REDUCES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BY_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -236,16 +203,10 @@ def _gemm_k_kernel(
     STEPS: tl.constexpr = G // BLOCK_K
     ks = tl.arange(0, BLOCK_K)
     channels = tl.arange(0, BLOCK_N)
-    if WRITES == 2:
-        num_items = tl.cdiv(tl.load(COUNTS + only_block), BLOCK_M) * runs
-    else:
-        num_items = tl.load(NUM_TILES) * runs
+    num_items = tl.load(NUM_TILES) * runs
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        row_tile = item // runs
-        block = only_block
-        if WRITES != 2:
-            block = tl.load(TILES + 2 * (item // runs))
-            row_tile = tl.load(TILES + 2 * (item // runs) + 1)
+        block = tl.load(TILES + 2 * (item // runs))
+        row_tile = tl.load(TILES + 2 * (item // runs) + 1)
         count = tl.load(COUNTS + block)
         places = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = places < count
@@ -255,9 +216,7 @@ def _gemm_k_kernel(
         groups, num_groups = _union_of(pattern, S)
         wide_pattern = tl.broadcast_to(pattern[:, None], (BLOCK_M, BLOCK_K))
         first_channel = block * (S * G)
-        h_places = H + rows[:, None] * stride_h + ks[None, :]
-        if not PACKED:
-            h_places += first_channel
+        h_places = H + rows[:, None] * stride_h + ks[None, :] + first_channel
         # A tile without any group still writes its zeros: it multiplies nothing but masked rows.
         num_steps = tl.maximum(num_groups, 1) * STEPS
         part = (item % runs) * (RUN * BLOCK_N)
@@ -268,14 +227,7 @@ def _gemm_k_kernel(
             member = (groups >> (4 * (step // STEPS))) & 15
             channel = (step % STEPS) * BLOCK_K
             column = first_column + part
-            if PACKED:
-                executes = ((pattern >> member) & 1) != 0
-                group = block * S + member
-                packed_rows = tl.load(RANK + rows * N_G + group, mask=executes, other=0) + tl.load(OFFSETS + group)
-                a_places = H + packed_rows.to(tl.int64)[:, None] * stride_h + (channel + ks)[None, :]
-            else:
-                a_places = h_places + (member * G + channel)
-            a = tl.load(a_places, mask=((wide_pattern >> member) & 1) != 0, other=0.0)
+            a = tl.load(h_places + (member * G + channel), mask=((wide_pattern >> member) & 1) != 0, other=0.0)
             if BY_TMA:
                 b = W.load([column, first_channel + member * G + channel])
             else:
@@ -286,15 +238,173 @@ def _gemm_k_kernel(
             if RUN > 1:
                 ends = step == num_steps
                 if ends:
-                    targets = rows * stride_out + first_out_column + part
+                    targets = rows * stride_out + part
                     _write_tile(
-                        OUT, BIAS, total, targets, inside, column, WRITES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
+                        OUT, BIAS, total, targets, inside, column, REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
                     )  # fmt: skip
                     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 step = tl.where(ends, 0, step)
                 part = tl.where(ends, part + BLOCK_N, part)
         if RUN == 1:
-            targets = rows * stride_out + first_out_column + part
+            targets = rows * stride_out + part
             _write_tile(
-                OUT, BIAS, total, targets, inside, first_column + part, WRITES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
+                OUT, BIAS, total, targets, inside, first_column + part, REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
             )  # fmt: skip
+
+
+def _drain(total: torch.Tensor, out: torch.Tensor, column: int, bias: torch.Tensor | None, *, clears: bool) -> None:
+    """Write float32 columns (plus bias) to columns of `out` from `column` on; optionally leave zeros behind."""
+    num_rows, num_columns = total.shape
+    block = min(1024, triton.next_power_of_2(num_columns))
+    grid = (triton.cdiv(num_rows, 4), triton.cdiv(num_columns, block))
+    _drain_kernel[grid](
+        total,
+        out,
+        out if bias is None else bias,
+        num_rows,
+        num_columns,
+        column,
+        total.stride(0),
+        out.stride(0),
+        HAS_BIAS=bias is not None,
+        CLEARS=clears,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _drain_kernel(
+    TOTAL,
+    OUT,
+    BIAS,
+    M,
+    N,
+    first_column,
+    stride_total,
+    stride_out,
+    HAS_BIAS: tl.constexpr,
+    CLEARS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * 4 + tl.arange(0, 4)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    places = TOTAL + rows.to(tl.int64)[:, None] * stride_total + columns[None, :]
+    values = tl.load(places, mask=inside, other=0.0)
+    if CLEARS:
+        # The compiler may give load and store different threads: without this, one clears what another has yet to read.
+        tl.debug_barrier()
+        tl.store(places, tl.zeros_like(values), mask=inside)
+    if HAS_BIAS:
+        values += tl.load(BIAS + first_column + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    out = OUT + rows.to(tl.int64)[:, None] * stride_out + (first_column + columns)[None, :]
+    tl.store(out, values.to(OUT.dtype.element_ty), mask=inside)
+
+
+# Rows of one consumer, what one warp group's product instruction takes, and consumers of a tile.
+_UNIT_ROWS, _UNITS = 64, 2
+_COSTS = 9
+# Every program that describes a tile of a single list reads all patterns: 64 KB.
+_MAX_ROWS_READ = 2**14
+
+
+def describe(order: PatternReordering) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what tiles of two times 64 rows execute, those with many groups first; one launch or three, none waits.
+
+    Args:
+        order: With one super-block.
+
+    Returns:
+        (row tile, unions of its units) of each tile, int32 [capacity, 2], a union takes 8 bits; and how many tiles
+        there are, int32 [1].
+    """
+    num_rows = order.index.shape[1]
+    row_tiles = triton.cdiv(num_rows, _UNITS * _UNIT_ROWS)
+    new: dict[str, Any] = {"dtype": torch.int32, "device": order.index.device}
+    items = torch.empty(row_tiles, 2, **new)
+    if num_rows <= _MAX_ROWS_READ:
+        num_items = torch.empty(1, **new)
+        _one_list_kernel[(row_tiles,)](
+            order.patterns, order.counts, items, num_items,
+            UNITS=_UNITS, TILES=triton.next_power_of_2(row_tiles), S=order.groups_per_block, num_warps=8,
+        )  # fmt: skip
+        return items, num_items
+    unions = torch.empty(row_tiles, **new)
+    places = torch.empty(row_tiles, **new)
+    # How many tiles have each cost, then the number of all.
+    found = torch.zeros(_COSTS + 1, **new)
+    _unions_kernel[(row_tiles,)](
+        order.patterns, order.counts, unions, places, found,
+        UNITS=_UNITS, S=order.groups_per_block, num_warps=1,
+    )  # fmt: skip
+    _items_kernel[(triton.cdiv(row_tiles, 128),)](unions, places, found, items, row_tiles, num_warps=4)
+    return items, found[_COSTS:]
+
+
+@triton.jit
+def _number_of_groups(union, S: tl.constexpr):
+    number = union * 0
+    for bit in tl.static_range(S):
+        number += (union >> bit) & 1
+    return number
+
+
+@triton.jit
+def _one_list_kernel(
+    PATTERNS, COUNTS, ITEMS, NUM_ITEMS,
+    UNITS: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Find the place of one tile: every program looks at all tiles, so that nobody waits for another launch."""
+    row_tile = tl.program_id(0)
+    count = tl.load(COUNTS)
+    ROWS: tl.constexpr = UNITS * 64
+    tiles = tl.arange(0, TILES)
+    rows = tl.arange(0, UNITS * 64)
+    places = tiles[:, None] * ROWS + rows[None, :]
+    union = tl.reduce(tl.load(PATTERNS + places, mask=places < count, other=0), 1, _either)
+    cost = tl.where(tiles * ROWS < count, _number_of_groups(union, S), -1)
+    own = tl.sum(tl.where(tiles == row_tile, cost, 0), 0)
+    place = tl.sum(((cost > own) | ((cost == own) & (tiles < row_tile))).to(tl.int32), 0)
+    units = tl.arange(0, UNITS)
+    mine = row_tile * ROWS + units[:, None] * 64 + tl.arange(0, 64)[None, :]
+    unions = tl.reduce(tl.load(PATTERNS + mine, mask=mine < count, other=0), 1, _either)
+    if own >= 0:
+        tl.store(ITEMS + 2 * place, row_tile)
+        tl.store(ITEMS + 2 * place + 1, tl.sum(unions << (8 * units), 0))
+    if row_tile == 0:
+        tl.store(NUM_ITEMS, (count + ROWS - 1) // ROWS)
+
+
+@triton.jit
+def _unions_kernel(PATTERNS, COUNTS, UNIONS, PLACES, FOUND, UNITS: tl.constexpr, S: tl.constexpr):
+    row_tile = tl.program_id(0)
+    count = tl.load(COUNTS)
+    if row_tile * (UNITS * 64) < count:
+        units = tl.arange(0, UNITS)
+        places = row_tile * (UNITS * 64) + units[:, None] * 64 + tl.arange(0, 64)[None, :]
+        pattern = tl.load(PATTERNS + places, mask=places < count, other=0)
+        union = tl.reduce(pattern, 1, _either)
+        every = tl.reduce(union, 0, _either)
+        cost = _number_of_groups(every, S)
+        tl.store(UNIONS + row_tile, tl.sum(union << (8 * units), 0))
+        # Place among the tiles of the same cost; which comes first does not matter.
+        place = tl.atomic_add(FOUND + cost, 1, sem="relaxed")
+        tl.store(PLACES + row_tile, cost * 16777216 + place)
+        tl.atomic_add(FOUND + 9, 1, sem="relaxed")
+    else:
+        tl.store(PLACES + row_tile, -1)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _items_kernel(UNIONS, PLACES, FOUND, ITEMS, capacity):
+    item = tl.program_id(0) * 128 + tl.arange(0, 128)
+    packed = tl.load(PLACES + item, mask=item < capacity, other=-1)
+    union = tl.load(UNIONS + item, mask=packed >= 0, other=0)
+    cost = packed >> 24
+    place = packed & 16777215
+    for other in tl.static_range(9):
+        found = tl.load(FOUND + other)
+        place += tl.where(cost < other, found, 0)
+    tl.store(ITEMS + 2 * place, item, mask=packed >= 0)
+    tl.store(ITEMS + 2 * place + 1, union, mask=packed >= 0)

@@ -6,10 +6,6 @@ import torch
 
 from wide.kernels.device import device_facts
 
-# How sums reach the output: stored in its type, or reduced into float32 by the consumers, 2 or 4 columns of a thread at
-# once.
-STORE, REDUCE_PAIRS, REDUCE_QUADS = 0, 1, 2
-
 
 class KTile(NamedTuple):
     """Tile of the Triton kernel; the rows of a tile come from `PatternReordering.block_m`.
@@ -38,24 +34,6 @@ class KTile(NamedTuple):
     run: int = 1
 
 
-class HopperKTile(NamedTuple):
-    """Tile of the warp-specialised kernel of sm_90.
-
-    Args:
-        units: Consumers of a program, 64 rows each: two; three were slower.
-        block_n: Output columns of a tile; divides the output width.
-        num_stages: Pipeline stages of 64 reduction elements.
-        slab: Output columns swept at a time, a multiple of block_n; 0 means as many as take 32 MB of float32.
-        writes: How sums reach the output: 1 reduces pairs, 2 quads; with one sort over all groups they are stored.
-    """
-
-    units: int
-    block_n: int
-    num_stages: int
-    slab: int
-    writes: int
-
-
 class StoredKTile(NamedTuple):
     """Tile of the kernel of sm_90 in CUDA C++, which stores each row once; it has only this one.
 
@@ -66,11 +44,6 @@ class StoredKTile(NamedTuple):
 
     rows: int = 128
     columns: int = 256
-
-
-def default_hopper_tile(width: int) -> HopperKTile:
-    """Return a tile that fits an output of this width; measured tables replace it."""
-    return HopperKTile(2, largest_tile(width, 256), 4, 0, REDUCE_QUADS)
 
 
 def largest_tile(size: int, limit: int) -> int:

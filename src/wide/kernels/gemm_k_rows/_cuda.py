@@ -1,43 +1,16 @@
 """GEMM-K for Hopper in CUDA C++ (gemm_k_rows.cu), over one order of rows: stored once, nothing is reduced."""
 
-import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from wide.kernels.device import device_facts
-from wide.kernels.native.build import HOPPER, cubin
-from wide.kernels.native.launch import Kernel
+from wide.kernels.native.launch import product
 from wide.kernels.reordering import RowReordering
-from wide.kernels.tuning import default_path
 
-# A ring of four stages of 48 KB, 32 KB in which finished rows are rearranged, barriers.
-_SHARED_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
-_THREADS = 384
+SOURCE = Path(__file__).with_name("gemm_k_rows.cu")
 # A box of weights in shared memory: rows, and elements of a 128-byte line.
 _BOX = (256, 64)
-
-
-class Variant(NamedTuple):
-    """What is compiled in, as gemm_k_rows.cu names it."""
-
-    WORDS: int
-    HAS_BIAS: int
-    FLOAT16: int
-
-
-def machine_code(variant: Variant, folder: Path) -> bytes:
-    """Return the compiled kernel, from `folder` if it was compiled before."""
-    macros = {**variant._asdict(), "SHARED_BYTES": _SHARED_BYTES}
-    source = Path(__file__).with_name("gemm_k_rows.cu")
-    return cubin(source, folder, architecture="sm_90a", macros=macros, header=HOPPER)
-
-
-@functools.cache
-def _kernel(variant: Variant) -> Kernel:
-    code = machine_code(variant, default_path().parent / "kernels")
-    return Kernel(code, "gemm_k_rows", threads=_THREADS, shared_bytes=_SHARED_BYTES, instead="dense")
 
 
 def gemm_k_rows(
@@ -46,8 +19,8 @@ def gemm_k_rows(
     """Run `gemm_k_rows_reference`."""
     num_rows, width = h.shape[0], weight.shape[0]
     out = h.new_empty(num_rows, width)
-    words = order.words.shape[0]
-    kernel = _kernel(Variant(WORDS=words, HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16)))
+    variant = {"HAS_BIAS": int(bias is not None), "FLOAT16": int(h.dtype == torch.float16)}
+    kernel = product(SOURCE, "dense", WORDS=order.words.shape[0], **variant)
     kernel(
         h.device,
         device_facts(h.device).num_sms,
@@ -55,10 +28,7 @@ def gemm_k_rows(
         h,
         out,
         out if bias is None else bias,
-        order.index,
-        order.words,
-        order.unions,
-        order.items,
+        *order,
         num_rows,
         width,
         group_size,

@@ -12,7 +12,6 @@ def gemm_k_rows_reference(
     *,
     group_size: int,
     bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return y[m] = sum over the groups g that row m executes of h[m, channels of g] W[:, channels of g]^T + bias.
 
@@ -22,11 +21,9 @@ def gemm_k_rows_reference(
         order: Rows in one order over all groups.
         group_size: Channels of a group, G.
         bias: [N]; added to every row.
-        mask: bool [M, N_G]; read by the dense backend only.
 
     Source: paper, section 4.2 (K-axis operators).
     """
-    del mask
     num_groups = weight.shape[1] // group_size
     out = torch.zeros(h.shape[0], weight.shape[0], dtype=torch.float32, device=h.device)
     for group in range(num_groups):

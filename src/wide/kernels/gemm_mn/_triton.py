@@ -19,7 +19,6 @@ def gemm_mn(
     bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
     activation: str,
-    packed: bool,
     mask: torch.Tensor | None,
     tile: tuple[int, ...],
 ) -> torch.Tensor:
@@ -29,7 +28,7 @@ def gemm_mn(
     num_groups = order.counts.numel()
     size = width // num_groups
     block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by = tile
-    out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, width))
+    out = x.new_empty(num_rows, width)
     w, w_up = _weight_arguments(weight, up_weight, block_n, block_k, weights_by)
     capacity = order.tiles.shape[0] * (size // block_n)
     grid = (min(capacity, ctas_per_sm * device_facts(x.device).num_sms),)
@@ -42,7 +41,6 @@ def gemm_mn(
         weight if up_bias is None else up_bias,
         order.index,
         order.counts,
-        order.offsets,
         order.tiles,
         order.num_tiles,
         order.counts if mask is None else mask.view(torch.uint8),
@@ -61,7 +59,6 @@ def gemm_mn(
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         HAS_UP_BIAS=up_bias is not None,
-        PACKED=packed,
         ZEROES=mask is not None,
         WEIGHTS_BY=weights_by,
         WHOLE_K=depth % block_k == 0,
@@ -141,7 +138,6 @@ def _gemm_mn_kernel(
     UP_BIAS,
     INDEX,
     COUNTS,
-    OFFSETS,
     TILES,
     NUM_TILES,
     MASK,
@@ -161,7 +157,6 @@ def _gemm_mn_kernel(
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
-    PACKED: tl.constexpr,
     ZEROES: tl.constexpr,
     WEIGHTS_BY: tl.constexpr,
     WHOLE_K: tl.constexpr,
@@ -188,8 +183,7 @@ def _gemm_mn_kernel(
         places = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         # Rows beyond the count read row 0 and are never stored.
         rows = tl.load(INDEX + group * M + places, mask=places < count, other=0).to(tl.int64)
-        part = (tile % PARTS) * BLOCK_N
-        column = group * G + part
+        column = group * G + (tile % PARTS) * BLOCK_N
         if ZEROES:
             # Each tile of a group clears its share of all rows; the writes go out while the products run.
             share = tl.cdiv(M, tl.cdiv(count, BLOCK_M))
@@ -229,10 +223,7 @@ def _gemm_mn_kernel(
             if HAS_UP_BIAS:
                 up += tl.load(UP_BIAS + column + channels).to(tl.float32)[None, :]
             values = values * up
-        if PACKED:
-            target = (tl.load(OFFSETS + group) + places).to(tl.int64) * stride_out + part
-        else:
-            target = rows * stride_out + column
+        target = rows * stride_out + column
         out = OUT + target[:, None] + channels[None, :]
         tl.store(out, values.to(OUT.dtype.element_ty), mask=(places < count)[:, None])
 

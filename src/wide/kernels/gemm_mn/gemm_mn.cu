@@ -7,7 +7,7 @@
 // Of a remainder of at most 128 rows (a short tile) each program takes half of the channels. One of at most 64 rows is thin:
 // what takes time there is the way of a stage from memory, so a stage holds two steps of it.
 //
-// Compiled for each combination of: GATED; ACTIVATION 0 none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_BIAS, HAS_UP_BIAS; PACKED;
+// Compiled for each combination of: GATED; ACTIVATION 0 none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_BIAS, HAS_UP_BIAS;
 // FLOAT16 (else bfloat16), behind native/hopper.cuh. Parameters are described at `gemm_mn` in _cuda.py.
 
 constexpr int CLUSTER = 2, STAGES = 4;
@@ -120,7 +120,7 @@ __device__ __forceinline__ float activate(float v) {
 // Leaving: a consumer has waited for all bytes of all its rounds, and arrives elsewhere before the last cluster barrier.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_map, const u16* __restrict__ x, u16* __restrict__ out, const u16* __restrict__ bias,
-        const u16* __restrict__ up_bias, const int* __restrict__ index, const int* __restrict__ counts, const int* __restrict__ offsets, const int* __restrict__ tiles,
+        const u16* __restrict__ up_bias, const int* __restrict__ index, const int* __restrict__ counts, const int* __restrict__ tiles,
         const int* __restrict__ num_tiles, int M, int K, int size, int stride_x, int stride_out) {
   extern __shared__ __align__(1024) unsigned char raw[];
   const u32 base = smem_of(raw);
@@ -225,11 +225,7 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
     for (int turn = 0; turn < turns; ++turn) {
       const Item after = items.at(turn + 2, turns);
       const int next_count = load_count(counts, next);
-#if PACKED
-      const int listed = load_int(offsets + max(item.group, 0)) + item.first + place;
-#else
       const int listed = load_row(index, item, place, M);
-#endif
       // All steps of one item, and its way out.
       auto multiply = [&](auto width) {
         constexpr int N = decltype(width)::value, CHANNELS = GATED ? N / 2 : N;
@@ -317,7 +313,7 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
                          : "memory");
           }
           __syncwarp();
-          u16* const to = out + (PACKED ? 0 : item.group * size) + channel + lane % LANES * 8;
+          u16* const to = out + item.group * size + channel + lane % LANES * 8;
 #pragma unroll
           for (int i = 0; i < LANES / 2; ++i) {
             const int r = 32 / LANES * i + lane / LANES;

@@ -26,7 +26,6 @@ def gemm_mn_reference(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str = "none",
-    packed: bool = False,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return act(x W^T) or act(x W^T) * (x W_up^T) on the channels of executing (row, group) pairs only.
@@ -39,28 +38,24 @@ def gemm_mn_reference(
         bias: [N].
         up_bias: [N] of gated FFNs.
         activation: One of `ACTIVATIONS`.
-        packed: Return [M * N_G, G] with the rows of group g from `order.offsets[g]` on, instead of [M, N].
-        mask: bool [M, N_G]; if given, skipped channels of the [M, N] output are zero, otherwise unspecified.
+        mask: bool [M, N_G]; if given, skipped channels are zero, otherwise unspecified.
 
     Source: paper, section 4.2 (N-axis operators).
     """
     num_rows, width = x.shape[0], weight.shape[0]
     num_groups = order.counts.numel()
     size = width // num_groups
-    out = x.new_empty((num_rows * num_groups, size) if packed else (num_rows, width))
+    out = x.new_empty(num_rows, width)
     if mask is not None:
         out.zero_()
-    for group, (count, offset) in enumerate(zip(order.counts.tolist(), order.offsets.tolist(), strict=False)):
+    for group, count in enumerate(order.counts.tolist()):
         rows = order.index[group, :count].long()
         channels = slice(group * size, (group + 1) * size)
         values = _product(x[rows], weight, bias, channels)
         values = activate(values, activation)
         if up_weight is not None:
             values = values * _product(x[rows], up_weight, up_bias, channels)
-        if packed:
-            out[offset : offset + count] = values.to(x.dtype)
-        else:
-            out[rows, channels] = values.to(x.dtype)
+        out[rows, channels] = values.to(x.dtype)
     return out
 
 

@@ -33,22 +33,6 @@ class MnTile(NamedTuple):
     weights_by: int = 0
 
 
-class HopperMnTile(NamedTuple):
-    """Tile of the warp-specialised kernel of sm_90.
-
-    Args:
-        units: Consumers of a program, 64 rows each: two; three were slower.
-        block_n: Weight rows of a tile, gate and up together.
-        num_stages: Pipeline stages of 64 reduction elements.
-        wide_stores: 1 to rearrange finished tiles for 16-byte stores, else 0.
-    """
-
-    units: int
-    block_n: int
-    num_stages: int
-    wide_stores: int
-
-
 class ClusterMnTile(NamedTuple):
     """Tile of the kernel of sm_90 in CUDA C++, whose programs share weights; it has only this one.
 
@@ -59,11 +43,6 @@ class ClusterMnTile(NamedTuple):
 
     rows: int = 256
     weight_rows: int = 256
-
-
-def default_hopper_tile(group_size: int, *, gated: bool) -> HopperMnTile:
-    """Return a tile that fits groups of this size; measured tables replace it."""
-    return HopperMnTile(2, largest_tile(2 * group_size if gated else group_size, 256), 4, 1)
 
 
 def largest_tile(size: int, limit: int) -> int:

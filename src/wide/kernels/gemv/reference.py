@@ -15,10 +15,8 @@ def gemv_mn_reference(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str = "none",
-    zero_skipped: bool = False,
 ) -> torch.Tensor:
     """Compute every channel, then keep what executes; arguments as in `gemv_mn`."""
-    del zero_skipped
     values = activate(_product(x, weight, bias), activation)
     if up_weight is not None:
         values = values * _product(x, up_weight, up_bias)

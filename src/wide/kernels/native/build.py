@@ -13,6 +13,10 @@ from wide.errors import UnsupportedBackendError
 
 HOPPER = Path(__file__).with_name("hopper.cuh")
 """What the kernels for sm_90a share."""
+PRODUCT_THREADS = 384
+"""Of a block of a product: one warp group gathers, two multiply."""
+PRODUCT_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
+"""Shared memory of such a block: a ring of four stages of 48 KB, 32 KB where finished rows are rearranged, barriers."""
 _NEEDS = "kernels in CUDA C++ need cuda-bindings and NVRTC, which CUDA builds of PyTorch depend on"
 
 
@@ -87,6 +91,21 @@ def cubin(
     with contextlib.suppress(OSError):
         _keep(code, kept)
     return code
+
+
+def product_code(source: Path, variant: Mapping[str, int], folder: Path) -> bytes:
+    """Return the machine code of a product for Hopper, from `folder` if it was compiled before.
+
+    Args:
+        source: Its file.
+        variant: What is compiled in, as the source names it.
+        folder: As in `cubin`.
+
+    Raises:
+        UnsupportedBackendError: As in `cubin`.
+    """
+    macros = {**variant, "SHARED_BYTES": PRODUCT_BYTES}
+    return cubin(source, folder, architecture="sm_90a", macros=macros, header=HOPPER)
 
 
 def _keep(code: bytes, path: Path) -> None:

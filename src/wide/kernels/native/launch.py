@@ -2,11 +2,18 @@
 
 import ctypes
 import functools
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from wide.errors import UnsupportedBackendError
+from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, product_code
+from wide.kernels.tuning import default_path
+
+# Elements of 16 bytes, which copies and maps are aligned to.
+_LINE = 8
 
 
 class _RefusedError(Exception):
@@ -103,6 +110,46 @@ class Kernel:
             _checked(driver.cuFuncSetAttribute(found, attribute, self._shared_bytes))
             self._functions[device] = found
         return found
+
+
+def product(source: Path, instead: str, **variant: int) -> Kernel:
+    """Return a product for Hopper, compiled and loaded when it is first asked for.
+
+    Args:
+        source: Its file, named like its function.
+        instead: As of `Kernel`.
+        variant: What is compiled in, as the source names it.
+
+    Raises:
+        UnsupportedBackendError: As of `Kernel`, or if the source cannot be compiled here.
+    """
+    return _product(source, instead, tuple(variant.items()))
+
+
+@functools.cache
+def _product(source: Path, instead: str, variant: tuple[tuple[str, int], ...]) -> Kernel:
+    code = product_code(source, dict(variant), default_path().parent / "kernels")
+    return Kernel(code, source.stem, threads=PRODUCT_THREADS, shared_bytes=PRODUCT_BYTES, instead=instead)
+
+
+def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[torch.Tensor | None]) -> str | None:
+    """Return why the products in CUDA C++ cannot read or write tensors, or None.
+
+    Args:
+        matrices: By name, with contiguous rows; the first one's dtype is that of all.
+        vectors: Biases.
+    """
+    given = {name: matrix for name, matrix in matrices.items() if matrix is not None}
+    dtype = next(iter(given.values())).dtype
+    steps = tuple(matrix.stride(0) for matrix in given.values())
+    if any(step % _LINE for step in steps):
+        return f"rows {steps} elements apart do not fit; the kernel in CUDA C++ wants multiples of {_LINE}"
+    every = (*given.values(), *(vector for vector in vectors if vector is not None))
+    if any(tensor.dtype != dtype or tensor.stride(-1) != 1 for tensor in every):
+        return f"weights and biases must be contiguous {dtype}, got {[tensor.dtype for tensor in every]}"
+    if any(matrix.data_ptr() % (2 * _LINE) for matrix in given.values()):
+        return f"{', '.join(given)} must begin at multiples of {2 * _LINE} bytes"
+    return None
 
 
 def _bind_context() -> None:

@@ -7,14 +7,13 @@ BAND = 8
 
 
 def reorder_reference(
-    mask: torch.Tensor, *, block_m: int, with_rank: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return index, counts, offsets, tiles, number of tiles and rank as described at `Reordering`.
+    mask: torch.Tensor, *, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return index, counts, offsets, tiles and number of tiles as described at `Reordering`.
 
     Args:
         mask: True = execute, bool [M, N_G].
         block_m: Rows in a tile.
-        with_rank: Whether rank is wanted; it is empty otherwise.
 
     Source: paper, section 4.1 (token reordering); the permutation is stable.
     """
@@ -25,12 +24,7 @@ def reorder_reference(
     counts = columns.sum(1, dtype=torch.int32)
     offsets = torch.zeros(num_groups + 1, dtype=torch.int32, device=mask.device)
     offsets[1:] = counts.cumsum(0)
-    rank = torch.empty(0, dtype=torch.int32, device=mask.device)
-    if with_rank:
-        place = columns.cumsum(1, dtype=torch.int32) - 1
-        rank = torch.where(columns, place, -1).t().contiguous()
-    tiles, num_tiles = _tiles_in_bands(counts, num_rows, block_m)
-    return index, counts, offsets, tiles, num_tiles, rank
+    return index, counts, offsets, *_tiles_in_bands(counts, num_rows, block_m)
 
 
 def _tiles_in_bands(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Rotary position embedding that also fills the KV cache."""
 
-from wide.kernels.rope.operator import ROPE, rope_to_cache
+from wide.kernels.rope.cases import ROPE
+from wide.kernels.rope.op import rope_to_cache
 
 __all__ = ["ROPE", "rope_to_cache"]

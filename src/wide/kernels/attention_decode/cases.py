@@ -1,0 +1,86 @@
+"""What `attention_decode` promises: its cases, and what a right result is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.contract import Case, Operator, Work, backends, random_mask, random_values, relative_error
+from wide.kernels.device import half_obstacle
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    sizes = case.sizes
+    batch, room = sizes["batch"], sizes["key_len"]
+    cache_shape = (batch, room, sizes["num_kv_heads"], sizes["head_dim"])
+    q = random_values(case, (batch, sizes["num_query_heads"], sizes["head_dim"]), device, salt=1)
+    k = random_values(case, cache_shape, device, salt=2)
+    v = random_values(case, cache_shape, device, salt=3)
+    mask = random_mask(case, (batch, sizes["num_groups"]), device)
+    # Ragged: full, then ever shorter, down to an empty cache.
+    lengths = (room - torch.arange(batch, device=device) * sizes.get("ragged", 0)).clamp_min(0).int()
+    starts = (torch.arange(batch, device=device) * sizes.get("padding", 0)).int()
+    places = torch.arange(room, device=device)
+    unused = (places >= lengths[:, None]) | (places < starts[:, None])
+    k[unused] = v[unused] = float("nan")
+    if sizes["num_groups"] == sizes["num_kv_heads"]:
+        skipped = ~mask[:, None, :].expand(-1, room, -1)
+        k[skipped] = v[skipped] = float("nan")
+    return {"q": q, "k": k, "v": v, "lengths": lengths, "mask": mask, "starts": starts, **case.options}
+
+
+def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
+    heads = arguments["mask"].repeat_interleave(got.shape[1] // arguments["mask"].shape[1], 1)
+    if not torch.equal(got[~heads], torch.zeros_like(got[~heads])):
+        return float("inf")
+    return relative_error(got[heads], wanted[heads])
+
+
+def _work(case: Case) -> Work:
+    sizes = case.sizes
+    pairs = case.active * sizes["batch"] * sizes["key_len"]
+    width = sizes["head_dim"] * case.dtype.itemsize
+    ends = sizes["batch"] * sizes["num_query_heads"] * width
+    return Work(
+        flop=int(4 * pairs * sizes["num_query_heads"] * sizes["head_dim"]),
+        bytes_read=int(2 * pairs * sizes["num_kv_heads"] * width + ends),
+        bytes_written=ends,
+    )
+
+
+def _case(batch: int, room: int, heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
+    sizes = {
+        "batch": batch,
+        "key_len": room,
+        "num_query_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "num_groups": heads[2],
+        "head_dim": head_dim,
+        "ragged": more.pop("ragged", 0),
+        "padding": more.pop("padding", 0),
+    }
+    active = more.pop("active", 0.5)
+    return Case(sizes=sizes, dtype=more.pop("dtype", torch.float16), active=active, options=more)
+
+
+ATTENTION_DECODE = Operator(
+    name="attention_decode",
+    backends=backends(attention_decode, triton=lambda device, case: half_obstacle(device, case.dtype)),
+    cases=(
+        _case(1, 1, (4, 2, 2), 64, active=1.0),
+        _case(2, 3, (4, 1, 1), 128, active=1.0),
+        _case(3, 17, (4, 4, 4), 64, active=0.0),
+        _case(5, 64, (8, 2, 2), 96, ragged=21),
+        _case(3, 127, (8, 4, 4), 64, ragged=50, padding=11),
+        _case(3, 127, (6, 2, 1), 64, window=20, padding=60),
+        _case(2, 100, (12, 4, 6), 64, soft_cap=2.0, scale=0.3),
+        _case(2, 40, (4, 1, 2), 256),
+        _case(2, 90, (14, 2, 2), 64, dtype=torch.float32, active=0.8),
+        _case(1, 300, (32, 8, 8), 64, active=0.5),
+    ),
+    build=_build,
+    compare=_compare,
+    tolerance={torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5},
+    work=_work,
+)

@@ -1,0 +1,121 @@
+"""What `attention_prefill` promises: its cases, and what a right result is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wide.kernels.attention_prefill.op import attention_prefill, fits
+from wide.kernels.attention_prefill.reference import executed
+from wide.kernels.contract import (
+    Case,
+    Operator,
+    Supports,
+    Work,
+    backends,
+    random_mask,
+    random_values,
+    relative_error,
+)
+from wide.kernels.reordering import SequenceReordering
+
+
+def _supports(backend: str) -> Supports:
+    def supports(device: torch.device, case: Case) -> str | None:
+        limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding", 0)
+        has_offset = case.options.get("is_causal", True) and case.sizes["query_len"] != case.sizes["key_len"]
+        options = {"is_plain": not limited, "has_offset": has_offset}
+        return fits(backend, device, case.dtype, head_dim=case.sizes["head_dim"], **options)
+
+    return supports
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    sizes = case.sizes
+    batch, num_queries, num_heads, head_dim = (sizes[n] for n in ("batch", "query_len", "num_query_heads", "head_dim"))
+    keys_shape = (batch, sizes["key_len"], sizes["num_kv_heads"], head_dim)
+    mask = random_mask(case, (batch, num_queries, sizes["num_groups"]), device)
+    places = torch.arange(num_queries, device=device)
+    # Executing tokens first, in order; what follows them must not matter, so it is out of range.
+    order = torch.argsort(torch.where(mask, 0, num_queries) + places[:, None], dim=1).transpose(1, 2)
+    counts = mask.sum(1).int()
+    arguments: dict[str, Any] = {
+        "q": random_values(case, (batch, num_queries, num_heads, head_dim), device, salt=1),
+        "k": random_values(case, keys_shape, device, salt=2),
+        "v": random_values(case, keys_shape, device, salt=3),
+        "reordering": SequenceReordering(
+            torch.where(places < counts[..., None], order, 1 << 30).int().contiguous(), counts
+        ),
+        **case.options,
+    }
+    skipped = ~mask.repeat_interleave(num_heads // sizes["num_groups"], 2)
+    arguments["q"][skipped] = float("nan")
+    if sizes.get("padding", 0):
+        starts = (torch.arange(batch, device=device) * sizes["padding"]).clamp_max(sizes["key_len"]).int()
+        padding = torch.arange(sizes["key_len"], device=device) < starts[:, None]
+        arguments["k"][padding] = arguments["v"][padding] = float("nan")
+        arguments["starts"] = starts
+    return arguments
+
+
+def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
+    index, counts = arguments["reordering"]
+    mask = executed(index, counts, got.shape[1])
+    heads = mask.repeat_interleave(got.shape[2] // mask.shape[2], 2)
+    if arguments.get("zero_skipped") and got[~heads].any():
+        return float("inf")
+    return relative_error(got[heads], wanted[heads])
+
+
+def _work(case: Case) -> Work:
+    sizes = case.sizes
+    queries, keys = sizes["query_len"], sizes["key_len"]
+    seen = queries * keys - (queries * (queries - 1) // 2 if case.options.get("is_causal", True) else 0)
+    rows = case.active * sizes["batch"] * sizes["num_query_heads"]
+    width = case.dtype.itemsize * sizes["head_dim"]
+    return Work(
+        flop=int(4 * sizes["head_dim"] * rows * seen),
+        bytes_read=int(width * (rows * queries + 2 * sizes["batch"] * keys * sizes["num_kv_heads"])),
+        bytes_written=int(width * rows * queries),
+    )
+
+
+def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
+    sizes = {
+        "batch": 2,
+        "query_len": lengths[0],
+        "key_len": lengths[1],
+        "num_query_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "num_groups": heads[2],
+        "head_dim": head_dim,
+        "padding": more.pop("padding", 0),
+    }
+    active = more.pop("active", 0.5)
+    return Case(sizes=sizes, dtype=more.pop("dtype", torch.float16), active=active, options=more)
+
+
+ATTENTION_PREFILL = Operator(
+    name="attention_prefill",
+    backends=backends(attention_prefill, **{name: _supports(name) for name in ("triton", "gluon", "dense")}),
+    cases=(
+        _case((1, 1), (4, 2, 2), 64),
+        _case((3, 3), (4, 1, 1), 128, active=1.0),
+        _case((17, 17), (4, 4, 2), 64, active=0.0, zero_skipped=True),
+        _case((64, 64), (4, 2, 4), 96, zero_skipped=True),
+        _case((127, 127), (8, 2, 2), 64),
+        _case((17, 80), (6, 2, 2), 64),
+        _case((40, 40), (4, 2, 2), 64, padding=19),
+        _case((40, 73), (4, 2, 2), 64, padding=33, window=21),
+        _case((127, 127), (2, 1, 1), 64, window=8, active=0.9),
+        _case((33, 50), (2, 1, 2), 64, soft_cap=2.0, scale=0.3),
+        _case((33, 20), (3, 1, 1), 64, is_causal=False, padding=5),
+        _case((20, 20), (2, 1, 1), 256, active=0.7),
+        _case((50, 50), (12, 4, 6), 64, dtype=torch.float32),
+        _case((30, 45), (14, 2, 1), 64, active=0.3),
+    ),
+    build=_build,
+    compare=_compare,
+    tolerance={torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5},
+    work=_work,
+)

@@ -1,0 +1,67 @@
+"""What `clear_skipped` promises: its cases, and what a right result is."""
+
+from typing import Any
+
+import torch
+
+from wide.kernels.clear_skipped.op import clear_skipped
+from wide.kernels.clear_skipped.reference import clear_skipped_reference
+from wide.kernels.contract import (
+    Backend,
+    Case,
+    Operator,
+    Work,
+    anywhere,
+    compare_exactly,
+    named,
+    on_triton,
+    random_mask,
+    random_values,
+)
+
+
+def _run_triton(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # The contract compares what is returned, and all backends get the same arguments.
+    copy = values.clone()
+    clear_skipped(copy, mask, backend="triton")
+    return copy
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    rows, groups, size = named(case, "num_rows", "num_groups", "group_size")
+    mask = random_mask(case, (rows, groups), device)
+    values = random_values(case, (rows, groups * size), device, salt=1)
+    values.unflatten(1, (groups, size))[~mask] = float("nan")
+    return {"values": values, "mask": mask}
+
+
+def _work(case: Case) -> Work:
+    pairs = case.sizes["num_rows"] * case.sizes["num_groups"]
+    written = int((1 - case.active) * pairs * case.sizes["group_size"] * case.dtype.itemsize)
+    return Work(flop=0, bytes_read=pairs, bytes_written=written)
+
+
+def _case(sizes: tuple[int, int, int], active: float = 0.5, dtype: torch.dtype = torch.float16) -> Case:
+    names = ("num_rows", "num_groups", "group_size")
+    return Case(sizes=dict(zip(names, sizes, strict=True)), dtype=dtype, active=active)
+
+
+CLEAR_SKIPPED = Operator(
+    name="clear_skipped",
+    backends={
+        "torch": Backend(run=clear_skipped_reference, supports=anywhere),
+        "triton": Backend(run=_run_triton, supports=on_triton),
+    },
+    cases=(
+        _case((1, 1, 1)),
+        _case((3, 8, 512), active=0.0),
+        _case((17, 3, 24)),
+        _case((64, 4, 600), dtype=torch.float32),
+        _case((127, 112, 16), active=1.0),
+        _case((1000, 5, 13), active=0.9),
+    ),
+    build=_build,
+    compare=compare_exactly,
+    tolerance=dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0),
+    work=_work,
+)

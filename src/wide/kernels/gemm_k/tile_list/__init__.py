@@ -1,1 +1,0 @@
-"""The list of tiles that the Hopper kernel of GEMM-K runs."""

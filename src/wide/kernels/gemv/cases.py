@@ -1,0 +1,124 @@
+"""What `gemv_mn` and `gemv_k` promise: their cases, and what a right result is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import (
+    Case,
+    Operator,
+    Work,
+    anywhere,
+    backends,
+    compare_all,
+    random_mask,
+    random_values,
+    relative_error,
+)
+from wide.kernels.device import half_obstacle
+from wide.kernels.gemv.op import gemv_k, gemv_mn
+
+
+def _triton_supports(device: torch.device, case: Case) -> str | None:
+    return half_obstacle(device, case.dtype, multiplies=False)
+
+
+def _build_mn(case: Case, device: torch.device) -> dict[str, Any]:
+    sizes = case.sizes
+    width, width_in = sizes["num_groups"] * sizes["group_size"], sizes["width_in"]
+    options = dict(case.options)
+    mask = random_mask(case, (sizes["num_rows"], sizes["num_groups"]), device)
+    arguments = {
+        "x": random_values(case, (sizes["num_rows"], width_in), device, salt=1),
+        "weight": random_values(case, (width, width_in), device, salt=2) * width_in**-0.5,
+        "mask": mask,
+    }
+    is_gated = options.pop("is_gated", False)
+    if is_gated:
+        arguments["up_weight"] = random_values(case, (width, width_in), device, salt=3) * width_in**-0.5
+    if options.pop("has_bias", False):
+        arguments["bias"] = random_values(case, (width,), device, salt=4)
+        if is_gated:
+            arguments["up_bias"] = random_values(case, (width,), device, salt=5)
+    unused = ~mask.any(0).repeat_interleave(sizes["group_size"])
+    arguments["weight"][unused] = float("nan")
+    return {**arguments, **options}
+
+
+def _build_k(case: Case, device: torch.device) -> dict[str, Any]:
+    sizes = case.sizes
+    group_size, num_groups, width = sizes["group_size"], sizes["num_groups"], sizes["width_out"]
+    options = dict(case.options)
+    mask = random_mask(case, (sizes["num_rows"], num_groups), device)
+    h = random_values(case, (sizes["num_rows"], num_groups * group_size), device, salt=1)
+    weight = random_values(case, (width, num_groups * group_size), device, salt=2) * (num_groups * group_size) ** -0.5
+    h[~mask.repeat_interleave(group_size, 1)] = float("nan")
+    if options.pop("is_grouped", False):
+        weight = weight.view(width, num_groups, group_size).transpose(0, 1).contiguous()
+    bias = random_values(case, (width,), device, salt=3) if options.pop("has_bias", False) else None
+    return {"h": h, "weight": weight, "mask": mask, "bias": bias}
+
+
+def _compare_mn(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
+    executes = arguments["mask"].repeat_interleave(got.shape[1] // arguments["mask"].shape[1], 1)
+    if arguments.get("zero_skipped") and not torch.equal(got[~executes], torch.zeros_like(got[~executes])):
+        return float("inf")
+    return relative_error(got[executes], wanted[executes])
+
+
+def _work(case: Case) -> Work:
+    sizes = case.sizes
+    channels = sizes["num_groups"] * sizes["group_size"]
+    other = sizes.get("width_in", 0) or sizes["width_out"]
+    union = 1.0 - (1.0 - case.active) ** sizes["num_rows"]
+    weights = (2 if case.options.get("is_gated") else 1) * channels * other
+    return Work(
+        flop=int(2 * case.active * sizes["num_rows"] * weights),
+        bytes_read=int(case.dtype.itemsize * union * weights),
+        bytes_written=case.dtype.itemsize * sizes["num_rows"] * (channels if "width_in" in sizes else other),
+    )
+
+
+def _case(num_rows: int, groups: tuple[int, int], active: float, **more: Any) -> Case:
+    sizes = {"num_rows": num_rows, "num_groups": groups[0], "group_size": groups[1]}
+    sizes |= {name: more.pop(name) for name in ("width_in", "width_out") if name in more}
+    return Case(sizes=sizes, dtype=more.pop("dtype", torch.float16), active=active, options=more)
+
+
+_TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
+
+GEMV_MN = Operator(
+    name="gemv_mn",
+    backends=backends(gemv_mn, triton=_triton_supports, dense=anywhere),
+    cases=(
+        _case(1, (1, 16), 1.0, width_in=64),
+        _case(1, (5, 32), 0.5, width_in=100, has_bias=True),
+        _case(2, (4, 24), 0.5, width_in=128, is_gated=True, activation="silu", zero_skipped=True),
+        _case(3, (3, 16), 0.5, width_in=200, is_gated=True, activation="gelu_tanh", has_bias=True),
+        _case(4, (6, 12), 0.3, width_in=64, activation="relu2", zero_skipped=True),
+        _case(4, (3, 16), 0.0, width_in=64, zero_skipped=True),
+        _case(1, (4, 7), 0.5, width_in=65, dtype=torch.float32),
+    ),
+    build=_build_mn,
+    compare=_compare_mn,
+    tolerance=_TOLERANCE,
+    work=_work,
+)
+GEMV_K = Operator(
+    name="gemv_k",
+    backends=backends(gemv_k, triton=_triton_supports, dense=anywhere),
+    cases=(
+        _case(1, (1, 64), 1.0, width_out=16),
+        _case(1, (7, 32), 0.5, width_out=33, has_bias=True),
+        _case(2, (5, 128), 0.5, width_out=20),
+        _case(3, (6, 16), 0.5, width_out=24, is_grouped=True),
+        _case(4, (3, 24), 0.3, width_out=9, is_grouped=True, has_bias=True),
+        _case(4, (3, 16), 0.0, width_out=8),
+        _case(1, (4, 6), 0.5, width_out=5, dtype=torch.float32),
+    ),
+    build=_build_k,
+    compare=compare_all,
+    tolerance=_TOLERANCE,
+    work=_work,
+)

@@ -1,0 +1,96 @@
+"""What `reorder` and its kin promise: their cases, and what a right result is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import Case, Operator, Work, backends, compare_exactly, on_triton, random_mask
+from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reordering import PatternReordering, Reordering
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    shape = (case.sizes["num_rows"], case.sizes["num_groups"])
+    return {"mask": random_mask(case, shape, device), "block_m": case.sizes["block_m"], **case.options}
+
+
+def _build_sequences(case: Case, device: torch.device) -> dict[str, Any]:
+    shape = (case.sizes["num_sequences"], case.sizes["num_rows"], case.sizes["num_groups"])
+    return {"mask": random_mask(case, shape, device)}
+
+
+def _build_patterns(case: Case, device: torch.device) -> dict[str, Any]:
+    return {**_build(case, device), "groups_per_block": case.sizes["groups_per_block"]}
+
+
+def _prefixes(lists: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Replace what lies beyond each count by -1."""
+    places = torch.arange(lists.shape[-1], device=lists.device)
+    return torch.where(places < counts.unsqueeze(-1), lists, -1)
+
+
+def _compare(arguments: Mapping[str, Any], got: Reordering, wanted: Reordering) -> float:
+    def meaning(order: Reordering) -> Tensors:
+        tiles = order.tiles[: int(order.num_tiles[0])]
+        return _prefixes(order.index, order.counts), order.counts, order.offsets, tiles, order.num_tiles
+
+    return compare_exactly(arguments, meaning(got), meaning(wanted))
+
+
+def _compare_sequences(arguments: Mapping[str, Any], got: Tensors, wanted: Tensors) -> float:
+    return compare_exactly(arguments, (_prefixes(*got), got[1]), (_prefixes(*wanted), wanted[1]))
+
+
+def _compare_patterns(arguments: Mapping[str, Any], got: PatternReordering, wanted: PatternReordering) -> float:
+    def meaning(order: PatternReordering) -> Tensors:
+        lists = _prefixes(order.index, order.counts), _prefixes(order.patterns, order.counts)
+        return *lists, order.counts, order.tiles[: int(order.num_tiles)]
+
+    return compare_exactly(arguments, meaning(got), meaning(wanted))
+
+
+def _work(case: Case) -> Work:
+    pairs = case.sizes.get("num_sequences", 1) * case.sizes["num_rows"] * case.sizes["num_groups"]
+    return Work(flop=0, bytes_read=pairs, bytes_written=int(4 * case.active * pairs))
+
+
+def _cases(more: Mapping[str, int], options: Mapping[str, Any]) -> tuple[Case, ...]:
+    shapes = ((1, 1, 0.5), (3, 2, 0.5), (17, 8, 0.5), (64, 5, 0.0), (127, 33, 0.5), (300, 20, 0.3), (130, 7, 1.0))
+    return tuple(
+        Case(sizes={"num_rows": rows, "num_groups": groups, **more}, dtype=torch.bool, active=active, options=options)
+        for rows, groups, active in shapes
+    )
+
+
+REORDER = Operator(
+    name="reorder",
+    backends=backends(reorder, triton=on_triton),
+    cases=_cases({"block_m": 16}, {}) + _cases({"block_m": 64}, {}),
+    build=_build,
+    compare=_compare,
+    tolerance={torch.bool: 0.0},
+    work=_work,
+)
+REORDER_SEQUENCES = Operator(
+    name="reorder_sequences",
+    backends=backends(reorder_sequences, triton=on_triton),
+    cases=_cases({"num_sequences": 3}, {}),
+    build=_build_sequences,
+    compare=_compare_sequences,
+    tolerance={torch.bool: 0.0},
+    work=_work,
+)
+REORDER_PATTERNS = Operator(
+    name="reorder_patterns",
+    backends=backends(reorder_patterns, triton=on_triton),
+    cases=_cases({"block_m": 16, "groups_per_block": 4}, {"keeps_empty": False})
+    + _cases({"block_m": 32, "groups_per_block": 8}, {"keeps_empty": True})
+    + _cases({"block_m": 16, "groups_per_block": 1}, {"keeps_empty": False}),
+    build=_build_patterns,
+    compare=_compare_patterns,
+    tolerance={torch.bool: 0.0},
+    work=_work,
+)

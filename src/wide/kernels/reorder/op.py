@@ -1,0 +1,128 @@
+"""Reorder as operators of torch."""
+
+from typing import Any
+
+import torch
+
+from wide.errors import ShapeError
+from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import check_backend, operator
+from wide.kernels.reorder.reference import (
+    reorder_patterns_reference,
+    reorder_reference,
+    reorder_sequences_reference,
+)
+from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, Reordering, SequenceReordering
+
+Two = tuple[torch.Tensor, torch.Tensor]
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def reorder(mask: torch.Tensor, *, block_m: int = 128, backend: str) -> Reordering:
+    """Return per group the ascending list of rows that execute it, over all tokens.
+
+    Runs on the mask's device with fixed shapes and no host synchronisation (backend 'triton').
+
+    Args:
+        mask: True = execute, bool [M, N_G], any strides.
+        block_m: Rows in a tile of the GEMM that follows; a power of two.
+        backend: 'torch' or 'triton'.
+
+    Raises:
+        ShapeError: If mask or block_m do not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+    """
+    index, counts, offsets, tiles, num_tiles = _reorder(mask, block_m, backend)
+    return Reordering(index, counts, offsets, tiles, num_tiles, block_m)
+
+
+def reorder_sequences(mask: torch.Tensor, *, backend: str) -> SequenceReordering:
+    """Return per sequence and group the ascending list of positions that execute it.
+
+    Args:
+        mask: True = execute, bool [B, T, N_G], any strides.
+        backend: 'torch' or 'triton'.
+    """
+    return SequenceReordering(*_reorder_sequences(mask, backend))
+
+
+def reorder_patterns(
+    mask: torch.Tensor, *, groups_per_block: int, block_m: int = 128, keeps_empty: bool = False, backend: str
+) -> PatternReordering:
+    """Return rows sorted by their pattern over super-blocks of neighbouring groups.
+
+    Args:
+        mask: True = execute, bool [M, N_G], any strides.
+        groups_per_block: Groups in a super-block, s; 1 to 8.
+        block_m: Rows in a tile of the GEMM that follows; a power of two.
+        keeps_empty: Whether rows that execute no group of a super-block are listed too (first).
+        backend: 'torch' or 'triton'.
+    """
+    index, patterns, counts, tiles, num_tiles = _reorder_patterns(mask, block_m, groups_per_block, keeps_empty, backend)
+    return PatternReordering(index, patterns, counts, tiles, num_tiles, block_m, groups_per_block, keeps_empty)
+
+
+def _check(mask: torch.Tensor, dimensions: int, backend: str, block_m: int = 1) -> None:
+    if mask.dtype != torch.bool or mask.dim() != dimensions or 0 in mask.shape:
+        raise ShapeError(
+            f"reorder wants a bool mask with {dimensions} non-empty dimensions, got {mask.dtype} {tuple(mask.shape)}"
+        )
+    if block_m < 1 or block_m & (block_m - 1):
+        raise ShapeError(f"block_m must be a power of two, got {block_m}; 64 and 128 are usual")
+    reason = triton_obstacle(mask.device) if backend == "triton" else None
+    check_backend("reorder", backend, ("torch", "triton"), reason)
+
+
+def _empty(mask: torch.Tensor, *shape: int) -> torch.Tensor:
+    return mask.new_empty(shape, dtype=torch.int32)
+
+
+def _reorder_outputs(mask: torch.Tensor, block_m: int) -> Five:
+    rows, groups = mask.shape
+    tiles = _empty(mask, groups * ((rows + block_m - 1) // block_m), 2)
+    return _empty(mask, groups, rows), _empty(mask, groups), _empty(mask, groups + 1), tiles, _empty(mask, 2)
+
+
+@operator(_reorder_outputs)
+def _reorder(mask: torch.Tensor, block_m: int, backend: str) -> Five:
+    _check(mask, 2, backend, block_m)
+    if backend == "torch":
+        return reorder_reference(mask, block_m=block_m)
+    from wide.kernels.reorder import _triton
+
+    return _triton.reorder(mask, block_m=block_m)
+
+
+def _sequences_outputs(mask: torch.Tensor) -> Two:
+    sequences, tokens, groups = mask.shape
+    return _empty(mask, sequences, groups, tokens), _empty(mask, sequences, groups)
+
+
+@operator(_sequences_outputs)
+def _reorder_sequences(mask: torch.Tensor, backend: str) -> Two:
+    _check(mask, 3, backend)
+    if backend == "torch":
+        return reorder_sequences_reference(mask)
+    from wide.kernels.reorder import _triton
+
+    return _triton.reorder_sequences(mask)
+
+
+def _patterns_outputs(mask: torch.Tensor, block_m: int, groups_per_block: int) -> Five:
+    rows, groups = mask.shape
+    blocks = (groups + groups_per_block - 1) // groups_per_block
+    tiles = _empty(mask, blocks * ((rows + block_m - 1) // block_m), 2)
+    return _empty(mask, blocks, rows), _empty(mask, blocks, rows), _empty(mask, blocks), tiles, _empty(mask, 1)
+
+
+@operator(_patterns_outputs)
+def _reorder_patterns(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Five:
+    _check(mask, 2, backend, block_m)
+    if not 1 <= groups_per_block <= PATTERN_GROUPS:
+        raise ShapeError(f"groups_per_block must lie in 1..{PATTERN_GROUPS}, got {groups_per_block}")
+    options: dict[str, Any] = {"block_m": block_m, "groups_per_block": groups_per_block, "keeps_empty": keeps_empty}
+    if backend == "torch":
+        return reorder_patterns_reference(mask, **options)
+    from wide.kernels.reorder import _triton
+
+    return _triton.reorder_patterns(mask, **options)

@@ -1,1 +1,0 @@
-"""The pattern sort of reorder: rows by their pattern over super-blocks of groups."""

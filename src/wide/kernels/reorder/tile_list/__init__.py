@@ -1,1 +1,0 @@
-"""The list of row tiles of a reordering, and lists of tiles of other sizes."""

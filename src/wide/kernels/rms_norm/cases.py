@@ -1,0 +1,48 @@
+"""What `rms_norm` promises: its cases, and what a right result is."""
+
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import Case, Operator, Work, backends, compare_all, on_triton, random_values
+from wide.kernels.rms_norm.op import rms_norm
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    shape = (case.sizes["num_rows"], case.sizes["width"])
+    options = dict(case.options)
+    has_addend = options.pop("has_addend", True)
+    return {
+        "x": random_values(case, shape, device, salt=1),
+        "weight": random_values(case, shape[1:], device, salt=2),
+        "addend": random_values(case, shape, device, salt=3) if has_addend else None,
+        **options,
+    }
+
+
+def _work(case: Case) -> Work:
+    values = case.sizes["num_rows"] * case.sizes["width"]
+    tensors = 2 if case.options.get("has_addend", True) else 1
+    size = tensors * values * case.dtype.itemsize
+    return Work(flop=(3 + tensors) * values, bytes_read=size, bytes_written=size)
+
+
+def _case(num_rows: int, width: int, dtype: torch.dtype = torch.float16, **options: Any) -> Case:
+    return Case(sizes={"num_rows": num_rows, "width": width}, dtype=dtype, options=options)
+
+
+RMS_NORM = Operator(
+    name="rms_norm",
+    backends=backends(rms_norm, triton=on_triton),
+    cases=(
+        _case(1, 64),
+        _case(3, 100, has_addend=False),
+        _case(17, 96, unit_offset=True, eps=1e-5),
+        _case(5, 1, torch.float32),
+        _case(4, 130, torch.float32, has_addend=False, unit_offset=True),
+    ),
+    build=_build,
+    compare=compare_all,
+    tolerance={torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3},
+    work=_work,
+)

@@ -1,0 +1,81 @@
+"""RMSNorm as an operator of torch."""
+
+import torch
+
+from wide.errors import ShapeError
+from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import check_backend, operator
+from wide.kernels.rms_norm.reference import rms_norm_reference
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+_MAX_WIDTH = 65536
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    addend: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    backend: str,
+) -> Pair:
+    """Return (x + addend, RMSNorm of it); without an addend the first is `x` itself.
+
+    Args:
+        x: Residual stream, [M, D], last stride 1.
+        weight: [D].
+        addend: Output of the sublayer before, as `x`.
+        eps: Added to the mean square.
+        unit_offset: Whether the factor is 1 + weight (Gemma).
+        backend: 'torch' or 'triton'.
+
+    Returns:
+        Two tensors [M, D] in the dtype of `x`; the mean square is taken in float32.
+
+    Raises:
+        ShapeError: If tensors do not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+    """
+    total, normed = _rms_norm(x, weight, addend, eps, unit_offset, backend)
+    return (x if addend is None else total), normed
+
+
+def check_norm(name: str, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None) -> None:
+    """Refuse rows, a norm's weight and an addend that do not fit each other.
+
+    Args:
+        name: Of the operator, for messages.
+        x: [M, D].
+        weight: [D].
+        addend: As `x`, or None.
+
+    Raises:
+        ShapeError: If they do not fit.
+    """
+    if x.dim() != 2 or x.stride(1) != 1 or not 1 <= x.shape[1] <= _MAX_WIDTH:
+        raise ShapeError(f"{name} wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")
+    if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ShapeError(f"{name} wants a weight {x.dtype} [{x.shape[1]}], got {weight.dtype} {tuple(weight.shape)}")
+    if addend is not None and (addend.shape != x.shape or addend.dtype != x.dtype or addend.stride(1) != 1):
+        raise ShapeError(f"{name}: addend must be {x.dtype} {tuple(x.shape)} with last stride 1")
+
+
+def _outputs(x: torch.Tensor, addend: torch.Tensor | None) -> Pair:
+    return x.new_empty(0 if addend is None else x.shape), x.new_empty(x.shape)
+
+
+@operator(_outputs)
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None, eps: float, unit_offset: bool, backend: str
+) -> Pair:
+    check_norm("rms_norm", x, weight, addend)
+    reason = triton_obstacle(x.device) if backend == "triton" else None
+    check_backend("rms_norm", backend, ("torch", "triton"), reason)
+    if backend == "torch":
+        total, normed = rms_norm_reference(x, weight, addend=addend, eps=eps, unit_offset=unit_offset)
+        # An operator's output must not alias its input.
+        return (x.new_empty(0) if addend is None else total), normed
+    from wide.kernels.rms_norm import _triton
+
+    return _triton.rms_norm(x, weight, addend=addend, eps=eps, unit_offset=unit_offset)

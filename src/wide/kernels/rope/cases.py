@@ -1,0 +1,112 @@
+"""What `rope_to_cache` promises: its cases, and what a right result is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import (
+    Backend,
+    Case,
+    Operator,
+    Work,
+    anywhere,
+    compare_all,
+    named,
+    on_triton,
+    random_mask,
+    random_values,
+)
+from wide.kernels.rope.op import rope_to_cache
+
+_SIZES = ("batch", "length", "room", "num_query_heads", "num_kv_heads", "head_dim")
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    batch, length, room, heads, kv_heads, dim = named(case, *_SIZES)
+    fused = random_values(case, (batch, length, heads + 2 * kv_heads, dim), device, salt=1)
+    q, k, v = fused.split((heads, kv_heads, kv_heads), 2)
+    angles = torch.arange(room)[:, None] * 0.5 ** torch.arange(dim // 2)[None, :]
+    angles = torch.cat((angles, angles), 1).to(device)
+    caches = [torch.zeros(batch, kv_heads, room, dim, dtype=case.dtype, device=device) for _ in range(2)]
+    norms = [
+        random_values(case, (dim,), device, salt=salt) if case.options.get("has_norm") else None for salt in (2, 3)
+    ]
+    groups = case.options.get("num_groups", 0)
+    mask = random_mask(case, (batch * length, groups), device) if groups else None
+    if mask is not None:
+        q.masked_fill_(~_heads_of(mask, q), float("nan"))
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos": angles.cos().to(case.dtype),
+        "sin": angles.sin().to(case.dtype),
+        "positions": (torch.arange(batch, device=device) * 3 % (room - length + 1)).int(),
+        "k_cache": caches[0].transpose(1, 2),
+        "v_cache": caches[1].transpose(1, 2),
+        "mask": mask,
+        "q_norm": norms[0],
+        "k_norm": norms[1],
+    }
+
+
+def _in_copies(backend: str) -> Any:
+    """Return a run on copies of the caches, which it returns, too, so that what was written can be compared."""
+
+    def runs(**arguments: Any) -> tuple[torch.Tensor, ...]:
+        caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+        return rope_to_cache(**{**arguments, **caches}, backend=backend), *caches.values()
+
+    return runs
+
+
+def _heads_of(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return which heads execute, bool [B, T, H_q, 1]."""
+    return mask.repeat_interleave(q.shape[2] // mask.shape[1], 1).view(*q.shape[:3], 1)
+
+
+def _compare(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
+    mask = arguments["mask"]
+    if mask is not None:
+        # Skipped heads hold anything.
+        heads = _heads_of(mask, wanted[0])
+        got, wanted = ((torch.where(heads, turned, 0), *caches) for turned, *caches in (got, wanted))
+    return compare_all(arguments, got, wanted)
+
+
+def _work(case: Case) -> Work:
+    tokens = case.sizes["batch"] * case.sizes["length"]
+    heads = case.sizes["num_query_heads"] * (case.active if case.options.get("num_groups") else 1.0)
+    values = int(tokens * (heads + 2 * case.sizes["num_kv_heads"]) * case.sizes["head_dim"])
+    return Work(flop=3 * values, bytes_read=values * case.dtype.itemsize, bytes_written=values * case.dtype.itemsize)
+
+
+def _case(
+    batch: int, length: int, room: int, heads: tuple[int, int, int], dtype: torch.dtype = torch.float16, **options: Any
+) -> Case:
+    sizes = dict(zip(_SIZES, (batch, length, room, *heads), strict=True))
+    return Case(sizes=sizes, dtype=dtype, options=options)
+
+
+ROPE = Operator(
+    name="rope_to_cache",
+    backends={
+        "torch": Backend(run=_in_copies("torch"), supports=anywhere),
+        "triton": Backend(run=_in_copies("triton"), supports=on_triton),
+    },
+    cases=(
+        _case(1, 1, 1, (4, 2, 16)),
+        _case(3, 1, 9, (14, 2, 64)),
+        _case(2, 5, 7, (4, 1, 96)),
+        _case(2, 3, 4, (6, 6, 16), has_norm=True),
+        _case(1, 4, 8, (32, 8, 128), torch.float32, has_norm=True),
+        _case(2, 5, 7, (14, 2, 64), num_groups=2),
+        _case(1, 7, 8, (12, 4, 16), torch.float32, num_groups=12, has_norm=True),
+        _case(3, 2, 4, (32, 8, 128), num_groups=8),
+    ),
+    build=_build,
+    compare=_compare,
+    tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
+    work=_work,
+)

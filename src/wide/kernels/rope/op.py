@@ -1,0 +1,122 @@
+"""Rotary position embedding with cache update as an operator of torch."""
+
+from typing import Any
+
+import torch
+
+from wide.errors import ShapeError
+from wide.kernels.attention_inputs import check_per_sequence
+from wide.kernels.device import triton_obstacle
+from wide.kernels.registration import check_backend, operator
+from wide.kernels.rope.reference import rope_to_cache_reference
+
+_NAME = "rope_to_cache"
+
+
+def rope_to_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str,
+) -> torch.Tensor:
+    """Turn queries and keys by their positions, and write keys and values into the cache.
+
+    Token t of sequence b stands at position positions[b] + t, which is also its place in the cache.
+
+    Args:
+        q: Queries, [B, T, H_q, d]; last stride 1, other strides free; skipped heads may hold anything.
+        k: Keys, [B, T, H_k, d], as `q`.
+        v: Values, as `k`.
+        cos: Cosines by position, [positions, d], contiguous.
+        sin: Sines, as `cos`.
+        positions: Position of each sequence's first token here, int32 [B], on the device.
+        k_cache: Written at the tokens' places, [B, T_max, H_k, d]; a head-major cache goes in as a transposed view.
+        v_cache: As `k_cache`, with the same strides.
+        mask: Groups of query heads that each token executes, bool [B * T, N_G], rows contiguous, N_G a divisor of H_q;
+            None = all.
+        q_norm: Weight of an RMSNorm of each query head before the turn, [d].
+        k_norm: The same for key heads; given if and only if `q_norm` is.
+        eps: Of both norms.
+        backend: 'torch' or 'triton'.
+
+    Returns:
+        The turned queries, [B, T, H_q, d], contiguous; heads that `mask` skips hold anything.
+
+    Raises:
+        ShapeError: If tensors do not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+    """
+    return _rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, mask, q_norm, k_norm, eps, backend)
+
+
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> None:
+    head_dim = q.shape[-1]
+    fits = q.dim() == 4 and k.shape == v.shape == (*q.shape[:2], k.shape[2], head_dim) and head_dim % 2 == 0
+    if not fits or any(tensor.stride(-1) != 1 for tensor in (q, k, v, k_cache, v_cache)):
+        raise ShapeError(
+            f"{_NAME} wants q [B, T, H_q, d] and k, v [B, T, H_k, d] with an even d and last stride 1, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    same = k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()
+    room = (q.shape[0], k_cache.shape[1], k.shape[2], head_dim)
+    if not same or tuple(k_cache.shape) != room or k_cache.shape[1] < q.shape[1]:
+        raise ShapeError(
+            f"{_NAME}: both caches must be [{q.shape[0]}, T_max >= {q.shape[1]}, {k.shape[2]}, {head_dim}] with equal "
+            f"strides, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+
+
+def _check_mask(mask: torch.Tensor, q: torch.Tensor) -> None:
+    tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]
+    fits = mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] == tokens and mask.shape[1] > 0
+    if not fits or num_heads % mask.shape[1] or mask.stride(1) != 1 or mask.device != q.device:
+        raise ShapeError(
+            f"{_NAME} wants a bool mask [{tokens}, a divisor of {num_heads}] with contiguous rows on {q.device}, got "
+            f"{mask.dtype} {tuple(mask.shape)} with strides {mask.stride()} on {mask.device}"
+        )
+
+
+@operator(lambda q: q.new_empty(q.shape), mutates=["k_cache", "v_cache"])
+def _rope_to_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    mask: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    backend: str,
+) -> torch.Tensor:
+    _check_shapes(q, k, v, k_cache, v_cache)
+    check_per_sequence(_NAME, "positions", positions, q)
+    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[1] != q.shape[3] or not cos.is_contiguous():
+        raise ShapeError(f"{_NAME} wants contiguous cos and sin [positions, {q.shape[3]}], got {tuple(cos.shape)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
+    if mask is not None:
+        _check_mask(mask, q)
+    reason = triton_obstacle(q.device) if backend == "triton" else None
+    check_backend(_NAME, backend, ("torch", "triton"), reason)
+    options: dict[str, Any] = {"mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    if backend == "torch":
+        return rope_to_cache_reference(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
+    from wide.kernels.rope import _triton
+
+    return _triton.rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, **options)

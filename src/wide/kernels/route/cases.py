@@ -1,0 +1,116 @@
+"""What `route` and `norm_route` promise: their cases, and what right decisions are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wide.kernels.contract import Case, Operator, Work, backends, compare_all, named, random_values
+from wide.kernels.device import half_obstacle
+from wide.kernels.route.op import Three, norm_route, route
+from wide.kernels.route.reference import margins
+from wide.kernels.route.tiles import RouteWeights, split_weights
+
+# Margins closer to the threshold than this, of the mean, may fall on either side.
+_NEAR = 1e-3
+_SIZES = ("num_rows", "width", "rank", "num_groups")
+
+
+def _triton_supports(device: torch.device, case: Case) -> str | None:
+    return half_obstacle(device, case.dtype)
+
+
+def _build(case: Case, device: torch.device) -> dict[str, Any]:
+    rows, width, rank, groups = named(case, *_SIZES)
+    whole = Case(sizes=case.sizes, dtype=torch.float32, seed=case.seed)
+    bias = random_values(whole, (2 * groups,), device, salt=4) if case.options.get("has_bias") else None
+    weights = split_weights(
+        random_values(whole, (rank, width), device, salt=2) * width**-0.5,
+        random_values(whole, (2 * groups, rank), device, salt=3),
+        bias,
+        dtype=case.dtype,
+    )
+    return {
+        "x": random_values(case, (rows, width), device, salt=1),
+        "weights": weights,
+        "threshold": case.options.get("threshold", 0.0),
+    }
+
+
+def _build_norm(case: Case, device: torch.device) -> dict[str, Any]:
+    arguments = _build(case, device)
+    shape = arguments["x"].shape
+    return arguments | {
+        "weight": random_values(case, shape[1:], device, salt=5),
+        "addend": random_values(case, shape, device, salt=6) if case.options.get("has_addend") else None,
+        "eps": 1e-5,
+        "unit_offset": bool(case.options.get("unit_offset")),
+        "reads_residual": bool(case.options.get("reads_residual")),
+    }
+
+
+def _flips(x: torch.Tensor, arguments: Mapping[str, Any], got: torch.Tensor) -> float:
+    """Return the share of decisions that differ although their margin is not near the threshold."""
+    weights: RouteWeights = arguments["weights"]
+    margin = margins(x, weights.down, weights.difference, weights.offset) - arguments["threshold"]
+    wrong = (got != (margin >= 0)) & (margin.abs() > _NEAR * margin.abs().mean())
+    return wrong.float().mean().item()
+
+
+def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
+    del wanted
+    return _flips(arguments["x"], arguments, got)
+
+
+def _compare_norm(arguments: Mapping[str, Any], got: Three, wanted: Three) -> float:
+    # The decision is judged on the rows that the backend itself made: their last bit may differ.
+    flips = _flips(got[0] if arguments["reads_residual"] else got[1], arguments, got[2])
+    return max(flips, compare_all(arguments, got[:2], wanted[:2]))
+
+
+def _work(case: Case) -> Work:
+    rows, width, rank, groups = named(case, *_SIZES)
+    return Work(
+        flop=2 * rows * rank * (width + groups),
+        bytes_read=rows * width * case.dtype.itemsize + 4 * rank * (width + groups),
+        bytes_written=rows * groups,
+    )
+
+
+def _case(sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.float16, **options: Any) -> Case:
+    return Case(sizes=dict(zip(_SIZES, sizes, strict=True)), dtype=dtype, options=options)
+
+
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+ROUTE = Operator(
+    name="route",
+    backends=backends(route, triton=_triton_supports),
+    cases=(
+        _case((1, 64, 4, 8)),
+        _case((3, 200, 16, 7), has_bias=True, threshold=0.3),
+        _case((17, 256, 32, 112)),
+        _case((70, 136, 5, 1), has_bias=True),
+        _case((33, 128, 16, 20), torch.float32, threshold=-0.2),
+    ),
+    build=_build,
+    compare=_compare,
+    tolerance=dict.fromkeys(_TOLERANCE, 0.0),
+    work=_work,
+)
+NORM_ROUTE = Operator(
+    name="norm_route",
+    backends=backends(norm_route, triton=_triton_supports),
+    cases=(
+        _case((1, 64, 4, 8)),
+        _case((4, 300, 16, 140), has_addend=True, has_bias=True),
+        _case((2, 256, 32, 9), has_addend=True, unit_offset=True, reads_residual=True),
+        _case((3, 128, 16, 20), torch.float32, has_addend=True, threshold=-0.2),
+        _case((16, 200, 8, 12), has_addend=True),
+        _case((5, 128, 64, 140), has_bias=True),
+    ),
+    build=_build_norm,
+    compare=_compare_norm,
+    tolerance=_TOLERANCE,
+    work=_work,
+)

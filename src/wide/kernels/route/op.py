@@ -1,0 +1,147 @@
+"""Routers as operators of torch."""
+
+from typing import Any
+
+import torch
+
+from wide.errors import ShapeError
+from wide.kernels.device import device_facts, half_obstacle
+from wide.kernels.registration import check_backend, operator
+from wide.kernels.rms_norm.op import check_norm
+from wide.kernels.route.reference import norm_route_reference, route_reference
+from wide.kernels.route.tiles import NUM_COUNTERS, SMALLEST_BLOCK, RouteWeights, default_tile
+
+# Up to here each row has programs of its own, which share out its channels and norm it, too.
+MAX_FEW_ROWS = 16
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, backend: str) -> torch.Tensor:
+    """Return which groups each row executes, bool [M, N_G]: margin >= threshold.
+
+    Args:
+        x: Hidden states, [M, D], last stride 1.
+        weights: Of the router, made with `split_weights` for the dtype of `x`.
+        threshold: In logits.
+        backend: 'torch' or 'triton'.
+
+    Raises:
+        ShapeError: If tensors do not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+
+    Source: paper, section 3.1 (routing components).
+    """
+    return _route(x, *weights, threshold, backend)
+
+
+def norm_route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    addend: torch.Tensor | None = None,
+    threshold: float = 0.0,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    reads_residual: bool = False,
+    backend: str,
+) -> Three:
+    """Return (x + addend, RMSNorm of it, mask) for few rows, in one kernel.
+
+    Args:
+        x: Residual stream, [M, D] with M in 1..16, last stride 1.
+        weight: Of the norm, [D].
+        weights: Of the router.
+        addend: Output of the sublayer before, as `x`.
+        threshold: In logits.
+        eps: Of the norm.
+        unit_offset: Whether the norm's factor is 1 + weight (Gemma).
+        reads_residual: Whether the router reads the sum instead of the normed rows.
+        backend: 'torch' or 'triton'.
+
+    Raises:
+        ShapeError: If tensors do not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+    """
+    total, normed, mask = _norm_route(x, weight, addend, *weights, threshold, eps, unit_offset, reads_residual, backend)
+    return (x if addend is None else total), normed, mask
+
+
+def _check(x: torch.Tensor, weights: RouteWeights, backend: str) -> None:
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ShapeError(f"route wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")
+    rank = weights.difference.shape[1]
+    parts = 1 if x.dtype == torch.float32 else 2
+    if weights.down.shape != (parts * rank, x.shape[1]) or weights.down.dtype != x.dtype:
+        raise ShapeError(
+            f"route wants weights for {x.dtype} of {x.shape[1]} channels, got {weights.down.dtype} "
+            f"{tuple(weights.down.shape)}; make them with split_weights(..., dtype={x.dtype})"
+        )
+    if not all(t is None or t.is_contiguous() for t in weights):
+        raise ShapeError("route wants contiguous weights, as split_weights makes them")
+    reason = half_obstacle(x.device, x.dtype) if backend == "triton" else None
+    check_backend("route", backend, ("torch", "triton"), reason)
+
+
+@operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
+def _route(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    difference: torch.Tensor,
+    offset: torch.Tensor | None,
+    counter: torch.Tensor,
+    threshold: float,
+    backend: str,
+) -> torch.Tensor:
+    _check(x, RouteWeights(down, difference, offset, counter), backend)
+    if backend == "torch":
+        return route_reference(x, down, difference, offset, threshold=threshold)
+    from wide.kernels.route import _triton
+
+    tile = default_tile(device_facts(x.device), x.shape[0])
+    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
+        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold)
+    if x.shape[0] > MAX_FEW_ROWS:
+        return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
+    options: dict[str, Any] = {"addend": None, "eps": 0.0, "unit_offset": False, "reads_residual": True}
+    return _triton.norm_route_few(x, None, down, difference, offset, counter, threshold=threshold, **options)[2]
+
+
+def _norm_route_outputs(x: torch.Tensor, addend: torch.Tensor | None, difference: torch.Tensor) -> Three:
+    total = x.new_empty(0 if addend is None else x.shape)
+    return total, x.new_empty(x.shape), x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool)
+
+
+@operator(_norm_route_outputs)
+def _norm_route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    addend: torch.Tensor | None,
+    down: torch.Tensor,
+    difference: torch.Tensor,
+    offset: torch.Tensor | None,
+    counter: torch.Tensor,
+    threshold: float,
+    eps: float,
+    unit_offset: bool,
+    reads_residual: bool,
+    backend: str,
+) -> Three:
+    _check(x, RouteWeights(down, difference, offset, counter), backend)
+    if not 1 <= x.shape[0] <= MAX_FEW_ROWS:
+        raise ShapeError(f"norm_route takes 1 to {MAX_FEW_ROWS} rows, got {x.shape[0]}; use rms_norm, then route")
+    check_norm("norm_route", x, weight, addend)
+    options: dict[str, Any] = {
+        "addend": addend,
+        "threshold": threshold,
+        "eps": eps,
+        "unit_offset": unit_offset,
+        "reads_residual": reads_residual,
+    }
+    if backend == "torch":
+        total, normed, mask = norm_route_reference(x, weight, down, difference, offset, **options)
+        # An operator's output must not alias its input.
+        return (x.new_empty(0) if addend is None else total), normed, mask
+    from wide.kernels.route import _triton
+
+    return _triton.norm_route_few(x, weight, down, difference, offset, counter, **options)

@@ -1,0 +1,225 @@
+"""Products in CUDA C++ compile without a GPU, to the instructions they are written for; code is kept on disk."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import triton
+
+from wide.errors import UnsupportedBackendError
+from wide.kernels.gemm_k import _cuda as gemm_k_cuda
+from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows_cuda
+from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
+from wide.kernels.gemm_mn.reference import ACTIVATIONS
+from wide.kernels.native import build
+from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, product_code
+from wide.kernels.reorder_rows import _cuda as reorder_rows_cuda
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Largest shared memory of one block in bytes, and registers of a multiprocessor.
+SHARED, REGISTERS = 232448, 65536
+
+
+needs_compiler = pytest.mark.skipif(build._compiler_obstacle() is not None, reason=str(build._compiler_obstacle()))
+
+
+def _variant(activation: str, *, gated: bool = False, biased: bool = False, float16: bool = False) -> dict[str, int]:
+    return {
+        "GATED": int(gated),
+        "ACTIVATION": ACTIVATIONS.index(activation),
+        "HAS_BIAS": int(biased),
+        "HAS_UP_BIAS": int(biased and gated),
+        "FLOAT16": int(float16),
+    }
+
+
+def machine_code(variant: dict[str, int], folder: Path) -> bytes:
+    """Compile GEMM-MN."""
+    return product_code(gemm_mn_cuda.SOURCE, variant, folder)
+
+
+PLAIN = _variant("none")
+VARIANTS = {
+    "gate and up": _variant("silu", gated=True),
+    "query": PLAIN,
+    "query with a bias": _variant("none", biased=True),
+    "gate and up with everything": _variant("gelu_tanh", gated=True, biased=True, float16=True),
+    "plain with everything": _variant("relu2", biased=True, float16=True),
+}
+
+
+def _tool(name: str, *arguments: str | Path) -> str:
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants_fit_spill_nothing_and_share_weights(variant: dict[str, int], tmp_path: Path) -> None:
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(machine_code(variant, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] * PRODUCT_THREADS <= REGISTERS
+    assert used["SHARED"] + PRODUCT_BYTES <= SHARED
+    code = _tool("nvdisasm", "-c", image)
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
+    # Whole tiles and the pieces of short ones, four products of 16 in a row.
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert {kind for _, kind in products} == {"" if variant["FLOAT16"] else ".BF16"}
+    assert {"256"} < {width for width, _ in products} <= {"256", "128", "64"}
+    assert all(count % 4 == 0 for count in products.values())
+    # One is waited for in each group; a branch between two of them makes the compiler wait for every one.
+    assert 0 < 4 * len(re.findall(r"HGMMA.*gsb0", code)) <= products.total()
+    assert len(re.findall(r"UTMALDG\.2D\.MULTICAST", code)) == 2
+    assert "LDGSTS" in code
+    # At the two meetings of a cluster, and none where a stage is released.
+    assert len(re.findall(r"MEMBAR\.\w+\.GPU", code)) <= 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("float16", [False, True])
+def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, float16: bool, tmp_path: Path) -> None:
+    image = tmp_path / "kernel.cubin"
+    variant = {"HAS_BIAS": int(biased), "FLOAT16": int(float16)}
+    image.write_bytes(product_code(gemm_k_cuda.SOURCE, variant, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    # What warp groups ask for beyond the launch's registers they wait for in vain; the source is refused then.
+    assert used["REG"] == 168
+    assert used["SHARED"] + PRODUCT_BYTES <= SHARED
+    code = _tool("nvdisasm", "-c", image)
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert set(products) == {("256", "" if float16 else ".BF16")}
+    assert 4 * len(re.findall(r"HGMMA.*gsb0", code)) == products.total()
+    assert len(re.findall(r"UTMALDG\.2D", code)) == 1
+    assert "LDGSTS" in code
+    assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
+
+
+@needs_compiler
+@pytest.mark.parametrize("words", [2, 3, 4])
+def test_the_order_of_rows_fits_and_spills_nothing(words: int, tmp_path: Path) -> None:
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(reorder_rows_cuda.machine_code(words, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    functions = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert {name for name, *_ in functions} == set(reorder_rows_cuda.LAUNCHES)
+    for name, *numbers in functions:
+        registers, stack, shared, local = map(int, numbers)
+        launch = reorder_rows_cuda.LAUNCHES[name]
+        assert stack == local == 0
+        assert registers * launch.threads <= REGISTERS
+        assert shared + launch.shared_bytes <= SHARED
+    assert not re.findall(r"\b(?:STL|LDL)\b", _tool("nvdisasm", "-c", image))
+
+
+@needs_compiler
+@pytest.mark.parametrize("words", [2, 3, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_over_rows_in_one_order_fits_and_waits_once_a_step(
+    words: int, biased: bool, tmp_path: Path
+) -> None:
+    image = tmp_path / "kernel.cubin"
+    variant = {"WORDS": words, "HAS_BIAS": int(biased), "FLOAT16": int(biased)}
+    image.write_bytes(product_code(gemm_k_rows_cuda.SOURCE, variant, tmp_path))
+    usage = _tool("cuobjdump", "-res-usage", image)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] == 168
+    assert used["SHARED"] + PRODUCT_BYTES <= SHARED
+    code = _tool("nvdisasm", "-c", image)
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert set(products) == {("256", "" if biased else ".BF16")}
+    assert 4 * len(re.findall(r"HGMMA.*gsb0", code)) == products.total()
+    assert "LDGSTS" in code
+    assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
+
+
+@needs_compiler
+def test_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not" / "there"
+    code = machine_code(PLAIN, folder)
+    assert code.startswith(b"\x7fELF")
+    (kept,) = folder.iterdir()
+    assert re.fullmatch(r"gemm_mn-[0-9a-f]{32}\.cubin", kept.name)
+    monkeypatch.setattr(build, "_compile", None)
+    assert machine_code(PLAIN, folder) == code
+    with pytest.raises(TypeError):
+        machine_code(VARIANTS["query with a bias"], folder)
+
+
+@needs_compiler
+def test_what_is_written_half_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("killed before it was given its name")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        code = machine_code(PLAIN, tmp_path)
+    assert not list(tmp_path.iterdir())
+    # Of a process that is still writing, or was killed.
+    (tmp_path / "gemm_mn-left").write_bytes(code[:100])
+    assert machine_code(PLAIN, tmp_path) == code == machine_code(PLAIN, tmp_path)
+    assert len(list(tmp_path.glob("*.cubin"))) == 1
+
+
+@needs_compiler
+def test_a_folder_that_takes_nothing_costs_a_compilation_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a folder should be")
+    assert machine_code(PLAIN, tmp_path / "file" / "kernels").startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_what_the_compiler_refuses_is_said_in_its_words(tmp_path: Path) -> None:
+    source = tmp_path / "broken.cu"
+    source.write_text("__global__ void broken() { int twelve = thirteen; }\n")
+    with pytest.raises(UnsupportedBackendError) as refused:
+        build.cubin(source, tmp_path / "kernels", architecture="sm_90a", macros={"GATED": 1})
+    words = str(refused.value)
+    assert re.search(r"NVRTC does not compile broken\.cu with .*sm_90a.* -DGATED=1", words)
+    assert re.search(r'broken\.cu\(1\): error: .*"thirteen" is undefined', words)
+    assert "\0" not in words
+    assert not (tmp_path / "kernels").exists()
+
+
+@pytest.fixture
+def _asked_again() -> Iterator[None]:
+    """Ask for the compiler anew, in the test and after it."""
+    answers = (build.obstacle, build._compiler_obstacle, build._compiler_version)
+    for answer in answers:
+        answer.cache_clear()
+    yield
+    for answer in answers:
+        answer.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_again")
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc"):
+        monkeypatch.setitem(sys.modules, name, None)
+    words = r"kernels in CUDA C\+\+ need cuda-bindings and NVRTC.*; not found \(ModuleNotFoundError"
+    assert re.match(words, str(build.obstacle()))
+    with pytest.raises(UnsupportedBackendError, match=words):
+        machine_code(PLAIN, tmp_path)
+
+
+@needs_compiler
+def test_what_is_put_in_front_is_compiled_with_a_source_and_leaves_its_line_numbers(tmp_path: Path) -> None:
+    source, header = tmp_path / "kernel.cu", tmp_path / "shared.cuh"
+    header.write_text("\n\n#define NUMBER 3\n")
+    source.write_text('extern "C" __global__ void kernel(int* to) { *to = NUMBER; }\n')
+    code = build.cubin(source, tmp_path / "kept", architecture="sm_90a", macros={}, header=header)
+    header.write_text("#define NUMBER 4\n")
+    assert build.cubin(source, tmp_path / "kept", architecture="sm_90a", macros={}, header=header) != code
+    source.write_text("\n__global__ void broken() { int twelve = thirteen; }\n")
+    with pytest.raises(UnsupportedBackendError, match=r"kernel\.cu\(2\): error"):
+        build.cubin(source, tmp_path / "kept", architecture="sm_90a", macros={}, header=header)
