@@ -74,7 +74,7 @@ def check_decoder(model: Any, decoder: Decoder, ids: Tensor, table: OperatorTabl
     found: Gate = {"tokens": length, "dense_error": relative(prompt(Run(routed=False, table=table)), dense)}
     forced = Run(table=table, forced=force(layers, masks))  # type: ignore[arg-type]
     found["routed_error"] = relative(prompt(forced), masked)
-    found["decode_error"], step_kernels = _check_steps(decoder, table, ids, masks, masked[-_STEPS - 1 :])  # type: ignore[arg-type]
+    found["decode_error"], step_kernels = _check_steps(decoder, table, ids, masks, masked)  # type: ignore[arg-type]
     found["limit"] = _ALLOWED * found["dense_error"] + _SLACK
     first = table or decoder.tables[0]
     found["operators"] = {"prefill": _operators(first, length), "decode": _operators(first, 1)}
@@ -107,7 +107,8 @@ def _check_steps(
     decoder: Decoder, table: OperatorTable | None, ids: Tensor, masks: Masks, wanted: Tensor
 ) -> tuple[float, dict[str, int]]:
     """Run the last tokens as steps after a prompt of the others; return the error and one step's kernels."""
-    start, layers = ids.shape[1] - _STEPS, decoder.layers
+    layers, steps = decoder.layers, min(_STEPS, ids.shape[1] - 1)
+    start = ids.shape[1] - steps
     cache = decoder.new_cache(1, ids.shape[1] + 1)
 
     def piece(first: int, last: int) -> Run:
@@ -118,7 +119,7 @@ def _check_steps(
     logits = [decoder.prefill(ids[:, :start], lengths, cache, piece(0, start))]
     logits += [decoder.step(ids[:, p], cache, piece(p, p + 1)) for p in range(start, ids.shape[1])]
     last = piece(ids.shape[1] - 1, ids.shape[1])
-    return relative(torch.cat(logits), wanted), launched(lambda: decoder.step(ids[:, -1], cache, last))
+    return relative(torch.cat(logits), wanted[-steps - 1 :]), launched(lambda: decoder.step(ids[:, -1], cache, last))
 
 
 def _flips(model: Any, decoder: Decoder, table: OperatorTable | None, ids: Tensor, at: Tensor) -> Gate:

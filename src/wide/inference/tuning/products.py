@@ -65,7 +65,7 @@ def shipped_name(choices: Mapping[str, Choice], shipped: Choice | None) -> str:
     return next(iter([*same, *alike]), "")
 
 
-def _grouped(name: OperatorName, sizes: LayerSizes) -> tuple[int, int, int]:
+def grouped(name: OperatorName, sizes: LayerSizes) -> tuple[int, int, int]:
     """Return the channels that are grouped, the number of groups, and the channels of one."""
     if name in ("gate_up", "down"):
         return sizes.ffn_width, sizes.ffn_groups, sizes.ffn_width // sizes.ffn_groups
@@ -81,7 +81,7 @@ def _many(
     name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the mask of a race over many rows, and what all such races say of themselves."""
-    _, groups, size = _grouped(name, sizes)
+    _, groups, size = grouped(name, sizes)
     generator = torch.Generator(device=device).manual_seed(17)
     mask = torch.rand(rows, groups, device=device, generator=generator) < active
     case = gemm_case(name, sizes, rows, active)
@@ -125,7 +125,7 @@ def output_groups_race(
         shipped: What `wide.optimize` takes today, which is tried first.
     """
     mask, about = _many(name, sizes, rows, active, device)
-    width, _, size = _grouped(name, sizes)
+    width, _, size = grouped(name, sizes)
     gated = bool(about["case"].options.get("gated"))
     # One buffer, as `wide.optimize` lays gate and up.
     weights = normal(2 if gated else 1, width, sizes.hidden_size, device=device, scale=sizes.hidden_size**-0.5)
@@ -178,7 +178,7 @@ def input_groups_race(
     The peer multiplies what a dense model has; zeros in skipped places, our fallback, draw less power and are faster.
     """
     mask, about = _many(name, sizes, rows, active, device)
-    width, groups, size = _grouped(name, sizes)
+    width, groups, size = grouped(name, sizes)
     weight = normal(sizes.hidden_size, width, device=device, scale=width**-0.5)
     values = normal(rows, groups, size, device=device)
     chosen = mask.unsqueeze(2)
@@ -256,7 +256,7 @@ def few_rows_race(
     Arguments as of `output_groups_race`; 'operator' runs the operator's own default tile.
     """
     case = gemv_case(name, sizes, rows, active)
-    width, groups, size = _grouped(name, sizes)
+    width, groups, size = grouped(name, sizes)
     sums_inputs = name in ("output", "down")
     gated = bool(case.options.get("is_gated"))
     mask = exact_mask(rows, groups, active=active, device=device)

@@ -55,7 +55,7 @@ _K_TILES = (
     (128, KTile(256, 64, 4, 8, 1, 1)),
 )
 # Groups in a super-block that are worth trying, by channels of a group.
-_SUPER_BLOCKS = {128: (8, 6, 4), 256: (4, 5, 3)}
+_SUPER_BLOCKS = {128: (8, 6, 4), 256: (4, 5, 3), 512: (4, 8)}
 _GEMV = tuple(
     GemvTile(block_n=n, block_k=k, num_warps=w)
     for n, k, w in (

@@ -15,7 +15,7 @@ from wide.inference.layer_sizes import layer_sizes
 from wide.inference.measured import ONE_SORT, LayerSizes
 from wide.inference.operator_table import OperatorName
 from wide.inference.tuning.attention import prompt_race
-from wide.inference.tuning.products import few_rows_race, input_groups_race, output_groups_race
+from wide.inference.tuning.products import few_rows_race, grouped, input_groups_race, output_groups_race
 from wide.inference.tuning.race import Race, Record, measure
 from wide.inference.tuning.tiles import gemv_tiles, k_tiles, mn_tiles, prefill_tiles
 from wide.kernels.contract import Case
@@ -262,9 +262,7 @@ def many_rows_race(
             `output_groups_race`.
         shipped: See there.
     """
-    in_ffn = name in ("gate_up", "down")
-    width, groups = (sizes.ffn_width, sizes.ffn_groups) if in_ffn else (sizes.query_width, sizes.attention_groups)
-    size = width // groups
+    _, groups, size = grouped(name, sizes)
     if name in ("output", "down"):
         tiles = k_tiles(device, size, groups, width=sizes.hidden_size, rows=rows, quick=quick)
         return input_groups_race(name, sizes, rows, active, tiles, device=device, shipped=shipped)
