@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_training_while_optimised_says_what_to_do():
     assert all(p.grad is not None for p in model.model.layers[0].mlp.up_proj.parameters())
 
 
-def test_auto_says_when_nothing_is_measured(monkeypatch, tmp_path):
+def test_auto_measures_what_nothing_is_known_of_or_says_so(monkeypatch, tmp_path):
     model = attach(make("llama"), CONFIG)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -132,22 +133,25 @@ def test_auto_says_when_nothing_is_measured(monkeypatch, tmp_path):
 
     a100 = DeviceFacts(name="NVIDIA A100", capability=80, num_sms=108, shared_memory_bytes=1 << 17, l2_bytes=1 << 25)
     monkeypatch.setenv("WIDE_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured, "device_facts", lambda device: a100)
     monkeypatch.setattr("wide.kernels.tuning.device_facts", lambda device: a100)
     monkeypatch.setattr(measured, "triton_obstacle", lambda device: None)
+    monkeypatch.setattr(optimize_module, "device_facts", lambda device: a100)
     gpu = torch.device("cuda", 0)
-    said = measured.unmeasured(gpu, torch.bfloat16)
-    for part in ("NVIDIA A100", "measurements of this device", "tuning.json", "backend='triton'"):
-        assert part in said
-    assert "float32" in measured.unmeasured(gpu, torch.float32)
-    ask = measured.unmeasured
-    monkeypatch.setattr(optimize_module, "unmeasured", lambda device, dtype, **named: ask(gpu, torch.bfloat16, **named))
+    assert "float32" in measured.obstacle(gpu, torch.float32)
+    assert measured.obstacle(gpu, torch.bfloat16) is None
     # The table itself is asked for the host, where there is nothing to choose.
     monkeypatch.setattr(optimize_module, "measured_table", lambda sizes, **named: measured.dense_table())
+    on_gpu = SimpleNamespace(device=gpu, dtype=torch.bfloat16, is_cuda=True)
+    monkeypatch.setattr(optimize_module, "_weight", lambda state: on_gpu)
+    asked = []
+    monkeypatch.setattr(optimize_module, "tune_model", lambda model, **named: asked.append(named))
+    with pytest.warns(UserWarning, match="no operator that skips is faster"):
+        deoptimize(optimize(model, executed=(0.34, 0.5)))
+    assert [(each["executed"], each["seconds"]) for each in asked] == [((0.34, 0.5), 90.0)]
     model.config._name_or_path = "models/mine"
     with pytest.warns(UserWarning, match="NVIDIA A100") as caught:
-        deoptimize(optimize(model, executed=(0.34, 0.5)))
-    assert len(caught) == 1
+        deoptimize(optimize(model, executed=(0.34, 0.5), tune=False))
+    assert len(asked) == 1
     sizes = [half.grouping.group_size for _, half in attachment(model).plan.layers[0].halves()]
     command = f"wide tune --model models/mine --attention_group_size {sizes[0]} --ffn_group_size {sizes[1]}"
     assert f"`{command} --executed 0.34,0.5`" in str(caught[0].message)

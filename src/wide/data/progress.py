@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -52,6 +52,30 @@ def progress(items: Iterable[T], *, title: str, total: int | None = None, unit: 
         yield from _with_lines(items, title, total, unit)
 
 
+@contextmanager
+def steps(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that takes how many steps are done, of how many, and shows it as `progress` does."""
+    from tqdm import tqdm
+
+    began = time.monotonic()
+    if not shows_bars() or not sys.stderr.isatty():
+        yield lambda done, total: _write_line(title, f"{done}/{total} after {time.monotonic() - began:.0f} s")
+        return
+    with tqdm(desc=title, leave=False) as bar:
+
+        def told(done: int, total: int) -> None:
+            bar.total, bar.n = total, done
+            bar.refresh()
+
+        yield told
+
+
+def _write_line(title: str, text: str) -> None:
+    if shows_bars():
+        sys.stderr.write(f"{title}: {text}\n")
+        sys.stderr.flush()
+
+
 def _with_lines(items: Iterable[T], title: str, total: int | None, unit: str) -> Iterator[T]:
     began = shown = time.monotonic()
     for done, item in enumerate(items):
@@ -59,6 +83,5 @@ def _with_lines(items: Iterable[T], title: str, total: int | None, unit: str) ->
         if now - shown >= _SECONDS_BETWEEN_LINES:
             shown = now
             of_all = "" if total is None else f"/{total}"
-            sys.stderr.write(f"{title}: {unit} {done}{of_all} after {now - began:.0f} s\n")
-            sys.stderr.flush()
+            _write_line(title, f"{unit} {done}{of_all} after {now - began:.0f} s")
         yield item

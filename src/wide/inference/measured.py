@@ -11,14 +11,14 @@ import torch
 from wide.errors import ConfigError
 from wide.inference.operator_table import DENSE, OPERATORS, OperatorName, OperatorTable, Rules
 from wide.kernels.contract import Case
-from wide.kernels.device import HOPPER_STEP, device_facts, triton_obstacle
+from wide.kernels.device import HOPPER_STEP, triton_obstacle
 from wide.kernels.gemm_k.op import fits_stored
 from wide.kernels.gemm_k_rows import fits_rows
 from wide.kernels.gemm_mn.op import fits_cluster
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import SPECIAL_BACKENDS, Choice, TuningTable, machine_key, shipped_path
+from wide.kernels.tuning import SPECIAL_BACKENDS, Choice, TuningTable
 
 _FEW_ROWS = (1, 2, 4)
 _MANY_ROWS = tuple(1 << power for power in range(3, 19))
@@ -102,43 +102,24 @@ def measured_table(
     return OperatorTable(backend="triton", cache=skips_cache, rules=tuple(rules))
 
 
-def unmeasured(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    layers: Sequence[LayerSizes] = (),
-    executed: tuple[float, float] = (0.5, 0.5),
-    command: str = "wide tune --model MODEL",
-    tuning: TuningTable | None = None,
-) -> str | None:
-    """Return in words why a GPU runs dense products only, None where measurements choose or there is no GPU.
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a GPU runs dense products only whatever was measured, None if it need not."""
+    reason = triton_obstacle(device)
+    if reason is None and dtype not in _HALVES:
+        reason = f"the kernels take float16 and bfloat16, this model is in {dtype}"
+    return reason
 
-    Args:
-        device: Where a model runs.
-        dtype: Of its weights.
-        layers: Its layers; of no shape near theirs anything may be known, though the device is. None asks for the
-            device alone.
-        executed: As in `measured_table`.
-        command: What to run to measure them.
-        tuning: As in `measured_table`.
-    """
-    if device.type != "cuda":
-        return None
-    known, name = tuning or TuningTable(), device_facts(device).name
-    obstacle = triton_obstacle(device)
-    if obstacle is None and dtype not in _HALVES:
-        obstacle = f"the kernels take float16 and bfloat16, this model is in {dtype}"
-    is_known = known.knows(device)
-    if obstacle is None and is_known and (not layers or any(_knows(s, known, device, executed) for s in layers)):
-        return None
-    start = f"backend 'auto' on {name}: dense products run, and the routers come on top, so the model is slower than"
-    if obstacle is not None:
-        return f"{start} without pruning ({obstacle}). Convert the model, or choose another device"
-    what = "this model's shapes" if is_known else "this device"
-    return (
-        f"{start} without pruning: no measurements of {what} in {known.path} (for {machine_key(device)}) or "
-        f"{shipped_path(name)}. Measure with `{command}`, or choose backend='triton'"
-    )
+
+def is_measured(
+    device: torch.device,
+    layers: Sequence[LayerSizes],
+    *,
+    executed: tuple[float, float] = (0.5, 0.5),
+    tuning: TuningTable | None = None,
+) -> bool:
+    """Return whether anything is known of shapes near those of any layer, on this kind of device."""
+    known = tuning or TuningTable()
+    return known.knows(device) and any(_knows(sizes, known, device, executed) for sizes in layers)
 
 
 def _knows(sizes: LayerSizes, known: TuningTable, device: torch.device, executed: tuple[float, float]) -> bool:

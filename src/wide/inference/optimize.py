@@ -1,24 +1,27 @@
 """Turn a routed model into one that runs wide's operators, and back."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from wide.data.progress import steps
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.inference.engine import Engine
 from wide.inference.fused import FusedAttention, FusedFeedForward
 from wide.inference.fused_router import FusedRouter
 from wide.inference.layer_sizes import layer_sizes, tune_command
-from wide.inference.measured import dense_table, measured_table, unmeasured
-from wide.inference.operator_table import OperatorTable
+from wide.inference.measured import dense_table, is_measured, measured_table, obstacle
+from wide.inference.operator_table import OPERATORS, OperatorTable
 from wide.inference.optimize_checks import require_kernels, require_plain, require_routing_alone
 from wide.inference.sample import LayerSample, sample_layers
 from wide.inference.stacking import stack_linears, unstack_linears
+from wide.inference.tuning.tune import tune_model
 from wide.inference.visible_keys import VisibleKeys
+from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
 from wide.models.gates import routed_gate
@@ -33,6 +36,7 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 _PROBE_ROWS = 3
+_TUNING_SECONDS = 90.0
 _BACKENDS = ("auto", "triton", "torch")
 
 
@@ -70,6 +74,7 @@ def optimize(
     table: OperatorTable | None = None,
     executed: tuple[float, float] = (0.5, 0.5),
     sample: Tensor | None = None,
+    tune: bool = True,
 ) -> ModelT:
     """Let every routed half of an attached model run its fused operators, in place, and return the same object.
 
@@ -94,6 +99,9 @@ def optimize(
             (sm_90, half precision, up to 128 groups of a multiple of 64 channels), down skips in prompts, too. Best are
             as many tokens as prompts have, of text like that to come, at the threshold to come; below 2048 they tell
             shares only.
+
+        tune: Whether a GPU or shape without measurements is measured now, for at most 90 seconds, with 'auto': once a
+            machine, kept in the cache folder. Otherwise dense products run there, with a warning.
 
     Raises:
         ConfigError: If the backend is unknown, or a sample is given that nothing would follow.
@@ -128,9 +136,12 @@ def optimize(
         if sample is not None:
             known = sample_layers(model, sample)
             executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
-        _warn_if_unmeasured(model, state, executed)
+        _require_measurements(model, state, executed, tune=tune)
     keys = VisibleKeys(model)
+    is_chosen = table is None and _weight(state).is_cuda
     tables = [table or _measured(spec, state, index, known[index]) for index, spec in enumerate(state.specs)]
+    if is_chosen and obstacle(_weight(state).device, _weight(state).dtype) is None:
+        _warn_if_nothing_pays(tables)
     fused = [_fuse(spec, state, index, tables[index], keys) for index, spec in enumerate(state.specs)]
     for part in (part for pair in fused for part in pair if part is not None):
         router = part.gate.source
@@ -171,18 +182,44 @@ def deoptimize(model: ModelT) -> ModelT:
     return model
 
 
-def _warn_if_unmeasured(model: nn.Module, state: Attachment, executed: tuple[float, float]) -> None:
+def _weight(state: Attachment) -> Tensor:
     weight: Any = state.specs[0].attention.query.weight
-    layers = list(zip(state.specs, state.plan.layers, strict=True))
-    reason = unmeasured(
-        weight.device,
-        weight.dtype,
-        layers=[layer_sizes(*layer) for layer in layers],
-        executed=executed,
-        command=tune_command(model, layers, executed),
-    )
+    return weight  # type: ignore[no-any-return]
+
+
+def _require_measurements(model: nn.Module, state: Attachment, executed: tuple[float, float], *, tune: bool) -> None:
+    """Measure a GPU or shapes that nothing is known of, or say what runs without."""
+    device, dtype = _weight(state).device, _weight(state).dtype
+    if device.type != "cuda":
+        return
+    start = f"wide: on {device_facts(device).name} dense products run, and routers come on top, so the model is slower"
+    reason = obstacle(device, dtype)
     if reason is not None:
-        warnings.warn(reason, stacklevel=3)
+        warnings.warn(f"{start} than without pruning: {reason}. Convert the model, or take another", stacklevel=3)
+        return
+    layers = list(zip(state.specs, state.plan.layers, strict=True))
+    if is_measured(device, [layer_sizes(*layer) for layer in layers], executed=executed):
+        return
+    if not tune:
+        command = tune_command(model, layers, executed)
+        warnings.warn(
+            f"{start} than without pruning: its shapes have not been measured there. Leave out tune=False, run "
+            f"`{command}`, or choose backend='triton'",
+            stacklevel=3,
+        )
+        return
+    with steps(f"measuring which operators pay on {device_facts(device).name}, once") as told:
+        tune_model(model, executed=executed, seconds=_TUNING_SECONDS, progress=lambda at: told(at.done, at.total))
+
+
+def _warn_if_nothing_pays(tables: Sequence[OperatorTable]) -> None:
+    sizes = (1, 2, 8, 64, 512, 2048, 4096, 16384)
+    if all(table.how(name, rows) == "dense" for table in tables for name in OPERATORS for rows in sizes):
+        warnings.warn(
+            "wide: at this model's shapes no operator that skips is faster than the dense one here, so all run dense "
+            "and the routers come on top: detach them, or take a larger model or sparsity",
+            stacklevel=3,
+        )
 
 
 def _measured(spec: BlockSpec, state: Attachment, index: int, known: LayerSample) -> OperatorTable:
