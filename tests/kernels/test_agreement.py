@@ -52,4 +52,4 @@ def test_contract_is_complete(operator: Operator) -> None:
 
 
 def test_all_operators_are_here() -> None:
-    assert len(OPERATORS) == len({operator.name for operator in OPERATORS}) == 14
+    assert len(OPERATORS) == len({operator.name for operator in OPERATORS}) == 16

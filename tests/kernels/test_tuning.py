@@ -49,10 +49,10 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_found_by_shape(tmp_path: Path) -> None:
     table = TuningTable(tmp_path / "tuning.json")
-    assert table.measured(GEMM_MN.name, CPU, CASE) is None
+    assert table.nearest(GEMM_MN.name, CPU, CASE, fewer_rows=True) is None
     measured = Choice(backend="triton", tile=(32, 32, 2, 4, 1, 0), block_m=32)
     table.store(tuning_key(GEMM_MN.name, CPU, CASE), measured)
-    assert table.measured(GEMM_MN.name, CPU, CASE) == measured
+    assert table.nearest(GEMM_MN.name, CPU, CASE, fewer_rows=True) == measured
 
 
 def _record(backend: str, median_us: float, **more: Any) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def test_records_become_a_shipped_table_below_the_users(tmp_path: Path, monkeypa
     monkeypatch.setattr("wide.kernels.tuning._shipped", _uncached_shipped)
     _, case, choice = next(iter(fastest(json.loads(records.read_text())["records"]).values()))
     table = TuningTable(tmp_path / "tuning.json")
-    assert table.measured("gemm_mn", CPU, case) == choice
+    assert table.nearest("gemm_mn", CPU, case, fewer_rows=True) == choice
     table.store(tuning_key("gemm_mn", CPU, case), Choice(backend="dense"))
-    assert table.measured("gemm_mn", CPU, case) == Choice(backend="dense")
+    assert table.nearest("gemm_mn", CPU, case, fewer_rows=True) == Choice(backend="dense")
 
 
 def _uncached_shipped(name: str) -> dict[str, Choice]:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
+from wide.kernels.tuning import SPECIAL_BACKENDS
 
 Implementation = Callable[..., Any]
 
-# Backends of one kind of GPU, which are no way out of another.
-_SPECIAL = ("gluon", "cuda")
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 
 
@@ -66,7 +65,7 @@ def check_backend(operator: str, backend: str, names: Collection[str], reason: s
     if backend not in names:
         raise UnsupportedBackendError(f"{operator} has the backends {sorted(names)}, got {backend!r}")
     if reason is not None:
-        others = [repr(name) for name in names if name != backend and name not in _SPECIAL]
+        others = [repr(name) for name in names if name != backend and name not in SPECIAL_BACKENDS]
         instead = " or ".join(([", ".join(others[:-1])] if others[1:] else []) + others[-1:])
         raise UnsupportedBackendError(f"{operator}: {reason}; choose backend={instead}")
 

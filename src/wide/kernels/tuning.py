@@ -18,6 +18,7 @@ from wide.errors import ConfigError
 from wide.kernels.contract import Case
 from wide.kernels.device import device_facts
 
+# Sizes that a choice decides, so that they name no shape.
 _CHOSEN = ("block_m", "groups_per_block")
 # Sizes that a tile is cut for; a tile that fits a group fits two in a row, too.
 _SAME = "head_dim"
@@ -120,16 +121,11 @@ class TuningTable:
     def __init__(self, path: Path | None = None) -> None:
         """Read the file, if there is one."""
         self.path = path or default_path()
-        self._choices = self._read()
+        self._choices = _read_choices(self.path)
 
     def lookup(self, key: str) -> Choice | None:
         """Return the measured choice for a key, or None."""
         return self._choices.get(key)
-
-    def measured(self, operator: str, device: torch.device, case: Case) -> Choice | None:
-        """Return the choice for a case as measured here, else as shipped for this kind of device, else None."""
-        here = self.lookup(tuning_key(operator, device, case))
-        return here or _shipped(device_facts(device).name).get(shape_key(operator, case))
 
     def knows(self, device: torch.device) -> bool:
         """Return whether anything was measured here, or ships for this kind of device."""
@@ -167,16 +163,13 @@ class TuningTable:
     def store_all(self, choices: Mapping[str, Choice]) -> None:
         """Keep several choices at once."""
         # Read again: another process may have added entries since.
-        self._choices = {**self._read(), **self._choices, **choices}
+        self._choices = {**_read_choices(self.path), **self._choices, **choices}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({k: dataclasses.asdict(c) for k, c in sorted(self._choices.items())}, indent=1)
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
         with os.fdopen(handle, "w") as file:
             file.write(text)
         Path(name).replace(self.path)
-
-    def _read(self) -> dict[str, Choice]:
-        return _read_choices(self.path)
 
 
 def _read_choices(path: Path) -> dict[str, Choice]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from wide.kernels.device import device_facts
+from wide.kernels.gemm_mn.tiles import largest_tile
 
 
 class KTile(NamedTuple):
@@ -44,11 +45,6 @@ class StoredKTile(NamedTuple):
 
     rows: int = 128
     columns: int = 256
-
-
-def largest_tile(size: int, limit: int) -> int:
-    """Return the largest power of two that divides `size` and is at most `limit`."""
-    return min(size & -size, limit)
 
 
 def default_tile(
