@@ -56,6 +56,31 @@ def blocks_of(ids):
     return TokenBlocks(TokenStream(tokens=tokens, starts=starts, largest_id=int(ids.max())), ids.shape[1])
 
 
+def cyclic_text(count=64, length=64, *, starts=(0,), vocabulary=64):
+    """Return blocks in which the next token is one of three."""
+    steps = np.random.default_rng(0).integers(1, 4, count * length)
+    tokens = (np.cumsum(steps) % vocabulary).astype(np.uint32)
+    stream = TokenStream(tokens=tokens, starts=np.array(starts, dtype=np.int64), largest_id=vocabulary - 1)
+    return TokenBlocks(stream, length)
+
+
+def random_text(length=512, block=16):
+    """Return blocks of tokens 3 to 96."""
+    ids = np.random.default_rng(0).integers(3, 97, length).astype(np.uint32)
+    return TokenBlocks(TokenStream(tokens=ids, starts=np.array([0]), largest_id=96), block)
+
+
+def random_ids(rows=2, length=9, vocabulary=64):
+    """Return tokens, `[rows, length]`."""
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model, tokens, **options):
+    """Return the logits of a plain forward."""
+    return model(input_ids=tokens, **options).logits
+
+
 def train(model, route, blocks, target, settings, *, stage, objective, **run):
     """Train a dynamic method's routers to a target."""
     asked = routed.Routing(target=target, stage=stage, objective=objective)

@@ -1,14 +1,13 @@
 """DDP: the score, the dense limit, the folded model, a toy that meets its target, and the gradient of what is off."""
 
-import numpy as np
 import pytest
 import torch
+from depth_toys import cyclic_text
 from families import make
 from recount import layer_weights
 from tiny import CONFIG, dense_model
 
-from wide.data.batches import IGNORED, TokenBlocks
-from wide.data.token_stream import TokenStream
+from wide.data.batches import IGNORED
 from wide.errors import ConfigError, NotAttachedError, TrainingError
 from wide.methods.catalogue import DDPConfig
 from wide.methods.ddp import (
@@ -28,12 +27,8 @@ from wide.training.token_loss import token_losses
 SHORT = {"batch_size": 4, "micro_batch_size": 2, "sequence_length": None}
 
 
-def blocks(count=32, length=16, *, starts=(0,), vocabulary=64):
-    """Text in which the next token is one of three."""
-    steps = np.random.default_rng(0).integers(1, 4, count * length)
-    tokens = (np.cumsum(steps) % vocabulary).astype(np.uint32)
-    stream = TokenStream(tokens=tokens, starts=np.array(starts, dtype=np.int64), largest_id=vocabulary - 1)
-    return TokenBlocks(stream, length)
+def blocks(count=32, length=16, **options):
+    return cyclic_text(count, length, **options)
 
 
 def quick(**changes):

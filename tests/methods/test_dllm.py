@@ -1,15 +1,14 @@
 """Layer skipping: one mask for both halves, tokens that pass a layer unchanged, and a toy that meets its target."""
 
-import numpy as np
 import pytest
 import torch
-from depth_toys import train
+from depth_toys import cyclic_text as blocks
+from depth_toys import logits, train
+from depth_toys import random_ids as ids
 from recount import layer_weights
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods.catalogue import DLLMConfig
 from wide.methods.dllm import route
@@ -27,12 +26,6 @@ from wide.training.objective import Objective
 SETTINGS = DLLMConfig(router_rank=8)
 
 
-def blocks(count=64, length=64):
-    steps = np.random.default_rng(0).integers(1, 4, count * length)
-    tokens = (np.cumsum(steps) % 64).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=tokens, starts=np.array([0]), largest_id=63), length)
-
-
 def routed_model():
     """A model whose routers stand as they begin."""
     model = dense_model()
@@ -40,15 +33,6 @@ def routed_model():
     for router in attachment(model).routers():
         router.threshold = 0.0
     return model
-
-
-def ids(rows=2, length=9):
-    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model, tokens, **options):
-    return model(input_ids=tokens, **options).logits
 
 
 def masks(value):
@@ -99,18 +83,6 @@ def test_the_router_learns_from_both_halves(cut):
     gradients = [router.up.grad.abs().sum() for router in attachment(model).routers()]
     assert len(gradients) == 2
     assert all(float(gradient) > 0 for gradient in gradients)
-
-
-def test_cached_decoding_is_the_full_forward():
-    model, tokens = routed_model(), ids()
-    whole = logits(model, tokens)
-    with torch.no_grad():
-        first = model(input_ids=tokens[:, :5], use_cache=True)
-        steps, cache = [first.logits], first.past_key_values
-        for position in range(5, 9):
-            out = model(input_ids=tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
-            steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("match", ["nominal", "linear_flops"])

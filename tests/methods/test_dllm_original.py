@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from depth_toys import train
+from depth_toys import cyclic_text as blocks_of_text
+from depth_toys import logits, random_ids, train
 from recount import layer_weights
-from test_dllm import blocks as blocks_of_text
 from tiny import dense_model, stage
 from torch.nn import functional
 
@@ -34,6 +34,10 @@ SETTINGS = DLLMOriginalConfig(router_rank=8, dense_layers=1)
 DENSE = LayerPlan(attention=Dense(), ffn=Dense())
 
 
+def ids(rows=2, length=LENGTH):
+    return random_ids(rows, length)
+
+
 def plan(evicts=True, layers=2, first_tokens=0, **changes):
     attention = {"grouping": Grouping.whole(32), "rank": 8, "router_input": "layer_input", "form": "dllm"}
     routed = Routed(**(attention | {"evicts": evicts, "first_tokens": first_tokens} | changes))
@@ -49,15 +53,6 @@ def routed_model(evicts=True, first_tokens=0, **changes):
         router.bias.data.zero_()
         router.threshold = -1.0
     return model
-
-
-def ids(rows=2, length=LENGTH):
-    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model, tokens, **options):
-    return model(input_ids=tokens, **options).logits
 
 
 def masks(rows=2, length=LENGTH, layers=2):

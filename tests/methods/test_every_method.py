@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from depth_toys import blocks_of, own_text, toy_model
+from depth_toys import blocks_of, logits, own_text, random_ids, toy_model
 from recount import recount
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -100,12 +100,7 @@ def short_calibration():
 
 
 def ids(rows=2, length=10):
-    return torch.randint(0, 61, (rows, length), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model, tokens, **options):
-    return model(input_ids=tokens, **options).logits
+    return random_ids(rows, length, 61)
 
 
 def decisions(routing):

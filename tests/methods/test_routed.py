@@ -3,15 +3,13 @@
 import dataclasses
 
 import depth_toys
-import numpy as np
 import pytest
 import torch
+from depth_toys import cyclic_text as blocks
 from recount import layer_weights
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, NotAttachedError
 from wide.grouping import Grouping
 from wide.methods.catalogue import WideMethodConfig
@@ -30,12 +28,6 @@ SETTINGS = WideMethodConfig(ffn_group_size=16, router_rank=4)
 
 def train(model, *args, **run):
     return depth_toys.train(model, route_wide, *args, **run)
-
-
-def blocks(count=64, length=64):
-    steps = np.random.default_rng(0).integers(1, 4, count * length)
-    tokens = (np.cumsum(steps) % 64).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=tokens, starts=np.array([0]), largest_id=63), length)
 
 
 def skipped_share(model, text):

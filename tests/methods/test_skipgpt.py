@@ -2,15 +2,14 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
-from depth_toys import train
+from depth_toys import cyclic_text as blocks
+from depth_toys import logits, train
+from depth_toys import random_ids as ids
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError
 from wide.methods.catalogue import SkipGPTConfig, SkipGPTOriginalConfig
 from wide.methods.method import Target
@@ -27,30 +26,15 @@ FORMS = [("bottleneck", "residual"), ("mlp", "layer_input"), ("linear", "layer_i
 TARGET = Target(sparsity=0.4)
 
 
-def blocks(count=64, length=64):
-    steps = np.random.default_rng(0).integers(1, 4, count * length)
-    tokens = (np.cumsum(steps) % 64).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=tokens, starts=np.array([0]), largest_id=63), length)
-
-
 def routed_model(form="bottleneck", router_input="residual", **sizes):
     model = dense_model(**sizes)
     plan = sublayer_plan(discover(model), rank=8, router_input=router_input, form=form)
     return attach(model, plan)
 
 
-def ids(rows=2, length=9):
-    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(3))
-
-
 def masks(model, value, *, rows=2, length=9):
     full = torch.full((rows, length, 1), value, dtype=torch.bool)
     return [LayerRouting(attention=full.clone(), ffn=full.clone()) for _ in attachment(model).specs]
-
-
-@torch.no_grad()
-def logits(model, tokens, **options):
-    return model(input_ids=tokens, **options).logits
 
 
 @pytest.mark.parametrize(("form", "router_input"), FORMS)

@@ -1,13 +1,12 @@
-import numpy as np
 import pytest
 import torch
+from depth_toys import logits
+from depth_toys import random_text as text
 from families import make, tokens
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods.calibration import windows
 from wide.methods.catalogue import SliceGPTConfig
@@ -27,11 +26,6 @@ from wide.plan import Dense, LayerPlan, Plan, Stream
 SETTINGS = SliceGPTConfig(num_windows=12, window_length=16, batch_size=5, round_to=1)
 
 
-def text(length=512, block=16):
-    ids = np.random.default_rng(0).integers(3, 97, length).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=ids, starts=np.array([0]), largest_id=96), block)
-
-
 def llama(**changes):
     """A tiny Llama whose norm gains are not 1 and whose embeddings have a mean."""
     model = make("llama", initializer_range=0.3, **changes)
@@ -41,11 +35,6 @@ def llama(**changes):
                 parameter.uniform_(0.5, 1.5)
         model.model.embed_tokens.weight.add_(0.2)
     return model
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 def sliced_logits(model, ids, bases):

@@ -1,10 +1,8 @@
-import numpy as np
 import pytest
 import torch
+from depth_toys import random_text as text
 from families import make
 
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError
 from wide.methods.catalogue import SparseGPTConfig
 from wide.methods.method import Target
@@ -12,11 +10,6 @@ from wide.methods.unstructured import SemiStructured, prune_by_activation, prune
 from wide.methods.unstructured import decide_with_updates as decide
 
 SETTINGS = SparseGPTConfig(num_windows=6, window_length=16, batch_size=4, block_size=16)
-
-
-def text(length=512, block=16):
-    ids = np.random.default_rng(0).integers(3, 97, length).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=ids, starts=np.array([0]), largest_id=96), block)
 
 
 def problem(width=48, outputs=20, samples=200):

@@ -1,15 +1,14 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from depth_toys import logits
+from depth_toys import random_text as text
 from families import make, tokens
 from recount import layer_weights
 from torch.nn import functional as F
 
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods import tyr
 from wide.methods.calibration import windows
@@ -41,18 +40,8 @@ SETTINGS = TyrConfig(
 CHANGES = {"num_hidden_layers": 3, "initializer_range": 0.2}
 
 
-def text(length=512, block=16):
-    ids = np.random.default_rng(0).integers(3, 97, length).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=ids, starts=np.array([0]), largest_id=96), block)
-
-
 def with_settings(**changes):
     return replace(SETTINGS, **changes)
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 def removed_of(plan, half):

@@ -1,10 +1,8 @@
-import numpy as np
 import pytest
 import torch
+from depth_toys import random_text as text
 from families import make
 
-from wide.data.batches import TokenBlocks
-from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, ShapeError
 from wide.methods.catalogue import WandaConfig
 from wide.methods.layer_runner import LayerRunner
@@ -16,11 +14,6 @@ from wide.plan import Dense
 
 SETTINGS = WandaConfig(num_windows=6, window_length=16, batch_size=4)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def text(length=512, block=16):
-    ids = np.random.default_rng(0).integers(3, 97, length).astype(np.uint32)
-    return TokenBlocks(TokenStream(tokens=ids, starts=np.array([0]), largest_id=96), block)
 
 
 def test_equal_inputs_mean_magnitude_within_each_row():
