@@ -414,7 +414,7 @@ class TokenRouters:
     "skipgpt",
     kind="dynamic",
     summary="each token executes or skips whole sublayers, as the WIDE paper runs SkipGPT",
-    source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; token routers of the WIDE paper",
+    source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; token routers of the WIDE authors' code",
     code="skipgpt:route",
     duration="long",
 )
@@ -473,7 +473,7 @@ class SkipGPTOriginalConfig:
     "dllm",
     kind="dynamic",
     summary="each token executes or skips whole layers, by one router for both sublayers",
-    source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE paper",
+    source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE authors' code",
     code="dllm:route",
     duration="long",
 )
@@ -525,7 +525,7 @@ class DLLMOriginalConfig(TokenRouters):
     "wide",
     kind="dynamic",
     summary="each token chooses which groups of heads and of FFN channels it executes",
-    source="WIDE, sections 3.1 and 3.2",
+    source="WIDE, sections 3.1 and 3.2; the paper's equations where its authors' code differs",
     code="routed:route_wide",
     duration="long",
 )
