@@ -26,6 +26,8 @@ _DOUBLED = "group_size"
 _NOISE = 1.02
 # What a choice must be ahead of dense by to serve groups that were not measured.
 _CLEAR = 1.25
+# Above this share only a measurement at that rate may speak against dense.
+_NEARLY_ALL = 0.95
 
 
 SPECIAL_BACKENDS = ("gluon", "cuda")
@@ -203,7 +205,7 @@ def _distance(wanted: str, key: str, choice: Choice, *, fewer_rows: bool) -> flo
         return None
     # Skipping that pays at some rate pays all the more when less executes; the reverse has to be worked out.
     more_active = second[2] - first[2]
-    if more_active < 0 and (_is_nearly_all(first[2]) or not _still_pays(choice, first[2] / max(second[2], 0.1))):
+    if more_active < 0 and (first[2] > _NEARLY_ALL or not _still_pays(choice, first[2] / max(second[2], 0.1))):
         return None
     rows = math.log2(first[3]["num_rows"] / second[3]["num_rows"])
     rows = rows if fewer_rows else -rows
@@ -232,11 +234,6 @@ def _widths(sizes: Mapping[str, float]) -> dict[str, float]:
 def _still_pays(choice: Choice, growth: float) -> bool:
     """Return whether a sparse choice beats dense by more than noise if its time grows in proportion to the work."""
     return choice.backend == "dense" or choice.median_us * growth * _NOISE < choice.dense_us
-
-
-def _is_nearly_all(active: float) -> bool:
-    """Return whether so much executes that only a measurement at that rate may speak against dense."""
-    return active > 0.95
 
 
 @functools.cache

@@ -15,12 +15,7 @@ def gemm_k_rows_reference(
 ) -> torch.Tensor:
     """Return y[m] = sum over the groups g that row m executes of h[m, channels of g] W[:, channels of g]^T + bias.
 
-    Args:
-        h: [M, K], skipped channels unspecified.
-        weight: [N, K].
-        order: Rows in one order over all groups.
-        group_size: Channels of a group, G.
-        bias: [N]; added to every row.
+    Arguments as in `gemm_k_rows`.
 
     Source: paper, section 4.2 (K-axis operators).
     """

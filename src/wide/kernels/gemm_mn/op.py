@@ -131,7 +131,9 @@ def _gemm_mn(
     shape: dict[str, Any] = {"group_size": size, "depth": x.shape[1], "gated": gated, "block_m": block_m}
     reason = fits(backend, x.device, x.dtype, **shape)
     if reason is None and backend == "cuda":
-        reason = _cuda_obstacle(x, weight, tile, up_weight, (bias, up_bias))
+        reason = misaligned({"x": x, "weight": weight, "up_weight": up_weight}, (bias, up_bias))
+        if tile and tuple(tile) != ClusterMnTile():
+            reason = f"the kernel in CUDA C++ has the tile {ClusterMnTile()} only, got {tuple(tile)}"
     check_backend("gemm_mn", backend, _BACKENDS, reason)
     if backend == "torch":
         return gemm_mn_reference(x, weight, order, mask=mask, **options)
@@ -159,18 +161,6 @@ def _gemm_mn(
     if chosen.weights_by == TMA_STACKED and not stacked:
         raise ShapeError("weights_by=2 wants the up weight right behind the gate weight in memory; use weights_by=1")
     return _triton.gemm_mn(x, weight, order, tile=chosen, mask=mask, **options)
-
-
-def _cuda_obstacle(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    tile: Sequence[int],
-    up_weight: torch.Tensor | None,
-    biases: tuple[torch.Tensor | None, ...],
-) -> str | None:
-    if tile and tuple(tile) != ClusterMnTile():
-        return f"the kernel in CUDA C++ has the tile {ClusterMnTile()} only, got {tuple(tile)}"
-    return misaligned({"x": x, "weight": weight, "up_weight": up_weight}, biases)
 
 
 def _check(

@@ -28,17 +28,7 @@ def gemm_mn_reference(
     activation: str = "none",
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return act(x W^T) or act(x W^T) * (x W_up^T) on the channels of executing (row, group) pairs only.
-
-    Args:
-        x: [M, K].
-        weight: [N, K]; its rows g * G .. (g + 1) * G belong to group g.
-        order: Which rows execute which group.
-        up_weight: [N, K] of gated FFNs.
-        bias: [N].
-        up_bias: [N] of gated FFNs.
-        activation: One of `ACTIVATIONS`.
-        mask: bool [M, N_G]; if given, skipped channels are zero, otherwise unspecified.
+    """Compute the channels of executing (row, group) pairs, group by group; arguments as in `gemm_mn`.
 
     Source: paper, section 4.2 (N-axis operators).
     """

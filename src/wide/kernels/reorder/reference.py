@@ -11,10 +11,6 @@ def reorder_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return index, counts, offsets, tiles and number of tiles as described at `Reordering`.
 
-    Args:
-        mask: True = execute, bool [M, N_G].
-        block_m: Rows in a tile.
-
     Source: paper, section 4.1 (token reordering); the permutation is stable.
     """
     num_rows, num_groups = mask.shape
@@ -49,11 +45,7 @@ def _tiles_in_bands(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[
 
 
 def reorder_sequences_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return index and counts as described at `SequenceReordering`.
-
-    Args:
-        mask: True = execute, bool [B, T, N_G].
-    """
+    """Return index and counts as described at `SequenceReordering`."""
     columns = mask.transpose(1, 2).contiguous()
     index = torch.sort(~columns, dim=2, stable=True).indices.to(torch.int32)
     return index, columns.sum(2, dtype=torch.int32)
@@ -70,14 +62,7 @@ def gray_rank(pattern: torch.Tensor) -> torch.Tensor:
 def reorder_patterns_reference(
     mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return index, patterns, counts, tiles and number of tiles as described at `PatternReordering`.
-
-    Args:
-        mask: True = execute, bool [M, N_G].
-        block_m: Rows in a tile.
-        groups_per_block: Groups in a super-block, at most 8.
-        keeps_empty: Whether rows that execute no group of a super-block are listed.
-    """
+    """Return index, patterns, counts, tiles and number of tiles as described at `PatternReordering`."""
     num_rows, num_groups = mask.shape
     num_blocks = -(-num_groups // groups_per_block)
     padded = torch.zeros(num_rows, num_blocks * groups_per_block, dtype=torch.int32, device=mask.device)
