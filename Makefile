@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup quickstart test test-all check format format-check lint types layers docs clean
+.PHONY: setup quickstart tables test test-all check format format-check lint types layers docs clean
 
 setup: $(READY)
 
@@ -16,6 +16,9 @@ $(READY): pyproject.toml tools/setup.py
 
 quickstart: $(READY)  ## prune, recover, evaluate and generate with the bundled model, on the CPU
 	$(BIN)/wide prune --config quickstart --output quickstart --overwrite
+
+tables: $(READY)  ## make the tables of figures in the pages again, from records
+	$(BIN)/python tools/tables.py
 
 test: $(READY)  ## the tests that need neither a GPU nor a network
 	$(PYTEST)

@@ -48,7 +48,7 @@ def test_missing_file_and_foreign_lines_are_refused(tmp_path):
     with pytest.raises(DataError, match="no records at"):
         read_records(tmp_path / "none.jsonl")
     (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
-    with pytest.raises(DataError, match="line 1: a record needs"):
+    with pytest.raises(DataError, match="record 1: a record needs"):
         read_records(tmp_path / "x.jsonl")
 
 

@@ -34,8 +34,7 @@ import yaml
 from wide.cli.arguments import build
 from wide.comparison.grid import DENSE, GridOptions
 from wide.errors import WideError
-from wide.records import read_records
-from wide.report.cells import Cell
+from wide.records import Cell, read_records
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
 from wide.runs.folder import CELLS, RECORDS

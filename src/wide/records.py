@@ -3,6 +3,7 @@
 Tables and figures are drawn from records alone.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -17,6 +18,63 @@ from typing import Any
 from wide.errors import DataError
 
 _DISTRIBUTIONS = ("wide", "torch", "transformers", "peft", "lm-eval", "triton")
+STUDY = "records.jsonl.gz"
+"""The one compressed file of records that a study keeps; each line names its run."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Cell:
+    """One point of a comparison's grid.
+
+    Args:
+        method: Name of the row.
+        sparsity: Target, in [0, 1); 0 for the dense model.
+        seed: Of calibration and training.
+    """
+
+    method: str
+    sparsity: float
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder that holds what the cell leaves behind."""
+        return f"{self.method}-{self.sparsity:g}-seed{self.seed}"
+
+    @property
+    def title(self) -> str:
+        """Name for a line on the terminal."""
+        return f"{self.method}{'' if not self.sparsity else f' {self.sparsity:.4g}'} seed {self.seed}"
+
+    def subject(self, *, recovered: bool) -> "Stage":
+        """Return the subject of the cell's records, after calibration or after LoRA."""
+        return Stage(self, recovered)
+
+    @classmethod
+    def from_folder(cls, name: str) -> "Cell | None":
+        """Return the cell whose `folder` has this name, None where it is no cell's."""
+        method, _, seed = name.rpartition("-seed")
+        method, _, sparsity = method.rpartition("-")
+        try:
+            return cls(method, float(sparsity), int(seed)) if method else None
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Stage:
+    """A cell of a comparison as it was measured: calibrated only, or with LoRA on top (`recovered`)."""
+
+    cell: Cell
+    recovered: bool
+
+    def __str__(self) -> str:
+        """Return the stage in words."""
+        return f"{self.cell.title}{' + LoRA' if self.recovered else ''}"
+
+
+Subject = str | Stage
+Content = float | str | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,34 +82,38 @@ class Record:
     """One measured value.
 
     Args:
-        subject: What was measured, e.g. 'dense', 'stage 1'.
+        subject: What was measured: a name, e.g. 'dense' or 'stage 1', or the stage of a comparison's cell.
         metric: Which property, dotted from coarse to fine, e.g. 'sparsity.ffn'.
-        value: The number, or a text where the metric is one.
+        value: The number, or a text, list or mapping where the metric is one.
         unit: Unit of the value; 'share' for a fraction in [0, 1], empty for a pure number.
         where: Data and protocol, e.g. 'python-docs held out, windows of 1024'.
         layer: Decoder layer, from 0, where the value belongs to one.
         step: Optimiser step, where the value belongs to one.
+        run: Name of the run or comparison, in a file that holds several.
         config_fingerprint: `fingerprint` of the resolved configuration.
         device: What it ran on.
         versions: Distribution -> version; None means those of the latest earlier record that has them.
         time: ISO 8601, UTC.
     """
 
-    subject: str
+    subject: Subject
     metric: str
-    value: float | str
+    value: Content
     unit: str = ""
     where: str = ""
     layer: int | None = None
     step: int | None = None
+    run: str = ""
     config_fingerprint: str = ""
     device: str = ""
     versions: Mapping[str, str] | None = None
     time: str = ""
 
 
-_FIELDS = frozenset(field.name for field in fields(Record))
+_FIELDS = tuple(field.name for field in fields(Record))
 _REQUIRED = frozenset({"subject", "metric", "value"})
+# Written before the first release as JSON inside a text.
+_ONCE_TEXTS = ("settings", "training", "grid.methods", "grid.sparsities", "token_perplexity.windows")
 
 
 class RecordFile:
@@ -83,9 +145,12 @@ class RecordFile:
         }
         lines = []
         for record in records:
-            found = asdict(record) | facts
+            found = {field: getattr(record, field) for field in _FIELDS} | facts
+            if isinstance(record.subject, Stage):
+                found["subject"] = {**asdict(record.subject.cell), "recovered": record.subject.recovered}
             # What a record does not have is not written; an empty text may be its value.
-            lines.append(json.dumps({k: v for k, v in found.items() if k == "value" or v not in (None, "")}))
+            kept = {key: value for key, value in found.items() if key == "value" or value not in (None, "")}
+            lines.append(json.dumps(kept, ensure_ascii=False))
             facts["versions"] = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(self.path)
@@ -95,31 +160,42 @@ class RecordFile:
             os.fsync(file.fileno())
 
 
-def read_records(path: Path) -> tuple[list[Record], list[str]]:
+def read_records(path: Path, run: str = "") -> tuple[list[Record], list[str]]:
     """Return the records of a file and what was left out of it, in words.
 
-    A process that is killed while it writes leaves half a line; that line is left out and reported.
-
     Args:
-        path: A file written by `RecordFile`.
+        path: A file written by `RecordFile`; one that ends in .gz is decompressed.
+        run: Only the records of this run, in a file that holds several; empty means all.
 
     Raises:
         DataError: If the file is missing, or a line other than a cut one is not a record.
     """
+    lines, notes = read_lines(path)
+    found = [line for line in lines if not (isinstance(line, dict) and "bench" in line)]
+    records = [_record(line, f"{path}, record {number}") for number, line in enumerate(found, 1)]
+    return [record for record in records if run in ("", record.run)], notes
+
+
+def read_lines(path: Path) -> tuple[list[Any], list[str]]:
+    """Return the content of each line of a JSON-lines file, and what was left out of it, in words.
+
+    A process that is killed while it writes leaves half a line; that line is left out and reported.
+
+    Raises:
+        DataError: If the file is missing.
+    """
     if not path.is_file():
         raise DataError(f"there are no records at {path}; name the records.jsonl of a run")
-    records, notes = [], []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError:
-            notes.append(f"line {number} of {path.name} was cut while being written and is left out")
-            continue
-        records.append(_record(found, f"{path}, line {number}"))
-    return records, notes
+    content = path.read_bytes()
+    content = gzip.decompress(content) if path.suffix == ".gz" else content
+    found, notes = [], []
+    for number, line in enumerate(content.decode("utf-8", errors="replace").split("\n"), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                notes.append(f"line {number} of {path.name} was cut while being written and is left out")
+    return found, notes
 
 
 def fingerprint(config: Any) -> str:
@@ -140,10 +216,28 @@ def versions() -> dict[str, str]:
 
 
 def _record(found: object, where: str) -> Record:
-    if not isinstance(found, dict) or not set(found) >= _REQUIRED:
+    if not isinstance(found, dict) or not set(found) >= _REQUIRED or not isinstance(found["metric"], str):
         raise DataError(f"{where}: a record needs {sorted(_REQUIRED)}, got {found!r}"[:300])
     # A later version may know more fields; what this version does not know it does not draw either.
-    return Record(**{key: value for key, value in found.items() if key in _FIELDS})
+    kept = {key: value for key, value in found.items() if key in _FIELDS}
+    try:
+        kept["subject"] = _subject(found["subject"])
+        if isinstance(found["value"], str) and (found["metric"] in _ONCE_TEXTS or found.get("unit") == "json"):
+            kept["value"] = json.loads(found["value"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: damaged ({error!r}); delete the line, or measure again") from error
+    return Record(**kept)
+
+
+def _subject(found: Any) -> Subject:
+    if isinstance(found, str):
+        # Stages were texts with slashes before the first release.
+        *parts, stage = found.split("/")
+        if len(parts) != 3 or stage not in ("calibrated", "recovered"):
+            return found
+        found = dict(zip(("method", "sparsity", "seed"), parts, strict=True), recovered=stage == "recovered")
+    cell = Cell(str(found["method"]), float(found["sparsity"]), int(found["seed"]))
+    return Stage(cell, bool(found["recovered"]))
 
 
 def _end_last_line(path: Path) -> None:

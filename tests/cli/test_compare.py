@@ -116,7 +116,7 @@ def test_python_refuses_what_is_no_comparison(changes, words, tmp_path):
 
 def test_how_routers_were_trained_is_recorded(finished):
     records = read_records(finished / "compare.jsonl")[0]
-    training = {record.subject: json.loads(record.value) for record in records if record.metric == "training"}
+    training = {record.subject: record.value for record in records if record.metric == "training"}
     assert list(training) == [f"wide/0.5/{seed}/calibrated" for seed in (1, 2)]
     assert list(training.values()) == [{"steps": 2, "batch_size": 2, "sequence_length": 32}] * 2
 

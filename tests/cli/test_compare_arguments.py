@@ -22,7 +22,7 @@ from wide.methods.catalogue import (
     get,
     names,
 )
-from wide.report.cells import Cell
+from wide.records import Cell
 from wide.runs.folder import RunFolder, save_config
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]

@@ -18,8 +18,7 @@ from wide.comparison.grid import GridOptions
 from wide.comparison.sharing import free_cells, held
 from wide.errors import ConfigError
 from wide.models.attach import attachment
-from wide.records import Record, RecordFile, read_records
-from wide.report.cells import Cell, read_subject
+from wide.records import Cell, Record, RecordFile, read_records
 from wide.report.selection import Selection
 from wide.runs.folder import RunFolder
 from wide.runs.process import stoppable
@@ -50,7 +49,7 @@ def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
 
 
 def status(folder, subject):
-    cell, _ = read_subject(subject)
+    cell = subject.cell
     return Selection(*read_records(folder / "cells" / cell.folder / "records.jsonl")).text(subject, "status")
 
 

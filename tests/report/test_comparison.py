@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 
 import numpy as np
@@ -10,12 +9,10 @@ import pytest
 
 from wide.errors import DataError
 from wide.evaluation.tasks import ZERO_SHOT_TASKS
-from wide.records import Record, RecordFile
+from wide.records import Cell, Record, RecordFile, read_records
 from wide.report.bootstrap import perplexity_error, ratio_error
-from wide.report.cells import Cell, read_subject
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
-from wide.report.comparison_page import read_comparison, write_comparison
 from wide.report.comparison_tables import (
     TASK_NAMES,
     facts_table,
@@ -28,13 +25,15 @@ from wide.report.comparison_tables import (
     to_text,
 )
 from wide.report.drawing import draw_svg
-from wide.report.selection import MissingRecordsError, Selection
+from wide.report.figure import MissingRecordsError
+from wide.report.folders import draw_comparison
+from wide.report.selection import Selection
 
 
 def grid(methods=("wanda", "tyr"), sparsities=(0.5, 0.25), recovers=True):
     yield Record(subject="run", metric="model", value="models/<nano>")
-    yield Record(subject="run", metric="grid.methods", value=json.dumps(methods))
-    yield Record(subject="run", metric="grid.sparsities", value=json.dumps(sparsities))
+    yield Record(subject="run", metric="grid.methods", value=list(methods))
+    yield Record(subject="run", metric="grid.sparsities", value=list(sparsities))
     yield Record(subject="run", metric="grid.recovers", value=float(recovers))
 
 
@@ -49,7 +48,7 @@ def windows_of(perplexity, noise=0.1):
 def measured(cell, perplexity, *, recovered=False, deviations="", **shares):
     subject = cell.subject(recovered=recovered)
     yield Record(subject=subject, metric="token_perplexity", value=perplexity)
-    yield Record(subject=subject, metric="token_perplexity.windows", value=json.dumps(windows_of(perplexity)))
+    yield Record(subject=subject, metric="token_perplexity.windows", value=windows_of(perplexity))
     for name, value in shares.items():
         yield Record(subject=subject, metric=name.replace("__", "."), value=value)
     yield Record(subject=subject, metric="deviations", value=deviations)
@@ -64,14 +63,12 @@ FIGURES = {figure.name: figure for figure in COMPARISON_FIGURES}
 DENSE_CELL, WANDA = Cell(DENSE, 0.0, 17), Cell("wanda", 0.25, 17)
 
 
-def test_subjects_name_their_cell():
-    for cell in (WANDA, Cell("shortened-ppl", 1 / 3, 2)):
-        for recovered in (False, True):
-            again, stage = read_subject(cell.subject(recovered=recovered))
-            assert (again.method, again.seed, stage) == (cell.method, cell.seed, recovered)
-            assert again.sparsity == pytest.approx(cell.sparsity, abs=1e-5)
-    for other in ("dense", "stage 1", "a/b/c/calibrated", "a/0.5/17/burnt"):
-        assert read_subject(other) is None
+def test_stages_of_cells_come_back_from_a_file(tmp_path):
+    file = RecordFile(tmp_path / "records.jsonl")
+    subjects = [cell.subject(recovered=r) for cell in (WANDA, Cell("a/b", 1 / 3, 2)) for r in (False, True)]
+    subjects += ["dense", "stage 1"]
+    file.append(Record(subject=subject, metric="status", value=FINISHED) for subject in subjects)
+    assert [record.subject for record in read_records(file.path)[0]] == subjects
 
 
 def test_rows_are_those_asked_for_with_dense_first():
@@ -228,7 +225,7 @@ def test_files_are_written_and_text_from_outside_is_escaped(tmp_path):
     file = RecordFile(tmp_path / "compare.jsonl", device="cpu")
     file.append([*grid(), *measured(WANDA, 20.0, deviations="<b>bold</b> claims")])
     found = read_comparison(file.path)
-    paths = write_comparison(found, tmp_path)
+    paths, _ = draw_comparison(found, tmp_path, later=True)
     assert sorted(path.name for path in paths) == ["report.html", "table.csv", "table.md"]
     page = (tmp_path / "report.html").read_text()
     assert "&lt;b&gt;bold" in page
@@ -277,9 +274,9 @@ def test_quality_is_drawn_over_sparsity():
     )
     figure = FIGURES["quality-sparsity"]
     _, words = draw_svg(figure, found)
-    assert "perplexity, x dense, wanda: 2.00 at 25 %; " in words
-    assert "tyr + LoRA: 1.50 at 50 %" in words
-    rows = list(csv.DictReader(io.StringIO(figure.sheet(found).to_csv())))
+    assert "perplexity, x dense, wanda (without LoRA): 2.00 at 25; " in words
+    assert "tyr: 1.50 at 50" in words
+    rows = list(csv.DictReader(io.StringIO(figure.to_csv(found))))
     assert [(row["method"], row["recovered"], row["target"]) for row in rows] == [
         ("wanda", "0", "0.25"),
         ("tyr", "1", "0.5"),
@@ -290,7 +287,7 @@ def test_quality_is_drawn_over_sparsity():
 
 def test_quality_is_drawn_over_the_size_of_groups():
     rows = [Cell(name, 0.25, 17) for name in ("g32", "g128", "other")]
-    settings = ('{"ffn_group_size": 32, "rank": 1}', '{"ffn_group_size": 128, "rank": 1}', '{"rank": 1}')
+    settings = ({"ffn_group_size": 32, "rank": 1}, {"ffn_group_size": 128, "rank": 1}, {"rank": 1})
     texts = [
         Record(subject=cell.subject(recovered=False), metric="settings", value=text)
         for cell, text in zip(rows, settings, strict=True)
@@ -299,7 +296,7 @@ def test_quality_is_drawn_over_the_size_of_groups():
     found = comparison(grid(["g32", "g128", "other"]), measured(DENSE_CELL, 10.0), values, texts)
     figure = FIGURES["quality-groups"]
     _, words = draw_svg(figure, found)
-    assert "ffn_group_size, 25 %: 1.20 at 32, 1.50 at 128" in words
-    assert "other" not in figure.sheet(found).to_csv()
+    assert "channels of an FFN group, 25 % (without LoRA): 1.20 at 32, 1.50 at 128" in words
+    assert "other" not in figure.to_csv(found)
     with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
         draw_svg(figure, comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0)))

@@ -11,8 +11,7 @@ from test_comparison_speed import DENSE_CELL, measured, write
 from wide.cli.main import main
 from wide.comparison import cell as cell_runner
 from wide.comparison.results import draw
-from wide.records import RecordFile
-from wide.report.cells import Cell
+from wide.records import Cell, RecordFile
 
 FIGURE = "quality-sparsity"
 SHORT = [

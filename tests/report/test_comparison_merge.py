@@ -1,18 +1,14 @@
 """Which rows of several comparisons are one, and from which of them each cell comes."""
 
-import json
-
 import pytest
 from test_comparison_speed import FIGURES, measured, rows, write
 
 from wide.cli.main import main
-from wide.records import Record
-from wide.report.cells import Cell
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Row
+from wide.records import Cell, Record
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Row, read_comparison
 from wide.report.comparison_merge import merge
-from wide.report.comparison_page import read_comparison
 from wide.report.comparison_tables import facts_table, quality_table
-from wide.report.drawing import _new_figure, _style
+from wide.report.drawing import draw
 
 SETTINGS = {"ffn_group_size": 64}
 DENSE_CELL = Cell(DENSE, 0.0, 17)
@@ -20,8 +16,7 @@ LOW, HIGH = Cell("wide", 0.25, 17), Cell("wide", 0.5, 17)
 
 
 def trained(cell, training):
-    text = json.dumps(training)
-    return [Record(subject=cell.subject(recovered=False), metric="training", value=text, unit="text")]
+    return [Record(subject=cell.subject(recovered=False), metric="training", value=training)]
 
 
 def both_stages(cell, calibrated, recovered):
@@ -95,7 +90,7 @@ def test_both_stages_of_a_cell_come_from_one_comparison(tmp_path):
 def test_stages_of_different_comparisons_are_noted(tmp_path):
     one = write(tmp_path / "one", ["wide"], measured(HIGH, 11.0, settings=SETTINGS))
     recovered = [*measured(HIGH, 14.0, recovered=True)]
-    settings = [Record(subject=HIGH.subject(recovered=False), metric="settings", value=json.dumps(SETTINGS))]
+    settings = [Record(subject=HIGH.subject(recovered=False), metric="settings", value=SETTINGS)]
     two = write(tmp_path / "two", ["wide"], recovered, settings, recovers=True)
     whole = merge(comparisons(one, two))
     assert quality(whole) == [11.0, 14.0]
@@ -227,9 +222,7 @@ def test_each_dense_with_lora_has_a_line_of_its_own(tmp_path):
         (merge(comparisons(one)), {"dense + LoRA": (0.8, ":")}),
     ):
         for name in ("quality-sparsity", "quality-work"):
-            with _style():
-                figure = _new_figure(FIGURES[name].size)
-                FIGURES[name].draw(figure, found)
+            figure = draw(FIGURES[name], found)
             drawn = [line for line in figure.axes[0].get_lines() if list(line.get_xdata()) == [0, 1]]
             lines = {"dense": (1.0, "-")} | wanted
             assert [(line.get_ydata()[0], line.get_linestyle()) for line in drawn] == list(lines.values())
@@ -238,9 +231,7 @@ def test_each_dense_with_lora_has_a_line_of_its_own(tmp_path):
 
 def drawn_lines(name, found):
     """Return (height, dashes) of the black lines across each panel of a figure, and the words of its legend."""
-    with _style():
-        figure = _new_figure(FIGURES[name].size)
-        FIGURES[name].draw(figure, found)
+    figure = draw(FIGURES[name], found)
     panels = [[line for line in axes.get_lines() if list(line.get_xdata()) == [0, 1]] for axes in figure.axes]
     lines = [[(line.get_ydata()[0], str(line._unscaled_dash_pattern)) for line in panel] for panel in panels]
     return lines, [text.get_text() for text in figure.legends[0].get_texts()]

@@ -8,15 +8,13 @@ import pytest
 
 from wide.cli.main import main
 from wide.errors import DataError
-from wide.records import Record, RecordFile
-from wide.report.cells import Cell, read_folder
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row
+from wide.records import Cell, Record, RecordFile
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_merge import merge
-from wide.report.comparison_page import read_comparison
 from wide.report.drawing import draw_svg
+from wide.report.figure import MissingRecordsError
 from wide.report.page import facts
-from wide.report.selection import MissingRecordsError
 
 FIGURES = {figure.name: figure for figure in COMPARISON_FIGURES}
 DENSE_CELL = Cell(DENSE, 0.0, 17)
@@ -24,7 +22,7 @@ DENSE_CELL = Cell(DENSE, 0.0, 17)
 
 def rows(name, text):
     """Return the lines of a figure's sheet as dictionaries."""
-    return list(csv.DictReader(io.StringIO(FIGURES[name].sheet(text).to_csv())))
+    return list(csv.DictReader(io.StringIO(FIGURES[name].to_csv(text))))
 
 
 def measured(cell, perplexity, *, work=0.4, settings=None, recovered=False):
@@ -32,13 +30,13 @@ def measured(cell, perplexity, *, work=0.4, settings=None, recovered=False):
     yield Record(subject=subject, metric=PERPLEXITY, value=perplexity)
     yield Record(subject=subject, metric="sparsity.linear_flops_layers", value=work)
     if settings is not None:
-        yield Record(subject=subject, metric="settings", value=json.dumps(settings))
+        yield Record(subject=subject, metric="settings", value=settings)
     yield Record(subject=subject, metric="status", value=FINISHED)
 
 
 def write(folder, methods, *groups, dense=10.0, model="M", text="held out", recovers=False):
     facts = {"model": model, "held-out text": text, "description": folder.name}
-    facts |= {"grid.methods": json.dumps(methods), "grid.sparsities": "[0.5, 0.25]"}
+    facts |= {"grid.methods": list(methods), "grid.sparsities": [0.5, 0.25]}
     run = [Record(subject="run", metric=metric, value=value) for metric, value in facts.items()]
     run.append(Record(subject="run", metric="grid.recovers", value=float(recovers)))
     folder.mkdir(exist_ok=True)
@@ -69,21 +67,21 @@ def timed(tmp_path):
 
 def test_folders_name_their_cell():
     for cell in (Cell("wide-g32", 0.25, 17), Cell("shortened-ppl", 0.5, 2)):
-        assert read_folder(cell.folder) == cell
+        assert Cell.from_folder(cell.folder) == cell
     for other in ("adapter", "wide-seed3", "wide-half-seed3", "wide-0.5-seedy"):
-        assert read_folder(other) is None
+        assert Cell.from_folder(other) is None
 
 
 def test_each_checkpoint_has_its_own_perplexity_and_speed(timed):
     found = read_comparison(timed / "compare.jsonl")
     svg, words = draw_svg(FIGURES["quality-speed"], found)
-    assert "prefill, 64 tokens, tyr: 1.25x at 12.0" in words
-    assert "prefill, 64 tokens, batch 4, wide: 0.90x at 14.0" in words
+    assert "prefill, 64 tokens, tyr: 12.00 at 1.25" in words
+    assert "prefill, 64 tokens, batch 4, wide: 14.00 at 0.9" in words
     assert svg.startswith("<?xml")
     lines = rows("quality-speed", found)
     assert [(line["method"], line["sparsity"], line["batch"], line["speedup"]) for line in lines] == [
-        ("tyr", "0.25", "1", "1.25"),
         ("wide", "0.5", "4", "0.9"),
+        ("tyr", "0.25", "1", "1.25"),
     ]
 
 
@@ -101,8 +99,8 @@ def test_what_is_far_worse_is_an_arrow(tmp_path):
     far = Cell("tyr", 0.5, 17)
     folder = write(tmp_path / "one", ["tyr"], measured(far, 9000.0))
     time_cell(folder, far, 2.0)
-    _, words = draw_svg(FIGURES["quality-speed"], read_comparison(folder / "compare.jsonl"))
-    assert "2.00x at 9000.0" in words
+    (line,) = rows("quality-speed", read_comparison(folder / "compare.jsonl"))
+    assert (line["perplexity"], line["drawn"], line["words"]) == ("9000.0", "60.0", "50 ↑")
 
 
 def test_quality_is_drawn_over_the_measured_work(tmp_path):
@@ -110,7 +108,7 @@ def test_quality_is_drawn_over_the_measured_work(tmp_path):
     unstructured = measured(Cell("wanda", 0.5, 17), 11.0, work=0.0)
     found = read_comparison(write(tmp_path / "one", ["tyr", "wanda"], *cells, unstructured) / "compare.jsonl")
     _, words = draw_svg(FIGURES["quality-work"], found)
-    assert "tyr: 1.20 at 20 %, 2.00 at 40 %" in words
+    assert "tyr (without LoRA): 1.20 at 20, 2.00 at 40" in words
     assert [line["method"] for line in rows("quality-work", found)] == ["tyr", "tyr"]
     nothing = read_comparison(write(tmp_path / "two", ["wanda"]) / "compare.jsonl")
     with pytest.raises(MissingRecordsError, match="linear_flops_layers"):
@@ -127,8 +125,8 @@ def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
     ]
     found = read_comparison(write(tmp_path / "one", list(settings), *cells) / "compare.jsonl")
     _, words = draw_svg(FIGURES["quality-groups"], found)
-    assert "ffn_group_size, 50 %, adjacent: 1.20 at 32, 1.30 at 128" in words
-    assert "attention_group_size, 50 %, clustered: 1.60 at 64, 1.70 at 256" in words
+    assert "channels of an FFN group, 50 %, adjacent (without LoRA): 1.20 at 32, 1.30 at 128" in words
+    assert "query channels of an attention group, 50 %, clustered (without LoRA): 1.60 at 64, 1.70 at 256" in words
     lines = rows("quality-groups", found)
     assert {(line["varied"], line["size"]) for line in lines if line["method"] == "b"} == {
         ("ffn_group_size", "128"),
@@ -185,7 +183,10 @@ def test_rows_are_chosen_on_the_command_line(tmp_path, capsys):
     folder = write(tmp_path / "one", ["tyr", "wide"], measured(Cell("tyr", 0.5, 17), 12.0))
     assert main(["report", str(folder), "--output", str(tmp_path / "all"), "--only", "--rows", "wide"]) == 0
     assert "tyr" not in (tmp_path / "all/table.md").read_text()
-    for words, message in ((["--rows", "wide"], "for the page of --output"), (["--rows"], "names separated by commas")):
+    for words, message in (
+        (["--rows", "wide"], "is for the page of several folders"),
+        (["--rows=,"], "names separated by commas"),
+    ):
         assert main(["report", str(folder), *words]) == 2
         assert message in capsys.readouterr().err
 
@@ -196,7 +197,7 @@ def test_a_size_of_groups_that_is_left_to_the_model_is_its_own(tmp_path):
     groups = [measured(cell, 12.0, settings=own) for cell, own in zip(cells, sizes, strict=True)]
     folder = write(tmp_path / "one", ["a", "b"], *groups)
     with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
-        FIGURES["quality-groups"].sheet(read_comparison(folder / "compare.jsonl"))
+        FIGURES["quality-groups"].table(read_comparison(folder / "compare.jsonl"))
     own = Record(subject="run", metric="model.attention_group_size", value=192)
     RecordFile(folder / "compare.jsonl", device="cpu").append([own])
     assert [line["size"] for line in rows("quality-groups", read_comparison(folder / "compare.jsonl"))] == ["64", "128"]

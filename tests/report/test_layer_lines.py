@@ -1,18 +1,18 @@
 """Sparsity by layer of several models in one picture: rows of a comparison, and runs."""
 
-import json
-
 import pytest
 
 from wide.cli.main import main
 from wide.errors import DataError
-from wide.records import Record, RecordFile
-from wide.report.cells import Cell
+from wide.records import Cell, Record, RecordFile
 from wide.report.comparison import DENSE, FINISHED, Comparison
+from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.drawing import draw_svg
-from wide.report.evidence_page import read_evidence
-from wide.report.layer_lines import LAYERS_OF_METHODS, LAYERS_OF_RUNS
-from wide.report.selection import MissingRecordsError, Selection
+from wide.report.figure import MissingRecordsError
+from wide.report.folders import LAYERS_OF_RUNS, read_evidence
+from wide.report.selection import Selection
+
+LAYERS_OF_METHODS = COMPARISON_FIGURES[-1]
 
 
 def layers(subject, *shares, half="ffn"):
@@ -29,7 +29,7 @@ def cell(method, sparsity, *shares, recovered=False, finished=True):
 
 
 def comparison(*groups, methods=("wide", "wide-uniform", "ddp")):
-    facts = {"grid.methods": json.dumps(methods), "grid.sparsities": "[0.25, 0.5, 0.7]"}
+    facts = {"grid.methods": list(methods), "grid.sparsities": [0.25, 0.5, 0.7]}
     run = [Record(subject="run", metric=metric, value=value) for metric, value in facts.items()]
     run.append(Record(subject="run", metric="grid.recovers", value=1.0))
     return Comparison(Selection([*run, *(record for group in groups for record in group)]))
@@ -46,12 +46,12 @@ def test_rows_are_compared_at_the_target_nearest_to_a_half():
     )
     svg, words = draw_svg(LAYERS_OF_METHODS, found)
     assert svg == draw_svg(LAYERS_OF_METHODS, found)[0]
-    assert "target of 50 %" in words
-    assert "FFN, wide: 50 % on average, most in layer 1" in words
-    sheet = LAYERS_OF_METHODS.sheet(found)
-    assert sheet.header == ("name", "half", "layer", "skipped")
-    assert {row[0] for row in sheet.rows} == {"wide", "wide-uniform"}
-    assert [row[2:] for row in sheet.rows if row[:2] == ("wide", "attention")] == [(0, 0.6), (1, 0.4)]
+    assert "FFN, wide: 40.00 at 0, 60.00 at 1" in words
+    rows = LAYERS_OF_METHODS.table(found)
+    assert list(rows[0]) == ["panel", "name", "half", "layer", "skipped"]
+    assert {row["name"] for row in rows} == {"wide", "wide-uniform"}
+    shown = [(row["layer"], row["skipped"]) for row in rows if (row["name"], row["half"]) == ("wide", "attention")]
+    assert shown == [(0, 0.6), (1, 0.4)]
 
 
 def test_layers_that_a_method_keeps_count_as_dense():
@@ -59,17 +59,17 @@ def test_layers_that_a_method_keeps_count_as_dense():
     pruned = Record(subject=subject, metric="sparsity.ffn", value=1.0, layer=1)
     done = Record(subject=subject, metric="status", value=FINISHED)
     found = comparison(cell("wide", 0.5, 0.4, 0.6, 0.5), [pruned, done], methods=("wide", "blockpruner"))
-    assert "FFN, blockpruner: 33 % on average, most in layer 1" in draw_svg(LAYERS_OF_METHODS, found)[1]
+    assert "FFN, blockpruner: 0.00 at 0, 100 at 1, 0.00 at 2" in draw_svg(LAYERS_OF_METHODS, found)[1]
 
 
 def test_a_target_without_layers_leaves_the_place_to_the_next():
     found = comparison(cell("wide", 0.5), cell("wide", 0.7, 0.6, 0.8))
-    assert "target of 70 %" in draw_svg(LAYERS_OF_METHODS, found)[1]
+    assert [row["skipped"] for row in LAYERS_OF_METHODS.table(found) if row["half"] == "ffn"] == [0.6, 0.8]
 
 
 def test_rows_without_layers_are_said_to_be_missing():
     with pytest.raises(MissingRecordsError, match=r"sparsity\.ffn"):
-        LAYERS_OF_METHODS.sheet(comparison(cell("wide", 0.5)))
+        LAYERS_OF_METHODS.table(comparison(cell("wide", 0.5)))
 
 
 def write_run(folder, *shares):
@@ -82,19 +82,19 @@ def write_run(folder, *shares):
 
 def test_runs_share_a_picture(tmp_path):
     free, uniform = write_run(tmp_path / "free", 0.2, 0.8), write_run(tmp_path / "uniform", 0.5, 0.5)
-    rows = LAYERS_OF_RUNS.sheet(read_evidence([free, uniform])).rows
-    assert rows == (
+    rows = LAYERS_OF_RUNS.table(read_evidence([free, uniform]))
+    assert [(row["name"], row["half"], row["layer"], row["skipped"]) for row in rows] == [
         ("free", "ffn", 0, 0.2),
         ("free", "ffn", 1, 0.8),
         ("uniform", "ffn", 0, 0.5),
         ("uniform", "ffn", 1, 0.5),
-    )
+    ]
     assert main(["report", str(free), str(uniform), "--output", str(tmp_path / "both"), "--only"]) == 0
     assert (tmp_path / "both/figures/layers-compared.svg").is_file()
 
 
 def test_one_run_has_nothing_beside_it(tmp_path):
     with pytest.raises(MissingRecordsError, match="two runs"):
-        LAYERS_OF_RUNS.sheet(read_evidence([write_run(tmp_path / "free", 0.2)]))
+        LAYERS_OF_RUNS.table(read_evidence([write_run(tmp_path / "free", 0.2)]))
     with pytest.raises(DataError, match="twice"):
         read_evidence([tmp_path / "free", tmp_path / "free"])

@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import json
 import re
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import pytest
 
 from wide.records import Record, RecordFile
 from wide.report.drawing import FOLDER, draw_svg
-from wide.report.figures import FIGURES, LAYERS, PERPLEXITY
+from wide.report.figure import MissingRecordsError
 from wide.report.page import write_report
-from wide.report.routing_figures import ROUTING_FIGURES
-from wide.report.selection import SUBJECTS, MissingRecordsError, Selection
-from wide.report.table import NAMES, layer_lines, summary_table
+from wide.report.run_figures import FIGURES, LAYERS, PERPLEXITY, ROUTING_FIGURES
+from wide.report.selection import NAMES, SUBJECTS, Selection
+from wide.report.table import layer_lines, summary_table
 
 
 def record(subject, metric, value, unit="", **place):
@@ -47,17 +46,17 @@ def routing_records():
     for half in ("attention", "ffn"):
         for layer in range(3):
             shares = {"groups": 4, "shares": [0.1, 0.99, 0.5, 0.0]}
-            yield record("stage 1+2", f"routing.{half}.by_group", json.dumps(shares), "json", layer=layer)
+            yield record("stage 1+2", f"routing.{half}.by_group", shares, "json", layer=layer)
             yield record("stage 1+2", f"routing.{half}.same_as_previous", 0.8, "share", layer=layer)
             yield record("stage 1+2", f"routing.{half}.same_by_chance", 0.6, "share", layer=layer)
         yield record("stage 1+2", f"routing.{half}.flips_bfloat16", 0.001, "share")
-        yield record("stage 1+2", f"routing.{half}.token_correlation", "[0.4, 0.2, null]", "json")
-        yield record("stage 1+2", f"routing.{half}.group_correlation", "[0.1, null, -0.1]", "json")
+        yield record("stage 1+2", f"routing.{half}.token_correlation", [0.4, 0.2, None], "json")
+        yield record("stage 1+2", f"routing.{half}.group_correlation", [0.1, None, -0.1], "json")
         matrix = {"groups": [0, 1, 3], "phi": [[1, 0.2, None], [0.2, 1, None], [None, None, None]]}
-        yield record("stage 1+2", f"routing.{half}.group_matrix", json.dumps(matrix), "json", layer=2)
+        yield record("stage 1+2", f"routing.{half}.group_matrix", matrix, "json", layer=2)
     sample = {"tokens": ["Once", " up", "on\n", "", " <b>"], "attention": [[10, 20, 30]] * 4 + [[90, 90, 90]]}
     sample["ffn"] = [[50, None, 30]] * 5
-    yield record("stage 1+2", "routing.sample", json.dumps(sample), "json")
+    yield record("stage 1+2", "routing.sample", sample, "json")
 
 
 def write(tmp_path, records):
@@ -123,7 +122,7 @@ def test_same_records_give_the_same_bytes(drawn, name):
     figure = next(figure for figure in FIGURES if figure.name == name)
     run = Selection(list(complete_records()))
     assert (page.parent / FOLDER / f"{name}.svg").read_text() == draw_svg(figure, run)[0]
-    assert (page.parent / FOLDER / f"{name}.csv").read_text() == figure.sheet(run).to_csv()
+    assert (page.parent / FOLDER / f"{name}.csv").read_text() == figure.to_csv(run)
 
 
 def test_text_from_outside_is_escaped(drawn):
@@ -159,17 +158,18 @@ def test_missing_records_are_named_instead_of_drawn(tmp_path):
 
 def test_half_a_routing_is_drawn_as_far_as_it_goes():
     records = [r for r in complete_records() if ".ffn." not in r.metric and r.metric != "routing.sample"]
-    records += [record("stage 1+2", "routing.sample", json.dumps({"tokens": ["a", "b"], "ffn": [[1], [2]]}), "json")]
+    records += [record("stage 1+2", "routing.sample", {"tokens": ["a", "b"], "ffn": [[1], [2]]}, "json")]
     run = Selection(records)
     for figure in ROUTING_FIGURES:
         _, words = draw_svg(figure, run)
-        assert figure.name == "tokens" or "FFN" not in words
-        assert figure.name == "tokens" or "ffn" not in figure.sheet(run).to_csv()
+        assert figure.name == "tokens" or "FFN" not in words + figure.to_csv(run)
 
 
 def test_a_damaged_record_is_said_to_be_damaged(tmp_path):
-    page, _ = write(tmp_path, [record("stage 1+2", "routing.sample", '{"tokens": [', "json")])
-    assert page.read_text().count("&#x27;routing.sample&#x27; of &#x27;stage 1+2&#x27; is damaged") == 2
+    page, _ = write(tmp_path, [record("stage 1+2", "routing.sample", {"tokens": 5, "ffn": 3}, "json")])
+    text = page.read_text()
+    assert "&#x27;routing.sample&#x27; is damaged" in text
+    assert "its records are damaged" in text
     assert not (tmp_path / FOLDER / "tokens.svg").exists()
 
 
@@ -219,13 +219,11 @@ def test_figures_describe_what_they_show(figure):
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_figures_refuse_to_draw_nothing(figure):
-    for make in (lambda run: draw_svg(figure, run), figure.sheet):
+    for make in (lambda run: draw_svg(figure, run), figure.table):
         with pytest.raises(MissingRecordsError, match="no record"):
             make(Selection([]))
 
 
 def test_report_needs_no_torch():
-    code = (
-        "import sys, wide.report.page, wide.report.evidence_page; assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    )
+    code = "import sys, wide.report.folders; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,7 @@ import pytest
 from wide.cli.main import main
 from wide.records import Record, RecordFile, read_records
 from wide.report.drawing import FOLDER
-from wide.report.figures import FIGURES
+from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
 from wide.report.table import summary_table
 from wide.runs.measuring import training_records
@@ -39,7 +39,7 @@ def test_the_routing_of_the_trained_model_is_among_the_records(run):
         for name in ("by_group", "same_as_previous", "token_correlation", "group_correlation", "flips_bfloat16"):
             assert f"routing.{half}.{name}" in measured
     assert not [r for r in records if r.subject == "dense" and r.metric.startswith("routing.")]
-    sample = Selection(records).json("stage 1", "routing.sample")
+    sample = Selection(records).content("stage 1", "routing.sample")
     assert len(sample["tokens"]) == len(sample["ffn"]) == 64
     assert len(sample["ffn"][0]) == 2
 

@@ -10,8 +10,8 @@ from wide.cli.main import main
 from wide.models.cost import Sparsity
 from wide.records import RecordFile, read_records
 from wide.report.drawing import draw_svg
-from wide.report.figures import FIGURES, LAYERS, TRAINING, figures_of
 from wide.report.page import write_report
+from wide.report.run_figures import FIGURES, TRAINING, figures_of
 from wide.report.selection import Selection
 from wide.runs.measuring import sparsity_records
 
@@ -42,12 +42,14 @@ def by_layer(records):
 def test_layers_that_a_static_method_keeps_are_shown_with_zero(run):
     with (run / "figures/layers.csv").open() as stream:
         rows = [(row["half"], row["layer"], float(row["skipped_share"])) for row in csv.DictReader(stream)]
-    assert [row[:2] for row in rows] == [(half, layer) for half in ("attention", "ffn") for layer in "01"]
+    assert [row[:2] for row in rows] == [(half, layer) for half in ("attention", "FFN") for layer in "01"]
     assert sorted(share for *_, share in rows) == [0.0, 0.0, 1.0, 1.0]
     page = (run / "report.html").read_text()
-    found = re.search("Skipped groups per layer in percent after pruning: attention ([0-9, ]+); FFN ", page)
+    found = re.search(
+        "Skipped groups of each layer in percent[^.]*. attention: ([0-9.]+) at 0, ([0-9.]+) at 1; FFN", page
+    )
     assert found is not None
-    assert sorted(found[1].split(", ")) == ["0", "100"]
+    assert sorted(map(float, found.groups())) == [0.0, 100.0]
 
 
 def test_a_static_run_asks_for_nothing_that_it_cannot_have(run):
@@ -107,15 +109,7 @@ def test_lora_on_a_static_plan_has_a_course_and_a_caution(tmp_path):
     assert "part of what LoRA gains is that" in page
     assert "Stage 2" not in page
     words = draw_svg(TRAINING, Selection(*read_records(file.path)))[1]
-    assert "from 4.00 to 3.90 after pruning and LoRA" in words
-
-
-def test_stages_are_named_in_english():
-    for subject, words in (("pruned", "after pruning"), ("stage 1", "after stage 1")):
-        found = Selection(
-            [record(subject, "sparsity.ffn", 0.5), *(record(subject, "sparsity.ffn", 0.5, layer=n) for n in range(2))]
-        )
-        assert f"in percent {words}: FFN 50, 50." in draw_svg(LAYERS, found)[1]
+    assert "LM loss: 4.00 at 0, 3.90 at 1" in words
 
 
 def test_stage_2_is_spoken_of_where_there_is_one(tmp_path):

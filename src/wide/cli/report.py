@@ -43,7 +43,8 @@ def arguments() -> Arguments:
         usage="FOLDER [FOLDER ...] [--output DIR [--only] [--rows A,B]]",
     )
     flags.add_folders(
-        "The --output of wide prune, wide recover or wide compare, or the --out of wide bench or profile."
+        "The --output of wide prune, wide recover or wide compare, or the --out of wide bench or profile; or a run in "
+        "the record file of a study, STUDY/NAME."
     )
     flags.add_fields(PageOptions)
     flags.add_switch("only", "With --output: draw that page alone and write nothing into the folders.")
@@ -66,11 +67,12 @@ def run(given: Sequence[str]) -> None:
         raise UsageError("--output needs a folder" if page.output == "" else "--rows needs names separated by commas")
     if page.output is None and (only or page.rows):
         raise UsageError(f"--{'only' if only else 'rows'} is for the page of several folders: name it with --output")
-    missing = [folder for folder in folders if not folder.is_dir()]
+    from wide.report.drawing import require_matplotlib
+    from wide.report.folders import exists
+
+    missing = [folder for folder in folders if not exists(folder)]
     if missing:
         raise DataError(f"there is no folder {missing[0]}; name the output of a run, a comparison or a bench")
-    from wide.report.drawing import require_matplotlib
-
     require_matplotlib()
     for folder in () if only else folders:
         _draw(folder)
@@ -81,24 +83,25 @@ def run(given: Sequence[str]) -> None:
         return
     if page.rows:
         raise UsageError(_NO_ROWS)
-    from wide.report.evidence_page import write_evidence
+    from wide.report.folders import write_evidence
 
     drawn, notes = write_evidence(folders, Path(page.output))
     _say_drawn([drawn], notes)
 
 
 def _is_comparison(folder: Path) -> bool:
-    from wide.runs.folder import COMPARISON, GRID
+    from wide.report.folders import is_comparison
+    from wide.runs.folder import GRID
 
     # The records of all cells in one file stand for a comparison, too: the cells need not be at hand.
-    return (folder / GRID).is_file() or (folder / COMPARISON).is_file()
+    return (folder / GRID).is_file() or is_comparison(folder)
 
 
 def _draw(folder: Path) -> None:
     if _is_comparison(folder):
         _write_comparison(_comparison(folder), folder)
         return
-    from wide.report.evidence_page import write_folder
+    from wide.report.folders import write_folder
 
     _say_drawn(*write_folder(folder))
 
@@ -127,13 +130,14 @@ def _draw_merged(folders: Sequence[Path], output: Path, rows: Sequence[str]) -> 
 
 def _comparison(folder: Path) -> "Comparison":
     from wide.comparison.results import collect
-    from wide.report.comparison_page import read_comparison
-    from wide.runs.folder import COMPARISON, GRID
+    from wide.report.comparison import read_comparison
+    from wide.report.folders import comparison_in
+    from wide.runs.folder import GRID
 
-    return read_comparison(collect(folder) if (folder / GRID).is_file() else folder / COMPARISON)
+    return read_comparison(collect(folder)) if (folder / GRID).is_file() else comparison_in(folder)
 
 
 def _write_comparison(comparison: "Comparison", folder: Path) -> None:
-    from wide.report.comparison_page import draw_comparison
+    from wide.report.folders import draw_comparison
 
     _say_drawn(*draw_comparison(comparison, folder))

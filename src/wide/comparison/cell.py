@@ -1,7 +1,6 @@
 """One cell of a comparison: the method, LoRA on top, the evaluation of both, and their records."""
 
 import gc
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -21,8 +20,7 @@ from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, detach, is_attached
 from wide.models.pretrained import device_name
-from wide.records import Record, RecordFile, read_records
-from wide.report.cells import Cell
+from wide.records import Cell, Record, RecordFile, Subject, read_records
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
 from wide.runs.folder import ADAPTER, CELLS, RECORDS, RunFolder
@@ -223,10 +221,9 @@ class CellRunner:
         if not recovered:
             lines = "\n".join([*self._own_target(cell), *report["deviations"]])
             yield Record(subject=subject, metric="deviations", value=lines, unit="text")
-            yield Record(subject=subject, metric="settings", value=json.dumps(report["settings"]), unit="text")
+            yield Record(subject=subject, metric="settings", value=report["settings"])
             if "prune" in provenance:
-                text = json.dumps(_training(provenance["prune"]), sort_keys=True)
-                yield Record(subject=subject, metric="training", value=text, unit="text")
+                yield Record(subject=subject, metric="training", value=_training(provenance["prune"]))
 
     def _own_target(self, cell: Cell) -> Iterator[str]:
         """Yield a sentence where a row counts its sparsity otherwise than the comparison."""
@@ -251,7 +248,7 @@ def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _task_perplexities(subject: str, report: EvaluationReport) -> Iterator[Record]:
+def _task_perplexities(subject: Subject, report: EvaluationReport) -> Iterator[Record]:
     """Yield the perplexity per token of tasks whose own is per word."""
     for task in () if report.model.tasks is None else report.model.tasks.tasks:
         if task.token_perplexity is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import Match, get, names
-from wide.report.cells import Cell
+from wide.records import Cell
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
 
 OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wide.errors import DataError
-from wide.report.comparison import PERPLEXITY, RATIO, Comparison
-from wide.report.comparison_page import draw_comparison, read_comparison
+from wide.report.comparison import PERPLEXITY, RATIO, Comparison, read_comparison
 from wide.report.comparison_tables import to_text
+from wide.report.folders import draw_comparison
 from wide.report.writing import write_whole
 from wide.runs.folder import CELLS, COMPARISON, GRID, RECORDS
 from wide.runs.process import say

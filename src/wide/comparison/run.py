@@ -1,6 +1,5 @@
 """Runs the cells of a comparison, or a share of them; what one cell does wrong costs no other."""
 
-import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,8 @@ from wide.data.tokenizer import load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
 from wide.models.discovery import discover
-from wide.records import Record
-from wide.report.cells import Cell
-from wide.report.comparison_page import read_comparison
+from wide.records import Cell, Record
+from wide.report.comparison import read_comparison
 from wide.report.drawing import FOLDER
 from wide.runs.folder import GRID, RunFolder
 from wide.runs.measuring import check_text
@@ -141,7 +139,7 @@ class ComparisonRun:
 
     def _grid_records(self, text_name: str, model: Any) -> Iterator[Record]:
         request, grid, budget = self._request, self._request.grid, self._request.budget
-        facts = {
+        facts: dict[str, Any] = {
             "description": request.run.description,
             "model": request.run.model,
             "data": request.run.data,
@@ -149,8 +147,8 @@ class ComparisonRun:
             "held-out text": text_name,
             "LoRA": _recipe(request),
             "command": self._command,
-            "grid.methods": json.dumps(grid.method_names),
-            "grid.sparsities": json.dumps(grid.sparsity_values),
+            "grid.methods": list(grid.method_names),
+            "grid.sparsities": list(grid.sparsity_values),
         }
         for name, value in facts.items():
             yield Record(subject="run", metric=name, value=value, unit="text")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wide.errors import ConfigError
-from wide.report.cells import Cell
+from wide.records import Cell
 
 LOCK = "lock"
 """Name of the empty file in a cell's folder that is locked; it stays, because others may be waiting at it."""

@@ -1,6 +1,5 @@
 """Routing behaviour as records: figures as numbers, series and tables as compact JSON of bounded size."""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,5 +85,4 @@ def _percent(rows: Sequence[Sequence[float | None]]) -> list[list[int | None]]:
 
 
 def _json(subject: str, metric: str, value: Any, where: str, *, layer: int | None = None) -> Record:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return Record(subject=subject, metric=metric, value=text, unit="json", where=where, layer=layer)
+    return Record(subject=subject, metric=metric, value=value, unit="json", where=where, layer=layer)

@@ -5,16 +5,17 @@ A row is a method, either after its calibration or with LoRA on top.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wide.errors import DataError
+from wide.records import STUDY, Cell, Stage
 from wide.report.bootstrap import Windows, perplexity_error, ratio_error
-from wide.report.cell_speeds import CellSpeed
-from wide.report.cells import Cell, read_subject
 from wide.report.figure import Origin
-from wide.report.selection import Selection
+from wide.report.profiles import OWN, Forward, Profile, read_profile, read_study
+from wide.report.selection import Selection, read_selection
 
 DENSE = "dense"
 FINISHED = "finished"
@@ -59,6 +60,14 @@ class Failure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CellSpeed:
+    """How fast what a cell left is, at one shape: its own model's time, calibrated only."""
+
+    cell: Cell
+    forward: Forward
+
+
 class Comparison:
     """The records of one comparison.
 
@@ -87,9 +96,11 @@ class Comparison:
         self.speed_origins = tuple(speed_origins)
         self.run = run
         self.speeds = tuple(speeds)
-        methods: list[str] | None = run.content("run", "grid.methods")
-        sparsities: list[float] | None = run.content("run", "grid.sparsities")
-        if methods is None or sparsities is None:
+        methods: list[str] = run.content("run", "grid.methods") or [0]
+        sparsities: list[float] = run.content("run", "grid.sparsities") or [""]
+        if not all(isinstance(each, str) for each in methods) or not all(
+            isinstance(s, int | float) for s in sparsities
+        ):
             raise DataError(
                 "these records are not of a comparison: no usable record 'grid.methods' or 'grid.sparsities' of the run"
             )
@@ -99,9 +110,9 @@ class Comparison:
         self.rows = [Row(DENSE, False), *(Row(name, True) for name in adapted if True in stages)]
         self.rows += [Row(method, recovered) for method in methods for recovered in stages]
         self._cells: dict[tuple[Row, float], list[Cell]] = {}
-        found = {record.subject: read_subject(record.subject) for record in run.records}
-        for cell, recovered in sorted(key for key in found.values() if key is not None):
-            self._cells.setdefault((Row(cell.method, recovered), cell.sparsity), []).append(cell)
+        for stage in sorted({record.subject for record in run.records if isinstance(record.subject, Stage)}):
+            row = Row(stage.cell.method, stage.recovered)
+            self._cells.setdefault((row, stage.cell.sparsity), []).append(stage.cell)
 
     def is_dense(self, row: Row) -> bool:
         """Return whether a row is the dense model, with LoRA or without."""
@@ -115,11 +126,12 @@ class Comparison:
             sparsity: One of `sparsities`; the dense rows are the same at all of them.
             metric: As in the records, or `RATIO` or `RETENTION`, which are relative to the dense model.
         """
-        subjects = self._finished(row, sparsity)
-        one: Callable[[str], float | None] = {RATIO: self._ratio, RETENTION: self._retention}.get(
-            metric, lambda subject: self.run.number(subject, metric)
-        )
-        numbers = [(subject, number) for subject in subjects if (number := one(subject)) is not None]
+        relative = {RATIO: PERPLEXITY, RETENTION: _ACCURACY}.get(metric)
+        found = [
+            (subject, self.run.number(subject, metric) if relative is None else self._over_dense(subject, relative))
+            for subject in self.finished(row, sparsity)
+        ]
+        numbers = [(subject, number) for subject, number in found if number is not None]
         if not numbers:
             return None
         values = [number for _, number in numbers]
@@ -135,36 +147,30 @@ class Comparison:
 
         A size of groups that is left to the model is the model's, if the run's 'model.attention_group_size' says it.
         """
-        found: dict[str, Any] = next(filter(None, self._settings(method, sparsity)), {})
+        subjects = self.finished(Row(method, False), sparsity)
+        found: dict[str, Any] = next(filter(None, (self.run.content(each, "settings") for each in subjects)), {})
         own = self.run.number("run", _OWN_GROUP)
-        if own is not None and _GROUP in found and found[_GROUP] is None:
-            return {**found, _GROUP: int(own)}
-        return found
-
-    def _settings(self, method: str, sparsity: float) -> Iterator[dict[str, Any]]:
-        for subject in self._finished(Row(method, False), sparsity):
-            yield self.run.content(subject, "settings")
+        return {**found, _GROUP: int(own)} if own is not None and found.get(_GROUP, 0) is None else found
 
     def training(self, method: str, sparsity: float) -> Mapping[str, Any] | None:
         """Return how the routers of a method's first cell at a sparsity were trained, as far as not by default.
 
         None where no record says it: of methods without routers, and of older records.
         """
-        subjects = self._finished(Row(method, False), sparsity)
+        subjects = self.finished(Row(method, False), sparsity)
         found = (self.run.content(subject, "training") for subject in subjects)
         return next((content for content in found if content is not None), None)
 
     def seeds(self, row: Row, sparsity: float) -> list[int]:
         """Return the seeds of a row that have been measured, ascending."""
-        found = [read_subject(subject) for subject in self._finished(row, sparsity)]
-        return sorted(key[0].seed for key in found if key is not None)
+        return sorted(stage.cell.seed for stage in self.finished(row, sparsity))
 
     def task_labels(self) -> list[str]:
         """Return what single tasks that were measured anywhere are called; with `TASK` before it, each is a metric."""
-        found = {record.metric: None for record in self.run.records if read_subject(record.subject) is not None}
+        metrics = dict.fromkeys(r.metric for r in self.run.records if isinstance(r.subject, Stage))
         return [
             metric.removeprefix(TASK)
-            for metric in found
+            for metric in metrics
             if metric.startswith(TASK) and metric != _ACCURACY and not metric.endswith(_STDERR)
         ]
 
@@ -200,34 +206,30 @@ class Comparison:
             for line, found in where.items()
         ]
 
-    def _finished(self, row: Row, sparsity: float) -> list[str]:
+    def finished(self, row: Row, sparsity: float) -> list[Stage]:
+        """Return the stages of a row that have been measured, one for each seed."""
         cells = self._cells.get((row, 0.0 if self.is_dense(row) else sparsity), [])
-        subjects = [cell.subject(recovered=row.recovered) for cell in cells]
-        return [subject for subject in subjects if self.run.text(subject, "status") == FINISHED]
+        stages = [cell.subject(recovered=row.recovered) for cell in cells]
+        return [stage for stage in stages if self.run.text(stage, "status") == FINISHED]
 
-    def _dense(self) -> str | None:
-        return next(iter(self._finished(Row(DENSE, False), 0.0)), None)
+    def _dense(self) -> Stage | None:
+        return next(iter(self.finished(Row(DENSE, False), 0.0)), None)
 
-    def _ratio(self, subject: str) -> float | None:
-        return self._relative_to_dense(subject, PERPLEXITY)
-
-    def _retention(self, subject: str) -> float | None:
-        return self._relative_to_dense(subject, _ACCURACY)
-
-    def _relative_to_dense(self, subject: str, metric: str) -> float | None:
+    def _over_dense(self, subject: Stage, metric: str) -> float | None:
         dense = self._dense()
         value, reference = self.run.number(subject, metric), dense and self.run.number(dense, metric)
         return value / reference if value is not None and reference else None
 
-    def _error(self, subject: str, metric: str) -> float | None:
-        dense = self._dense()
-        if metric == PERPLEXITY:
-            return perplexity_error(self._windows(subject))
-        if metric == RATIO and dense is not None and dense != subject:
-            return ratio_error(self._windows(subject), self._windows(dense))
+    def _error(self, subject: Stage, metric: str) -> float | None:
+        dense, windows = self._dense(), self._windows(subject)
+        if metric == PERPLEXITY and windows:
+            return perplexity_error(windows)
+        if metric == RATIO and windows and dense is not None and dense != subject:
+            return ratio_error(windows, self._windows(dense))
+        # A study keeps the errors instead of the windows.
         return self.run.number(subject, f"{metric}{_STDERR}")
 
-    def _windows(self, subject: str) -> Windows:
+    def _windows(self, subject: Stage) -> Windows:
         return [(float(loss), int(tokens)) for loss, tokens in self.run.content(subject, _WINDOWS) or ()]
 
     @property
@@ -241,6 +243,29 @@ class Comparison:
         return [*self.run.notes, *(note for origin in self.speed_origins for note in origin.notes)]
 
 
-def record_files(comparison: Comparison) -> list[str]:
-    """Return the files that figures of quality alone are drawn from."""
-    return [origin.path for origin in comparison.run.origins]
+def read_comparison(records: Path, run: str = "") -> Comparison:
+    """Return the comparison that a file of records describes, with the speeds of its cells.
+
+    Args:
+        records: Beside it, in `cells`, lies a folder for each cell; a study's file holds the speeds itself.
+        run: Which comparison, in a file that holds several.
+
+    Raises:
+        DataError: If there are no readable records, or not those of a comparison.
+    """
+    profiles: dict[Cell, Profile] = {}
+    if records.name == STUDY:
+        profiles = {cell: profile for (name, cell), profile in read_study(records).items() if cell and name == run}
+    else:
+        for folder in sorted((records.parent / "cells").glob("*")):
+            cell = Cell.from_folder(folder.name)
+            if cell is not None:
+                profiles[cell] = read_profile(folder)
+    speeds = [
+        CellSpeed(cell, forward)
+        for cell, profile in profiles.items()
+        for forward in profile.forwards()
+        if forward.candidate in OWN
+    ]
+    origins = [origin for profile in profiles.values() for origin in profile.origins]
+    return Comparison(read_selection(records, run), speeds, origins)

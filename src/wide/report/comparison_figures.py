@@ -1,178 +1,313 @@
 """The figures of a comparison: what each method is worth over sparsity, work, the size of groups, and speed."""
 
+import json
 import math
-from collections.abc import Iterator, Sequence
-from itertools import cycle
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wide.report.comparison import DENSE, RATIO, RETENTION, Comparison, Row, Value, record_files
-from wide.report.comparison_groups import GROUP_FIGURE
-from wide.report.comparison_speed import SPEED_FIGURE
-from wide.report.comparison_style import Dash, Styles, logarithmic, method_legend, method_styles
-from wide.report.figure import Figure, Sheet
-from wide.report.layer_lines import LAYERS_OF_METHODS
-from wide.report.selection import MissingRecordsError
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
+from wide.report.figure import Figure, MissingRecordsError, required
+from wide.report.figure import Row as Drawn
+from wide.report.selection import SUBLAYERS
 
 _WORK = "sparsity.linear_flops_layers"
-# Of the dense model with LoRA, several only where rows have different ones; short enough for the lines of a legend.
-# After eight they repeat.
-_DASHES: tuple[Dash, ...] = (
-    *(":", "-.", (0, (8, 2, 1, 2, 1, 2))),
-    *((0, (1, 4)), (0, (4, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (10, 3)), (0, (2, 1, 2, 5))),
-)
-_PANELS = ((RATIO, "perplexity, x dense"), (RETENTION, "average accuracy, share of dense"))
+_PANELS = {RATIO: "perplexity, x dense", RETENTION: "average accuracy, share of dense"}
+_SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": "query channels of an attention group"}
+_MIDDLE = 0.5
+# What is worse than this many times dense would squeeze everything else.
+_HIGHEST = 6
+# More lines in one panel cannot be told apart; the next ones get panels of their own.
+_MOST_LINES = 6
 
 
-def _lines(comparison: Comparison, metric: str) -> Iterator[tuple[Row, list[tuple[float, Value]]]]:
+def _points(comparison: Comparison, metric: str) -> Iterator[tuple[Row, float, Value]]:
     for row in comparison.rows:
-        if comparison.is_dense(row):
-            continue
-        found = [(sparsity, comparison.value(row, sparsity, metric)) for sparsity in comparison.sparsities]
-        points = [(sparsity, value) for sparsity, value in found if value is not None and math.isfinite(value.mean)]
-        if points:
-            yield row, points
+        for sparsity in comparison.sparsities if not comparison.is_dense(row) else ():
+            value = comparison.value(row, sparsity, metric)
+            if value is not None and math.isfinite(value.mean):
+                yield row, sparsity, value
 
 
-def _name(row: Row) -> str:
-    return f"{row.method} + LoRA" if row.recovered else row.method
+def _over_sparsity(comparison: Comparison) -> list[Drawn]:
+    return [
+        {
+            "metric": metric,
+            "panel": panel,
+            "method": row.method,
+            "recovered": int(row.recovered),
+            "target": sparsity,
+            "target, %": 100 * sparsity,
+            "mean": value.mean,
+            "error": value.error,
+            "seeds": value.seeds,
+        }
+        for metric, panel in _PANELS.items()
+        for row, sparsity, value in _points(comparison, metric)
+    ]
 
 
-def _measured(comparison: Comparison) -> list[tuple[str, str]]:
-    panels = [(metric, label) for metric, label in _PANELS if any(_lines(comparison, metric))]
-    if not panels:
-        raise MissingRecordsError("no finished cell with a 'token_perplexity' or 'accuracy.average' beside a dense one")
-    return panels
+def _dense_lines(comparison: Comparison) -> Mapping[str, Mapping[str, float]]:
+    """Return the dense model with each LoRA: LoRA fits the calibration text, so that it is the fair partner of rows."""
+    found: dict[str, Mapping[str, float]] = {DENSE: dict.fromkeys(_PANELS.values(), 1.0)}
+    for row in comparison.rows:
+        if comparison.is_dense(row) and row.recovered:
+            values = {panel: comparison.value(row, 0.0, metric) for metric, panel in _PANELS.items()}
+            known = {panel: value.mean for panel, value in values.items() if value is not None}
+            if known:
+                found[f"{row.method} + LoRA"] = known
+    return found
 
 
-def _draw(figure: Any, comparison: Comparison) -> str:
-    panels, styles, sentences = _measured(comparison), method_styles(comparison), []
-    for axes, (metric, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for row, points in _lines(comparison, metric):
-            _plot(axes, row, styles, [100 * sparsity for sparsity, _ in points], [value for _, value in points])
-            best = ", ".join(f"{value.mean:.2f} at {100 * sparsity:.3g} %" for sparsity, value in points)
-            sentences.append(f"{label}, {_name(row)}: {best}")
-        _dense_lines(axes, comparison, metric)
-        axes.set_xlabel("target sparsity, %")
-        axes.set_ylabel(label)
-    shown = {row.method: styles[row.method] for metric, _ in panels for row, _ in _lines(comparison, metric)}
-    _legend(figure, comparison, shown, [metric for metric, _ in panels])
-    return "Quality over sparsity; dashed and hollow without LoRA. " + "; ".join(sentences) + "."
+def _over_work(comparison: Comparison) -> list[Drawn]:
+    rows: list[Drawn] = []
+    for row, sparsity, value in _points(comparison, RATIO):
+        work = comparison.value(row, sparsity, _WORK)
+        if work is not None and work.mean > 0.0:
+            rows.append(
+                {
+                    "panel": _PANELS[RATIO],
+                    "method": row.method,
+                    "recovered": int(row.recovered),
+                    "target": sparsity,
+                    "skipped_work": work.mean,
+                    "work, %": 100 * work.mean,
+                    "ratio": value.mean,
+                    "error": value.error,
+                }
+            )
+    return sorted(rows, key=lambda row: (str(row["method"]), row["recovered"] or 0, row["skipped_work"] or 0))
 
 
-def _plot(axes: Any, row: Row, styles: Styles, places: Sequence[float], values: Sequence[Value]) -> None:
-    marker, colour = styles[row.method]
-    axes.errorbar(
-        places,
-        [value.mean for value in values],
-        yerr=[value.error or 0.0 for value in values],
-        fmt=marker + ("-" if row.recovered else "--"),
-        color=colour,
-        fillstyle="full" if row.recovered else "none",
-        capsize=3,
+def _over_groups(comparison: Comparison) -> list[Drawn]:
+    """Return the rows that differ in one size of groups alone, where there are at least two of it."""
+    rows: list[Drawn] = []
+    for key in _SIZES:
+        lines: dict[tuple[Any, ...], list[tuple[int, Row, Value]]] = {}
+        others: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+        trained: dict[tuple[Any, ...], list[Any]] = {}
+        found = []
+        for row, sparsity, value in _points(comparison, RATIO):
+            settings = comparison.settings(row.method, sparsity)
+            if settings.get(key) is not None:
+                rest = {name: each for name, each in settings.items() if name != key}
+                alike = (json.dumps(rest, sort_keys=True), sparsity, row.recovered)
+                training = comparison.training(row.method, sparsity)
+                # Rows of older records, which do not say how they were trained, join the first that are alike.
+                if training is not None and training not in trained.setdefault(alike, []):
+                    trained[alike].append(training)
+                found.append((alike, training, rest, int(settings[key]), row, value))
+        for alike, training, rest, size, row, value in found:
+            line = (*alike, 0 if training is None else trained[alike].index(training))
+            lines.setdefault(line, []).append((size, row, value))
+            others[line] = rest
+        several = {line: points for line, points in lines.items() if len({size for size, *_ in points}) > 1}
+        for line, points in several.items():
+            words = _apart(others[line], [others[each] for each in several])
+            again = f", {points[0][1].method}" if sum(line[:3] == other[:3] for other in several) > 1 else ""
+            for size, row, value in sorted(points, key=lambda point: (point[0], point[1].method)):
+                rows.append(
+                    {
+                        "varied": key,
+                        "panel": _SIZES[key],
+                        "line": f"{100 * line[1]:.4g} %{words}{again}",
+                        "method": row.method,
+                        "recovered": int(row.recovered),
+                        "target": line[1],
+                        "size": size,
+                        "ratio": value.mean,
+                        "error": value.error,
+                    }
+                )
+    return rows
+
+
+def _apart(settings: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> str:
+    """Return the words among a line's settings that other lines do not share."""
+    words = [
+        value
+        for name, value in settings.items()
+        if isinstance(value, str) and any(other.get(name) != value for other in all_settings)
+    ]
+    return "".join(f", {word}" for word in words)
+
+
+def _over_speed(comparison: Comparison) -> list[Drawn]:
+    dense = comparison.value(Row(DENSE, False), 0.0, PERPLEXITY)
+    top = math.inf if dense is None else _HIGHEST * dense.mean
+    rows: list[Drawn] = []
+    for speed in comparison.speeds:
+        cell, forward = speed.cell, speed.forward
+        subject = cell.subject(recovered=False)
+        value = comparison.run.number(subject, PERPLEXITY)
+        is_finished = comparison.run.text(subject, "status") == FINISHED
+        # Speed of another model says nothing about this one.
+        if is_finished and value is not None and forward.model == comparison.run.text("run", "model"):
+            attention, ffn = forward.skipped or (None, None)
+            rows.append(
+                {
+                    "shape": forward.shape,
+                    "method": cell.method,
+                    "sparsity": cell.sparsity,
+                    "seed": cell.seed,
+                    "what": forward.what,
+                    "tokens": forward.tokens,
+                    "batch": forward.batch,
+                    "perplexity": value,
+                    "drawn": min(value, top),
+                    "words": f"{100 * cell.sparsity:.3g}{' ↑' if value > top else ''}",
+                    "speedup": forward.speedup,
+                    "median_us": forward.median_us,
+                    "skipped_attention": attention,
+                    "skipped_ffn": ffn,
+                    "candidate": forward.candidate,
+                    "device": forward.device,
+                }
+            )
+    # Prefills before steps, the larger shape first.
+    size = {row["shape"]: -float(row["tokens"] or 0) * float(row["batch"] or 0) for row in rows}
+    return sorted(
+        rows, key=lambda row: (row["what"] != "prefill", size[row["shape"]], str(row["method"]), row["sparsity"])
     )
 
 
-def _dense_lines(axes: Any, comparison: Comparison, metric: str) -> None:
-    axes.axhline(1, color="black", linewidth=1)
-    for row, dash in _adapted(comparison).items():
-        value = comparison.value(row, 0.0, metric)
-        if value is not None:
-            # LoRA fits the calibration text, too: the dense model with the same LoRA is the fair partner of such rows.
-            axes.axhline(value.mean, color="black", linewidth=1, linestyle=dash)
-    if metric == RATIO:
-        logarithmic(axes)
-
-
-def _adapted(comparison: Comparison) -> dict[Row, Dash]:
-    """Return the dashes of the dense model with each LoRA, measured or not: the same in all figures."""
-    rows = [row for row in comparison.rows if comparison.is_dense(row) and row.recovered]
-    return dict(zip(rows, cycle(_DASHES), strict=False))
-
-
-def _legend(figure: Any, comparison: Comparison, shown: Styles, metrics: Sequence[str]) -> None:
-    """Put a legend beside axes of these metrics."""
-    lines: dict[str, Dash] = {DENSE: "-"}
-    lines |= {
-        _name(row): dash
-        for row, dash in _adapted(comparison).items()
-        if any(comparison.value(row, 0.0, metric) is not None for metric in metrics)
-    }
-    method_legend(figure, shown, stages=any(row.recovered for row in comparison.rows), lines=lines)
-
-
-def _sheet(comparison: Comparison) -> Sheet:
-    rows = (
-        (metric, row.method, int(row.recovered), sparsity, value.mean, value.error, value.seeds)
-        for metric, _ in _measured(comparison)
-        for row, points in _lines(comparison, metric)
-        for sparsity, value in points
+def _over_layers(comparison: Comparison) -> list[Drawn]:
+    """Return what rows without LoRA skip in each layer, at the target nearest to 50 % at which layers were measured."""
+    for target in sorted(comparison.sparsities, key=lambda each: (abs(each - _MIDDLE), each)):
+        shares: dict[str, dict[str, dict[int, float]]] = {}
+        for row in comparison.rows:
+            for stage in [] if row.recovered or comparison.is_dense(row) else comparison.finished(row, target)[:1]:
+                found = {key: dict(comparison.run.by_layer(stage, f"sparsity.{key}")) for key in SUBLAYERS}
+                if any(found.values()):
+                    shares[row.method] = {key: layers for key, layers in found.items() if layers}
+        if shares:
+            return layer_rows(shares)
+    raise MissingRecordsError(
+        "no record 'sparsity.attention' or 'sparsity.ffn' of a layer among the finished cells; wide compare writes them"
     )
-    return Sheet(("metric", "method", "recovered", "target", "mean", "error", "seeds"), tuple(rows))
 
 
-def _by_work(comparison: Comparison) -> Iterator[tuple[Row, list[tuple[float, float, Value]]]]:
-    """Yield the rows that skip matrix products, with (share of the layers' work, target, perplexity to dense)."""
-    for row, points in _lines(comparison, RATIO):
-        works = [(comparison.value(row, sparsity, _WORK), sparsity, value) for sparsity, value in points]
-        found = sorted(
-            ((work.mean, sparsity, value) for work, sparsity, value in works if work is not None and work.mean > 0.0),
-            key=lambda point: point[:2],
-        )
-        if found:
-            yield row, found
+def layer_rows(shares: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[Drawn]:
+    """Return the rows of a figure of skipped shares over layers.
+
+    Args:
+        shares: By name, sublayer and layer; a layer without a share is dense there, because models have all layers.
+    """
+    layers = sorted({layer for lines in shares.values() for points in lines.values() for layer in points})
+    names, parts = list(shares), -(-len(shares) // _MOST_LINES)
+    each = -(-len(names) // parts)
+    return [
+        {
+            "panel": f"{words}{f', {place // each + 1} of {parts}' if parts > 1 else ''}",
+            "name": name,
+            "half": key,
+            "layer": layer,
+            "skipped": shares[name][key].get(layer, 0.0),
+        }
+        for part in range(parts)
+        for key, words in SUBLAYERS.items()
+        for place, name in enumerate(names)
+        if place // each == part and key in shares[name]
+        for layer in layers
+    ]
 
 
-def _measured_work(comparison: Comparison) -> list[tuple[Row, list[tuple[float, float, Value]]]]:
-    lines = list(_by_work(comparison))
-    if not lines:
-        raise MissingRecordsError(
-            f"no finished cell with '{_WORK}' above 0 and a 'token_perplexity' beside a dense one"
-        )
-    return lines
-
-
-def _draw_work(figure: Any, comparison: Comparison) -> str:
-    lines, styles, axes, sentences = _measured_work(comparison), method_styles(comparison), figure.subplots(), []
-    for row, points in lines:
-        _plot(axes, row, styles, [100 * work for work, _, _ in points], [value for _, _, value in points])
-        words = ", ".join(f"{value.mean:.2f} at {100 * work:.3g} %" for work, _, value in points)
-        sentences.append(f"{_name(row)}: {words}")
-    _dense_lines(axes, comparison, RATIO)
-    axes.set_xlabel("matrix products of the decoder layers that are skipped (measured), %")
-    axes.set_ylabel(_PANELS[0][1])
-    shown = {row.method: styles[row.method] for row, _ in lines}
-    _legend(figure, comparison, shown, [RATIO])
-    return "Perplexity over the work that is really left out; hollow without LoRA. " + "; ".join(sentences) + "."
-
-
-def _work_sheet(comparison: Comparison) -> Sheet:
-    rows = (
-        (row.method, int(row.recovered), target, work, value.mean, value.error)
-        for row, points in _measured_work(comparison)
-        for work, target, value in points
+def layers_figure(rows: Any, about: str) -> Figure[Any]:
+    """Return the figure of skipped shares over layers of several models."""
+    return Figure(
+        name="layers-compared",
+        title="Sparsity by layer, compared",
+        rows=rows,
+        panel="panel",
+        x="layer",
+        y="skipped",
+        by="name",
+        scale=100,
+        top=103,
+        x_label="decoder layer",
+        y_label="skipped or pruned, %",
+        about=f"What is skipped in each layer in percent, {about}",
+        columns=2,
+        height=2.8,
     )
-    return Sheet(("method", "recovered", "target", "skipped_work", "ratio", "error"), tuple(rows))
 
 
+_QUALITY: dict[str, Any] = {"error": "error", "filled": "recovered", "height": 4.6, "columns": 2}
 COMPARISON_FIGURES: tuple[Figure[Comparison], ...] = (
     Figure(
         name="quality-sparsity",
         title="Quality over sparsity",
-        size=(9.0, 4.8),
-        draw=_draw,
-        sheet=_sheet,
-        files=record_files,
+        rows=lambda comparison: required(
+            _over_sparsity(comparison),
+            "no finished cell with a 'token_perplexity' or 'accuracy.average' beside a dense one",
+        ),
+        panel="panel",
+        x="target, %",
+        y="mean",
+        by="method",
+        lines=_dense_lines,
+        log="wide",
+        x_label="target sparsity, %",
+        about="Quality over the target sparsity, beside the dense model (black)",
+        **_QUALITY,
     ),
     Figure(
         name="quality-work",
         title="Quality over skipped work",
-        size=(9.0, 4.8),
-        draw=_draw_work,
-        sheet=_work_sheet,
-        files=record_files,
+        rows=lambda comparison: required(
+            _over_work(comparison),
+            f"no finished cell with '{_WORK}' above 0 and a 'token_perplexity' beside a dense one",
+        ),
+        panel="panel",
+        x="work, %",
+        y="ratio",
+        by="method",
+        lines=_dense_lines,
+        log="wide",
+        x_label="matrix products of the decoder layers that are skipped (measured), %",
+        about="Perplexity over the work that is really left out, beside the dense model (black)",
+        **_QUALITY,
     ),
-    GROUP_FIGURE,
-    SPEED_FIGURE,
-    LAYERS_OF_METHODS,
+    Figure(
+        name="quality-groups",
+        title="Quality over the size of groups",
+        rows=lambda comparison: required(
+            _over_groups(comparison),
+            "no rows that differ in ffn_group_size alone, or in attention_group_size; compare variants of one method "
+            "with several group sizes",
+        ),
+        panel="panel",
+        x="size",
+        y="ratio",
+        by="line",
+        error="error",
+        filled="recovered",
+        even=True,
+        log="wide",
+        y_label="perplexity, x dense",
+        about="Perplexity beside dense over the size of groups",
+        columns=2,
+        height=3.8,
+    ),
+    Figure(
+        name="quality-speed",
+        title="Quality against measured speed",
+        rows=lambda comparison: required(
+            _over_speed(comparison),
+            "no cell whose perplexity and whose speed are both measured; time a comparison's cells on a GPU with wide "
+            "profile --model M --comparison DIR",
+        ),
+        panel="shape",
+        x="speedup",
+        y="drawn",
+        by="method",
+        words="words",
+        log=True,
+        x_label="measured speed-up over its dense peer",
+        y_label="perplexity",
+        about="Perplexity of each checkpoint, calibrated only, against its own measured speed; numbers are targets in %"
+        f", an arrow stands for more than {_HIGHEST} x dense; lower right is better",
+        columns=2,
+    ),
+    layers_figure(_over_layers, "without LoRA, at the target nearest to 50 %"),
 )
 """Figures of a comparison."""

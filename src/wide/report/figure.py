@@ -1,10 +1,22 @@
-"""What a figure is: a drawing and the table of what it shows, both made of the same records."""
+"""What a figure is: a table of what it shows, and which columns stand for place, height, colour and panel."""
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
+
+from wide.errors import WideError
+
+Value = str | float | int | None
+Row = Mapping[str, Value]
+_MANY = 12
+"""More points of a line are not put into words, only its ends."""
+
+
+class MissingRecordsError(WideError, LookupError):
+    """A table or figure cannot be drawn because records are missing; the message names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,31 +45,135 @@ class Records(Protocol):
 
 
 Source = TypeVar("Source", bound=Records)
-Value = str | float | int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """The values of a figure.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure(Generic[Source]):
+    """One figure of a report.
+
+    All that is drawn lies in `rows`, which are also its CSV file; the other arguments name their columns.
 
     Args:
-        header: Names of the columns, with units where they have one.
-        rows: As many values as the header has names; None where there is none.
+        name: Of its files, without their endings.
+        title: Above it.
+        rows: Returns what is shown, each row with the same columns; raises `MissingRecordsError` where records are
+            missing.
+        x: Column of the place: a number, or a name in the order of the rows.
+        y: Column of the height; a row without it is in the table only.
+        by: Column that tells lines, bars or parts apart by colour, marker and hatch; empty for one of them.
+        panel: Column that tells panels apart; empty for one panel.
+        kind: Lines with markers, bars beside each other, bars of parts that follow each other from left to right
+            (named by `x`), or an image with a cell for each `x` and `by`, coloured by `y`.
+        x_label: Below each panel.
+        y_label: Beside the panels; of an image, what its colours mean.
+        about: What there is to see, as the beginning of the description for those who cannot see it.
+        error: Column of the error of the height.
+        filled: Column that says whether points are filled and lines whole; hollow and dashed where it is 0.
+        filled_means: What filled and hollow points are called in the legend.
+        ideal: Column of a second height, drawn dotted.
+        ideal_means: What dotted lines are called in the legend.
+        words: Column of what is written beside a point or behind a bar.
+        even: Whether places stand at equal distances in their order, whatever their numbers.
+        scale: Factor of the drawn heights; 100 draws shares in percent.
+        top: Greatest height, in drawn units; None lets the values decide.
+        log: Whether heights are logarithmic; 'wide' where they span more than a factor of 2.5.
+        signed: Of an image: values lie in [-1, 1] instead of [0, 1].
+        line_at: Height of a black line across the panels, in drawn units; of stacked bars, a place along them.
+        lines: Returns further lines across: names with their heights by panel.
+        columns: Panels beside each other.
+        height: Of a row of panels, inches; grows with stacked bars.
     """
 
-    header: tuple[str, ...]
-    rows: tuple[tuple[Value, ...], ...]
+    name: str
+    title: str
+    rows: Callable[[Source], Sequence[Row]]
+    x: str
+    y: str
+    by: str = ""
+    panel: str = ""
+    kind: Literal["line", "bar", "stack", "image"] = "line"
+    x_label: str = ""
+    y_label: str = ""
+    about: str = ""
+    error: str = ""
+    filled: str = ""
+    filled_means: tuple[str, str] = ("with LoRA", "without LoRA")
+    ideal: str = ""
+    ideal_means: str = "ideal"
+    words: str = ""
+    even: bool = False
+    scale: float = 1.0
+    top: float | None = None
+    log: bool | Literal["wide"] = False
+    signed: bool = False
+    line_at: float | None = None
+    lines: Callable[[Source], Mapping[str, Mapping[str, float]]] | None = None
+    columns: int = 3
+    height: float = 3.4
 
-    def to_csv(self) -> str:
-        """Return the values as CSV, to 12 digits, a zero without a sign; what there is not stays empty.
+    def table(self, source: Source) -> Sequence[Row]:
+        """Return `rows`, one at least.
+
+        Raises:
+            MissingRecordsError: If records are missing or damaged: one bad record must not cost a whole page.
+        """
+        try:
+            rows = self.rows(source)
+            for column in filter(None, (self.y, self.error, self.ideal)):
+                wrong = [row[column] for row in rows if not isinstance(row[column], int | float | None)]
+                if wrong:
+                    raise TypeError(f"{column!r} is {wrong[0]!r}")
+        except (ArithmeticError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+            raise MissingRecordsError(f"its records are damaged ({error!r}); measure them again") from error
+        return rows
+
+    def to_csv(self, source: Source) -> str:
+        """Return the rows as CSV, to 12 digits, a zero without a sign; what there is not stays empty.
 
         Further digits are those of a machine's order of summation: the same records must give the same file.
         """
+        rows = self.table(source)
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows([_in_csv(value) for value in row] for row in self.rows)
+        writer.writerow(rows[0])
+        writer.writerows([_in_csv(value) for value in row.values()] for row in rows)
         return stream.getvalue()
+
+    def panels(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
+        """Return the rows that are drawn, by panel, in their order."""
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            if row[self.y] is not None or self.kind == "image":
+                found.setdefault(str(row[self.panel]) if self.panel else "", []).append(row)
+        return found
+
+    def series(self, rows: Sequence[Row]) -> dict[tuple[str, bool], list[Row]]:
+        """Return the rows of a panel by their line or part: its name, and whether it is filled."""
+        found: dict[tuple[str, bool], list[Row]] = {}
+        for row in rows:
+            name = str(row[self.by]) if self.by else ""
+            found.setdefault((name, not self.filled or bool(row[self.filled])), []).append(row)
+        return found
+
+    def describe(self, source: Source) -> str:
+        """Return what is drawn in words, for those who cannot see it."""
+        parts = []
+        for panel, rows in self.panels(self.table(source)).items():
+            if self.kind == "image":
+                parts.append(f"{panel}: {self._spread(rows)}")
+                continue
+            for (name, filled), points in self.series(rows).items():
+                kind = "" if filled else f" ({self.filled_means[1]})"
+                shown = points if len(points) <= _MANY else [points[0], points[-1]]
+                values = ", ".join(f"{_number(row[self.y], self.scale)} at {_place(row[self.x])}" for row in shown)
+                parts.append(f"{', '.join(filter(None, (panel, name)))}{kind}: {values}")
+        return f"{self.about.rstrip('.')}. {'; '.join(parts)}."
+
+    def _spread(self, rows: Sequence[Row]) -> str:
+        values = [float(value) for row in rows if (value := row[self.y]) is not None and math.isfinite(float(value))]
+        if not values:
+            return "nothing measured"
+        return f"mean {sum(values) / len(values):.2f}, from {min(values):z.2f} to {max(values):z.2f}"
 
 
 def _in_csv(value: Value) -> str | float | int:
@@ -66,34 +182,22 @@ def _in_csv(value: Value) -> str | float | int:
     return float(f"{value:z.12g}") if isinstance(value, float) else value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure(Generic[Source]):
-    """One figure of a report.
+def _number(value: Value, scale: float) -> str:
+    assert isinstance(value, int | float)
+    drawn = scale * value
+    return f"{drawn:z.2f}" if abs(drawn) < 100 else f"{drawn:.4g}"
 
-    Args:
-        name: Of its files, without their endings.
-        title: Above it.
-        size: Width and height in inches.
-        draw: Draws into an empty figure of matplotlib and returns the sentence that says what there is to see, for
-            those who cannot see it; raises `MissingRecordsError` where records that it needs are missing.
-        sheet: Returns what is drawn as a table; raises the same error.
-        height: Returns the height in inches where it grows with the records; raises the same error.
-        files: Returns the paths of the files whose records are drawn; None means all of the source.
+
+def _place(value: Value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def required(rows: Sequence[Row], what: str) -> Sequence[Row]:
+    """Return the rows of a figure.
+
+    Raises:
+        MissingRecordsError: If there are none; the message is `what`.
     """
-
-    name: str
-    title: str
-    size: tuple[float, float]
-    draw: Callable[[Any, Source], str]
-    sheet: Callable[[Source], Sheet]
-    height: Callable[[Source], float] | None = None
-    files: Callable[[Source], Iterable[str]] | None = None
-
-    def size_of(self, source: Source) -> tuple[float, float]:
-        """Return width and height in inches for these records."""
-        return self.size if self.height is None else (self.size[0], self.height(source))
-
-    def origins(self, source: Source) -> list[Origin]:
-        """Return the files whose records are drawn; raises what `draw` does."""
-        wanted = None if self.files is None else set(self.files(source))
-        return [origin for origin in source.origins if wanted is None or origin.path in wanted]
+    if not rows:
+        raise MissingRecordsError(what)
+    return rows

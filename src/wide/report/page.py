@@ -1,20 +1,21 @@
-"""The report of a run: one HTML page that needs nothing else, and one picture."""
+"""The page of a report: one HTML file that needs nothing else."""
 
 import base64
 import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from wide.report.coloured_text import sample_section, text_css
-from wide.report.drawing import FOLDER, save_figure, save_png
-from wide.report.figure import Figure, Origin, Source
-from wide.report.figures import figures_of
-from wide.report.selection import MissingRecordsError, Selection, read_selection
-from wide.report.table import ADAPTED, NAMES, Table, summary_table
+from wide.report.drawing import FOLDER, ink, save_figure, save_png, shade
+from wide.report.figure import Figure, MissingRecordsError, Source
+from wide.report.run_figures import figures_of
+from wide.report.selection import NAMES, SUBLAYERS, Selection, read_selection
+from wide.report.table import ADAPTED, summary_table
 from wide.report.writing import write_whole
 
 PAGE, PICTURE = "report.html", "report.png"
+_STEPS, _TITLE_LAYERS = 9, 48
 _CSS = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -25,49 +26,43 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } d
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #bbb; } td { white-space: nowrap; }
 th { border-bottom: 2px solid #111; vertical-align: bottom; }
-@media (min-width: 62rem) { .wide { width: max-content; min-width: 100%; max-width: calc(100vw - 3rem);
-  margin-left: 50%; transform: translateX(-50%); } }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; } img { width: 100%; height: auto; }
-a { overflow-wrap: anywhere; }
+a, code { overflow-wrap: anywhere; } details { font-size: .9rem; } code { font-size: .85rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: .7rem 1rem; }
 .missing { border: 1px dashed #555; padding: .7rem 1rem; } figcaption { color: #444; }
 figure { margin: 0; overflow-x: auto; } figure img { min-width: 40rem; }
-details { font-size: .9rem; } code { overflow-wrap: anywhere; font-size: .85rem; }
+.tokens { line-height: 1.9; background: none; padding: 0; }
+.tokens span { padding: .15rem 0; border-right: 1px solid #fff; }
+.scale span { padding: .1rem .5rem; white-space: nowrap; display: inline-block; }
 @media print { figure { break-inside: avoid; } }
 """
 _FACTS = ("description", "model", "data", "target", "LoRA", "held-out text", "device", "versions", "date", "command")
-
-_NO_SPEED = MissingRecordsError(
+_NO_SPEED = (
     "the speed of this model was not measured; on a GPU, run wide profile --model M --adapter RUN --out RUN/profile, "
     "then wide report RUN"
 )
-
-
 _STATIC = "<p>The plan is static: it prunes the same for every token, so there is no routing to show.</p>"
 
 
-def write_report(records: Path, folder: Path, *, more: str = "") -> tuple[Path, Path]:
+def write_report(records: Path, folder: Path, *, more: str = "", run: str = "") -> tuple[Path, Path]:
     """Draw `report.html`, `report.png` and the folder `figures` from a run's records; return page and picture.
 
     Args:
         records: A file written by `wide.records.RecordFile`.
         folder: Where the files go.
         more: Further sections of the page, as HTML: the measured speed; without any, the page says how to measure it.
+        run: Which run, in a file that holds several.
 
     Raises:
         DataError: If there are no readable records.
         MissingExtraError: If matplotlib is not installed.
     """
-    run = read_selection(records)
-    page, picture = folder / PAGE, folder / PICTURE
-    write_whole(page, document(run_title(run), run_body(run, folder) + (more or missing_section("Speed", _NO_SPEED))))
-    save_png(picture, figures_of(run), run)
-    return page, picture
-
-
-def run_title(run: Selection) -> str:
-    """Return the title of a run's page."""
-    return f"Token-wise width pruning of {run.text('run', 'model') or 'a model'}"
+    found = read_selection(records, run)
+    title = f"Token-wise width pruning of {found.text('run', 'model') or 'a model'}"
+    body = run_body(found, folder) + (more or missing_section("Speed", _NO_SPEED))
+    write_whole(folder / PAGE, document(title, body))
+    save_png(folder / PICTURE, figures_of(found), found)
+    return folder / PAGE, folder / PICTURE
 
 
 def run_body(run: Selection, folder: Path) -> str:
@@ -77,19 +72,14 @@ def run_body(run: Selection, folder: Path) -> str:
         run: Its records.
         folder: Of the report.
     """
-    subject = run.last_subject_with("routing.sample")
-    try:
-        sample = None if subject is None else run.json(subject, "routing.sample")
-        text = sample_section(sample)
-    except MissingRecordsError as missing:
-        text = missing_section("Execution by token", missing)
-    figures = figure_sections(figures_of(run), run, folder)
+    texts = [(subject, run.text(subject, "sample")) for subject in NAMES]
+    samples = [f"<h3>{escape(NAMES[subject])}</h3><pre>{escape(text)}</pre>" for subject, text in texts if text]
     parts = (
         facts(run),
         _table(run),
-        _STATIC if run.is_static() else text,
-        *figures,
-        _samples(run),
+        _STATIC if run.is_static() else _sample(run),
+        *figure_sections(figures_of(run), run, folder),
+        "<h2>Generated text</h2>" + "".join(samples) if samples else "",
         notes_section(run.notes),
     )
     return "\n".join(filter(None, parts))
@@ -108,9 +98,9 @@ def figure_sections(figures: Sequence[Figure[Source]], source: Source, folder: P
         try:
             svg, description = save_figure(figure, source, folder)
         except MissingRecordsError as missing:
-            sections.append(missing_section(figure.title, missing))
+            sections.append(missing_section(figure.title, str(missing)))
         else:
-            sections.append(_drawn(figure.name, figure.title, svg, description, _from(figure.origins(source), folder)))
+            sections.append(_drawn(figure, svg, description, _from(source, folder)))
     return sections
 
 
@@ -142,8 +132,24 @@ def facts(run: Selection) -> str:
     return f"<dl>{rows}</dl>"
 
 
+def missing_section(title: str, missing: str) -> str:
+    """Return the section that stands for what is not drawn.
+
+    Args:
+        title: Of what is missing.
+        missing: Why, and the way out: a sentence without its full stop.
+    """
+    return f'<h2>{escape(title)}</h2><p class="missing">Not drawn: {escape(missing)}.</p>'
+
+
+def notes_section(notes: Sequence[str]) -> str:
+    """Return what was left out, as a section of a page; empty where nothing was."""
+    items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
+    return f"<h2>Notes</h2><ul>{items}</ul>" if items else ""
+
+
 def _table(run: Selection) -> str:
-    table: Table = summary_table(run)
+    table = summary_table(run)
     if not table.rows:
         return '<h2>Results</h2><p class="missing">Nothing was evaluated: no record of perplexity or sparsity.</p>'
     return (
@@ -158,52 +164,109 @@ def _caution(run: Selection) -> str:
     """Return what keeps an adapted model from being compared with the dense one; empty where none was adapted."""
     if "dense + LoRA" in run.subjects():
         return " What LoRA learns of the training text the dense model with the same LoRA has learned, too."
-    for subject in run.subjects():
-        if subject in ADAPTED:
-            name = ADAPTED[subject]
-            return (
-                f" {name[0].upper()}{name[1:]} adapts the weights to the training text, the dense model was not "
-                f"adapted: on text of the same kind, part of what {name} gains is that."
-            )
-    return ""
+    name = next((ADAPTED[subject] for subject in run.subjects() if subject in ADAPTED), "")
+    return name and (
+        f" {name[0].upper()}{name[1:]} adapts the weights to the training text, the dense model was not adapted: on "
+        f"text of the same kind, part of what {name} gains is that."
+    )
 
 
-def _from(origins: Sequence[Origin], folder: Path) -> str:
+def _from(source: Source, folder: Path) -> str:
     """Return the line that says which records a figure is drawn from, and what of them is left out."""
-    paths = [escape(os.path.relpath(each.path, folder)) for each in origins]
+    origins = {origin.path: origin.notes for origin in source.origins}
+    paths = [escape(os.path.relpath(path, folder)) for path in origins]
     links = [f'<a href="{path}">{path}</a>' for path in paths]
-    left_out = "".join(f"<br><strong>{escape(note)}</strong>" for each in origins for note in each.notes)
+    left_out = "".join(f"<br><strong>{escape(note)}</strong>" for notes in origins.values() for note in notes)
     return f"Drawn from {', '.join(links)}{left_out}" if links else ""
 
 
-def _drawn(name: str, title: str, svg: str, description: str, origins: str) -> str:
+def _drawn(figure: Figure[Any], svg: str, description: str, origins: str) -> str:
     # As an image the picture keeps its identifiers to itself, so that two pictures on a page cannot collide.
     source = base64.b64encode(svg.encode()).decode()
-    files = ", ".join(f'<a href="{FOLDER}/{name}.{kind}">{kind.upper()}</a>' for kind in ("csv", "svg", "png"))
+    files = ", ".join(f'<a href="{FOLDER}/{figure.name}.{kind}">{kind.upper()}</a>' for kind in ("csv", "svg", "png"))
     return (
-        f'<h2>{escape(title)}</h2><figure><img src="data:image/svg+xml;base64,{source}" '
+        f'<h2>{escape(figure.title)}</h2><figure><img src="data:image/svg+xml;base64,{source}" '
         f'alt="{escape(description)}"><figcaption><details><summary>In words, and as files: {files}</summary>'
         f"{escape(description)}</details>{origins}</figcaption></figure>"
     )
 
 
-def missing_section(title: str, missing: str | MissingRecordsError) -> str:
-    """Return the section that stands for what is not drawn.
+def text_css() -> str:
+    """Return the style of `coloured_text`'s scale, for the head of a page."""
+    shares = [step / (_STEPS - 1) for step in range(_STEPS)]
+    return "".join(
+        f".s{step} {{ background: {shade(share)}; color: {ink(share)}; }}\n" for step, share in enumerate(shares)
+    )
+
+
+def coloured_text(tokens: Sequence[str], shares: Sequence[Sequence[float | None]], sublayer: str) -> str:
+    """Return one text as HTML, in which the background of each token shows how much of the model it executes.
+
+    The scale runs from the token that executes least to the one that executes most, and a legend names both.
 
     Args:
-        title: Of what is missing.
-        missing: Why, and the way out: a sentence without its full stop, or an error that says so.
+        tokens: Texts of the tokens, which join to the whole.
+        shares: For each token the share of groups that each layer executes, in [0, 1]; None where not routed.
+        sublayer: 'attention' or 'ffn'.
     """
-    return f'<h2>{escape(title)}</h2><p class="missing">Not drawn: {escape(str(missing))}.</p>'
+    known = [[share for share in row if share is not None] for row in shares]
+    means = [sum(row) / len(row) if row else 0.0 for row in known]
+    low, high = min(means), max(means)
+    steps = [round((mean - low) / (high - low) * (_STEPS - 1)) if high > low else _STEPS // 2 for mean in means]
+    spans = "".join(
+        f'<span class="s{step}" title="{_title(token, mean, row)}">{_shown(token)}</span>'
+        for token, mean, row, step in zip(tokens, means, shares, steps, strict=True)
+    )
+    legend = "".join(
+        f'<span class="s{step}">{100 * (low + (high - low) * step / (_STEPS - 1)):.0f} %</span>'
+        for step in range(_STEPS)
+    )
+    ordered = sorted(range(len(tokens)), key=lambda place: -means[place])
+    most = [word for word in dict.fromkeys(tokens[place].strip() for place in ordered) if word][:5]
+    name = SUBLAYERS[sublayer]
+    summary = (
+        f"{len(tokens)} tokens coloured by the share of {name} groups that they execute, mean over layers: "
+        f"{100 * low:.0f} to {100 * high:.0f} percent; most: {', '.join(most)}"
+    )
+    return (
+        f'<figure aria-label="{escape(summary)}"><figcaption>{escape(name)}, executed groups: '
+        f'<span class="scale">{legend}</span></figcaption><pre class="tokens">{spans}</pre></figure>'
+    )
 
 
-def _samples(run: Selection) -> str:
-    texts = [(subject, run.text(subject, "sample")) for subject in NAMES]
-    shown = [f"<h3>{escape(NAMES[subject])}</h3><pre>{escape(text)}</pre>" for subject, text in texts if text]
-    return "<h2>Generated text</h2>" + "".join(shown) if shown else ""
+def _sample(run: Selection) -> str:
+    """Return the section with the sample of a text, coloured; empty where none was measured."""
+    subject = run.last_subject_with("routing.sample")
+    try:
+        sample = run.content(subject, "routing.sample") if subject else {}
+        texts = [
+            coloured_text(
+                sample["tokens"],
+                [[None if share is None else share / 100 for share in row] for row in sample[sublayer]],
+                sublayer,
+            )
+            for sublayer in SUBLAYERS
+            if sample.get(sublayer)
+        ]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return missing_section(
+            "Execution by token", f"record 'routing.sample' is damaged ({error!r}); measure it again"
+        )
+    if not texts:
+        return ""
+    return (
+        f"<h2>Execution by token</h2>{''.join(texts)}<p>Darker tokens execute more groups. Point at a token to see its "
+        "layers; the values of the first ones are in figures/tokens.csv.</p>"
+    )
 
 
-def notes_section(notes: Sequence[str]) -> str:
-    """Return what was left out, as a section of a page; empty where nothing was."""
-    items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
-    return f"<h2>Notes</h2><ul>{items}</ul>" if items else ""
+def _title(token: str, mean: float, row: Sequence[float | None]) -> str:
+    layers = [f"layer {layer}: {100 * share:.0f} %" for layer, share in enumerate(row) if share is not None]
+    more = [f"{len(layers) - _TITLE_LAYERS} layers more"] if len(layers) > _TITLE_LAYERS else []
+    lines = [f"{token.strip() or repr(token)}: {100 * mean:.0f} %", *layers[:_TITLE_LAYERS], *more]
+    return "&#10;".join(escape(line) for line in lines)
+
+
+def _shown(token: str) -> str:
+    # A line break keeps its sign, so that it can be pointed at; a token without text of its own shows as a dot.
+    return escape(token).replace("\n", "↵\n") if token else "·"

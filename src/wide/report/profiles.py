@@ -1,42 +1,36 @@
 """What the benches measured, read from their JSON files and brought into one form."""
 
-import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wide.report.bench_files import (
-    ATTENTION,
-    BENCH_FILES,
-    DECODE_GROUPS,
-    DEPTH,
-    END_TO_END,
-    NAIVE,
-    NAIVE_BYTES,
-    OPERATORS,
-    BenchFile,
-    Record,
-    bench_file,
-    read_bench_file,
-)
+from wide.errors import DataError
+from wide.records import STUDY, Cell, read_lines
 from wide.report.figure import Origin
-from wide.report.naive_bytes import with_measured
 
+OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
+NAIVE, DEPTH = "naive.json", "depth.json"
+BENCH_FILES = (OPERATORS, ATTENTION, END_TO_END, NAIVE, DEPTH)
+"""Names of the files that benches write."""
 OWN = ("own routing", "pruned")
 """What a pruned model itself is called among the candidates: its routers deciding, or what a static plan left."""
 OUTSIDE = "embedding and head"
 """The part of a forward that is outside its layers."""
-STUDY = "records.jsonl.gz"
-"""The one file of records that a study keeps."""
+DECODE_GROUPS = "decode_groups"
+"""How races of decode attention over the size of groups begin."""
 _PLACES = (".", "profile", "bench", "bench/coarse")
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
 _NOT_OURS = ("dense", "operator, nothing skipped")
-_EVEN = 0.01
 # What the name of a candidate gives away where its record does not say which backend it is.
-_BACKENDS = {"cuda": "cuda", "gluon": "gluon", "hopper": "gluon"}
+_BACKENDS = {"cuda": "CUDA C++", "gluon": "Gluon", "hopper": "Gluon", "triton": "Triton"}
+_EVEN = 0.01
+_NOT_TIMED = "not timed"
+Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +48,7 @@ class OperatorPoint:
         median_us: Its time, microseconds.
         dense_us: Time of the dense peer, microseconds.
         ideal: Speed-up if only executing pairs took time.
-        backend: What the kernel is written in: 'triton', 'gluon' or 'cuda'.
-        file: Where its record lies.
+        backend: What the kernel is written in.
     """
 
     operator: str
@@ -69,7 +62,6 @@ class OperatorPoint:
     dense_us: float
     ideal: float
     backend: str
-    file: str
 
     @property
     def speedup(self) -> float:
@@ -85,7 +77,10 @@ class Forward:
         device: Name of the GPU.
         model: Name of the model or of the shape with random weights.
         adapter: Folder of its routers, empty where they are random.
+        checkpoint: Folder of a materialised model that was timed, empty where there is none.
+        method: Which method made the adapter.
         group_size: Channels of an FFN group.
+        layers: Of the model; None where it is not known.
         what: 'prefill' or 'decode'.
         tokens: Tokens of the prompt, or cached before the step.
         batch: Sequences.
@@ -97,31 +92,26 @@ class Forward:
         parts: Microseconds by part.
         energy_j: Joules of one call; None where not measured.
         memory_bytes: Most memory held during a call; None where not measured.
-        method: Which method made the adapter.
-        checkpoint: Folder of a materialised model that was timed, empty where there is none.
-        file: Where its record lies.
-        layers: Of the model; None where it is not known.
     """
 
     device: str
     model: str
     adapter: str
+    checkpoint: str
+    method: str
     group_size: int | None
+    layers: int | None
     what: str
     tokens: int
     batch: int
     candidate: str
     median_us: float
     speedup: float
-    ceiling: float | None
-    skipped: tuple[float, float] | None
-    parts: Mapping[str, float]
+    ceiling: float | None = None
+    skipped: tuple[float, float] | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
     energy_j: float | None = None
     memory_bytes: int | None = None
-    method: str = ""
-    checkpoint: str = ""
-    file: str = ""
-    layers: int | None = None
 
     @property
     def is_variant(self) -> bool:
@@ -159,6 +149,30 @@ class Forward:
         return f"{self.what}, {length}{batch}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchFile:
+    """The file that one bench wrote.
+
+    Args:
+        name: One of `BENCH_FILES`.
+        path: Where it lies.
+        content: What it says of the measurement.
+        records: Those that were timed, and those of naive products that were only accounted.
+        notes: What was left out, in words.
+    """
+
+    name: str
+    path: str
+    content: Fields
+    records: tuple[Fields, ...]
+    notes: tuple[str, ...]
+
+    def text(self, fact: str) -> str:
+        """Return what the file says of its measurement, e.g. 'device', 'date', 'command'; empty where it does not."""
+        found = self.content.get(fact)
+        return found if isinstance(found, str) else ""
+
+
 class Profile:
     """All bench records of one or several folders.
 
@@ -183,158 +197,248 @@ class Profile:
         """What was left out of the files, in words."""
         return [note for file in self.files for note in file.notes]
 
-    def holds(self, *names: str) -> bool:
-        """Return whether there is a file of any of these names."""
-        return any(file.name in names for file in self.files)
-
-    def operators(self) -> list[OperatorPoint]:
-        """Return the fastest agreeing variant of each operator at each size; of equal sizes the latest file counts."""
-        points = [point for file in self._of(OPERATORS) for point in _sweeps(file)]
-        points += [point for file in self._of(ATTENTION) for point in _races(file)]
-        latest = {(p.operator, p.device, p.group_size, p.batch, p.tokens, p.active): p for p in points}
-        return list(latest.values())
-
-    def forwards(self) -> list[Forward]:
-        """Return the candidates of the end-to-end bench that ran; of equal ones the latest file counts."""
-        found = [forward for file in self._of(END_TO_END) for forward in _forwards(file)]
-        keys = ("device", "model", "adapter", "checkpoint", "group_size", "what", "tokens", "batch", "candidate")
-        return list({tuple(getattr(forward, key) for key in keys): forward for forward in found}.values())
-
-    def decode_groups(self) -> list[Record]:
-        """Return the timed records of decode attention over the size of groups; of equal ones the latest counts."""
-        found = [record for record in self._records(ATTENTION) if record["race"].startswith(DECODE_GROUPS)]
-        keys = ("device", "race", "candidate")
-        return list({tuple(record[key] for key in keys): record for record in found}.values())
-
-    def naive(self) -> list[Record]:
-        """Return the records of naive beside fused products, with what was measured of their traffic where it was."""
-        return with_measured(self._records(NAIVE), self._records(NAIVE_BYTES))
-
-    def depth(self) -> list[Record]:
-        """Return the timed records of naive dynamic depth taken apart; of equal ones the latest file counts."""
-        keys = ("device", "rows", "width_in", "width_out", "active", "candidate")
-        return list({tuple(record[key] for key in keys): record for record in self._records(DEPTH)}.values())
-
     @property
     def origins(self) -> list[Origin]:
         """The files, with what they say of their measurement."""
         return [
             Origin(
                 path=file.path,
-                about=", ".join(filter(None, (file.device, file.date))),
-                command=file.command,
+                about=", ".join(filter(None, (file.text("device"), file.text("date")))),
+                command=file.text("command"),
                 notes=file.notes,
             )
             for file in self.files
         ]
 
+    def holds(self, *names: str) -> bool:
+        """Return whether there is a file of any of these names."""
+        return any(file.name in names for file in self.files)
+
     def devices(self) -> list[str]:
         """Return what was measured on, each once."""
-        return [device for device in dict.fromkeys(file.device for file in self.files) if device]
+        return [device for device in dict.fromkeys(file.text("device") for file in self.files) if device]
 
-    def _of(self, name: str) -> list[BenchFile]:
-        return [file for file in self.files if file.name == name]
+    def operators(self) -> list[OperatorPoint]:
+        """Return the fastest agreeing variant of each operator at each size; of equal sizes the latest file counts."""
+        points = [point for file in self._of(OPERATORS, ATTENTION) for point in _races(file)]
+        latest = {(p.operator, p.device, p.group_size, p.batch, p.tokens, p.active): p for p in points}
+        return list(latest.values())
 
-    def _records(self, name: str) -> list[Record]:
-        """Return the records of a bench, each with its 'device' and the 'file' that it lies in."""
-        return [
-            {**record, "device": file.device, "file": file.path} for file in self._of(name) for record in file.records
-        ]
+    def forwards(self) -> list[Forward]:
+        """Return the candidates of the end-to-end bench that ran; of equal ones the latest file counts."""
+        found = [_forward(record, file) for file in self._of(END_TO_END) for record in file.records]
+        keys = ("device", "model", "adapter", "checkpoint", "group_size", "what", "tokens", "batch", "candidate")
+        return list({tuple(getattr(forward, key) for key in keys): forward for forward in found}.values())
+
+    def decode_groups(self) -> list[Fields]:
+        """Return the timed records of decode attention over the size of groups; of equal ones the latest counts."""
+        found = [each for each in self._records(ATTENTION) if each["race"].startswith(DECODE_GROUPS)]
+        return _latest(found, "device", "race", "candidate")
+
+    def naive(self) -> list[Fields]:
+        """Return the records of naive beside fused products."""
+        return self._records(NAIVE)
+
+    def depth(self) -> list[Fields]:
+        """Return the timed records of naive dynamic depth taken apart; of equal ones the latest file counts."""
+        return _latest(self._records(DEPTH), "device", "rows", "width_in", "width_out", "active", "candidate")
+
+    def _of(self, *names: str) -> list[BenchFile]:
+        return [file for file in self.files if file.name in names]
+
+    def _records(self, name: str) -> list[Fields]:
+        return [{**record, "device": file.text("device")} for file in self._of(name) for record in file.records]
 
 
 def read_profile(folder: Path) -> Profile:
-    """Return what the benches left in a folder, or in its folders 'profile' and 'bench'; nothing is no error.
+    """Return what the benches left in a folder, in its folders 'profile' and 'bench', or in the file of a study there.
 
     Raises:
         DataError: If a file is not one of a bench.
     """
+    kept = read_study(folder / STUDY) if (folder / STUDY).is_file() else {}
+    files = [file for (_, cell), profile in kept.items() if cell is None for file in profile.files]
     places = [folder / place / name for place in _PLACES for name in BENCH_FILES]
-    return Profile([*_kept(folder / STUDY), *(read_bench_file(path) for path in places if path.is_file())])
+    return Profile([*files, *(_read(path) for path in places if path.is_file())])
 
 
-def _kept(path: Path) -> list[BenchFile]:
-    """Return what the record file of a study holds of benches, each under the name of its run."""
-    if not path.is_file():
-        return []
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        found = [json.loads(line) for line in file]
-    benches = [each for each in found if each.get("bench") in BENCH_FILES and "cell" not in each]
-    return [bench_file(each["bench"], each, str(path / each["run"] / each["bench"])) for each in benches]
+def read_study(path: Path) -> dict[tuple[str, Cell | None], Profile]:
+    """Return the profiles in the record file of a study, by run, and by cell where they are of one."""
+    found: dict[tuple[str, Cell | None], Profile] = {}
+    for line in read_lines(path)[0]:
+        if isinstance(line, dict) and line.get("bench") in BENCH_FILES:
+            named = line.get("cell")
+            key = str(line.get("run", "")), Cell(**named) if named else None
+            found[key] = found.get(key, Profile(())) + Profile([bench_file(line["bench"], line, str(path))])
+    return found
 
 
-def _sweeps(file: BenchFile) -> Iterator[OperatorPoint]:
-    sweeps: dict[str, list[Record]] = {}
-    for record in file.records:
-        sweeps.setdefault(record["sweep"], []).append(record)
-    for name, records in sweeps.items():
-        yield from _fastest(name.split()[0], records, "dense", file)
+def _read(path: Path) -> BenchFile:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not JSON, perhaps cut while being written; measure again") from error
+    if not isinstance(content, dict) or not isinstance(content.get("records"), list):
+        raise DataError(f"{path} holds no list of records; wanted what wide bench or wide profile writes")
+    return bench_file(path.name, content, str(path))
+
+
+def bench_file(name: str, content: Fields, path: str = "") -> BenchFile:
+    """Return the content of a bench's file with the records that can be drawn, and in words what was left out.
+
+    Args:
+        name: One of `BENCH_FILES`.
+        content: As the bench writes it, with a list of records.
+        path: Where it lies.
+    """
+    check = _CHECKS[name]
+    faults: Counter[str] = Counter()
+    kept = []
+    for record in content["records"]:
+        fault = _fault(check, record)
+        if not fault:
+            kept.append(record)
+        elif fault != _NOT_TIMED:
+            faults[fault] += 1
+    words = [
+        f"{path or name}: {count} of {len(content['records'])} records left out, {f}" for f, count in faults.items()
+    ]
+    return BenchFile(name=name, path=path, content=content, records=tuple(kept), notes=tuple(words))
+
+
+def _fault(check: Callable[[Fields], Any], record: Any) -> str:
+    """Return what keeps a record from being drawn, empty where nothing does."""
+    if not isinstance(record, dict):
+        return "without any fields"
+    try:
+        check(record)
+    except KeyError as error:
+        # What failed or was not asked for has no time; that is no fault.
+        return _NOT_TIMED if error.args == ("median_us",) else f"without {error.args[0]!r}"
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        return f"damaged: {error}"
+    return ""
+
+
+def _positive(record: Fields, *names: str) -> None:
+    """Refuse a record whose numbers are missing or not above zero."""
+    for name in names:
+        if isinstance(record[name], bool) or not 0 < record[name] < math.inf:
+            raise ValueError(f"{name!r} is {record[name]!r}")
+
+
+def _check_operator(record: Fields) -> None:
+    _positive(record, "median_us")
+    group = _group_of(record)
+    if not group.startswith("reorder"):
+        _positive(record, "active", *(("speedup", "union") if group.startswith(DECODE_GROUPS) else ()))
+        _size_of(record)
+    if not isinstance(record["candidate"], str):
+        raise ValueError(f"'candidate' is {record['candidate']!r}")
+
+
+def _check_naive(record: Fields) -> None:
+    _positive(record, "size")
+    if record["axis"] not in ("M", "N", "K") or not isinstance(record["candidate"], str):
+        raise ValueError(f"of axis {record['axis']!r}")
+    for name in ("accounted_traffic_bytes", "accounted_storage_bytes", "peak_memory_bytes", "active_tflops"):
+        if name == "accounted_traffic_bytes" or record.get(name) is not None:
+            float(record[name] + 0.0)
+
+
+def _check_depth(record: Fields) -> None:
+    _positive(record, "median_us", "speedup", "rows", "width_in", "width_out", "active")
+    sum(map(float, record["parts_us"].values()))
+
+
+_CHECKS: dict[str, Callable[[Fields], Any]] = {
+    OPERATORS: _check_operator,
+    ATTENTION: _check_operator,
+    END_TO_END: lambda record: _forward(record, None),
+    NAIVE: _check_naive,
+    DEPTH: _check_depth,
+}
+
+
+def _latest(records: Sequence[Fields], *keys: str) -> list[Fields]:
+    return list({tuple(record[key] for key in keys): record for record in records}.values())
+
+
+def _group_of(record: Fields) -> str:
+    group = record["sweep"] if "sweep" in record else record["race"]
+    if not isinstance(group, str) or not group.strip():
+        raise ValueError(f"of sweep or race {group!r}")
+    return group
+
+
+def _size_of(record: Fields) -> int:
+    return int(record.get("num_rows") or record["length"])
 
 
 def _races(file: BenchFile) -> Iterator[OperatorPoint]:
-    races: dict[str, list[Record]] = {}
+    """Yield the fastest of each sweep or race: one operator at one size, with the dense peer among the candidates."""
+    races: dict[str, list[Fields]] = {}
     for record in file.records:
-        if not record["race"].startswith(DECODE_GROUPS):
-            races.setdefault(record["race"], []).append(record)
+        group = _group_of(record)
+        if not group.startswith((DECODE_GROUPS, "reorder")):
+            races.setdefault(group, []).append(record)
     for name, records in races.items():
-        words = name.split()
-        operator = f"{words[0]} {words[1]}" if words[0] == "gemv" else f"{words[0]} attention"
-        yield from _fastest(operator, records, records[0]["peer"], file)
-
-
-def _fastest(operator: str, records: Sequence[Record], peer: str, file: BenchFile) -> Iterator[OperatorPoint]:
-    dense = [record for record in records if record["candidate"] == peer]
-    ours = [record for record in records if not record["candidate"].startswith(_NOT_OURS)]
-    charged = [record for record in ours if record["candidate"].endswith(_CHARGED)]
-    # Where records say which tile ships, its time is quoted, not that of the fastest that was tried.
-    ours = charged or [record for record in ours if record.get("shipped")] or ours
-    if not dense or not ours:
-        return
-    best = min(ours, key=lambda record: float(record["median_us"]))
-    group_size, batch = best.get("group_size"), best.get("batch")
-    yield OperatorPoint(
-        operator=operator,
-        device=file.device,
-        group_size=None if group_size is None else int(group_size),
-        batch=None if batch is None else int(batch),
-        tokens=int(best.get("num_rows") or best["length"]),
-        active=float(best["active"]),
-        candidate=best["candidate"],
-        median_us=float(best["median_us"]),
-        dense_us=float(dense[0]["median_us"]),
-        # A weight is read if any of the rows executes it.
-        ideal=1.0 / float(best.get("union", best["active"])),
-        backend=_backend(best),
-        file=file.path,
-    )
-
-
-def _backend(record: Record) -> str:
-    named = record.get("choice", {}).get("backend")
-    guessed = next((backend for word, backend in _BACKENDS.items() if word in record["candidate"]), "triton")
-    return named if isinstance(named, str) and named else guessed
-
-
-def _forwards(file: BenchFile) -> Iterator[Forward]:
-    for record in file.records:
-        skipped: Mapping[str, Any] | None = record.get("skipped")
-        yield Forward(
-            device=file.device,
-            model=file.model,
-            adapter=file.adapter,
-            group_size=file.ffn_group_size,
-            what=record["what"],
-            tokens=int(record["tokens"]),
-            batch=int(record["batch"]),
-            candidate=record["candidate"],
-            median_us=float(record["median_us"]),
-            speedup=float(record["speedup"]),
-            ceiling=record.get("ceiling"),
-            skipped=None if skipped is None else (float(skipped["attention"]), float(skipped["ffn"])),
-            parts=record.get("breakdown_us", {}),
-            energy_j=record.get("energy_j"),
-            memory_bytes=record.get("peak_memory_bytes"),
-            method=file.method,
-            checkpoint=file.checkpoint,
-            file=file.path,
-            layers=file.layers,
+        peer = records[0].get("peer", "dense")
+        dense = [record for record in records if record["candidate"] == peer]
+        ours = [record for record in records if not record["candidate"].startswith(_NOT_OURS)]
+        charged = [record for record in ours if record["candidate"].endswith(_CHARGED)]
+        # Where records say which tile ships, its time is quoted, not that of the fastest that was tried.
+        ours = charged or [record for record in ours if record.get("shipped")] or ours
+        if not dense or not ours:
+            continue
+        best = min(ours, key=lambda record: float(record["median_us"]))
+        first, *others = name.split()
+        operator = first if file.name == OPERATORS else f"gemv {others[0]}" if first == "gemv" else f"{first} attention"
+        group_size, batch = best.get("group_size"), best.get("batch")
+        yield OperatorPoint(
+            operator=operator,
+            device=file.text("device"),
+            group_size=None if group_size is None else int(group_size),
+            batch=None if batch is None else int(batch),
+            tokens=_size_of(best),
+            active=float(best["active"]),
+            candidate=best["candidate"],
+            median_us=float(best["median_us"]),
+            dense_us=float(dense[0]["median_us"]),
+            # A weight is read if any of the rows executes it.
+            ideal=1.0 / float(best.get("union", best["active"])),
+            backend=_backend(best),
         )
+
+
+def _backend(record: Fields) -> str:
+    choice = record.get("choice")
+    named = choice.get("backend") if isinstance(choice, dict) else None
+    if not named:
+        named = next((word for word in _BACKENDS if word in record["candidate"]), "triton")
+    return _BACKENDS.get(named, str(named))
+
+
+def _forward(record: Fields, file: BenchFile | None) -> Forward:
+    _positive(record, "median_us", "speedup", "tokens", "batch")
+    if record["what"] not in ("prefill", "decode") or not isinstance(record["candidate"], str):
+        raise ValueError(f"of what {record['what']!r}")
+    skipped = record.get("skipped")
+    size, layers = (file.content.get(name) if file else None for name in ("ffn_group_size", "layers"))
+    texts = {name: file.text(name) if file else "" for name in ("device", "model", "adapter", "checkpoint", "method")}
+    return Forward(
+        group_size=int(size) if size else None,
+        layers=int(layers) if layers else None,
+        what=record["what"],
+        tokens=int(record["tokens"]),
+        batch=int(record["batch"]),
+        candidate=record["candidate"],
+        median_us=float(record["median_us"]),
+        speedup=float(record["speedup"]),
+        ceiling=record.get("ceiling"),
+        skipped=None if skipped is None else (float(skipped["attention"]), float(skipped["ffn"])),
+        parts=dict(record.get("breakdown_us") or {}),
+        energy_j=record.get("energy_j"),
+        memory_bytes=record.get("peak_memory_bytes"),
+        **texts,
+    )

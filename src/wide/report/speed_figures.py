@@ -1,20 +1,13 @@
-"""Figures of what the benches measured: operators, where the time goes, and whole forwards."""
+"""Figures of what the benches measured: operators, whole forwards, where the time goes, and naive products."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wide.report.figure import Figure, Sheet
-from wide.report.kernel_marks import draw_points, kernel_legend, kernel_name
+from wide.report.figure import Figure, Row, required
 from wide.report.profiles import OUTSIDE, Forward, OperatorPoint, Profile
-from wide.report.selection import MissingRecordsError
-from wide.report.style import BLUE, CYCLE, DASHES, MARKERS, ORANGE, SKY, VERMILION, YELLOW, legend_above
+from wide.report.table import Table
 
-LINES = tuple(
-    (f"{marker}{dash}", colour)
-    for marker, dash, colour in zip(MARKERS, DASHES * 2, CYCLE[: 2 * len(DASHES)], strict=False)
-)
-"""Marker with dash, and colour, of the lines of a panel, in their order."""
 OPERATOR_NAMES = {
     "gate_up": "gate and up",
     "q": "query",
@@ -28,362 +21,460 @@ OPERATOR_NAMES = {
     "gemv output": "output, decode",
 }
 """Operators in words, in their order."""
-MANY_SIZES = 3
+_MANY_SIZES = 3
 """From so many sizes of FFN groups on, forwards have a figure over them."""
-_COLUMNS = 4
-PARTS = {
-    "attention": (BLUE, ""),
-    "query, key and value": (SKY, ""),
-    "output": (SKY, "//"),
-    "gate_up": (ORANGE, "\\\\"),
-    "down": (YELLOW, ""),
-    "elementwise": ("#404040", ""),
-    OUTSIDE: ("#B0B0B0", "xx"),
-    "router": (VERMILION, ".."),
-    "reorder": (VERMILION, "//"),
-    "gaps": ("#FFFFFF", ""),
-}
-"""Part of a forward -> colour and hatch; parts of one hatch differ in lightness, so that grey tells them apart, too."""
-_PART_NAMES = {"gate_up": "gate and up", "gaps": "gaps between kernels"}
+_PARTS = ("attention", "query, key and value", "output", "gate_up", "down", "elementwise", OUTSIDE, "router", "reorder")
 _QUERY = ("query", "query or key and value")
-_BAR, _PANEL, _LEGEND = 0.3, 0.75, 0.7
-# Points of skipped share: names of points that are nearer to each other would overlap.
-_NEAR = 12.0
-# Of a panel's height.
-_NAME_HEIGHT = 0.07
-
-Series = dict[tuple[Any, ...], list[OperatorPoint]]
+_STAGES = ("indices", "sort", "gather", "GEMM", "scatter", "rest")
+Key = Callable[[OperatorPoint], float | None]
 
 
-def _points(profile: Profile) -> dict[str, list[OperatorPoint]]:
-    found = profile.operators()
-    if not found:
-        raise MissingRecordsError("no records of operators (operators.json, attention.json); run wide bench on a GPU")
-    names = [*OPERATOR_NAMES, *(point.operator for point in found)]
+def _tokens(point: OperatorPoint) -> float:
+    return point.tokens
+
+
+def _group(point: OperatorPoint) -> float | None:
+    return point.group_size
+
+
+def _sparsity(point: OperatorPoint) -> float:
+    return round(100 * (1 - point.active), 6)
+
+
+def _operator_rows(profile: Profile, key: Key) -> list[Row]:
+    """Return the points of lines along which only what `key` says varies."""
+    lines: dict[tuple[Any, ...], list[OperatorPoint]] = {}
+    for point in profile.operators():
+        if key(point) is not None:
+            facts = {_tokens: point.tokens, _group: point.group_size, _sparsity: point.active}
+            rest = tuple(value for each, value in facts.items() if each is not key)
+            lines.setdefault((point.operator, point.device, point.batch, *rest), []).append(point)
+    several = {line: points for line, points in lines.items() if len({*map(key, points)}) > 1}
+    if key is _tokens:
+        # An operator that was timed at one size is shown there, at the share nearest to a half.
+        for operator in {line[0] for line in lines} - {line[0] for line in several}:
+            single = [point for line, points in lines.items() if line[0] == operator for point in points]
+            sizes = [point.group_size for point in single]
+            nearest = min(single, key=lambda point: (abs(point.active - 0.5), -sizes.count(point.group_size)))
+            several |= {line: points for line, points in lines.items() if nearest in points}
+    order = [*OPERATOR_NAMES, *(line[0] for line in several)]
+    devices = {line[1] for line in several}
+    found = [point for line in several.values() for point in line]
+    found.sort(key=lambda p: (order.index(p.operator), p.device, p.batch or 0, -p.active, p.group_size or 0, p.tokens))
+    return [
+        {
+            "operator": OPERATOR_NAMES.get(point.operator, point.operator),
+            "line": ", ".join(_line_words(point, key, several_devices=len(devices) > 1)),
+            "device": point.device,
+            "group_size": point.group_size,
+            "batch": point.batch,
+            "tokens": point.tokens,
+            "active": point.active,
+            "skipped, %": _sparsity(point),
+            "backend": point.backend,
+            "candidate": point.candidate,
+            "median_us": point.median_us,
+            "dense_us": point.dense_us,
+            "speedup": point.speedup,
+            "ideal_speedup": point.ideal,
+        }
+        for point in found
+    ]
+
+
+def _line_words(point: OperatorPoint, key: Key, *, several_devices: bool) -> Iterator[str]:
+    if key is not _tokens:
+        yield f"{point.tokens:,} token{'' if point.tokens == 1 else 's'}"
+    if key is not _sparsity:
+        yield f"{_sparsity(point):.4g} % skipped"
+    if key is not _group and point.group_size is not None:
+        yield f"G {point.group_size}"
+    if point.batch is not None:
+        yield f"B {point.batch}"
+    if several_devices:
+        yield point.device
+
+
+def _forward_row(each: Forward, **more: Any) -> Row:
+    attention, ffn = each.skipped or (None, None)
+    names = [
+        "device",
+        "model",
+        "adapter",
+        "group_size",
+        "what",
+        "tokens",
+        "batch",
+        "candidate",
+        "median_us",
+        "speedup",
+        "ceiling",
+    ]
     return {
-        name: sorted((point for point in found if point.operator == name), key=lambda point: point.tokens)
-        for name in dict.fromkeys(names)
-        if any(point.operator == name for point in found)
+        **{name: getattr(each, name) for name in names},
+        "skipped_attention": attention,
+        "skipped_ffn": ffn,
+        "energy_per_token_j": each.energy_per_token_j,
+        "memory_bytes": each.memory_bytes,
+        **more,
     }
 
 
-def _series(points: list[OperatorPoint]) -> Iterator[tuple[str, list[OperatorPoint]]]:
-    """Yield the points of an operator by everything but their size, with a label."""
-    series: Series = {}
-    for point in points:
-        series.setdefault((point.device, point.group_size, point.batch, point.active), []).append(point)
-    devices = {point.device for point in points}
-    # Single points belong to sweeps over something else, which have figures of their own.
-    several = {key: members for key, members in series.items() if len({point.tokens for point in members}) > 1}
-    for (device, group_size, batch, active), members in (several or _typical(series)).items():
-        words = [f"{100 * (1 - active):.0f} % skipped"]
-        words += [] if group_size is None else [f"G {group_size}"]
-        words += [] if batch is None else [f"B {batch}"]
-        words += [device] if len(devices) > 1 else []
-        yield ", ".join(words), members
-
-
-def _typical(series: Series) -> Series:
-    """Return, of sweeps at one size, those at the share nearest to a half and the group size that has most shares."""
-    nearest = min((active for *_, active in series), key=lambda active: abs(active - 0.5))
-    sizes = [group_size for _, group_size, _, _ in series]
-    most = max(sizes, key=sizes.count)
-    return {key: members for key, members in series.items() if key[3] == nearest and key[1] == most}
-
-
-def _draw_operators(figure: Any, profile: Profile) -> str:
-    found = _points(profile)
-    rows = -(-len(found) // _COLUMNS)
-    panels = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
-    sentences = []
-    lines = {operator: list(_series(points)) for operator, points in found.items()}
-    most = max(map(len, lines.values()))
-    for axes, (operator, series) in zip(panels, lines.items(), strict=False):
-        shown = [point for _, members in series for point in members]
-        sizes, entries = sorted({point.tokens for point in shown}), {}
-        for (label, members), (style, colour) in zip(series, LINES * len(series), strict=False):
-            places = [sizes.index(point.tokens) for point in members]
-            entries[label] = draw_points(axes, places, members, style, colour)
-            ideal = [point.ideal for point in members]
-            axes.plot(places, ideal, color=colour, linestyle=":", linewidth=1, marker="_", markersize=14)
-            last = members[-1]
-            words = f"{last.speedup:.2f}x at {last.tokens} ({label}; {kernel_name(last)})"
-            sentences.append(f"{OPERATOR_NAMES.get(operator, operator)} {words}")
-        axes.axhline(1, color="black", linewidth=1)
-        axes.set_title(OPERATOR_NAMES.get(operator, operator), fontsize="medium", loc="left", pad=8 + 13 * most)
-        axes.set_xticks(range(len(sizes)), [_short(size) for size in sizes])
-        axes.set_xlim(-0.5, len(sizes) - 0.5)
-        axes.set_ylim(0, 1.1 * max([2.0, *(point.ideal for point in shown), *(point.speedup for point in shown)]))
-        legend_above(axes, columns=1, entries=entries)
-    for axes in panels[len(found) :]:
-        axes.set_axis_off()
-    kernel_legend(figure, (point for points in found.values() for point in points))
-    figure.supylabel("speed-up over the dense peer", fontsize="medium")
-    figure.supxlabel("tokens (length of the text for attention); 1k is 1024", fontsize="medium")
-    return (
-        f"Speed-up of operators on {', '.join(profile.devices())} over their dense peers (black line) beside what "
-        "would be ideal (dotted bars): " + "; ".join(sentences) + "."
-    )
-
-
-def _short(size: int) -> str:
-    """Return a number of tokens in few letters: 4k is 4096."""
-    return f"{size // 1024}k" if size % 1024 == 0 else f"{size}"
-
-
-def _operator_sheet(profile: Profile) -> Sheet:
-    header = ("operator", "device", "group_size", "batch", "tokens", "active", "backend", "candidate")
-    rows = (
-        (*(getattr(point, name) for name in header), point.median_us, point.dense_us, point.speedup, point.ideal)
-        for points in _points(profile).values()
-        for point in points
-    )
-    return Sheet((*header, "median_us", "dense_us", "speedup", "ideal_speedup"), tuple(rows))
-
-
-def _forwards(profile: Profile) -> list[Forward]:
-    found = profile.forwards()
-    if not found:
-        raise MissingRecordsError("no records of whole forwards (endtoend.json); run wide profile on a GPU")
-    return found
-
-
-def _broken_down(profile: Profile) -> list[Forward]:
-    """Return the forwards whose parts were measured: dense ones, and those that run as users would run them."""
-    found = [forward for forward in _forwards(profile) if forward.parts and not forward.is_variant]
-    if not found:
-        raise MissingRecordsError("no record with 'breakdown_us' in endtoend.json; run wide profile on a GPU")
-    return found
-
-
-def _bars(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
-    """Return the forwards that are drawn part by part, by model with group size, and shape; larger batches are not."""
-    found = _broken_down(profile)
-    least = min(forward.batch for forward in found)
-    panels: dict[tuple[str, str], list[Forward]] = {}
-    several = len({forward.group_size for forward in found}) > 1
-    for forward in found:
-        if forward.batch == least:
-            model = f"{forward.model}, G {forward.group_size}" if several else forward.model
-            panels.setdefault((model, forward.shape), []).append(forward)
-    return {key: sorted(bars, key=lambda bar: bar.mean_skipped or 0.0) for key, bars in panels.items()}
-
-
-def _breakdown_height(profile: Profile) -> float:
-    return _LEGEND + sum(_PANEL + _BAR * len(bars) for bars in _bars(profile).values())
-
-
-def _parts(forward: Forward) -> dict[str, float]:
-    merged = {name: value for name, value in forward.parts.items() if name not in _QUERY}
-    together = sum(value for name, value in forward.parts.items() if name in _QUERY)
-    return merged | {"query, key and value": together} if together else merged
-
-
-def _draw_breakdown(figure: Any, profile: Profile) -> str:
-    found = _bars(profile)
-    heights = [_PANEL + _BAR * len(bars) for bars in found.values()]
-    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    sentences = []
-    for axes, ((model, shape), bars) in zip(panels, found.items(), strict=True):
-        scale, unit = (1000.0, "ms") if bars[0].median_us >= 1000 else (1.0, "us")
-        for place, forward in enumerate(bars):
-            begin = 0.0
-            for name, (colour, hatch) in PARTS.items():
-                width = max(0.0, _parts(forward).get(name, 0.0)) / scale
-                label = _PART_NAMES.get(name, name) if place == 0 and axes is panels[0] else None
-                options = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
-                axes.barh(place, width, left=begin, label=label, **options)
-                begin += width
-            words = ", ".join(_bar_words(forward, scale, unit))
-            axes.annotate(words, (begin, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-            if words:
-                sentences.append(f"{forward.shape}, {forward.candidate}: {words}")
-        axes.set_yticks(range(len(bars)), _bar_names(bars))
-        axes.invert_yaxis()
-        axes.set_xlim(0, max(forward.median_us for forward in bars) / scale * 1.5)
-        axes.set_title(f"{model}, {shape}, {unit}", fontsize="medium", loc="left")
-        axes.grid(visible=False, axis="y")
-    _legend_of_parts(figure)
-    return (
-        "Time by part of the forward, the measured beside the possible speed-up, and the mean time of a layer, without "
-        "embedding and head. One kernel may compute queries, keys and values, which are one part: "
-        + "; ".join(sentences)
-        + "."
-    )
-
-
-def _bar_words(forward: Forward, scale: float, unit: str) -> Iterator[str]:
-    if forward.ceiling is not None:
-        yield f"{forward.speedup:.2f}x of {forward.ceiling:.2f}x possible"
-    if forward.layer_us is not None:
-        yield f"{forward.layer_us / scale:.3g} {unit} a layer"
-
-
-def _bar_names(bars: list[Forward]) -> list[str]:
-    """Return the candidates, with the run that their adapter is of where there are several."""
-    if len({forward.adapter for forward in bars}) < 2:
-        return [forward.candidate for forward in bars]
-    runs = [Path(forward.adapter).parent.name for forward in bars]
-    return [
-        f"{forward.candidate}, {run}" if run else forward.candidate for forward, run in zip(bars, runs, strict=True)
-    ]
-
-
-def _legend_of_parts(figure: Any) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=_PART_NAMES.get(name, name))
-        for name, (colour, hatch) in PARTS.items()
-    ]
-    figure.legend(handles=patches, loc="outside upper center", ncols=5, frameon=False, fontsize="small")
-
-
-def _breakdown_sheet(profile: Profile) -> Sheet:
-    header = ("model", "group_size", "what", "tokens", "batch", "candidate", "speedup", "ceiling", "part", "us")
-    rows = (
-        (*(getattr(forward, name) for name in header[:8]), name, value, _in_layer(forward, name))
-        for forward in _broken_down(profile)
-        for name, value in forward.parts.items()
-    )
-    return Sheet((*header, "us_a_layer"), tuple(rows))
-
-
-def _in_layer(forward: Forward, part: str) -> float | None:
-    return None if part == OUTSIDE or not forward.layers else forward.parts[part] / forward.layers
-
-
-def _measured_rates(profile: Profile) -> dict[tuple[str, str], list[Forward]]:
-    """Return the routed forwards by panel (what) and line (shape, model, group size), by what they skip."""
-    lines: dict[tuple[str, str], list[Forward]] = {}
-    forwards = _forwards(profile)
+def _end_to_end(profile: Profile) -> list[Row]:
+    forwards = profile.forwards()
     # Larger batches have a figure of their own.
-    least = min(forward.batch for forward in forwards)
-    forwards = [forward for forward in forwards if forward.batch == least]
-    several = len({forward.model for forward in forwards}) > 1
-    for forward in forwards:
-        if forward.skipped is not None and not forward.candidate.endswith("all sparse"):
-            name = f"{forward.shape.partition(', ')[2]}, G {forward.group_size}"
-            name = f"{forward.model}, {name}" if several else name
-            lines.setdefault((forward.what, name), []).append(forward)
-    if not lines:
-        raise MissingRecordsError("no routed candidate in endtoend.json; run wide profile on a GPU")
-    if len({forward.group_size for found in lines.values() for forward in found}) >= MANY_SIZES:
+    least = min((each.batch for each in forwards), default=0)
+    several = len({each.model for each in forwards}) > 1
+    lines: dict[tuple[str, str], list[Forward]] = {}
+    for each in forwards:
+        if each.skipped is not None and not each.candidate.endswith("all sparse") and each.batch == least:
+            name = f"{each.model + ', ' if several else ''}{each.shape.partition(', ')[2]}, G {each.group_size}"
+            lines.setdefault((each.what, name), []).append(each)
+    if len({each.group_size for found in lines.values() for each in found}) >= _MANY_SIZES:
         # Those at one share belong to the sweep over group sizes.
-        over = {
+        lines = {
             key: found for key, found in lines.items() if len({f.skipped for f in found if any(f.skipped or ())}) > 1
+        } or lines
+    rows = []
+    for (_, name), found in lines.items():
+        for each in sorted(found, key=lambda each: each.mean_skipped or 0.0):
+            apart = "" if each.is_even else " / ".join(f"{100 * share:.3g}" for share in each.skipped or ())
+            skipped = 100 * (each.mean_skipped or 0.0)
+            more = {"line": name, "even": int(each.is_even), "words": apart, "skipped, %": skipped}
+            rows.append(_forward_row(each, **more, drawn=each.speedup))
+    shown = [each for found in lines.values() for each in found]
+    # Dense forwards and larger batches are in the table only.
+    blank = dict.fromkeys(("line", "even", "words", "skipped, %", "drawn"))
+    return rows and rows + [_forward_row(each, **blank) for each in forwards if each not in shown]
+
+
+def _over_groups(profile: Profile) -> list[Row]:
+    """Return routed forwards that differ in the size of FFN groups alone; trained routers differ in more."""
+    lines: dict[tuple[str, str], list[Forward]] = {}
+    for each in profile.forwards():
+        if each.skipped and not each.adapter and each.candidate.startswith("routed") and not each.is_variant:
+            name = f"{each.model}, {each.shape.partition(', ')[2]}, {each.candidate.removeprefix('routed ')}"
+            lines.setdefault((each.what, name), []).append(each)
+    return [
+        _forward_row(each, line=name)
+        for (_, name), found in lines.items()
+        if len({each.group_size for each in found}) >= _MANY_SIZES
+        for each in sorted(found, key=lambda each: each.group_size or 0)
+    ]
+
+
+def _breakdown(profile: Profile) -> list[Row]:
+    """Return the parts of dense forwards and of those that run as users would run them; larger batches are not."""
+    found = [each for each in profile.forwards() if each.parts and not each.is_variant]
+    found = [each for each in found if each.batch == min(other.batch for other in found)]
+    several = len({each.group_size for each in found}) > 1
+    adapters = len({each.adapter for each in found}) > 1
+    rows: list[Row] = []
+    for each in sorted(found, key=lambda each: each.mean_skipped or 0.0):
+        merged = {name: us for name, us in each.parts.items() if name not in _QUERY}
+        together = sum(us for name, us in each.parts.items() if name in _QUERY)
+        merged |= {"query, key and value": together} if together else {}
+        run = Path(each.adapter).parent.name if adapters else ""
+        words = [] if each.ceiling is None else [f"{each.speedup:.2f}x of {each.ceiling:.2f}x possible"]
+        words += [] if each.layer_us is None else [f"{each.layer_us:,.0f} us a layer"]
+        for part in dict.fromkeys((*_PARTS, *merged)):
+            if part in merged:
+                name = f"{each.model}{f', G {each.group_size}' if several else ''}, {each.shape}, ms"
+                bar = f"{each.candidate}{f', {run}' if run else ''}"
+                rows.append(_forward_row(each, panel=name, bar=bar, part=part, us=merged[part], words=", ".join(words)))
+    return rows
+
+
+def _decode_groups(profile: Profile) -> list[Row]:
+    names = [
+        "device",
+        "batch",
+        "length",
+        "active",
+        "group_size",
+        "group_heads",
+        "union",
+        "candidate",
+        "peer",
+        "median_us",
+        "speedup",
+    ]
+    return [
+        {
+            "panel": f"{each['batch']} sequences, {each['length']:,} keys, {100 * (1 - each['active']):g} % skipped",
+            **{name: each.get(name) for name in names},
+            "ideal_speedup": 1 / each["union"] if each["candidate"] == "operator" else None,
         }
-        lines = over or lines
-    return {key: sorted(found, key=lambda each: each.mean_skipped or 0.0) for key, found in lines.items()}
+        for each in sorted(profile.decode_groups(), key=lambda each: int(each["group_size"]))
+    ]
 
 
-def _draw_end_to_end(figure: Any, profile: Profile) -> str:
-    lines = _measured_rates(profile)
-    kinds = list(dict.fromkeys(what for what, _ in lines))
-    panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
-    sentences = []
-    for axes, kind in zip(panels, kinds, strict=True):
-        chosen = [(name, found) for (what, name), found in lines.items() if what == kind]
-        for (name, found), (style, colour) in zip(chosen, LINES * len(chosen), strict=False):
-            _draw_line(axes, [each for each in found if each.is_even], style, colour, name)
-            _draw_apart(axes, [each for each in found if not each.is_even], style[0], colour)
-        _name_apart(axes, [each for _, found in chosen for each in found if not each.is_even])
-        for name, found in chosen:
-            best = max(found, key=lambda each: each.speedup)
-            sentences.append(f"{kind}, {name}: {best.speedup:.2f}x at {100 * (best.mean_skipped or 0):.0f} %")
-        axes.axhline(1, color="black", linewidth=1)
-        axes.set_xlabel("skipped groups, mean of attention and FFN, %")
-        axes.set_title(kind, fontsize="medium", pad=12 + 14 * -(-len(chosen) // 2))
-        legend_above(axes, columns=2)
-    panels[0].set_ylabel("speed-up over dense")
-    return (
-        "Measured speed-up of whole forwards over the same runtime dense (black line), and the ceiling if routing cost "
-        "nothing (dotted). Hollow points skip different shares of attention and FFN, which they name: "
-        + "; ".join(sentences)
-        + "."
+def _batches(profile: Profile) -> list[Row]:
+    steps = [each for each in profile.forwards() if each.what == "decode" and not each.is_variant]
+    lines: dict[tuple[Any, ...], list[Forward]] = {}
+    for each in steps:
+        lines.setdefault((each.model, each.adapter, each.group_size, each.tokens, each.candidate), []).append(each)
+    several = {line: found for line, found in lines.items() if len({each.batch for each in found}) > 1}
+    shapes = len({line[3] for line in several}) > 1
+    values: dict[str, Callable[[Forward], float | None]] = {
+        "speed-up over dense": lambda each: each.speedup,
+        "energy, J a token": lambda each: each.energy_per_token_j,
+        "peak memory, GiB": lambda each: each.memory_bytes / 2**30 if each.memory_bytes else None,
+    }
+    rows: list[Row] = []
+    for panel, value in values.items():
+        for line, found in several.items():
+            name = f"{line[4]}{f', {line[3]:,} cached' if shapes else ''}"
+            for each in sorted(found, key=lambda each: each.batch):
+                ideal = each.ceiling if panel == "speed-up over dense" else None
+                rows.append(_forward_row(each, panel=panel, line=name, value=value(each), ideal=ideal))
+    return rows
+
+
+def _naive(profile: Profile) -> list[Row]:
+    values = {
+        "active_tflops": (1.0, "TFLOP/s"),
+        "peak_memory_bytes": (2.0**20, "peak memory, MiB"),
+        "accounted_traffic_bytes": (2.0**20, "accounted traffic, MiB"),
+    }
+    names = [
+        "device",
+        "axis",
+        "size",
+        "group_size",
+        "active",
+        "candidate",
+        "error",
+        "median_us",
+        "speedup",
+        "not_run",
+        "failure",
+    ]
+    return [
+        {
+            "panel": f"{axis}: {label}",
+            **{name: each.get(name) for name in (*names, *values, "accounted_storage_bytes")},
+            "value": each[metric] / scale if each.get(metric) else None,
+        }
+        for metric, (scale, label) in values.items()
+        for axis in "MNK"
+        for each in profile.naive()
+        if each["axis"] == axis
+    ]
+
+
+def _depth(profile: Profile) -> list[Row]:
+    rows: list[Row] = []
+    found = sorted(profile.depth(), key=lambda each: int(each["rows"]))
+    several = len({(each["device"], each["active"]) for each in found}) > 1
+    for each in found:
+        dense = each["median_us"] * each["speedup"]
+        rest = each["median_us"] - sum(each["parts_us"].values())
+        more = f", {each['device']}, {100 * each['active']:.0f} % execute" if several else ""
+        names = ["device", "rows", "width_in", "width_out", "active", "candidate", "error", "median_us", "speedup"]
+        for part in _STAGES:
+            us = rest if part == "rest" else each["parts_us"].get(part)
+            if us is not None:
+                rows.append(
+                    {
+                        "panel": f"product of {each['width_in']} to {each['width_out']}{more}",
+                        "bar": f"{each['candidate']}, {each['rows']:,}",
+                        **{name: each.get(name) for name in names},
+                        "part": part,
+                        "us": us,
+                        "x dense": us / dense,
+                        "words": f"{each['median_us']:,.0f} us, {each['speedup']:.2f}x",
+                    }
+                )
+    return rows
+
+
+def traffic_table(profile: Profile) -> Table:
+    """Return what each way must move and store by the paper's accounting, MiB."""
+    found = profile.naive()
+    dense = {(r["axis"], r["size"]): r["accounted_traffic_bytes"] for r in found if r["candidate"] == "dense"}
+    lines = []
+    for record in found:
+        moved, peer = record["accounted_traffic_bytes"], dense.get((record["axis"], record["size"]))
+        stored = record.get("accounted_storage_bytes")
+        words = (f"{moved / 2**20:,.1f}", f"{moved / peer:,.2f}" if peer else "-")
+        stored_words = "-" if stored is None else f"{stored / 2**20:,.1f}"
+        lines.append((str(record["candidate"]), record["axis"], str(record["size"]), *words, stored_words))
+    return Table(header=("way", "axis", "M = N = K", "traffic", "x dense", "storage"), rows=tuple(lines))
+
+
+def _operators(name: str, title: str, key: Key, column: str, label: str, missing: str) -> Figure[Profile]:
+    return Figure(
+        name=name,
+        title=title,
+        rows=lambda profile: required(_operator_rows(profile, key), missing),
+        panel="operator",
+        x=column,
+        y="speedup",
+        by="line",
+        ideal="ideal_speedup",
+        even=True,
+        line_at=1.0,
+        x_label=label,
+        y_label="speed-up over the dense peer",
+        about="Speed-up of the fastest agreeing variant of each operator over its dense peer (black line); the CSV "
+        "says which variant it is and what it is written in",
+        columns=4,
+        height=2.8,
     )
 
 
-def _draw_line(axes: Any, found: list[Forward], style: str, colour: str, name: str) -> None:
-    shares = [100 * (forward.mean_skipped or 0.0) for forward in found]
-    axes.plot(shares, [forward.speedup for forward in found], style, color=colour, label=name)
-    ceilings = [forward.ceiling for forward in found]
-    axes.plot(shares, ceilings, color=colour, linestyle=":", linewidth=1, marker="_", markersize=12)
-
-
-def _draw_apart(axes: Any, found: list[Forward], marker: str, colour: str) -> None:
-    # What attention and FFN cost differs, so that the mean of unequal shares is no place on the line.
-    for forward in found:
-        place = (100 * (forward.mean_skipped or 0.0), forward.speedup)
-        axes.plot(*place, marker, color=colour, fillstyle="none")
-        if forward.ceiling is not None:
-            axes.plot(place[0], forward.ceiling, color=colour, marker="_", markersize=12)
-
-
-def _name_apart(axes: Any, found: list[Forward]) -> None:
-    """Name what points beside the lines skip, each pair of shares once, below the lowest of its points."""
-    lowest: dict[tuple[float, ...], tuple[float, float]] = {}
-    for forward in found:
-        place = (100 * (forward.mean_skipped or 0.0), forward.speedup)
-        shares = forward.skipped or ()
-        lowest[shares] = min(lowest.get(shares, place), place, key=lambda each: each[1])
-    for names in _neighbours(lowest):
-        words = "\n".join(" / ".join(f"{100 * share:.3g}" for share in name) for name in names)
-        place = min((lowest[name] for name in names), key=lambda each: each[1])
-        axes.annotate(words, place, xytext=(0, -7), textcoords="offset points", ha="center", va="top", fontsize=7)
-    low, high = axes.get_ylim()
-    # Room for the names below the lowest points, above the numbers of the axis.
-    axes.set_ylim(low - _NAME_HEIGHT * max(map(len, _neighbours(lowest)), default=0) * (high - low), high)
-
-
-def _neighbours(places: dict[tuple[float, ...], tuple[float, float]]) -> list[list[tuple[float, ...]]]:
-    """Return the names by left to right, together where they would cover each other."""
-    groups: list[list[tuple[float, ...]]] = []
-    for name in sorted(places, key=lambda each: places[each]):
-        near = groups and places[name][0] - places[groups[-1][-1]][0] < _NEAR
-        groups = [*groups[:-1], [*groups[-1], name]] if near else [*groups, [name]]
-    return groups
-
-
-def _end_to_end_sheet(profile: Profile) -> Sheet:
-    header = ("device", "model", "group_size", "what", "tokens", "batch", "candidate", "median_us")
-    rows = (
-        (*(getattr(each, name) for name in header), *(each.skipped or (None, None)), *_results(each))
-        for each in _forwards(profile)
-    )
-    more = ("skipped_attention", "skipped_ffn", "speedup", "ceiling", "energy_per_token_j", "memory_bytes")
-    return Sheet((*header, *more), tuple(rows))
-
-
-def _results(each: Forward) -> tuple[float | None, ...]:
-    return each.speedup, each.ceiling, each.energy_per_token_j, each.memory_bytes
+def _drawn_forward(rows: Callable[[Profile], Sequence[Row]], missing: str, **more: Any) -> Figure[Profile]:
+    usual: dict[str, Any] = {"panel": "what", "y": "speedup", "line_at": 1.0, "y_label": "speed-up over dense"}
+    return Figure(rows=lambda profile: required(rows(profile), missing), **(usual | {"columns": 2} | more))
 
 
 SPEED_FIGURES: tuple[Figure[Profile], ...] = (
-    Figure(
+    _drawn_forward(
+        _end_to_end,
+        "no routed candidate in endtoend.json; run wide profile on a GPU",
         name="end-to-end",
         title="Speed-up of whole forwards",
-        size=(9.0, 3.6),
-        draw=_draw_end_to_end,
-        sheet=_end_to_end_sheet,
-        files=lambda profile: [forward.file for forward in _forwards(profile)],
+        x="skipped, %",
+        y="drawn",
+        by="line",
+        filled="even",
+        filled_means=("attention and FFN alike", "other shares, as named"),
+        words="words",
+        ideal="ceiling",
+        ideal_means="ceiling",
+        x_label="skipped groups, mean of attention and FFN, %",
+        about="Measured speed-up of whole forwards over the same runtime dense (black line), and the ceiling if "
+        "routing cost nothing (dotted)",
     ),
-    Figure(
+    _drawn_forward(
+        _breakdown,
+        "no record with 'breakdown_us' in endtoend.json; run wide profile on a GPU",
         name="breakdown",
         title="Where the time goes",
-        size=(9.0, 6.4),
-        draw=_draw_breakdown,
-        sheet=_breakdown_sheet,
-        files=lambda profile: [forward.file for forward in _broken_down(profile)],
-        height=_breakdown_height,
+        kind="stack",
+        panel="panel",
+        x="bar",
+        y="us",
+        by="part",
+        words="words",
+        scale=1e-3,
+        line_at=None,
+        y_label="",
+        about="Time by part of the forward in milliseconds; queries, keys and values may be one kernel's, so that they "
+        "are one part",
     ),
-    Figure(
-        name="operators",
-        title="Speed-up of operators",
-        size=(9.0, 7.0),
-        draw=_draw_operators,
-        sheet=_operator_sheet,
-        files=lambda profile: [point.file for points in _points(profile).values() for point in points],
+    _operators(
+        "operators",
+        "Speed-up of operators",
+        _tokens,
+        "tokens",
+        "tokens (length of the text for attention); 1k is 1024",
+        "no records of operators (operators.json, attention.json); run wide bench on a GPU",
+    ),
+    _operators(
+        "operators-groups",
+        "Operators over the size of groups",
+        _group,
+        "group_size",
+        "channels of a group",
+        "no operator was timed at several group sizes; run wide bench --operators coarse on a GPU",
+    ),
+    _operators(
+        "operators-sparsity",
+        "Operators over sparsity",
+        _sparsity,
+        "skipped, %",
+        "skipped pairs, %",
+        "no operator was timed at several sparsities; run wide bench --operators coarse on a GPU",
+    ),
+    _drawn_forward(
+        _decode_groups,
+        "no records of decode attention over group sizes; run wide bench --operators decode_groups on a GPU",
+        name="decode-groups",
+        title="Decode attention over the size of groups",
+        panel="panel",
+        x="group_size",
+        by="candidate",
+        even=True,
+        ideal="ideal_speedup",
+        ideal_means="ideal: needed KV heads",
+        x_label="channels of an attention group",
+        y_label="speed-up over the dense peer",
+        about="Decode attention over the size of groups; a group smaller than a KV head's share of queries reads that "
+        "head's cache once for each of its executing groups",
+    ),
+    _drawn_forward(
+        _over_groups,
+        f"no forwards over {_MANY_SIZES} sizes of FFN groups; run wide profile once for each --ffn_group_size",
+        name="end-to-end-groups",
+        title="Whole forwards over the size of groups",
+        x="group_size",
+        by="line",
+        even=True,
+        ideal="ceiling",
+        ideal_means="ceiling",
+        x_label="channels of an FFN group",
+        about="Measured speed-up of whole forwards over the size of FFN groups",
+    ),
+    _drawn_forward(
+        _batches,
+        "no decode steps of several batches in endtoend.json; run wide profile --batch 1,2,4",
+        name="batches",
+        title="Batched decode",
+        panel="panel",
+        x="batch",
+        y="value",
+        by="line",
+        even=True,
+        ideal="ideal",
+        ideal_means="ceiling",
+        x_label="sequences",
+        y_label="",
+        line_at=None,
+        columns=3,
+        about="Decode steps of several sequences",
     ),
 )
-"""Figures of a profile."""
+"""Figures of operators and whole forwards."""
+NAIVE_FIGURES: tuple[Figure[Profile], ...] = (
+    _drawn_forward(
+        _naive,
+        "no records of naive products (naive.json); run wide bench --operators naive",
+        name="naive",
+        title="Naive, grouped, fused and dense products",
+        panel="panel",
+        x="size",
+        y="value",
+        by="candidate",
+        even=True,
+        log=True,
+        line_at=None,
+        x_label="M = N = K",
+        y_label="",
+        columns=3,
+        height=2.6,
+        about="Products pruned over tokens, output groups and input groups: throughput, memory, and the traffic of the "
+        "paper's accounting; throughput counts executing pairs",
+    ),
+)
+"""Figures of naive beside fused products."""
+DEPTH_FIGURES: tuple[Figure[Profile], ...] = (
+    _drawn_forward(
+        _depth,
+        "no timed record of naive dynamic depth (depth.json); run wide bench --operators naive_depth on a GPU",
+        name="naive-breakdown",
+        title="Where the time of naive dynamic depth goes",
+        kind="stack",
+        panel="panel",
+        x="bar",
+        y="x dense",
+        by="part",
+        words="words",
+        x_label="time, x of the dense product",
+        y_label="",
+        about="Time by stage of a product that whole tokens skip, as a multiple of the dense product's (black line); "
+        "each stage was timed by itself, and indices are the time until the host knows which rows execute",
+    ),
+)
+"""Figures of naive dynamic depth taken apart."""

@@ -1,31 +1,10 @@
-"""The table of a run: one line per measured model."""
+"""Tables, and that of a run: one line per measured model."""
 
 from dataclasses import dataclass
 from html import escape
 
-from wide.report.selection import Selection
+from wide.report.selection import NAMES, SUBLAYERS, Selection
 
-NAMES = {
-    "dense": "dense",
-    "dense + LoRA": "dense, with the same LoRA",
-    "untrained": "untrained routers",
-    "stage 1": "stage 1 (routers)",
-    "stage 1+2": "stage 1+2 (routers, LoRA)",
-    "pruned": "pruned",
-    "pruned + LoRA": "pruned, with LoRA",
-}
-
-
-AFTER = {
-    "dense": "without pruning",
-    "dense + LoRA": "without pruning, with LoRA",
-    "untrained": "with untrained routers",
-    "stage 1": "after stage 1",
-    "stage 1+2": "after stage 1+2",
-    "pruned": "after pruning",
-    "pruned + LoRA": "after pruning and LoRA",
-}
-"""What ends a sentence on a model."""
 ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
 """Subject -> what fitted it to the training text."""
 _BESIDE_ADAPTED = "x dense + LoRA"
@@ -70,18 +49,18 @@ class Table:
 
 def summary_table(run: Selection) -> Table:
     """Return quality, sparsity and training speed of each measured model; columns without any value are left out."""
-    adapted = run.number("dense + LoRA", "token_perplexity")
+    dense, adapted = (run.number(subject, "token_perplexity") for subject in ("dense", "dense + LoRA"))
     columns = [
-        ("perplexity", "token_perplexity", _decimal),
-        ("x dense", "token_perplexity", lambda value: _ratio(value, run.number("dense", "token_perplexity"))),
+        ("perplexity", "token_perplexity", decimal),
+        ("x dense", "token_perplexity", lambda value: _ratio(value, dense)),
         (_BESIDE_ADAPTED, "token_perplexity", lambda value: _ratio(value, adapted)),
-        ("word ppl", "word_perplexity", _decimal),
-        ("accuracy %", "accuracy.average", _percent),
-        ("retention %", "accuracy.retention", _percent),
-        ("attention %", "sparsity.attention", _percent),
-        ("FFN %", "sparsity.ffn", _percent),
-        ("mean %", "sparsity.mean", _percent),
-        ("linear FLOPs %", "sparsity.linear_flops", _percent),
+        ("word ppl", "word_perplexity", decimal),
+        ("accuracy %", "accuracy.average", percent),
+        ("retention %", "accuracy.retention", percent),
+        ("attention %", "sparsity.attention", percent),
+        ("FFN %", "sparsity.ffn", percent),
+        ("mean %", "sparsity.mean", percent),
+        ("linear FLOPs %", "sparsity.linear_flops", percent),
         ("trained tokens/s", "training.tokens_per_second", lambda value: f"{value:z,.0f}"),
     ]
     subjects = run.subjects()
@@ -104,18 +83,20 @@ def layer_lines(run: Selection) -> list[str]:
     if subject is None:
         return []
     lines = [f"skipped groups per layer, {subject}"]
-    for name, metric in (("attention", "sparsity.attention"), ("FFN", "sparsity.ffn")):
-        rates = run.by_layer(subject, metric)
+    for key, name in SUBLAYERS.items():
+        rates = run.by_layer(subject, f"sparsity.{key}")
         if rates:
             lines.append(f"  {name:<10}" + " ".join(f"{100 * rate:z3.0f}%" for _, rate in rates))
     return lines
 
 
-def _decimal(value: float) -> str:
+def decimal(value: float) -> str:
+    """Return a perplexity as text."""
     return f"{value:z.2f}" if value < 10_000 else f"{value:.3g}"
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """Return a share in percent, as text."""
     return f"{100 * value:z.1f}"
 
 

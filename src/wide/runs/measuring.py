@@ -1,6 +1,5 @@
 """What a run measures, as records: the course of training, and quality and sparsity on held-out text."""
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from wide.evaluation.routing_behaviour import routing_behaviour
 from wide.evaluation.routing_records import behaviour_records
 from wide.evaluation.tasks import PER_WORD
 from wide.models.cost import Sparsity
-from wide.records import Record, RecordFile, read_records
+from wide.records import Record, RecordFile, Subject, read_records
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
 from wide.runs.sources import held_out_documents
@@ -73,7 +72,7 @@ class HeldOut:
         self._tokenizer = tokenizer
         self._tasks = tasks or ScoredTasks()
 
-    def measure(self, model: Any, subject: str, records: RecordFile) -> EvaluationReport:
+    def measure(self, model: Any, subject: Subject, records: RecordFile) -> EvaluationReport:
         """Score a model as it is, write the records under `subject`, and return what was found."""
         report = evaluate(
             model,
@@ -113,7 +112,7 @@ def check_text(blocks: TokenBlocks, model: Any, source: str) -> None:
     say(f"data     {source}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
 
 
-def evaluation_records(subject: str, scores: Scores, sparsity: Sparsity | None, data: str) -> Iterator[Record]:
+def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | None, data: str) -> Iterator[Record]:
     """Yield the records of one evaluated model.
 
     Args:
@@ -127,7 +126,7 @@ def evaluation_records(subject: str, scores: Scores, sparsity: Sparsity | None, 
         found = scores.perplexity
         where = f"{data}, {found.tokens} tokens, window {found.window}, stride {found.stride}"
         yield Record(subject=subject, metric="token_perplexity", value=found.perplexity, unit="", where=where)
-        windows = json.dumps([[round(loss, 4), tokens] for loss, tokens in found.windows])
+        windows = [[round(loss, 4), tokens] for loss, tokens in found.windows]
         yield Record(subject=subject, metric="token_perplexity.windows", value=windows, unit="nats, tokens")
     if sparsity is not None:
         yield from sparsity_records(subject, sparsity, where)
@@ -146,7 +145,7 @@ def evaluation_records(subject: str, scores: Scores, sparsity: Sparsity | None, 
             yield Record(subject=subject, metric=f"accuracy.{name}", value=value, unit="share", where="tasks")
 
 
-def sparsity_records(subject: str, sparsity: Sparsity, where: str) -> Iterator[Record]:
+def sparsity_records(subject: Subject, sparsity: Sparsity, where: str) -> Iterator[Record]:
     """Yield the skip rates of a model and of each of its layers.
 
     Where some layers have a rate of a half, the others are dense there and have 0; a half that is dense in all layers,

@@ -1,0 +1,30 @@
+"""Tables of figures in the pages are those of the records."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "tools/tables.py"
+spec = importlib.util.spec_from_file_location("tables", FILE)
+tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tables)
+
+
+@pytest.mark.parametrize("page", [page for page in tables.pages() if "<!-- table:" in page.read_text()], ids=str)
+def test_tables_of_a_page_are_fresh(page):
+    text = page.read_text(encoding="utf-8")
+    assert tables.rendered(text) == text, f"{page} is stale: make tables"
+
+
+def test_what_stands_between_the_marks_is_replaced_and_nothing_else():
+    text = "before\n<!-- table: house -->\nold\n<!-- end -->\nafter\n"
+    new = tables.rendered(text)
+    assert re.fullmatch(r"before\n<!-- table: house -->\n\| what .*\n<!-- end -->\nafter\n", new, re.DOTALL)
+    assert tables.rendered(new) == new
+
+
+def test_a_table_that_there_is_not_is_named_with_those_that_there_are():
+    with pytest.raises(KeyError, match=r"no table 'qualty'; there are quality"):
+        tables.rendered("<!-- table: qualty -->\n<!-- end -->")

@@ -1,0 +1,278 @@
+"""Tables of figures in the pages, made from records.
+
+Usage: python tools/tables.py [--check]
+
+A page names a table between `<!-- table: NAME -->` and `<!-- end -->`; what stands there is replaced by that table.
+`--check` writes nothing and ends with 1 where a page is stale. Studies' records are in `docs/results`, rows of
+targets in `docs/measurements/targets`.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from wide.records import Cell, Record, read_records
+from wide.report.selection import Selection
+from wide.report.table import Table
+
+ROOT = Path(__file__).parents[1]
+TARGETS = ROOT / "docs/measurements/targets"
+_MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PERPLEXITY, _WORK = "token_perplexity", "sparsity.linear_flops_layers"
+_SEEDS = (17, 18, 19)
+_METHODS = {
+    "dense": "dense",
+    "wide-fitted": "WIDE, `fitted-50`, G = 128",
+    "tyr": "Týr",
+    "wide-32": "WIDE, the paper's recipe, G = 32",
+    "wide-64": "WIDE, the paper's recipe, G = 64",
+    "wide": "WIDE, the paper's recipe, G = 128",
+    "wide-uniform": "WIDE-uniform, G = 128",
+    "ddp": "DDP",
+    "slicegpt": "SliceGPT",
+    "blockpruner": "BlockPruner",
+    "shortened-ppl": "Shortened, perplexity",
+    "cooppruner": "CoopPruner",
+    "shortened-taylor": "Shortened, Taylor",
+    "dllm-original": "D-LLM, original form",
+    "skipgpt": "SkipGPT, as the WIDE paper runs it",
+    "skipgpt-original": "SkipGPT, original form",
+    "dllm": "D-LLM, as the WIDE paper runs it",
+}
+_FEW = ("dense", "wide-fitted", "tyr", "wide", "ddp", "slicegpt")
+# Column -> target, and the runs that hold it: of several the first with a finished cell counts.
+_COLUMNS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "25 % nominal": (0.25, ("n25", "n25-fitted")),
+    "a quarter of the work": (0.25, ("f25", "f25-fitted", "f25-groups", "f25-tasks")),
+    "50 % nominal": (
+        0.5,
+        ("n50", "n50-rest", "n50-fitted", "seeds", "seeds-fitted-18", "seeds-fitted", "seeds-tyr-18", "seeds-tyr"),
+    ),
+    "half of the work": (0.5, ("f50", "f50-fitted", "f50-groups", "f50-tasks", "f50-seeds", "f50-seeds-fitted")),
+}
+# Whole layers are the same share of the work as of the nominal target.
+_WHOLE_LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
+_AGAIN = (*_WHOLE_LAYERS, "slicegpt", "dllm-original")
+_NOMINAL = {"a quarter of the work": "25 % nominal", "half of the work": "50 % nominal"}
+_PARTS = {
+    "all of it (`fitted-50`)": ("f50-fitted", "wide-fitted"),
+    "without fitted start and bias (`clustered-50`)": ("parts", "no-bias"),
+    "first temperature of 5": ("parts-hot", "no-low-temperature"),
+    "clustered groups alone": ("parts-plain", "clustered-only"),
+    "without the smooth term": ("parts-sharp", "no-smoothing"),
+    "without clustered groups": ("parts", "no-clustering"),
+    "smooth term alone": ("parts-hot", "smooth-only"),
+    "fitted start alone": ("parts-plain", "fitted-start-only"),
+    "the paper's": ("parts-plain", "published"),
+}
+_SIZES = {
+    **{f"{size} / 192": ("g-sweep", f"f{size}-a192") for size in (16,)},
+    **{f"{size} / 192": ("n50", f"wide-{size}") for size in (32, 64)},
+    "128 / 192": ("n50", "wide"),
+    **{f"{size} / 192": ("g-sweep", f"f{size}-a192") for size in (256, 512)},
+    **{f"128 / {size}": ("g-sweep", f"f128-a{size}") for size in (64, 384, 768)},
+}
+_SWEEP = {0.25: "n25", 0.5: "n50"}
+# Operator, size, dense peer, and the row of `hopper.json` or `operators.json`.
+_OPERATORS = (
+    ("gate + up + SwiGLU, zeros written", "1024 tokens", "cuBLAS + fused SwiGLU", "GEMM-MN gate+up+SwiGLU, M=1024"),
+    ("", "4096 tokens", "", "GEMM-MN gate+up+SwiGLU, M=4096"),
+    ("", "16384 tokens", "", "GEMM-MN gate+up+SwiGLU, M=16384"),
+    ("queries", "4096 tokens", "cuBLAS", "GEMM-MN Q, G=512, M=4096"),
+    ("", "16384 tokens", "", "GEMM-MN Q, G=512, M=16384"),
+    ("output projection", "16384 tokens", "cuBLAS", "GEMM-K O, G=512, M=16384"),
+    ("down, one row order", "4096 tokens", "cuBLAS", "GEMM-K down, G=128, M=4096"),
+    ("", "16384 tokens", "", "GEMM-K down, G=128, M=16384"),
+    ("prefill attention", "4096 tokens", "cuDNN", "prefill attention causal, T=4096"),
+    ("", "16384 tokens", "", "prefill attention causal, T=16384"),
+    ("decode attention", "32 sequences, 4096 cached", "cuDNN", "decode attention, B=32 T=4096"),
+    ("", "8 sequences, 32768 cached", "", "decode attention B=8 T=32768 against SDPA"),
+    ("gate + up, one row", "", "cuBLAS", "decode GEMV M=1, gate_up, against cuBLAS"),
+    ("down, one row", "", "cuBLAS", "decode GEMV M=1, down, against cuBLAS"),
+    ("queries, one row", "", "cuBLAS", "decode GEMV M=1, query, against cuBLAS"),
+    ("output projection, one row, as it ships", "", "cuBLAS", "decode GEMV M=1, output, against cuBLAS"),
+)
+
+
+@cache
+def study() -> dict[str, Selection]:
+    """Return the records of the study of methods by run."""
+    records = read_records(ROOT / "docs/results/lab-88m/records.jsonl.gz")[0]
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(record.run, []).append(record)
+    return {name: Selection(found) for name, found in runs.items()}
+
+
+def number(run: str, method: str, metric: str, target: float, *, seed: int = 17, lora: bool = False) -> float | None:
+    """Return a figure of a finished cell, None where there is none."""
+    stage = Cell(method, 0.0 if method == "dense" else target, seed).subject(recovered=lora)
+    found = study()[run]
+    return found.number(stage, metric) if found.text(stage, "status") == "finished" else None
+
+
+def quality(methods: Sequence[str], columns: Sequence[str], stages: Sequence[bool]) -> Table:
+    """Return perplexities by method; ± is the standard deviation over seeds 17, 18 and 19, where all were measured."""
+    lines = []
+    for method in methods:
+        cells = [_of_seeds(method, column, lora) for column in columns for lora in stages]
+        lines.append((_METHODS[method], *cells))
+    if len(stages) == 1:
+        return Table(header=("with LoRA", *columns), rows=tuple(lines))
+    titles = [title for column in columns for title in (column, "with LoRA")]
+    return Table(header=("method", *titles), rows=tuple(lines))
+
+
+def _of_seeds(method: str, column: str, lora: bool) -> str:
+    target, runs = _COLUMNS[_NOMINAL.get(column, column) if method in _WHOLE_LAYERS else column]
+    values = []
+    for seed in _SEEDS if method != "dense" else _SEEDS[:1]:
+        found = (number(run, method, _PERPLEXITY, target, seed=seed, lora=lora) for run in _once(runs, method, seed))
+        values.append(next((value for value in found if value is not None), None))
+    if values[0] is None:
+        return "-"
+    if len(values) == len(_SEEDS) and None not in values:
+        known = [value for value in values if value is not None]
+        return f"{statistics.fmean(known):.1f} ± {statistics.stdev(known):.1f}"
+    return f"{values[0]:.1f}"
+
+
+def _once(runs: Sequence[str], method: str, seed: int) -> Sequence[str]:
+    # The first run did not reach the LoRA of these rows: both of their stages are of the second one.
+    return ("n50-rest",) if method in _AGAIN and "n50-rest" in runs and seed == _SEEDS[0] else runs
+
+
+def parts() -> Table:
+    """Return what each part of the better recipe brings: the change of log perplexity above dense."""
+    dense = number("f50", "dense", _PERPLEXITY, 0.0) or math.nan
+    values = {name: number(run, method, _PERPLEXITY, 0.5) or math.nan for name, (run, method) in _PARTS.items()}
+    published = math.log(values["the paper's"] / dense)
+    gaps = {name: round(100 * (math.log(value / dense) / published - 1)) for name, value in values.items()}
+    rows = [(name, f"{value:.2f}", f"{gaps[name]} %" if gaps[name] else "0 %") for name, value in values.items()]
+    rows[-1] = (*rows[-1][:2], "")
+    return Table(header=("recipe", "perplexity", "of the published gap"), rows=tuple(rows))
+
+
+def groups() -> Table:
+    """Return perplexities over the size of groups; the last column is over the usual groups at the row's work."""
+    rows = []
+    for name, (run, method) in _SIZES.items():
+        calibrated, adapted = (number(run, method, _PERPLEXITY, 0.5, lora=lora) for lora in (False, True))
+        work = number(run, method, _WORK, 0.5, lora=True)
+        if calibrated is None or adapted is None or work is None:
+            raise ValueError(f"{method} of {run} was not measured")
+        over = "1" if method == "wide" else f"{adapted / _at_work(work):.2f}x"
+        rows.append((name, f"{calibrated:.4g}" if calibrated > 100 else f"{calibrated:.2f}", _short(adapted), over))
+    header = ("FFN / attention group", "perplexity", "with LoRA", "with LoRA, at equal work")
+    return Table(header=header, rows=tuple(rows))
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value > 100 else f"{value:.2f}"
+
+
+def _at_work(work: float) -> float:
+    """Return the perplexity of the usual groups with LoRA at a share of the work, between two targets of the sweep."""
+    points = []
+    for target in (0.1, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7):
+        run = _SWEEP.get(target, "q-sweep")
+        found = [number(run, "wide", metric, target, lora=True) for metric in (_WORK, _PERPLEXITY)]
+        share, perplexity = found
+        if share is None or perplexity is None:
+            raise ValueError(f"{run} was not measured at {target}")
+        points.append((share, math.log(perplexity)))
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if left <= work <= right:
+            return math.exp(low + (high - low) * (work - left) / (right - left))
+    raise ValueError(f"a work of {work} lies outside of the sweep")
+
+
+def targets(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a file of targets."""
+    rows: list[dict[str, Any]] = json.loads((TARGETS / f"{name}.json").read_text(encoding="utf-8"))
+    return rows
+
+
+def operators() -> Table:
+    """Return the speed-up of single operators over their dense peers."""
+    values = {row["what"]: row["value"] for name in ("operators", "hopper") for row in targets(name)}
+    rows = tuple((*row, f"{values[what]:.2f}x", "2x") for *row, what in _OPERATORS)
+    return Table(header=("operator", "size", "dense peer", "speed-up", "ideal"), rows=rows)
+
+
+def speed() -> Table:
+    """Return what a user gets through the public API."""
+    rows = tuple((row["what"], *(_with_unit(row.get(key), row["unit"]) for key in _SPEED)) for row in targets("user"))
+    return Table(header=("", *_SPEED.values()), rows=rows)
+
+
+_SPEED = {"dense": "dense, as loaded", "value": "after `wide.optimize`"}
+
+
+def house() -> Table:
+    """Return the targets of the house: sizes of the package, of the repository and of its tests."""
+    keys = ("value", "floor", "goal")
+    rows = tuple((row["what"], *(_with_unit(row[key], row["unit"]) for key in keys)) for row in targets("house"))
+    return Table(header=("what", "today", "floor", "goal"), rows=rows)
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:,g}{f' {unit}' if unit else ''}"
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "quality": lambda: quality(_FEW, ("50 % nominal", "half of the work"), (True,)),
+    "quality-full": lambda: quality(list(_METHODS), list(_COLUMNS), (False, True)),
+    "quality-parts": parts,
+    "quality-groups": groups,
+    "speed": speed,
+    "speed-operators": operators,
+    "house": house,
+}
+"""Name of a marker -> its table."""
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages that may hold tables."""
+    yield from sorted(ROOT.glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def rendered(text: str) -> str:
+    """Return a page with its tables made again.
+
+    Raises:
+        KeyError: If it names a table that there is not.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise KeyError(f"there is no table {found[2]!r}; there are {', '.join(TABLES)}")
+        return f"{found[1]}{TABLES[found[2]]().to_markdown()}\n{found[3]}"
+
+    return _MARKED.sub(table, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables of all pages, or say which are stale."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a page is stale")
+    options = parser.parse_args(arguments)
+    stale = [(page, new) for page in pages() if (new := rendered(text := page.read_text(encoding="utf-8"))) != text]
+    for page, new in stale:
+        sys.stdout.write(f"{'stale' if options.check else 'written'}  {page.relative_to(ROOT)}\n")
+        if not options.check:
+            page.write_text(new, encoding="utf-8")
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
