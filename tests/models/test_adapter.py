@@ -13,7 +13,7 @@ from wide.config import WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError
 from wide.materialisation.checkpoint import load_checkpoint, register_auto_classes, save_checkpoint
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
-from wide.models.attach import attach, attachment, is_attached
+from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.lora import add_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
 
@@ -236,6 +236,44 @@ def test_no_hub_is_asked_for_a_model_in_a_folder_that_is_here(tmp_path, monkeypa
     assert not is_pruned_checkpoint("models/nope")
     with pytest.raises(ConfigError, match="the hub was asked for owner/model"):
         load_skeleton("owner/model")
+
+
+def test_options_of_from_pretrained_reach_it(tmp_path, adapter):
+    make("llama").save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    model = load(base, adapter, device="cpu", attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match="both say where"):
+        load(base, adapter, device="cpu", device_map="auto")
+    with pytest.raises(ConfigError, match="cannot be loaded with these options"):
+        load(base, adapter, device="cpu", attn_implementation="fastest")
+    with pytest.raises(ConfigError, match="remote code is not run"):
+        load(base, adapter, **{"trust_remote_code": True})
+
+
+def test_an_attached_model_does_not_save_its_base_as_if_it_were_all(tmp_path):
+    model, ids = pruned(), tokens()
+    with pytest.raises(NotAttachedError, match=r"wide\.save_checkpoint"):
+        model.save_pretrained(tmp_path / "dense")
+    assert not list(tmp_path.iterdir())
+    again = load_checkpoint(save_checkpoint(model, tmp_path / "full"))
+    for router in attachment(again).routers():
+        router.threshold = 0.02
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_checkpoint(tmp_path / "again")(ids).logits, again(ids).logits)
+    detach(model).save_pretrained(tmp_path / "base")
+    assert (tmp_path / "base" / "config.json").exists()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_base_that_was_trained_is_not_left_out_of_an_adapter(tmp_path, lora):
+    model = pruned(lora=lora)
+    save(model.to(torch.bfloat16), tmp_path / "converted")
+    with torch.no_grad():
+        attachment(model).specs[0].attention.output.weight.add_(0.01)
+    with pytest.raises(NotAttachedError, match=r"changed since wide\.attach.*save_checkpoint"):
+        save(model, tmp_path / "adapter")
+    save(model, tmp_path / "adapter", ignore_base_changes=True)
 
 
 def test_a_dense_checkpoint_is_not_taken_for_a_pruned_one(tmp_path):

@@ -93,6 +93,7 @@ class WideMixin(PrunedMixin):
     """The whole model with the routers, scales and bases that `config.wide` says."""
 
     wide_type_prefix, wide_class_prefix, wide_field = PRUNED_PREFIX, "Wide", "wide"
+    wide_saves_plan = True
     _keep_in_fp32_modules_strict = {ROUTER_NAME, GATE_NAME, STREAM_NAME}  # noqa: RUF012  transformers reads a plain class attribute
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +107,8 @@ class WideMixin(PrunedMixin):
         attach(self, plan, tensors=placeholder_tensors(plan))
         apply_config(self, config.wide)
         state = attachment(self)
-        state.base = dict(config.wide["base"])
+        # The weights come afterwards, from the file.
+        state.base, state.weights_seen = dict(config.wide["base"]), None
         state.originals_lost = bool(config.wide["has_weights"])
         state.order_lost = bool(config.wide["has_order"])
         self.post_init()  # type: ignore[operator]
@@ -117,6 +119,20 @@ class WideMixin(PrunedMixin):
         elif not isinstance(module, StaticGate | StreamBasis):
             # Scales and bases have no initial values but those of the checkpoint.
             super()._init_weights(module)  # type: ignore[misc]
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """Save as transformers does, with the thresholds in force.
+
+        Raises:
+            NotAttachedError: If LoRA is not merged yet, or scales are still being trained.
+        """
+        assert isinstance(self, nn.Module)
+        state, config = attachment(self), self.config
+        require_final_scales(state)
+        if state.lora is not None and not state.lora.merged:
+            raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
+        config.wide = config_of(self)  # type: ignore[union-attr]
+        super().save_pretrained(*args, **options)  # type: ignore[misc]
 
     def _check_loaded(self) -> None:
         assert isinstance(self, nn.Module)
@@ -259,19 +275,17 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
         NotAttachedError: If the model has no plan, LoRA is not merged yet, or scales are still being trained.
         UnsupportedModelError: If its family has no generated class.
     """
-    state = attachment(model)
-    require_final_scales(state)
-    if state.lora is not None and not state.lora.merged:
-        raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
+    attachment(model)
     config: Any = model.config
     config_class, model_class = generated_classes(family_of(model), WideMixin)
-    facts = config.to_dict() | {"wide": config_of(model)}
+    facts = config.to_dict()
     for key in ("model_type", "architectures", "transformers_version"):
         facts.pop(key, None)
     before = model.__class__, config
     model.__class__, model.config = model_class, config_class(**facts)
     try:
-        model.save_pretrained(path)  # type: ignore[operator]
+        # By the class: an attached model's own name refuses.
+        model_class.save_pretrained(model, path)
     finally:
         model.__class__, model.config = before
     return Path(path)

@@ -185,7 +185,7 @@ def _fold(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor]) -> N
     """
     if isinstance(layer.attention, Kept):
         scale = _per_channel(tensors[scale_name(spec.index, "attention")], spec.attention.query_width)
-        _scale_columns(plain_linear(spec.attention.output, spec.index), scale)
+        _multiply(plain_linear(spec.attention.output, spec.index).weight, scale)
     if isinstance(layer.ffn, Kept):
         ffn = feed_forward(spec)
         scale = _per_channel(tensors[scale_name(spec.index, "ffn")], ffn.width)
@@ -195,7 +195,7 @@ def _fold(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor]) -> N
         elif ffn.gate is not None:
             _scale_rows(plain_linear(ffn.up, spec.index), scale)
         else:
-            _scale_columns(plain_linear(ffn.down, spec.index), scale)
+            _multiply(plain_linear(ffn.down, spec.index).weight, scale)
 
 
 def _per_channel(scale: Tensor, width: int) -> Tensor:
@@ -205,18 +205,15 @@ def _per_channel(scale: Tensor, width: int) -> Tensor:
 
 def _scale_rows(linear: nn.Linear, scale: Tensor) -> None:
     """Multiply every output, bias included, by `scale`, float32 `[out_features]`; a factor of 1 changes no bit."""
+    _multiply(linear.weight, scale.unsqueeze(1))
+    if linear.bias is not None:
+        _multiply(linear.bias, scale)
+
+
+def _multiply(parameter: Tensor, scale: Tensor) -> None:
     with torch.no_grad():
         # Type promotion makes the product float32 at least; only the result is rounded.
-        factor = scale.to(linear.weight.device)
-        linear.weight.copy_(linear.weight * factor.unsqueeze(1))
-        if linear.bias is not None:
-            linear.bias.copy_(linear.bias * factor)
-
-
-def _scale_columns(linear: nn.Linear, scale: Tensor) -> None:
-    """Multiply every input by `scale`, float32 `[in_features]`; a factor of 1 changes no bit."""
-    with torch.no_grad():
-        linear.weight.copy_(linear.weight * scale.to(linear.weight.device))
+        parameter.copy_(parameter * scale.to(parameter.device))
 
 
 def _shape_left(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor]) -> tuple[LayerShape, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What is left of each half-layer after slicing: enough to build a checkpoint's modules before its tensors load."""
+"""What is left of each sublayer after slicing: enough to build a checkpoint's modules before its tensors load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class LayerShape:
 
     Args:
         query_heads: Numbers of the query heads that are left, ascending, as the dense layer counts them; 'dense' for
-            all, an empty tuple for none but the output bias, None where the half is left out.
+            all, an empty tuple for none but the output bias, None where the sublayer is left out.
         channels: Intermediate channels that are left; 'dense' for all, 0 for none but the output bias, None where the
             half is left out.
     """

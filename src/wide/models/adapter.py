@@ -16,6 +16,8 @@ import math
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError
 from wide.models.attach import Attachment, attach, attachment, detach
 from wide.models.discovery import discover
 from wide.models.lora import copy_strictly, load_lora
-from wide.models.pretrained import differences, fingerprint, load_pretrained
+from wide.models.pretrained import differences, fingerprint, load_pretrained, same_weights, sampled_values
 from wide.plan import Plan
 from wide.version import __version__
 
@@ -55,21 +57,7 @@ _KEYS = {
 }
 
 
-def router_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all router matrices on the CPU, named `layers.<i>.<half>.<matrix>`."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in _router_parameters(model).items()}
-
-
-def load_router_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy router matrices in, strictly.
-
-    Raises:
-        AdapterError: If a name is missing or surplus, a shape differs, or a value is not finite.
-    """
-    copy_strictly(_router_parameters(model), state, "router")
-
-
-def save(model: nn.Module, path: str | Path) -> Path:
+def save(model: nn.Module, path: str | Path, *, ignore_base_changes: bool = False) -> Path:
     """Write the adapter of an attached model to a folder, whole or not at all, and return the folder.
 
     A static plan is kept with its scales, bases and replaced weights.
@@ -77,10 +65,12 @@ def save(model: nn.Module, path: str | Path) -> Path:
     Args:
         model: An attached model; LoRA must not be merged.
         path: The folder; an adapter that is there already is replaced.
+        ignore_base_changes: Save although base weights have changed since `attach`; what is loaded later stands on
+            the base as it was.
 
     Raises:
-        NotAttachedError: If the model has no plan, LoRA was merged into its weights (save a full checkpoint), or a
-            static gate is still being trained through a transform.
+        NotAttachedError: If the model has no plan, LoRA was merged into its weights or they were trained since
+            `attach` (save a full checkpoint), or a static gate is still being trained through a transform.
         AdapterError: If the folder exists and holds something else.
     """
     state = attachment(model)
@@ -92,6 +82,10 @@ def save(model: nn.Module, path: str | Path) -> Path:
         reason = "this model came from a full checkpoint whose base weights were replaced"
     elif state.order_lost:
         reason = "this model came from a full checkpoint whose FFN channels lie in another order than those of its base"
+    elif not ignore_base_changes and not _has_its_weights(model, state):
+        reason = (
+            "base weights have changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
+        )
     if reason is not None:
         raise NotAttachedError(
             f"{reason}, so an adapter cannot describe this model; save a full checkpoint with "
@@ -113,6 +107,11 @@ def save(model: nn.Module, path: str | Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(earlier, ignore_errors=True)
     return target
+
+
+def _has_its_weights(model: nn.Module, state: Attachment) -> bool:
+    with nullcontext() if state.replaced is None else state.replaced.showing(is_dense=False):
+        return same_weights(state.weights_seen, sampled_values(model))
 
 
 def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: bool = True, **load_options: Any) -> Any:
@@ -143,7 +142,7 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     except (ShapeError, ConfigError) as error:
         raise AdapterError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
     try:
-        load_router_state(model, routers)
+        copy_strictly(_router_parameters(model), routers, "router")
         apply_config(model, config)
         if has_lora:
             load_lora(model, folder / LORA_FOLDER)
@@ -252,13 +251,15 @@ def _write(model: nn.Module, folder: Path) -> None:
     state = attachment(model)
     config = config_of(model)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    static = {name: p.detach().cpu().clone() for name, p in state.static_parameters().items()}
-    weights = {} if state.replaced is None else state.replaced.values()
-    orders = {} if state.regrouped is None else state.regrouped.orders()
-    files = {ROUTER_FILE: router_state(model), STATIC_FILE: static, WEIGHTS_FILE: weights, ORDER_FILE: orders}
+    files: dict[str, Mapping[str, Tensor]] = {
+        ROUTER_FILE: _router_parameters(model),
+        STATIC_FILE: state.static_parameters(),
+        WEIGHTS_FILE: {} if state.replaced is None else state.replaced.values(),
+        ORDER_FILE: {} if state.regrouped is None else state.regrouped.orders(),
+    }
     for name, tensors in files.items():
         if tensors:
-            save_file(tensors, str(folder / name))
+            save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, str(folder / name))
     if state.lora is not None:
         state.lora.save(folder / LORA_FOLDER)
     (folder / CARD_FILE).write_text(_model_card(config), encoding="utf-8")

@@ -15,6 +15,7 @@ from wide.models.discovery import discover
 from wide.models.eviction import Eviction, FirstTokens
 from wide.models.gates import (
     GATE_NAME,
+    PENDING_NAME,
     ROUTER_NAME,
     ActivationGate,
     FollowingGate,
@@ -25,11 +26,10 @@ from wide.models.gates import (
     check_after,
     install_attention_gates,
     prepare_before,
-    put_gate,
     routed_gate,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
-from wide.models.pretrained import fingerprint
+from wide.models.pretrained import fingerprint, sampled_values
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl
@@ -37,7 +37,7 @@ from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream, basis_of
 from wide.plan import EMBEDDING_BASIS, Dense, Following, Kept, LayerPlan, Plan, Routed, Skipped, basis_name, scale_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_ATTRIBUTE = "_wide_attachment"
+_ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
 
 
 class Removable(Protocol):
@@ -56,6 +56,7 @@ class Attachment:
         specs: The parts of each decoder layer.
         control: Shared by all routers and gates.
         base: Fingerprint of the base model, taken before anything was changed.
+        weights_seen: A sample of the base weights as `attach` left them, float32; None where they are not known.
         replaced: Base weights that the plan's method replaced, and their originals; None without.
         originals_lost: Whether the base weights were replaced before they were loaded, as in a full checkpoint, so
             that the dense model is not known.
@@ -75,6 +76,7 @@ class Attachment:
     specs: tuple[BlockSpec, ...]
     control: RoutingControl
     base: dict[str, Any]
+    weights_seen: Tensor | None = None
     replaced: ReplacedWeights | None = None
     originals_lost: bool = False
     regrouped: RegroupedChannels | None = None
@@ -163,7 +165,8 @@ def attach(
 
     The model keeps its class; `generate`, evaluation and training tools keep working. In evaluation mode each router
     decides by its own parameters; in training mode it samples. What a plan prunes for every token is masked, not taken
-    out. `requires_grad` of the base is left as it is (training freezes it).
+    out. `requires_grad` of the base is left as it is (training freezes it). `save_pretrained` refuses, because it
+    would write the base alone; `wide.save` and `wide.save_checkpoint` write everything.
 
     Args:
         model: A Hugging Face causal LM.
@@ -205,6 +208,11 @@ def attach(
         for router in state.routers():
             router.reset_parameters(config.execute_bias)
     setattr(model, _ATTRIBUTE, state)
+    state.weights_seen = sampled_values(model)
+    # A class of full checkpoints writes the plan, too.
+    if not getattr(model, "wide_saves_plan", False):
+        setattr(model, _SAVE, _refuse_to_save)
+        state.parts.append((model, _SAVE))
     return model
 
 
@@ -231,6 +239,13 @@ def detach(model: ModelT) -> ModelT:
         state.regrouped.restore()
     delattr(model, _ATTRIBUTE)
     return model
+
+
+def _refuse_to_save(*_args: Any, **_options: Any) -> None:
+    raise NotAttachedError(
+        "save_pretrained would write the base alone, which loads dense without a word; wide.save_checkpoint(model, "
+        "path) writes one whole checkpoint, wide.save(model, path) an adapter beside its base"
+    )
 
 
 def _check_settings(config: WideConfig | None, *, has_orders: bool, has_weights: bool) -> None:
@@ -291,7 +306,8 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             gate: Gate = FollowingGate(routed_gate(spec.attention.module)[0])
         else:
             gate = Gate(_source(spec, part.module, half, name, tensors, state))
-        state.parts.append((part.module, put_gate(part.module, gate)))
+        setattr(part.module, PENDING_NAME, gate)
+        state.parts.append((part.module, PENDING_NAME))
         state.handles.append(part.module.register_forward_pre_hook(prepare_before, with_kwargs=True))
         state.handles.append(part.module.register_forward_hook(check_after))
         if isinstance(half, Routed) and half.router_input != "normed":

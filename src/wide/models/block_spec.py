@@ -10,7 +10,7 @@ NormScope = Literal["none", "head", "width"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The attention half of a decoder layer.
+    """The attention of a decoder layer.
 
     Args:
         module: The attention module; its `forward` receives the normed hidden states `[B, T, D]`.
@@ -22,7 +22,7 @@ class AttentionSpec:
         num_kv_heads: H_k.
         head_dim: Channels per head; H_q * head_dim need not equal the hidden size.
         q_norm: Whether queries are normed, per head or over the whole query width.
-        pre_norm: The norm whose input is the residual stream that this half reads; None when there is none.
+        pre_norm: The norm whose input is the residual stream that this sublayer reads; None when there is none.
     """
 
     module: nn.Module
@@ -53,7 +53,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardSpec:
-    """The FFN half of a decoder layer.
+    """The FFN of a decoder layer.
 
     Args:
         module: The FFN module; its `forward` receives hidden states `[B, T, D]`.
@@ -93,8 +93,8 @@ class BlockSpec:
         index: Position in the stack, from 0.
         layer: The decoder layer itself.
         hidden_size: Channels of the residual stream, D.
-        attention: Its attention half.
-        ffn: Its FFN half; None where the FFN cannot be routed (mixture of experts).
+        attention: Its attention.
+        ffn: Its FFN; None where the FFN cannot be routed (mixture of experts).
         ffn_reason: Why `ffn` is None.
     """
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from wide.errors import ConfigError
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import AttentionSpec, BlockSpec
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
-from wide.routing import LayerRouting, Routing
+from wide.routing import Routing
 
 Measure = Literal["mean", "linear_flops", "attention", "ffn"]
 _DENSE = LayerPlan(attention=Dense(), ffn=Dense())
@@ -228,18 +228,12 @@ class SkipCounter:
         # Without routers nothing depends on the tokens, and none are counted.
         self._tokens = self._tokens + tokens
 
-    def execute_rates(self) -> list[LayerRouting]:
-        """Return per layer the share of tokens that execute each group, `[N_G]` float64 on the CPU."""
-        tokens = max(int(self._tokens), 1)
-        rates = [LayerRouting() for _ in self._costs.layers]
-        for (index, sublayer), executed in self._executed.items():
-            setattr(rates[index], sublayer, executed.double().cpu() / tokens)
-        return rates
-
     def result(self) -> Sparsity:
         """Return the rates so far (waits for the device)."""
         layers = self._costs.layers
-        skipped = [(_skip_rate(executed.attention), _skip_rate(executed.ffn)) for executed in self.execute_rates()]
+        tokens = int(self._tokens)
+        by_sublayer = {key: float(1 - (n.cpu().double() / max(tokens, 1)).mean()) for key, n in self._executed.items()}
+        skipped = [(by_sublayer.get((i, "attention")), by_sublayer.get((i, "ffn"))) for i in range(len(layers))]
         rates = [
             (_combined(a, layer.attention_removed), _combined(f, layer.ffn_removed))
             for (a, f), layer in zip(skipped, layers, strict=True)
@@ -258,7 +252,7 @@ class SkipCounter:
             / sum(layer.parameters for layer in layers),
             kv_cache_kept=kept / sum(layer.kv_heads for layer in layers),
             layers=tuple(rates),
-            tokens=int(self._tokens),
+            tokens=tokens,
         )
 
     def _work(self, skipped: Sequence[tuple[float | None, float | None]]) -> dict[str, float]:
@@ -283,10 +277,6 @@ class SkipCounter:
         return sum(counted) / len(counted) if counted else None
 
 
-def _skip_rate(executed: Tensor | None) -> float | None:
-    return None if executed is None else float(1 - executed.mean())
-
-
 def _combined(routed: float | None, removed: float | None) -> float | None:
     """Return the rate of a sublayer that routers skip and a plan prunes."""
     if routed is None or removed is None:
@@ -294,102 +284,97 @@ def _combined(routed: float | None, removed: float | None) -> float | None:
     return 1 - (1 - routed) * (1 - removed)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Widths:
-    """Rows and columns that every token finds in one decoder layer; what routers skip is still counted."""
-
-    # Rows of Q; of K, and of V; columns of O.
-    query: int
-    key_value: int
-    output: int
-    # Intermediate channels of the FFN, 0 where it is not known, and its matrices that have a row or column of each.
-    channels: int
-    matrices: int
-    # Channels of the residual stream that the layer reads, between its sublayers and after it: D, or D' of a `Stream`.
-    reads: int
-    between: int
-    after: int
-    # Whether matrices take the stream from each subspace to the next.
-    has_shortcuts: bool
-
-    @property
-    def query_output_weights(self) -> int:
-        return self.query * self.reads + self.output * self.between
-
-    @property
-    def key_value_weights(self) -> int:
-        return 2 * self.key_value * self.reads
-
-    @property
-    def ffn_weights(self) -> int:
-        return self.channels * ((self.matrices - 1) * self.between + self.after)
-
-    @property
-    def total(self) -> int:
-        shortcuts = (self.reads + self.after) * self.between * self.has_shortcuts
-        return self.query_output_weights + self.key_value_weights + self.ffn_weights + shortcuts
+class _Matrix(NamedTuple):
+    rows: int
+    columns: int
+    has_bias: bool = False
 
 
 def _layer_cost(
     spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | None, zeros: Mapping[nn.Parameter, int]
 ) -> LayerCost:
-    dense = _widths(spec, _DENSE, stream=None, heads=None, is_last=False)
-    left = _widths(spec, layer, stream=plan.stream, heads=heads, is_last=spec.index == len(plan.layers) - 1)
+    dense = _matrices(spec, _DENSE)
+    left = _matrices(spec, layer, stream=plan.stream, heads=heads, is_last=spec.index == len(plan.layers) - 1)
     evicts = isinstance(layer.attention, Routed) and layer.attention.evicts
+    key_value = _weights(left, "key", "value")
     attention = ffn = 0
     if isinstance(layer.attention, Routed):
-        attention = left.output * left.between if spec.attention.q_norm == "width" else left.query_output_weights
+        attention = _weights(left, "output") if spec.attention.q_norm == "width" else _weights(left, "query", "output")
         # Nobody reads the keys and values of a token that skips an attention which evicts them.
-        attention += left.key_value_weights if evicts else 0
+        attention += key_value if evicts else 0
     if isinstance(layer.ffn, Routed | Following):
-        ffn = left.ffn_weights
-    removed_kv = dense.key_value_weights - left.key_value_weights
-    zero_counts = [_zeros(half, part, zeros) for half, part in _sublayers(spec, layer)]
+        ffn = _weights(left, "gate", "up", "down")
+    removed_kv = _weights(dense, "key", "value") - key_value
+    sublayers: tuple[tuple[Half, Any], ...] = (layer.attention, spec.attention), (layer.ffn, spec.ffn)
+    zero_counts = [_zeros(half, part, zeros) for half, part in sublayers]
     shares = [
         _removed_share(half, part, count, plan.stream)
-        for (half, part), count in zip(_sublayers(spec, layer), zero_counts, strict=True)
+        for (half, part), count in zip(sublayers, zero_counts, strict=True)
     ]
+    removed = _projection_parameters(dense) - _projection_parameters(left) + sum(zero_counts)
+    is_gone = plan.stream is None and layer == _SKIPPED
     return LayerCost(
         attention=2.0 * attention,
         ffn=2.0 * ffn,
-        fixed=2.0 * (left.total - attention - ffn),
-        removed=2.0 * (dense.total - left.total - removed_kv),
+        fixed=2.0 * (_weights(left) - attention - ffn),
+        removed=2.0 * (_weights(dense) - _weights(left) - removed_kv),
         removed_kv=2.0 * removed_kv,
-        key_value=2.0 * dense.key_value_weights,
+        key_value=2.0 * _weights(dense, "key", "value"),
         attention_removed=shares[0],
         ffn_removed=shares[1],
         parameters=_count(spec.layer),
-        parameters_removed=_parameters_removed(spec, layer, plan.stream, dense, left) + sum(zero_counts),
+        parameters_removed=_count(spec.layer) if is_gone else removed + _others_removed(spec, layer, plan.stream),
         kv_heads=spec.attention.num_kv_heads,
-        kv_heads_kept=left.key_value // spec.attention.head_dim,
+        kv_heads_kept=left["key"].rows // spec.attention.head_dim,
         evicts=evicts,
     )
 
 
-def _sublayers(spec: BlockSpec, layer: LayerPlan) -> list[tuple[Half, Any]]:
-    return [(layer.attention, spec.attention), (layer.ffn, spec.ffn)]
+def _matrices(
+    spec: BlockSpec,
+    layer: LayerPlan,
+    *,
+    stream: Stream | None = None,
+    heads: Tensor | None = None,
+    is_last: bool = False,
+) -> dict[str, _Matrix]:
+    """Return the matrices that every token finds in a layer, without what its plan prunes for every token.
 
-
-def _widths(
-    spec: BlockSpec, layer: LayerPlan, *, stream: Stream | None, heads: Tensor | None, is_last: bool
-) -> _Widths:
-    """Return what is left of a layer without what its plan prunes for every token."""
+    What routers skip is still there; a stream brings the matrices that take it from each subspace to the next.
+    """
     attention, ffn = spec.attention, spec.ffn
-    output = _kept_channels(layer.attention, attention.query_width)
+    kept = _kept_channels(layer.attention, attention.query_width)
+    # A norm over the whole query width needs every query.
+    query = attention.query_width if kept and attention.q_norm == "width" else kept
+    key_value = _kept_kv_heads(attention, layer.attention, heads) * attention.head_dim
     narrow = spec.hidden_size if stream is None else stream.kept
-    return _Widths(
-        # A norm over the whole query width needs every query.
-        query=attention.query_width if output and attention.q_norm == "width" else output,
-        key_value=_kept_kv_heads(attention, layer.attention, heads) * attention.head_dim,
-        output=output,
-        channels=0 if ffn is None else _kept_channels(layer.ffn, ffn.width),
-        matrices=0 if ffn is None else ffn.num_matrices,
-        reads=narrow,
-        between=narrow,
-        # The stream that the output head reads has its whole width again.
-        after=spec.hidden_size if is_last else narrow,
-        has_shortcuts=stream is not None,
-    )
+    # The stream that the output head reads has its whole width again.
+    after = spec.hidden_size if is_last else narrow
+    found = {
+        "query": _Matrix(query, narrow, _has_bias(attention.query)),
+        "key": _Matrix(key_value, narrow, _has_bias(attention.key or attention.query)),
+        "value": _Matrix(key_value, narrow, _has_bias(attention.value or attention.query)),
+        "output": _Matrix(narrow, kept, _has_bias(attention.output) and not isinstance(layer.attention, Skipped)),
+    }
+    if ffn is not None:
+        channels = _kept_channels(layer.ffn, ffn.width)
+        found["up"] = _Matrix(channels, narrow, _has_bias(ffn.up))
+        found["down"] = _Matrix(after, channels, _has_bias(ffn.down) and not isinstance(layer.ffn, Skipped))
+        if ffn.num_matrices == 3:
+            found["gate"] = found["up"]
+    if stream is not None:
+        found |= {"attention_shortcut": _Matrix(narrow, narrow), "ffn_shortcut": _Matrix(after, narrow)}
+    return found
+
+
+def _weights(matrices: Mapping[str, _Matrix], *names: str) -> int:
+    """Return the weights of the matrices of these names, as far as there are any; of all without names."""
+    chosen = [matrix for name, matrix in matrices.items() if not names or name in names]
+    return sum(matrix.rows * matrix.columns for matrix in chosen)
+
+
+def _projection_parameters(matrices: Mapping[str, _Matrix]) -> int:
+    return _weights(matrices) + sum(matrix.rows * matrix.has_bias for matrix in matrices.values())
 
 
 def _kept_channels(half: Half, width: int) -> int:
@@ -440,16 +425,13 @@ def _removed_share(half: Half, part: Any, zeros: int, stream: Stream | None) -> 
     return share if stream is None else 1 - (1 - (share or 0.0)) * stream.kept / stream.width
 
 
-def _parameters_removed(spec: BlockSpec, layer: LayerPlan, stream: Stream | None, dense: _Widths, left: _Widths) -> int:
-    """Return the parameters that go with what a plan prunes: of projections, of norms, and of what else is left out."""
-    if stream is None and layer == _SKIPPED:
-        return _count(spec.layer)
-    removed = _projection_parameters(spec, _DENSE, dense) - _projection_parameters(spec, layer, left)
-    sublayers = [(half, part) for half, part in _sublayers(spec, layer) if part is not None]
+def _others_removed(spec: BlockSpec, layer: LayerPlan, stream: Stream | None) -> int:
+    """Return the parameters beside the projections that go: norms, and whatever else is left out."""
+    pairs: tuple[tuple[Half, Any], ...] = (layer.attention, spec.attention), (layer.ffn, spec.ffn)
+    sublayers = [(half, part) for half, part in pairs if part is not None]
     gone = [(half, part) for half, part in sublayers if not _kept_channels(half, 1)]
-    for _, part in gone:
-        # Whatever lies beside the projections, such as norms of queries and keys.
-        removed += _count(part.module) - sum(_count(linear) for linear in part.linears())
+    # Whatever lies beside the projections, such as norms of queries and keys.
+    removed = sum(_count(part.module) - sum(_count(linear) for linear in part.linears()) for _, part in gone)
     # A norm that both sublayers share stays with either; a stream's norms have no weights of their own.
     stay = {part.pre_norm for half, part in sublayers if stream is None and _kept_channels(half, 1)}
     removed += sum(_count(norm) for norm in {part.pre_norm for _, part in sublayers} - stay)
@@ -460,20 +442,6 @@ def _parameters_removed(spec: BlockSpec, layer: LayerPlan, stream: Stream | None
         silent = [isinstance(half, Skipped) or not _has_bias(part.linears()[-1]) for half, part in gone]
         removed += after[0] * sum(silent)
     return removed
-
-
-def _projection_parameters(spec: BlockSpec, layer: LayerPlan, widths: _Widths) -> int:
-    """Return the parameters of a layer's projections, biases and shortcuts included; a skipped one has no bias."""
-    attention, ffn = spec.attention, spec.ffn
-    kv_biases = _has_bias(attention.key or attention.query) + _has_bias(attention.value or attention.query)
-    total = widths.total + widths.query * _has_bias(attention.query) + widths.key_value * kv_biases
-    if not isinstance(layer.attention, Skipped):
-        total += widths.between * _has_bias(attention.output)
-    if ffn is not None:
-        total += widths.channels * _has_bias(ffn.up) * (ffn.num_matrices - 1)
-        if not isinstance(layer.ffn, Skipped):
-            total += widths.after * _has_bias(ffn.down)
-    return total
 
 
 def _has_bias(linear: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The sparsity dial: one set of routers serves several budgets through a threshold on their margins.
+"""Calibrated thresholds: one set of routers serves several budgets through a threshold on their margins.
 
 A group executes where its margin (execute logit minus skip logit) is at least the threshold; 0 is the paper's argmax.
 Because skipping in one layer changes what the next ones read, a threshold's sparsity is measured with that threshold
@@ -6,8 +6,7 @@ in force, point by point, instead of being read off the margins of a single pass
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,6 +17,7 @@ from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
 from wide.models.observe import forward_without_head, judging, observe
+from wide.models.router import Router
 from wide.routing import Routing
 
 DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -219,21 +219,32 @@ def set_sparsity(
         threshold = -math.inf if sparsity == 0.0 else _interpolate(state.dial, sparsity)
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
-    for router in state.routers():
-        router.threshold = float(threshold)
+    _set_thresholds(state.routers(), [float(threshold)] * len(state.routers()))
     return float(threshold)
 
 
 def _measure(
     model: nn.Module, batches: Sequence[TokenBatch], threshold: float | Sequence[float], *histograms: MarginHistogram
 ) -> None:
-    device = next(model.parameters()).device
-    with judging(model), _threshold(model, threshold), observe(model) as routing:
-        for batch in batches:
-            moved = batch.to(device)
-            forward_without_head(model, moved.input_ids)
-            for histogram in histograms:
-                histogram.add(routing, moved.valid)
+    """Fill histograms under a threshold of all routers, or of each; the thresholds in force are put back."""
+    _require_routers(model)
+    device, routers = next(model.parameters()).device, attachment(model).routers()
+    before = [router.threshold for router in routers]
+    _set_thresholds(routers, threshold if isinstance(threshold, Sequence) else [threshold] * len(routers))
+    try:
+        with judging(model), observe(model) as routing:
+            for batch in batches:
+                moved = batch.to(device)
+                forward_without_head(model, moved.input_ids)
+                for histogram in histograms:
+                    histogram.add(routing, moved.valid)
+    finally:
+        _set_thresholds(routers, before)
+
+
+def _set_thresholds(routers: Sequence[Router], thresholds: Sequence[float]) -> None:
+    for router, threshold in zip(routers, thresholds, strict=True):
+        router.threshold = threshold
 
 
 def _require_routers(model: nn.Module) -> None:
@@ -242,21 +253,6 @@ def _require_routers(model: nn.Module) -> None:
             "the plan of this model has no routers, so its sparsity cannot be set or measured on text; "
             "wide.models.cost.static_sparsity tells what it prunes"
         )
-
-
-@contextmanager
-def _threshold(model: nn.Module, threshold: float | Sequence[float]) -> Iterator[None]:
-    _require_routers(model)
-    routers = attachment(model).routers()
-    before = [router.threshold for router in routers]
-    wanted = threshold if isinstance(threshold, Sequence) else [threshold] * len(routers)
-    for router, value in zip(routers, wanted, strict=True):
-        router.threshold = value
-    try:
-        yield
-    finally:
-        for router, value in zip(routers, before, strict=True):
-            router.threshold = value
 
 
 def _bins(margin: Tensor) -> Tensor:

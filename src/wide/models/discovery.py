@@ -192,7 +192,7 @@ def _ffn_pre_norm(layer: nn.Module) -> nn.Module | None:
     if hasattr(layer, "post_feedforward_layernorm"):
         # Norms only after the sub-layers (OLMo 2, EXAONE 4): the FFN reads the residual stream itself.
         return None
-    # One shared norm means a parallel block (Cohere 2): both halves read the same residual.
+    # One shared norm means a parallel block (Cohere 2): both sublayers read the same residual.
     return _find(layer, "post_attention_layernorm", "input_layernorm")
 
 

@@ -64,17 +64,7 @@ class Eviction:
     ) -> tuple[Tensor, Any]:
         """Return what the attention function gives where evicted tokens cannot be seen, zero where they skip.
 
-        Args:
-            function: Attention in transformers' form.
-            module: The attention module.
-            query: `[B, H_q, T, d]`.
-            key: `[B, H_k, S, d]`, the cached ones included.
-            value: Likewise; cached ones are zero where they were evicted.
-            args: Further arguments of the function.
-            kwargs: Likewise.
-
-        Returns:
-            Output `[B, T, H_q, d]`, and the function's attention weights, of keys that are evicted too.
+        Cached values are zero where they were evicted. The attention weights are also of keys that are evicted.
 
         Raises:
             UnsupportedModelError: If the attention has sinks, or a cache that this does not know of.

@@ -20,7 +20,8 @@ ROUTER_NAME, GATE_NAME = "wide_router", "wide_gate"
 """Modules on a sublayer, and so in names of tensors: its `Router`, or its `StaticGate`."""
 GATHER_NAME = "wide_gather"
 """A module on an attention that picks the heads which the attention function sees."""
-_PENDING = "wide_pending"
+PENDING_NAME = "wide_pending"
+"""The `Gate` on a sublayer, which is no module."""
 
 
 class Executor(Protocol):
@@ -153,15 +154,9 @@ class FollowingGate(Gate):
             )
 
 
-def put_gate(module: nn.Module, gate: Gate) -> str:
-    """Let a sublayer find its gate; return the name of the attribute."""
-    setattr(module, _PENDING, gate)
-    return _PENDING
-
-
 def gate_of(module: nn.Module) -> Gate | None:
     """Return the gate that `attach` put on a sublayer, None if there is none."""
-    return getattr(module, _PENDING, None)
+    return getattr(module, PENDING_NAME, None)
 
 
 def routed_gate(module: nn.Module) -> tuple[Gate, Router]:

@@ -120,7 +120,7 @@ def bypass(*models: nn.Module) -> Iterator[None]:
         for state in states:
             stack.enter_context(_set(state.control, enabled=False))
             if state.replaced is not None:
-                stack.enter_context(state.replaced.dense())
+                stack.enter_context(state.replaced.showing(is_dense=True))
         yield
 
 

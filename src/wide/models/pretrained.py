@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wide.data.local_names import missing_folder
 from wide.errors import ConfigError, UnsupportedModelError
@@ -15,43 +15,52 @@ from wide.models.block_spec import BlockSpec
 PRUNED_PREFIX = "wide_"
 """Of the model types of full pruned checkpoints."""
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_OPTIONS = ("revision", "token", "subfolder", "cache_dir", "local_files_only")
 _NUM_TENSORS = 32
 _VALUES_PER_TENSOR = 8
 _NEEDED_AGREEMENT = 0.95
-# What wide itself puts into a model.
-_ADDED = re.compile(r"wide_(router|gate|stream)\b")
+# What wide and LoRA put into a model.
+_ADDED = re.compile(r"wide_(router|gate|stream)\b|\.lora_")
 
 
-def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None) -> Any:
+def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None, **options: Any) -> Any:
     """Return a Hugging Face causal LM in evaluation mode.
 
     Args:
         name: Hub name or local folder; only safetensors are read and no remote code is run.
         dtype: 'auto' (as stored), 'float32', 'bfloat16', 'float16', or a torch dtype.
         device: 'cpu', 'cuda', 'cuda:1', ...; None means CUDA where there is a GPU, else the CPU.
+        options: Whatever else transformers' `from_pretrained` takes, such as `device_map` (instead of `device`),
+            `attn_implementation`, `revision`, `token` or `quantization_config`.
 
     Raises:
-        ConfigError: If the dtype or device is unknown or absent, or the name cannot be loaded.
+        ConfigError: If the dtype or device is unknown or absent, the name cannot be loaded, or an option does not fit.
         UnsupportedModelError: If it is not a causal LM.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if options.get("device_map") is not None and device is not None:
+        raise ConfigError(f"device={device!r} and device_map= both say where the model goes; give one of them")
+    if options.get("trust_remote_code") or options.get("use_safetensors") is False:
+        raise ConfigError("remote code is not run and pickled weights are not read; leave these options out")
     where = choose_device(device)
+    if options.get("quantization_config") is not None:
+        # Quantised weights cannot be moved afterwards.
+        options.setdefault("device_map", {"": str(where)})
     if isinstance(dtype, str) and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {sorted(_DTYPES)}")
-    config = _configuration(name)
+    config = _configuration(name, {key: options[key] for key in _HUB_OPTIONS if key in options})
+    options |= {"dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype, "use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=_DTYPES[dtype] if isinstance(dtype, str) else dtype,
-            use_safetensors=True,
-        )
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(f"{name} cannot be loaded with these options: {error}") from error
         raise UnsupportedModelError(_not_causal(name, config)) from error
     except OSError as error:
         raise ConfigError(_not_loadable(name, error)) from error
     assert isinstance(model, nn.Module)
-    return model.to(where).eval()
+    return (model if options.get("device_map") is not None else model.to(where)).eval()
 
 
 def is_pruned_checkpoint(name: str) -> bool:
@@ -87,7 +96,7 @@ def load_skeleton(name: str) -> Any:
         raise UnsupportedModelError(_not_causal(name, config)) from error
 
 
-def _configuration(name: str) -> Any:
+def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
     from transformers import AutoConfig
 
     wrong = missing_folder(name)
@@ -100,7 +109,7 @@ def _configuration(name: str) -> Any:
             "wide.load_checkpoint take it as it is"
         )
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **(hub_options or {}))
     except (OSError, ValueError) as error:
         raise ConfigError(_not_loadable(name, error)) from error
 
@@ -187,14 +196,26 @@ def _same_sample(expected: Any, found: Any) -> bool:
     return equal >= _NEEDED_AGREEMENT * len(expected)
 
 
-def _weight_sample(model: nn.Module) -> list[float]:
+def same_weights(seen: Tensor | None, now: Tensor | None) -> bool:
+    """Return whether two of `sampled_values` agree, up to a change of dtype; what is not known agrees."""
+    if seen is None or now is None:
+        return True
+    return any(torch.equal(seen.to(dtype).float(), now) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+
+
+def sampled_values(model: nn.Module) -> Tensor | None:
+    """Return a few values of some of the base's matrices, float32; None where they cannot be read."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not _ADDED.search(name)]
     if not matrices or any(p.is_meta or not p.is_floating_point() for p in matrices):
-        return []
-    step = max(1, len(matrices) // _NUM_TENSORS)
+        return None
     pieces = []
-    for matrix in matrices[::step]:
+    for matrix in matrices[:: max(1, len(matrices) // _NUM_TENSORS)]:
         flat = matrix.detach().reshape(-1)
         stride = max(1, flat.numel() // _VALUES_PER_TENSOR)
-        pieces.append(flat[::stride][:_VALUES_PER_TENSOR].to(torch.bfloat16).float().cpu())
-    return [float(value) for value in torch.cat(pieces)]
+        pieces.append(flat[::stride][:_VALUES_PER_TENSOR].float().cpu())
+    return torch.cat(pieces)
+
+
+def _weight_sample(model: nn.Module) -> list[float]:
+    values = sampled_values(model)
+    return [] if values is None else [float(value) for value in values.to(torch.bfloat16).float()]

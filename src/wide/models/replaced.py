@@ -38,7 +38,7 @@ class ReplacedWeights:
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of the weights that replace, by name, on the CPU."""
-        with self._pruned():
+        with self.showing(is_dense=False):
             return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
     def __contains__(self, parameter: object) -> bool:
@@ -47,12 +47,12 @@ class ReplacedWeights:
 
     def zeros(self) -> dict[nn.Parameter, Tensor]:
         """Return where each replaced parameter holds zeros, bool of its shape."""
-        with self._pruned():
+        with self.showing(is_dense=False):
             return {parameter: parameter.detach() == 0 for parameter in self._others}
 
     def zero_counts(self) -> dict[nn.Parameter, int]:
         """Return how many zeros each replaced parameter holds."""
-        with self._pruned():
+        with self.showing(is_dense=False):
             return {parameter: int((parameter.detach() == 0).sum()) for parameter in self._others}
 
     def restore(self) -> None:
@@ -63,18 +63,8 @@ class ReplacedWeights:
         self._others = {}
 
     @contextmanager
-    def dense(self) -> Iterator[None]:
-        """Run with the originals inside the block."""
-        with self._state(is_dense=True):
-            yield
-
-    @contextmanager
-    def _pruned(self) -> Iterator[None]:
-        with self._state(is_dense=False):
-            yield
-
-    @contextmanager
-    def _state(self, *, is_dense: bool) -> Iterator[None]:
+    def showing(self, *, is_dense: bool) -> Iterator[None]:
+        """Run with the originals inside the block, or with what replaces them."""
         before = self._is_dense
         if before != is_dense:
             self._swap()
