@@ -1,7 +1,7 @@
 """What an operator promises: one description that tests, profiling and tuning all read."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,12 @@ def on_triton(device: torch.device, case: Case) -> str | None:
     """Return why kernels in Triton that multiply no matrices cannot run on a device, or None."""
     del case
     return triton_obstacle(device)
+
+
+def make_case(names: Sequence[str], sizes: Sequence[int], **more: Any) -> Case:
+    """Return a case; `dtype` (else float16), `active` (else 0.5) and its options follow by name."""
+    dtype, active = more.pop("dtype", torch.float16), more.pop("active", 0.5)
+    return Case(sizes=dict(zip(names, sizes, strict=True)), dtype=dtype, active=active, options=more)
 
 
 def named(case: Case, *names: str) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from wide.kernels.attention_decode.op import attention_decode
-from wide.kernels.contract import Case, Operator, Work, backends, random_mask, random_values, relative_error
+from wide.kernels.contract import Case, Operator, Work, backends, make_case, random_mask, random_values, relative_error
 from wide.kernels.device import half_obstacle
 
 
@@ -49,19 +49,11 @@ def _work(case: Case) -> Work:
     )
 
 
-def _case(batch: int, room: int, heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
-    sizes = {
-        "batch": batch,
-        "key_len": room,
-        "num_query_heads": heads[0],
-        "num_kv_heads": heads[1],
-        "num_groups": heads[2],
-        "head_dim": head_dim,
-        "ragged": more.pop("ragged", 0),
-        "padding": more.pop("padding", 0),
-    }
-    active = more.pop("active", 0.5)
-    return Case(sizes=sizes, dtype=more.pop("dtype", torch.float16), active=active, options=more)
+def _case(
+    batch: int, room: int, heads: tuple[int, int, int], head_dim: int, ragged: int = 0, padding: int = 0, **more: Any
+) -> Case:
+    names = ("batch", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "ragged", "padding")
+    return make_case(names, (batch, room, *heads, head_dim, ragged, padding), **more)
 
 
 ATTENTION_DECODE = Operator(

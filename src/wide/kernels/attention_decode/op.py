@@ -7,12 +7,7 @@ import torch
 from wide.errors import ShapeError
 from wide.kernels.attention_decode.reference import attention_decode_reference
 from wide.kernels.attention_decode.tiles import DecodeTile, default_tile
-from wide.kernels.attention_inputs import (
-    HeadUnits,
-    check_keys_and_values,
-    check_per_sequence,
-    check_score_options,
-)
+from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, check_per_sequence, check_score_options
 from wide.kernels.device import device_facts, half_obstacle
 from wide.kernels.registration import check_backend, operator
 

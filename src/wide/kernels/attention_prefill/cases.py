@@ -13,6 +13,7 @@ from wide.kernels.contract import (
     Supports,
     Work,
     backends,
+    make_case,
     random_mask,
     random_values,
     relative_error,
@@ -80,19 +81,9 @@ def _work(case: Case) -> Work:
     )
 
 
-def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
-    sizes = {
-        "batch": 2,
-        "query_len": lengths[0],
-        "key_len": lengths[1],
-        "num_query_heads": heads[0],
-        "num_kv_heads": heads[1],
-        "num_groups": heads[2],
-        "head_dim": head_dim,
-        "padding": more.pop("padding", 0),
-    }
-    active = more.pop("active", 0.5)
-    return Case(sizes=sizes, dtype=more.pop("dtype", torch.float16), active=active, options=more)
+def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, padding: int = 0, **more: Any) -> Case:
+    names = ("batch", "query_len", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "padding")
+    return make_case(names, (2, *lengths, *heads, head_dim, padding), **more)
 
 
 ATTENTION_PREFILL = Operator(

@@ -7,12 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.attention_inputs import (
-    HeadUnits,
-    check_keys_and_values,
-    check_per_sequence,
-    check_score_options,
-)
+from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, check_per_sequence, check_score_options
 from wide.kernels.attention_prefill.reference import attention_prefill_reference, executed
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile, can_use_tma, default_tile
 from wide.kernels.clear_skipped import cleared

@@ -1,5 +1,6 @@
 """What `clear_skipped` promises: its cases, and what a right result is."""
 
+import functools
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from wide.kernels.contract import (
     Work,
     anywhere,
     compare_exactly,
+    make_case,
     named,
     on_triton,
     random_mask,
     random_values,
 )
+
+_SIZES = ("num_rows", "num_groups", "group_size")
+_case = functools.partial(make_case, _SIZES)
 
 
 def _run_triton(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -28,7 +33,7 @@ def _run_triton(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
-    rows, groups, size = named(case, "num_rows", "num_groups", "group_size")
+    rows, groups, size = named(case, *_SIZES)
     mask = random_mask(case, (rows, groups), device)
     values = random_values(case, (rows, groups * size), device, salt=1)
     values.unflatten(1, (groups, size))[~mask] = float("nan")
@@ -39,11 +44,6 @@ def _work(case: Case) -> Work:
     pairs = case.sizes["num_rows"] * case.sizes["num_groups"]
     written = int((1 - case.active) * pairs * case.sizes["group_size"] * case.dtype.itemsize)
     return Work(flop=0, bytes_read=pairs, bytes_written=written)
-
-
-def _case(sizes: tuple[int, int, int], active: float = 0.5, dtype: torch.dtype = torch.float16) -> Case:
-    names = ("num_rows", "num_groups", "group_size")
-    return Case(sizes=dict(zip(names, sizes, strict=True)), dtype=dtype, active=active)
 
 
 CLEAR_SKIPPED = Operator(

@@ -1,10 +1,11 @@
 """What `gemm_k_rows` promises: its cases, and what a right result is."""
 
+import functools
 from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, anywhere, backends, compare_all, named
+from wide.kernels.contract import Case, Operator, anywhere, backends, compare_all, make_case, named
 from wide.kernels.gemm_k.cases import SIZES, build_product, least_work
 from wide.kernels.gemm_k_rows.op import fits, gemm_k_rows
 from wide.kernels.reorder_rows import reorder_rows
@@ -20,29 +21,23 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     return {**arguments, "order": reorder_rows(arguments["mask"], backend="torch")}
 
 
-def _case(sizes: tuple[int, int, int, int], active: float = 0.5, *, biased: bool = False, **more: Any) -> Case:
-    options = {"biased": True} if biased else {}
-    return Case(sizes=dict(zip(SIZES, sizes, strict=True)), active=active, options=options, **more)
-
-
-_HALVES: dict[str, Any] = {"dtype": torch.bfloat16}
-_SINGLE: dict[str, Any] = {"dtype": torch.float32}
+_case = functools.partial(make_case, SIZES, dtype=torch.bfloat16)
 GEMM_K_ROWS = Operator(
     name="gemm_k_rows",
     backends=backends(gemm_k_rows, cuda=_cuda_supports, dense=anywhere),
     cases=(
-        _case((1, 1, 16, 32), 1.0, **_SINGLE),
-        _case((3, 2, 8, 16), biased=True, **_SINGLE),
-        _case((70, 40, 8, 24), **_SINGLE),
-        _case((130, 5, 16, 16), 0.0, biased=True, **_SINGLE),
+        _case((1, 1, 16, 32), active=1.0, dtype=torch.float32),
+        _case((3, 2, 8, 16), biased=True, dtype=torch.float32),
+        _case((70, 40, 8, 24), dtype=torch.float32),
+        _case((130, 5, 16, 16), active=0.0, biased=True, dtype=torch.float32),
         # Of the kernel in CUDA C++: two to four words, rows, units and tiles that are not full, nothing and everything.
-        _case((1, 9, 64, 256), **_HALVES),
-        _case((65, 12, 128, 512), biased=True, **_HALVES),
-        _case((127, 33, 64, 256), 0.1, **_HALVES),
-        _case((200, 70, 64, 256), **_HALVES),
-        _case((300, 112, 64, 512), 0.02, biased=True, **_HALVES),
-        _case((130, 40, 64, 256), 0.0, biased=True, **_HALVES),
-        _case((129, 128, 64, 256), 1.0, **_HALVES),
+        _case((1, 9, 64, 256)),
+        _case((65, 12, 128, 512), biased=True),
+        _case((127, 33, 64, 256), active=0.1),
+        _case((200, 70, 64, 256)),
+        _case((300, 112, 64, 512), active=0.02, biased=True),
+        _case((130, 40, 64, 256), active=0.0, biased=True),
+        _case((129, 128, 64, 256), active=1.0),
         _case((190, 112, 64, 256), biased=True, dtype=torch.float16),
     ),
     build=_build,

@@ -7,11 +7,7 @@ import torch
 from wide.errors import ShapeError
 from wide.kernels.device import triton_obstacle
 from wide.kernels.registration import check_backend, operator
-from wide.kernels.reorder.reference import (
-    reorder_patterns_reference,
-    reorder_reference,
-    reorder_sequences_reference,
-)
+from wide.kernels.reorder.reference import reorder_patterns_reference, reorder_reference, reorder_sequences_reference
 from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, Reordering, SequenceReordering
 
 Two = tuple[torch.Tensor, torch.Tensor]

@@ -1,14 +1,17 @@
 """What `reorder_rows` promises: its cases, and what a right result is."""
 
+import functools
 from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, Work, backends, compare_exactly, random_mask
+from wide.kernels.contract import Case, Operator, Work, backends, compare_exactly, make_case, random_mask
 from wide.kernels.device import hopper_obstacle
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reorder_rows.op import reorder_rows
 from wide.kernels.reorder_rows.reference import num_words
+
+_case = functools.partial(make_case, ("num_rows", "num_groups"), dtype=torch.bool)
 
 
 def _cuda_supports(device: torch.device, case: Case) -> str | None:
@@ -25,24 +28,20 @@ def _work(case: Case) -> Work:
     return Work(flop=0, bytes_read=2 * rows * groups, bytes_written=4 * rows * (1 + num_words(groups)))
 
 
-def _case(rows: int, groups: int, active: float = 0.5) -> Case:
-    return Case(sizes={"num_rows": rows, "num_groups": groups}, dtype=torch.bool, active=active)
-
-
 REORDER_ROWS = Operator(
     name="reorder_rows",
     backends=backends(reorder_rows, cuda=_cuda_supports),
     cases=(
-        _case(1, 1),
-        _case(3, 9),
-        _case(64, 33, 0.0),
-        _case(65, 64, 1.0),
-        _case(127, 40, 0.3),
-        _case(300, 112),
-        _case(520, 128, 0.9),
-        _case(4096, 96, 0.2),
+        _case((1, 1)),
+        _case((3, 9)),
+        _case((64, 33), active=0.0),
+        _case((65, 64), active=1.0),
+        _case((127, 40), active=0.3),
+        _case((300, 112)),
+        _case((520, 128), active=0.9),
+        _case((4096, 96), active=0.2),
         # More than one chunk.
-        _case(16900, 40, 0.1),
+        _case((16900, 40), active=0.1),
     ),
     build=_build,
     compare=compare_exactly,

@@ -1,11 +1,14 @@
 """What `rms_norm` promises: its cases, and what a right result is."""
 
+import functools
 from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, Work, backends, compare_all, on_triton, random_values
+from wide.kernels.contract import Case, Operator, Work, backends, compare_all, make_case, on_triton, random_values
 from wide.kernels.rms_norm.op import rms_norm
+
+_case = functools.partial(make_case, ("num_rows", "width"))
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -27,19 +30,15 @@ def _work(case: Case) -> Work:
     return Work(flop=(3 + tensors) * values, bytes_read=size, bytes_written=size)
 
 
-def _case(num_rows: int, width: int, dtype: torch.dtype = torch.float16, **options: Any) -> Case:
-    return Case(sizes={"num_rows": num_rows, "width": width}, dtype=dtype, options=options)
-
-
 RMS_NORM = Operator(
     name="rms_norm",
     backends=backends(rms_norm, triton=on_triton),
     cases=(
-        _case(1, 64),
-        _case(3, 100, has_addend=False),
-        _case(17, 96, unit_offset=True, eps=1e-5),
-        _case(5, 1, torch.float32),
-        _case(4, 130, torch.float32, has_addend=False, unit_offset=True),
+        _case((1, 64)),
+        _case((3, 100), has_addend=False),
+        _case((17, 96), unit_offset=True, eps=1e-5),
+        _case((5, 1), dtype=torch.float32),
+        _case((4, 130), dtype=torch.float32, has_addend=False, unit_offset=True),
     ),
     build=_build,
     compare=compare_all,

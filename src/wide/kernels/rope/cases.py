@@ -1,5 +1,6 @@
 """What `rope_to_cache` promises: its cases, and what a right result is."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from wide.kernels.contract import (
     Work,
     anywhere,
     compare_all,
+    make_case,
     named,
     on_triton,
     random_mask,
@@ -20,6 +22,7 @@ from wide.kernels.contract import (
 from wide.kernels.rope.op import rope_to_cache
 
 _SIZES = ("batch", "length", "room", "num_query_heads", "num_kv_heads", "head_dim")
+_case = functools.partial(make_case, _SIZES)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -82,13 +85,6 @@ def _work(case: Case) -> Work:
     return Work(flop=3 * values, bytes_read=values * case.dtype.itemsize, bytes_written=values * case.dtype.itemsize)
 
 
-def _case(
-    batch: int, length: int, room: int, heads: tuple[int, int, int], dtype: torch.dtype = torch.float16, **options: Any
-) -> Case:
-    sizes = dict(zip(_SIZES, (batch, length, room, *heads), strict=True))
-    return Case(sizes=sizes, dtype=dtype, options=options)
-
-
 ROPE = Operator(
     name="rope_to_cache",
     backends={
@@ -96,14 +92,14 @@ ROPE = Operator(
         "triton": Backend(run=_in_copies("triton"), supports=on_triton),
     },
     cases=(
-        _case(1, 1, 1, (4, 2, 16)),
-        _case(3, 1, 9, (14, 2, 64)),
-        _case(2, 5, 7, (4, 1, 96)),
-        _case(2, 3, 4, (6, 6, 16), has_norm=True),
-        _case(1, 4, 8, (32, 8, 128), torch.float32, has_norm=True),
-        _case(2, 5, 7, (14, 2, 64), num_groups=2),
-        _case(1, 7, 8, (12, 4, 16), torch.float32, num_groups=12, has_norm=True),
-        _case(3, 2, 4, (32, 8, 128), num_groups=8),
+        _case((1, 1, 1, 4, 2, 16)),
+        _case((3, 1, 9, 14, 2, 64)),
+        _case((2, 5, 7, 4, 1, 96)),
+        _case((2, 3, 4, 6, 6, 16), has_norm=True),
+        _case((1, 4, 8, 32, 8, 128), dtype=torch.float32, has_norm=True),
+        _case((2, 5, 7, 14, 2, 64), num_groups=2),
+        _case((1, 7, 8, 12, 4, 16), dtype=torch.float32, num_groups=12, has_norm=True),
+        _case((3, 2, 4, 32, 8, 128), num_groups=8),
     ),
     build=_build,
     compare=_compare,

@@ -1,11 +1,12 @@
 """What `route` and `norm_route` promise: their cases, and what right decisions are."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, Work, backends, compare_all, named, random_values
+from wide.kernels.contract import Case, Operator, Work, backends, compare_all, make_case, named, random_values
 from wide.kernels.device import half_obstacle
 from wide.kernels.route.op import Three, norm_route, route
 from wide.kernels.route.reference import margins
@@ -14,6 +15,7 @@ from wide.kernels.route.tiles import RouteWeights, split_weights
 # Margins closer to the threshold than this, of the mean, may fall on either side.
 _NEAR = 1e-3
 _SIZES = ("num_rows", "width", "rank", "num_groups")
+_case = functools.partial(make_case, _SIZES)
 
 
 def _triton_supports(device: torch.device, case: Case) -> str | None:
@@ -77,10 +79,6 @@ def _work(case: Case) -> Work:
     )
 
 
-def _case(sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.float16, **options: Any) -> Case:
-    return Case(sizes=dict(zip(_SIZES, sizes, strict=True)), dtype=dtype, options=options)
-
-
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 ROUTE = Operator(
@@ -91,7 +89,7 @@ ROUTE = Operator(
         _case((3, 200, 16, 7), has_bias=True, threshold=0.3),
         _case((17, 256, 32, 112)),
         _case((70, 136, 5, 1), has_bias=True),
-        _case((33, 128, 16, 20), torch.float32, threshold=-0.2),
+        _case((33, 128, 16, 20), dtype=torch.float32, threshold=-0.2),
     ),
     build=_build,
     compare=_compare,
@@ -105,7 +103,7 @@ NORM_ROUTE = Operator(
         _case((1, 64, 4, 8)),
         _case((4, 300, 16, 140), has_addend=True, has_bias=True),
         _case((2, 256, 32, 9), has_addend=True, unit_offset=True, reads_residual=True),
-        _case((3, 128, 16, 20), torch.float32, has_addend=True, threshold=-0.2),
+        _case((3, 128, 16, 20), dtype=torch.float32, has_addend=True, threshold=-0.2),
         _case((16, 200, 8, 12), has_addend=True),
         _case((5, 128, 64, 140), has_bias=True),
     ),
