@@ -3,8 +3,11 @@
 import pytest
 import torch
 from families import FAMILIES, make, tokens
+from materialise_plans import stream_plan as random_stream
+from materialise_plans import twins, width_plan
 from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, stream_plan
 from test_replaced import dense_plan, sparse_weights
+from transformers import DynamicCache
 
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.grouping import Grouping
@@ -189,6 +192,38 @@ def test_parameters_removed_are_those_that_materialising_removes(family, kind):
 
 def _layer_parameters(model):
     return sum(parameter.numel() for name, parameter in model.named_parameters() if ".layers." in name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_and_keys_and_values_equal_the_accounting(family):
+    options = {"attention_bias": True} if family in ("llama", "qwen3", "seed_oss") else {}
+    model = make(
+        family, num_hidden_layers=4, **({"no_rope_layers": [1, 0, 1, 0]} if family == "smollm3" else {}), **options
+    )
+    plan, tensors = width_plan(model, [None, [0, 2, 3], [1], [3]], [17, 30, None, 1])
+    layers = list(plan.layers)
+    layers[0] = LayerPlan(attention=Skipped(), ffn=layers[0].ffn)
+    layers[2] = LayerPlan(attention=layers[2].attention, ffn=Skipped())
+    masked, physical = twins(model, Plan(tuple(layers)), tensors)
+    said = static_sparsity(masked)
+    materialise(physical)
+    removed = said.parameters_removed * _layer_parameters(model)
+    assert _layer_parameters(model) - _layer_parameters(physical) == pytest.approx(removed, abs=0.5)
+    cache = DynamicCache(config=physical.config)
+    with torch.no_grad():
+        physical(tokens(1, 5), past_key_values=cache, use_cache=True)
+    heads = [0 if layer.keys is None or layer.keys.shape[-1] == 1 else layer.keys.shape[1] for layer in cache.layers]
+    assert sum(heads) / (4 * 2) == pytest.approx(said.kv_cache_kept)
+
+
+@pytest.mark.parametrize("kept", [32, 24, 9])
+def test_a_cut_stream_equals_the_accounting_also_where_it_grows(kept):
+    model = make("qwen2")
+    masked, physical = twins(model, *random_stream(model, kept))
+    materialise(physical)
+    removed = static_sparsity(masked).parameters_removed
+    assert _layer_parameters(physical) / _layer_parameters(model) == pytest.approx(1 - removed)
+    assert (removed < 0) == (kept == 32)
 
 
 def test_a_norm_over_the_whole_width_keeps_queries_keys_and_values():

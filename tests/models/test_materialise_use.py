@@ -10,6 +10,7 @@ import torch
 from families import FAMILIES, make, tokens
 from materialise_plans import depth_plan, number_of_parameters, twins, width_plan
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -263,3 +264,22 @@ def test_full_checkpoints_of_static_plans_become_ordinary_or_sliced_ones(tmp_pat
         )
         assert torch.equal(logits(again), logits(physical))
         assert not hasattr(again.config, "wide")
+
+
+@pytest.mark.parametrize("how", ["sliced", "masked"])
+def test_quantised_projections_are_refused_before_anything_is_changed(how):
+    class Quantised(nn.Linear):
+        """As quantised layers do, it keeps its weight packed."""
+
+    model = make("llama")
+    for name in ("o_proj", "up_proj"):
+        layer = model.model.layers[1]
+        old = layer.get_submodule(f"self_attn.{name}" if name == "o_proj" else f"mlp.{name}")
+        packed = Quantised(old.in_features, old.out_features, bias=False)
+        packed.weight = nn.Parameter(old.weight.detach().reshape(-1, 1), requires_grad=False)
+        layer.set_submodule(f"self_attn.{name}" if name == "o_proj" else f"mlp.{name}", packed)
+    _, physical = twins(model, *width_plan(model, [[0], [1]], [3, 4]))
+    before = {name: p.clone() for name, p in physical.named_parameters()}
+    with pytest.raises(UnsupportedModelError, match="Quantised, whose weight cannot be cut"):
+        materialise(physical, how)
+    assert all(torch.equal(p, before[name]) for name, p in physical.named_parameters())
