@@ -29,7 +29,7 @@ class WideConfig:
             head, i.e. (query heads / KV heads) * head size.
         router_rank: Width of the router's bottleneck; 16 or 32 in the paper.
         router_input: 'normed' is X of the paper's equations (what the sub-layer itself receives); 'residual' is the
-            stream before the norm; 'layer_input' is the stream before the layer, for both halves.
+            stream before the norm; 'layer_input' is the stream before the layer, for both sublayers.
         router_bias: Whether the router's second matrix has a bias (the paper's equations have none).
         execute_bias: Initial margin toward execution, in logits; needs `router_bias`.
         ffn_grouping: 'adjacent' groups channels as they lie in the model (paper); 'clustered' first puts channels that
@@ -37,7 +37,7 @@ class WideConfig:
             `start_tokens` for it).
         router_start: What stage 1 begins with: 'random' matrices (paper), or 'fitted' ones, which predict the groups
             that add most to the output at the target sparsity; needs `router_bias`.
-            With a target of 'uniform', one threshold serves both kinds of halves, and training separates them.
+            With a target of 'uniform', one threshold serves attention and FFN, and training separates them.
         start_tokens: Tokens of training text from which groups are clustered and routers fitted; the last sequence is
             read whole.
     """

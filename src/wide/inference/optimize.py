@@ -76,7 +76,7 @@ def optimize(
     sample: Tensor | None = None,
     tune: bool = True,
 ) -> ModelT:
-    """Let every routed half of an attached model run its fused operators, in place, and return the same object.
+    """Let every routed sublayer of an attached model run its fused operators, in place, and return the same object.
 
     The outputs are those of the masked model; `generate`, caches and evaluation keep working. Training needs the
     masked form: call `deoptimize` first. Separate gate and up projections move into one buffer that both view;
@@ -95,11 +95,10 @@ def optimize(
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of which one masked forward tells 'auto' what each
-            layer executes, instead of `executed`, and how alike its rows are: where they are, and the kernel fits
+            layer executes, instead of `executed`, and its tile density: where that is low, and the kernel fits
             (sm_90, half precision, up to 128 groups of a multiple of 64 channels), down skips in prompts, too. Best are
             as many tokens as prompts have, of text like that to come, at the threshold to come; below 2048 they tell
             shares only.
-
         tune: Whether a GPU or shape without measurements is measured now, for at most 90 seconds, with 'auto': once a
             machine, kept in the cache folder. Otherwise dense products run there, with a warning.
 
@@ -108,7 +107,7 @@ def optimize(
         ShapeError: If the sample is not of token ids.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
         UnsupportedModelError: If a layer is quantised, sharded, offloaded or of several dtypes, its FFN is not the
-            standard one, or the plan has something else than dense halves and bottleneck routers.
+            standard one, or the plan has something else than dense sublayers and bottleneck routers.
         UnsupportedBackendError: If the kernels cannot run on the layers' device, in their dtype, or with their groups.
     """
     state = attachment(model)

@@ -175,7 +175,7 @@ def attach(
         specs: Parts of the decoder layers, for structures that discovery does not know.
         tensors: Values of the plan, by the names and in the shapes of `Plan.tensor_shapes`; copied.
         weights: Base parameters to replace, by their name in the model's state dict; `detach` puts the originals back.
-        orders: Orders of the FFN channels, by the names of `wide.models.regroup.order_name`; `detach` puts every
+        orders: Permutations of the FFN channels, by the names of `wide.models.regroup.order_name`; `detach` puts every
             channel back. Needed for a configuration of clustered groups.
 
     Raises:

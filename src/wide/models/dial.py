@@ -195,15 +195,15 @@ def set_sparsity(
 
     Args:
         model: An attached model.
-        sparsity: Wanted sparsity in the measure of the stored dial; 0 runs every group.
+        sparsity: Wanted sparsity in the measure of the stored thresholds; 0 runs every group.
         threshold: A margin in logits instead of a sparsity; 0 is the paper's argmax.
-        data: Calibration batches from which to make a new dial first.
-        measure: Of the new dial.
+        data: Calibration batches from which to calibrate new thresholds first.
+        measure: Of the new thresholds.
 
     Raises:
         NotAttachedError: If the model carries no plan, or one without routers.
-        ConfigError: If both or neither value are given, no dial is stored and no data given, or the sparsity lies
-            outside the dial.
+        ConfigError: If both or neither value are given, no thresholds are stored and no data given, or the
+            sparsity lies outside of what they reach.
     """
     state = attachment(model)
     _require_routers(model)

@@ -63,7 +63,7 @@ def prune(
 ) -> Any:
     """Train routers until the model skips the wanted share (stage 1), and return the model.
 
-    The base is frozen; it is attached first if it has no routers. Afterwards a sparsity dial is made on training text,
+    The base is frozen; it is attached first if it has no routers. Afterwards thresholds are calibrated on training text,
     and the threshold of the routers is set so that inference, which samples no noise, meets the target too. Where it
     fails or is interrupted, a model that came without routers is given back without them; with `output`, `resume`
     continues from the checkpoint that was written.
@@ -73,7 +73,7 @@ def prune(
         data: Name or path of a text source, texts, or packed blocks (which keep their own sequence length).
         sparsity: Wanted share of skipped work in [0, 1); None means that of `objective`, else 0.5.
         tokenizer: None loads the model's own, where text must be tokenised.
-        config: Groups and routers, or a plan of routed and dense halves; None means the defaults. Not for a model
+        config: Groups and routers, or a plan of routed and dense sublayers; None means the defaults. Not for a model
             that has routers.
         objective: Measure of sparsity, weights, distillation.
         stage: Steps, sizes and rates; None means the paper's.
