@@ -63,8 +63,8 @@ def prune(
 ) -> Any:
     """Train routers until the model skips the wanted share (stage 1), and return the model.
 
-    The base is frozen; it is attached first if it has no routers. Afterwards thresholds are calibrated on training text,
-    and the threshold of the routers is set so that inference, which samples no noise, meets the target too. Where it
+    The base is frozen; it is attached first if it has no routers. Afterwards thresholds are calibrated on training
+    text, and that of the routers is set so that inference, which samples no noise, meets the target too. Where it
     fails or is interrupted, a model that came without routers is given back without them; with `output`, `resume`
     continues from the checkpoint that was written.
 
