@@ -14,7 +14,7 @@ from wide.errors import UnsupportedBackendError
 HOPPER = Path(__file__).with_name("hopper.cuh")
 """What the kernels for sm_90a share."""
 PRODUCT_THREADS = 384
-"""Of a block of a product: one warp group gathers, two multiply."""
+"""Threads of a block of a product: one warp group gathers, two multiply."""
 PRODUCT_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
 """Shared memory of such a block: a ring of four stages of 48 KB, 32 KB where finished rows are rearranged, barriers."""
 _NEEDS = "kernels in CUDA C++ need cuda-bindings and NVRTC, which CUDA builds of PyTorch depend on"
