@@ -197,6 +197,7 @@ class StageConfig:
             "cannot be compiled; set one of them to false",
         )
         _require(0.0 <= self.noise <= 1.0, f"noise must lie in [0, 1], got {self.noise}")
+        _require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), got {self.seed}")
         _require(self.checkpoint_every >= 0, f"checkpoint_every must not be negative, got {self.checkpoint_every}")
 
 

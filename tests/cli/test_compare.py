@@ -300,7 +300,7 @@ def test_an_interrupted_comparison_says_what_is_kept(where, words, everyday, tmp
         return interrupt() if method.name == where else real_apply(model, method, *args, **options)
 
     if where == "held_out_documents":
-        monkeypatch.setattr("wide.runs.measuring.held_out_documents", interrupt)
+        monkeypatch.setattr("wide.runs.materials.held_out_documents", interrupt)
     monkeypatch.setattr(cell_runner, "apply", of_method)
     assert main([*everyday, "--output", str(tmp_path / "run")]) == 130
     assert words in capsys.readouterr().err

@@ -200,12 +200,12 @@ def test_sigterm_in_training_keeps_a_checkpoint_and_the_same_command_goes_on(
 
 def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path, monkeypatch, capsys):
     given = [*everyday, "--output", str(tmp_path / "run"), "--methods=wanda"]
-    real, real_apply, decided = cell_runner.HeldOut.measure, cell_runner.apply, []
+    real, real_apply, decided = cell_runner.Materials.measure, cell_runner.apply, []
 
-    def measure(self, model, subject, records):
+    def measure(self, subject, records):
         if subject == "wanda/0.5/17/calibrated":
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, model, subject, records)
+        return real(self, subject, records)
 
     def note(model, method, *args, **kwargs):
         decided.append(method.name)
@@ -214,7 +214,7 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
     monkeypatch.setattr(cell_runner, "apply", note)
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(cell_runner.HeldOut, "measure", measure)
+        patch.setattr(cell_runner.Materials, "measure", measure)
         assert main(given) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     said = capsys.readouterr().err

@@ -1,5 +1,7 @@
 """`wide export`: what a method decided as a checkpoint of its own, and what is refused."""
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,6 +65,24 @@ def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folde
     assert [path.name for path in output.parent.iterdir()] == ["model"]
     assert main(given) == 1
     assert "exists already" in capsys.readouterr().err
+    (output / "of before").touch()
+    assert main([*given, "--overwrite"]) == 0
+    assert not (output / "of before").exists()
+    assert [path.name for path in output.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("where", ["adapter", "base", "thesis"])
+def test_only_checkpoints_that_are_not_exported_are_replaced(where, tiny_model_folder, tmp_path, capsys):
+    shutil.copytree(tiny_model_folder, tmp_path / "base")
+    adapter_of(tmp_path / "base", tmp_path / "adapter", "depth")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    before = sorted(tmp_path.rglob("*"))
+    given = ["export", "--model", str(tmp_path / "base"), "--adapter", str(tmp_path / "adapter"), "--device=cpu"]
+    assert main([*given, "--output", str(tmp_path / where), "--overwrite"]) == 1
+    said = capsys.readouterr().err
+    assert ("holds what is to be exported" if where == "base" else "exists already; name a new folder") in said
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tiny_model_folder, tmp_path, capsys):

@@ -63,6 +63,9 @@ def test_version(capsys):
         (["eval", "--model", "M", "--tasks", "piqa", "--limit", "-3"], 1, "limit must be at least 1 or null, got -3"),
         (["eval", "--model", "M", "--tasks", "piqa", "--limit", "0"], 1, "limit must be at least 1 or null, got 0"),
         (["inspect"], 2, "either --model or --adapter"),
+        (["prune", "--model", "M", "--data", "D", "--output", "O", "--train.seed", "-1"], 1, "train.seed must lie in"),
+        (["prune", "--model", "M", "--data", "D", "--output", "O", "--train.seed", "1" + "0" * 20], 1, "must lie in"),
+        (["generate", "--model", "M", "--prompt", "a", "--seed", "-1"], 1, "seed must lie in"),
         (["prune", "--model", "M", "--data", "D", "--output", "O", "--sparsity", "1.5"], 1, "0.5 skips half"),
         (["inspect", "--adapter", "nowhere"], 1, "there is no folder 'nowhere'; check the path"),
         (["inspect", "--model", "./nowhere"], 1, "there is no folder './nowhere'"),
@@ -80,6 +83,19 @@ def test_a_file_may_serve_evaluations_with_tasks_and_without(tmp_path, capsys):
     file.write_text("local_data: tasks\nlimit: 5\n")
     assert main(["eval", "--config", str(file), "--model", "./nowhere", "--data", "D"]) == 1
     assert "./nowhere" in capsys.readouterr().err
+
+
+def test_what_nobody_foresaw_ends_in_one_sentence(monkeypatch, capsys):
+    def fail(_):
+        raise RuntimeError("the sky\nhas fallen")
+
+    monkeypatch.setattr("wide.cli.recipes.run", fail)
+    assert main(["recipes", "list"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("wide: error: RuntimeError: the sky has fallen; what was written before is kept (--debug")
+    assert said.count("\n") == 1
+    with pytest.raises(RuntimeError):
+        main(["recipes", "list", "--debug"])
 
 
 def test_debug_shows_the_traceback():

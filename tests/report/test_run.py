@@ -88,7 +88,7 @@ def test_reports_are_drawn_from_records(run, tmp_path, capsys):
     assert str(tmp_path / "all/report.html") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.runs.measuring.evaluate"])
+@pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.runs.materials.evaluate"])
 def test_a_run_that_is_resumed_after_its_last_step_keeps_its_rate(
     where, tmp_path, tiny_model_folder, prose_folder, monkeypatch, capsys
 ):

@@ -43,6 +43,7 @@ class Arguments:
         )
         self._refused: dict[str, str] = {}
         self._only_in_files: set[str] = set()
+        self._other_names: dict[str, str] = {}
         self.add_switch("debug", "Show the traceback of an error.")
 
     def refuse(self, names: Iterable[str], reason: str, *, even_known: bool = False) -> None:
@@ -56,6 +57,10 @@ class Arguments:
         self._refused |= dict.fromkeys(names, reason)
         if even_known:
             self._only_in_files |= set(names)
+
+    def also_called(self, names: Mapping[str, str]) -> None:
+        """Take further names of flags, by which other commands know them: name -> flag, without dashes."""
+        self._other_names |= {f"--{name}": f"--{flag}" for name, flag in names.items()}
 
     def add_switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""
@@ -106,7 +111,9 @@ class Arguments:
             UsageError: If a flag or key is unknown (the message names the nearest), a value has a wrong type, or a
                 required one is missing.
         """
-        configs, flags = _split_configs(arguments)
+        configs, words = _split_configs(arguments)
+        parts = [word.partition("=") for word in words]
+        flags = ["".join((self._other_names.get(name, name), *value)) for name, *value in parts]
         self._refuse_unknown_flags(flags)
         for path in configs:
             self._refuse_unknown_keys(path)

@@ -1,7 +1,7 @@
 """`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import yaml
 from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
 from wide.cli.method_flags import add_method_flags, settings_of, typed_settings
 from wide.comparison.grid import DENSE, OBJECTIVE, VARIANT_KEYS, Budget, CompareRequest, GridOptions, settings_of_rows
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import names
 from wide.runs.process import num_processes, say
@@ -30,6 +30,8 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     flags.add_fields(Budget)
     add_run_switches(flags)
     add_method_flags(flags, methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
+    if "wide" in methods:
+        flags.also_called({field.name: f"wide.{field.name}" for field in fields(WideConfig)})
     flags.add_fields(StageConfig, prefix="train", skip=("seed",))
     flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
     flags.add_fields(LoraOptions, prefix="recover", only=("steps",))

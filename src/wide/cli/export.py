@@ -36,6 +36,7 @@ def arguments() -> Arguments:
     flags = Arguments("export", "Write a base and its adapter as one checkpoint that Hugging Face's classes load.")
     flags.add_fields(AdapterOptions)
     flags.add_fields(ExportOptions)
+    flags.add_switch("overwrite", "Replace the checkpoint that lies in --output.")
     return flags
 
 
@@ -52,8 +53,7 @@ def run(given: Sequence[str]) -> None:
     if options.adapter is None:
         raise UsageError("name what is to be exported with --adapter: an adapter's folder, or that of its run")
     target = Path(wanted.output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists already; name a new folder with --output")
+    _check_target(target, [options.model, options.adapter], overwrite=values["overwrite"])
     from wide.data.tokenizer import load_tokenizer
     from wide.models.attach import attachment
     from wide.runs.sources import load_routed
@@ -70,6 +70,8 @@ def run(given: Sequence[str]) -> None:
         ordinary = _write(model, how, part)
         tokenizer.save_pretrained(part)
         # Only a folder that is complete gets the name.
+        if target.exists():
+            target.replace(temporary / "replaced")
         part.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -79,6 +81,16 @@ def run(given: Sequence[str]) -> None:
     say(f"logits of {_TOKENS} tokens differ by {float((after - before).norm() / before.norm()):.1e} (relative)")
     loads = "AutoModelForCausalLM.from_pretrained" if ordinary else "wide.load_checkpoint"
     say(f"load it with {loads}({str(target)!r}); wide eval --model and wide generate --model take it, too")
+
+
+def _check_target(target: Path, sources: Sequence[str], *, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite or not (target / "config.json").is_file():
+        way = "" if overwrite else ", or replace the checkpoint in it with --overwrite"
+        raise ConfigError(f"{target} exists already; name a new folder with --output{way}")
+    if any(Path(source).resolve().is_relative_to(target.resolve()) for source in sources):
+        raise ConfigError(f"--output {target} holds what is to be exported; choose another folder")
 
 
 def _write(model: Any, how: str, folder: Path) -> bool:

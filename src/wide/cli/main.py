@@ -70,21 +70,16 @@ def _guarded(command: str, arguments: list[str]) -> int:
             raise
         # What is kept only the command knows.
         return _fail(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", code=130)
-    except (RuntimeError, MemoryError) as error:
-        # Known by its name, because importing torch here would slow every command down.
-        if debug or type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):
-            raise
-        return _fail(_OUT_OF_MEMORY, code=1)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except Exception as error:
         if debug:
             raise
         return _fail(_describe(error), code=1)
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else 0
     return 0
 
 
@@ -94,10 +89,17 @@ def _fail(message: str, *, code: int) -> int:
     return code
 
 
-def _describe(error: OSError) -> str:
-    """Say what the system refused; full disks and missing permissions are no defects of wide."""
-    where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror or error}; what was written before is kept (--debug shows where this happened)"
+def _describe(error: Exception) -> str:
+    """Say in a sentence what went wrong that wide did not foresee."""
+    # Known by its name, because importing torch here would slow every command down.
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+        return _OUT_OF_MEMORY
+    kept = "what was written before is kept (--debug shows where this happened)"
+    if isinstance(error, OSError):
+        # Full disks and missing permissions are no defects of wide.
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror or error}; {kept}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}; {kept}"
 
 
 def _help() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
 from wide.cli.method_flags import add_method_flags, settings_of
-from wide.comparison.grid import OBJECTIVE, check_method
+from wide.comparison.grid import OBJECTIVE
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import Match, WideMethodConfig, get, names
@@ -56,15 +56,15 @@ def arguments(method: str = _DEFAULT) -> Arguments:
 
 def _add_settings(flags: Arguments, method: str) -> None:
     asked_by = f"--method {method}"
-    trains = get(method).trains
+    trains, everyday = get(method).trains, [field.name for field in fields(WideConfig)]
     if method == _DEFAULT:
         flags.add_fields(WideConfig)
         flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
         # The settings of this method are the everyday flags.
         add_method_flags(flags, (), asked_by=asked_by)
+        flags.also_called({f"{_DEFAULT}.{name}": name for name in everyday})
         flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
     else:
-        everyday = [field.name for field in fields(WideConfig)]
         flags.refuse([*everyday, "eval.untrained"], f"is a flag of method wide, and the command runs {asked_by}")
         add_method_flags(flags, (method,), asked_by=asked_by)
     if not trains:
@@ -131,7 +131,7 @@ def run(given: Sequence[str]) -> None:
     Raises:
         UsageError: If there is no such method, or a flag is not for it.
     """
-    flags = arguments(check_method(str(look_ahead(given).get("method") or _DEFAULT)))
+    flags = arguments(get(str(look_ahead(given).get("method") or _DEFAULT)).name)
     values = flags.parse(given)
     asked = request(values)
     # Nothing heavier than the schema is imported until the command line is known to be right.

@@ -1,6 +1,5 @@
 """One cell of a comparison: the method, LoRA on top, the evaluation of both, and their records."""
 
-import gc
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -8,24 +7,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wide.comparison.grid import DENSE, CompareRequest
 from wide.config import ObjectiveConfig, StageConfig
-from wide.data.batches import TokenBlocks
 from wide.evaluation.report import EvaluationReport
 from wide.methods.apply import PROVENANCE, apply, recover_row
 from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
-from wide.models.attach import attachment, detach, is_attached
-from wide.models.pretrained import device_name
+from wide.models.attach import attachment, is_attached
 from wide.records import Cell, Record, RecordFile, Subject, read_records
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
 from wide.runs.folder import ADAPTER, CELLS, RECORDS, RunFolder
-from wide.runs.measuring import HeldOut
-from wide.runs.sources import load_base, training_blocks
+from wide.runs.materials import Materials
 from wide.training.checkpoint import has_checkpoint
 
 _RECOVERED, _TRAINING = "recovered", "training"
@@ -46,50 +40,21 @@ _COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "
 
 
 class CellRunner:
-    """Runs cells one after the other on one model, which is loaded once.
+    """Runs cells one after the other on one model, and knows what became of them.
 
     Args:
         request: The comparison.
         folder: Of the comparison, which holds a folder for each cell.
-        tokenizer: Of the model.
+        materials: Model and texts, the same for all cells.
     """
 
-    def __init__(self, request: CompareRequest, folder: RunFolder, tokenizer: Any) -> None:
-        """Load nothing yet."""
+    def __init__(self, request: CompareRequest, folder: RunFolder, materials: Materials) -> None:
+        """Run nothing yet."""
         self._request = request
         self._run = folder
-        self._tokenizer = tokenizer
+        self.materials = materials
         # As records write it.
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
-        self._model: Any = None
-        self._text: tuple[tuple[int, int], TokenBlocks] | None = None
-        self._held_out: HeldOut | None = None
-        self.device = ""
-
-    def model(self) -> Any:
-        """Return the base model, nothing attached."""
-        if self._model is None:
-            self._model = load_base(self._request.run)
-            self.device = device_name(self._model)
-        return self._model
-
-    def blocks(self, sequence_length: int, seed: int) -> TokenBlocks:
-        """Return the packed calibration text."""
-        key = sequence_length, seed
-        if self._text is None or self._text[0] != key:
-            request = self._request
-            text = training_blocks(
-                request.run, request.scoring, self._tokenizer, sequence_length=sequence_length, seed=seed
-            )
-            self._text = key, text
-        return self._text[1]
-
-    def held_out(self) -> HeldOut:
-        """Return the held-out text."""
-        if self._held_out is None:
-            request = self._request
-            self._held_out = HeldOut(request.run, request.scoring, self._tokenizer, request.tasks)
-        return self._held_out
 
     def is_finished(self, cell: Cell, recovered: bool) -> bool:
         """Return whether a stage of a cell has been measured."""
@@ -133,11 +98,10 @@ class CellRunner:
         subject = cell.subject(recovered=recovered)
         if recovered:
             self._recover(cell, folder)
-        facts = attachment(self._model).provenance
+        facts = attachment(self.materials.model).provenance
         records = self._records(cell)
         records.append(self._stage_records(cell, facts, recovered))
-        report = self.held_out().measure(self._model, subject, records)
-        records.append(_task_perplexities(subject, report))
+        report = self.materials.measure(subject, records)
         records.append([Record(subject=subject, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
 
@@ -147,18 +111,6 @@ class CellRunner:
         subject = cell.subject(recovered=recovered)
         self._records(cell).append([Record(subject=subject, metric="status", value=reason, unit="text")])
 
-    def forget_model(self) -> None:
-        """Let the next cell load the model anew, because nobody knows its state after an error."""
-        self._model = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def take_off(self) -> None:
-        """Make the model bare again for the next cell."""
-        if self._model is not None and is_attached(self._model):
-            detach(self._model)
-
     def remove_weights(self, cell: Cell) -> None:
         """Delete adapters and checkpoints of a finished cell; its records stay."""
         for name in (ADAPTER, _RECOVERED, _TRAINING):
@@ -166,15 +118,14 @@ class CellRunner:
 
     def _bring(self, cell: Cell, folder: Path) -> None:
         """Attach what the method decided: as it is, from disk, or by letting it decide now."""
-        model = self.model()
+        model, request = self.materials.model, self._request
         if is_attached(model):
             return
         if (folder / ADAPTER).is_dir():
             load(model, folder / ADAPTER)
             return
-        request = self._request
         stage = replace(request.stage, seed=cell.seed)
-        blocks = self.blocks(stage.sequence_length, cell.seed)
+        blocks = self.materials.blocks(stage)
         apply(
             model,
             get(request.grid.method_of(cell.method)),
@@ -190,10 +141,10 @@ class CellRunner:
         save(model, folder / ADAPTER)
 
     def _recover(self, cell: Cell, folder: Path) -> None:
-        stage = self._request.recover
-        assert stage is not None
-        blocks = self.blocks(stage.sequence_length, cell.seed)
-        recover_row(self._model, blocks, stage, output=folder / _RECOVERED, resume=True, seed=cell.seed)
+        assert self._request.recover is not None
+        stage = replace(self._request.recover, seed=cell.seed)
+        blocks = self.materials.blocks(stage)
+        recover_row(self.materials.model, blocks, stage, output=folder / _RECOVERED, resume=True, seed=cell.seed)
 
     def _status(self, cell: Cell, recovered: bool) -> Record | None:
         """Return what became of a stage of a cell: finished, or why it failed; None where neither is recorded."""
@@ -204,7 +155,7 @@ class CellRunner:
 
     def _records(self, cell: Cell) -> RecordFile:
         file = self._run.new_records(f"{CELLS}/{cell.folder}/{RECORDS}")
-        file.device = self.device
+        file.device = self.materials.device
         return file
 
     def _stage_records(self, cell: Cell, provenance: dict[str, Any], recovered: bool) -> Iterator[Record]:
@@ -246,16 +197,6 @@ def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if name not in _NOT_OF_TRAINING and value != asdict(usual).get(name)
     }
-
-
-def _task_perplexities(subject: Subject, report: EvaluationReport) -> Iterator[Record]:
-    """Yield the perplexity per token of tasks whose own is per word."""
-    for task in () if report.model.tasks is None else report.model.tasks.tasks:
-        if task.token_perplexity is not None:
-            metric = f"{task.task}.token_perplexity"
-            yield Record(subject=subject, metric=metric, value=task.token_perplexity, unit="", where=task.label)
-            if task.token_stderr is not None:
-                yield Record(subject=subject, metric=f"{metric}.stderr", value=task.token_stderr, where=task.label)
 
 
 def _in_words(report: EvaluationReport) -> str:

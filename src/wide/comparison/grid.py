@@ -60,7 +60,7 @@ class GridOptions:
         check_variants(variants)
         for name in self.method_names:
             if name not in variants:
-                check_method(name)
+                get(name)
         for sparsity in self.sparsity_values:
             if not 0.0 < sparsity < 1.0:
                 raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
@@ -112,8 +112,10 @@ class GridOptions:
     def seed_values(self) -> list[int]:
         """The seeds."""
         numbers = [_number(word, "seeds") for word in _words(self.seeds)]
-        if not all(number.is_integer() and number >= 0 for number in numbers):
-            raise UsageError(f"seeds must be whole numbers from 0 separated by commas, got {self.seeds!r}")
+        if not all(number.is_integer() and 0 <= number < 2**63 for number in numbers):
+            raise UsageError(
+                f"seeds must be whole numbers in [0, 2**63) separated by commas, got {self.seeds!r}"
+            )
         return [int(number) for number in numbers]
 
     @property
@@ -242,19 +244,6 @@ class CompareRequest:
         return [False] * first + [True] * (self.recover is not None)
 
 
-def check_method(name: str) -> str:
-    """Return the name of a method.
-
-    Raises:
-        UsageError: If there is none of this name; the message names the nearest.
-    """
-    if name not in names():
-        close = get_close_matches(name, names(), n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise UsageError(f"there is no method {name!r}{hint} Methods (wide methods): {', '.join(names())}")
-    return name
-
-
 def check_variants(variants: Mapping[str, Any]) -> None:
     """Refuse variants that name no method that prunes, or have the name of a method.
 
@@ -291,7 +280,7 @@ def method_settings(method: str, changes: Mapping[str, Any]) -> Any:
 
 def _check_settings(method: str, changes: Collection[str], where: str) -> None:
     try:
-        known = [field.name for field in fields(get(check_method(method)).settings) if field.name != "seed"]
+        known = [field.name for field in fields(get(method).settings) if field.name != "seed"]
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     for key in changes:

@@ -4,14 +4,13 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 from wide.comparison.cell import CellRunner
 from wide.comparison.grid import NEXT, CompareRequest
 from wide.comparison.results import collect, draw
 from wide.comparison.sharing import free_cells
-from wide.data.tokenizer import load_tokenizer
 from wide.errors import EvaluationError, MissingExtraError
 from wide.evaluation.tasks import find_task
 from wide.models.discovery import discover
@@ -19,7 +18,7 @@ from wide.records import Cell, Record
 from wide.report.comparison import read_comparison
 from wide.report.drawing import FOLDER
 from wide.runs.folder import GRID, RunFolder
-from wide.runs.measuring import check_text
+from wide.runs.materials import Materials
 from wide.runs.process import say, stoppable
 from wide.runs.sources import require_lora
 from wide.training.trainer import micro_batch_size
@@ -124,27 +123,24 @@ class ComparisonRun:
             find_task(name)
         if request.tasks.names and find_spec("lm_eval") is None:
             raise MissingExtraError("--eval.tasks needs lm-evaluation-harness: pip install 'wide[eval]'")
-        say(f"model    {request.run.model}")
-        runner = CellRunner(request, self._folder, load_tokenizer(request.run.model))
-        blocks = runner.blocks(request.stage.sequence_length, request.grid.seed_values[0])
-        model = runner.model()
-        check_text(blocks, model, request.run.data)
-        text_name = runner.held_out().name
+        materials = Materials(request.run, request.scoring, request.tasks)
+        materials.check_text(replace(request.stage, seed=request.grid.seed_values[0]))
+        runner = CellRunner(request, self._folder, materials)
         self._folder.claim()
         file = self._folder.new_records(GRID)
         if not file.path.is_file():
-            file.device = runner.device
-            file.append(self._grid_records(text_name, model))
+            file.device = materials.device
+            file.append(self._grid_records(materials))
         return runner
 
-    def _grid_records(self, text_name: str, model: Any) -> Iterator[Record]:
+    def _grid_records(self, materials: Materials) -> Iterator[Record]:
         request, grid, budget = self._request, self._request.grid, self._request.budget
         facts: dict[str, Any] = {
             "description": request.run.description,
             "model": request.run.model,
             "data": request.run.data,
             "target": f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}",
-            "held-out text": text_name,
+            "held-out text": materials.held_out[1],
             "LoRA": _recipe(request),
             "command": self._command,
             "grid.methods": list(grid.method_names),
@@ -153,7 +149,7 @@ class ComparisonRun:
         for name, value in facts.items():
             yield Record(subject="run", metric=name, value=value, unit="text")
         yield Record(subject="run", metric="grid.recovers", value=float(request.recover is not None))
-        sizes = {spec.attention.kv_group_size for spec in discover(model)}
+        sizes = {spec.attention.kv_group_size for spec in discover(materials.model)}
         if len(sizes) == 1:
             # What rows that name no size have: they share lines with those that name it.
             yield Record(subject="run", metric="model.attention_group_size", value=sizes.pop(), unit="channel")
@@ -168,7 +164,7 @@ class ComparisonRun:
                 elif not self._run_stage(runner, cell, recovered, name):
                     return False
         finally:
-            runner.take_off()
+            runner.materials.take_off()
         if not self._request.grid.keep_adapters:
             runner.remove_weights(cell)
         return True
@@ -188,7 +184,7 @@ class ComparisonRun:
         say(f"{name}: {found}, {time.monotonic() - began:.0f} s")
         if failed:
             # Only now the error's frames hold none of its memory any more.
-            runner.forget_model()
+            runner.materials.forget_model()
         return not failed
 
 

@@ -1,4 +1,4 @@
-"""What a run measures, as records: the course of training, and quality and sparsity on held-out text."""
+"""What a run measured, as records: the course of training, quality and sparsity."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,20 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wide.data.batches import TokenBlocks
-from wide.data.tokenizer import check_vocabulary, length_warning
-from wide.evaluation.evaluate import evaluate
-from wide.evaluation.report import EvaluationReport, Scores
-from wide.evaluation.routing_behaviour import routing_behaviour
-from wide.evaluation.routing_records import behaviour_records
+from wide.evaluation.report import Scores
 from wide.evaluation.tasks import PER_WORD
 from wide.models.cost import Sparsity
-from wide.records import Record, RecordFile, Subject, read_records
-from wide.runs.process import say
-from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
-from wide.runs.sources import held_out_documents
+from wide.records import Record, Subject, read_records
 
-_ROUTING_TOKENS = 8192
 _SHARES = (
     "attention",
     "ffn",
@@ -42,77 +33,6 @@ _SUMMARY = {
 }
 
 
-class HeldOut:
-    """Held-out text on which the models of a run are compared, and tasks beside it.
-
-    Args:
-        options: Where the text comes from, for a source that the evaluation does not name, and its fields.
-        scoring: How much is scored, and how; with 0 tokens there is no text.
-        tokenizer: Of the model.
-        tasks: Tasks of lm-evaluation-harness.
-
-    Attributes:
-        documents: The text; None where only tasks are scored.
-        name: What to call it.
-
-    Raises:
-        DataError: If there is no held-out text; the message says how to name some.
-    """
-
-    def __init__(
-        self, options: RunOptions, scoring: EvalOptions, tokenizer: Any, tasks: ScoredTasks | None = None
-    ) -> None:
-        """Read the text."""
-        self.documents: list[Any] | None = None
-        self.name = ""
-        if scoring.tokens != 0:
-            self.documents, self.name = held_out_documents(options.data, scoring, text_field=options.text_field)
-            say(f"held out {self.name}: {len(self.documents)} documents")
-        self._scoring = scoring
-        self._tokenizer = tokenizer
-        self._tasks = tasks or ScoredTasks()
-
-    def measure(self, model: Any, subject: Subject, records: RecordFile) -> EvaluationReport:
-        """Score a model as it is, write the records under `subject`, and return what was found."""
-        report = evaluate(
-            model,
-            self.documents,
-            tokenizer=self._tokenizer,
-            compare_dense=False,
-            **self._scoring.protocol,
-            **self._tasks.protocol,
-        )
-        records.append(evaluation_records(subject, report.model, report.sparsity, self.name))
-        return report
-
-    def measure_routing(self, model: Any, subject: str, records: RecordFile) -> None:
-        """Write the records of how an attached model routes the beginning of the text under `subject`."""
-        assert self.documents is not None
-        found = routing_behaviour(
-            model,
-            [document.text for document in self.documents],
-            tokenizer=self._tokenizer,
-            sequence_length=self._scoring.window,
-            batch_size=self._scoring.batch_size,
-            max_blocks=max(1, _ROUTING_TOKENS // self._scoring.window),
-        )
-        records.append(behaviour_records(subject, found, self.name))
-
-
-def check_text(blocks: TokenBlocks, model: Any, source: str) -> None:
-    """Say what text a run trains on, and refuse what is not of the model's vocabulary.
-
-    Raises:
-        DataError: If ids of the text are beyond the model's.
-    """
-    check_vocabulary(blocks.largest_id, model)
-    warning = length_warning(blocks.sequence_length, model)
-    if warning is not None:
-        say(f"warning  {warning}")
-    say(f"data     {source}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
-
-
-def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | None, data: str) -> Iterator[Record]:
     """Yield the records of one evaluated model.
 
     Args:
@@ -140,6 +60,10 @@ def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | No
         yield Record(subject=subject, metric=metric, value=task.value, unit=unit, where=where)
         if task.stderr is not None:
             yield Record(subject=subject, metric=f"{metric}.stderr", value=task.stderr, unit=unit, where=where)
+        per_token = f"{task.task}.token_perplexity"
+        for name, number in ((per_token, task.token_perplexity), (f"{per_token}.stderr", task.token_stderr)):
+            if number is not None:
+                yield Record(subject=subject, metric=name, value=number, where=task.label)
     for name, value in (("average", scores.tasks.average), ("average.stderr", scores.tasks.average_stderr)):
         if value is not None:
             yield Record(subject=subject, metric=f"accuracy.{name}", value=value, unit="share", where="tasks")

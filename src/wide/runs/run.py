@@ -10,7 +10,6 @@ from typing import Any
 
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
-from wide.data.tokenizer import load_tokenizer
 from wide.methods.apply import apply
 from wide.methods.catalogue import get
 from wide.methods.method import Target
@@ -18,7 +17,6 @@ from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.discovery import discover
-from wide.models.pretrained import device_name
 from wide.plan import Dense, LayerPlan, Plan
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER, require_matplotlib
@@ -26,10 +24,11 @@ from wide.report.page import write_report
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
 from wide.runs.folder import CONFIG, RunFolder
-from wide.runs.measuring import HeldOut, check_text, training_records
+from wide.runs.materials import Materials
+from wide.runs.measuring import training_records
 from wide.runs.process import is_main_process, num_processes, say
 from wide.runs.settings import GenerationOptions, PruneRequest, RunRequest, flags_named
-from wide.runs.sources import find_adapter, load_base, require_lora, training_blocks
+from wide.runs.sources import find_adapter, require_lora
 from wide.runs.text import continue_prompt
 from wide.training.checkpoint import has_checkpoint
 from wide.training.rehearsal import rehearsal
@@ -67,15 +66,24 @@ class Run:
     """
 
     def __init__(self, request: RunRequest, folder: RunFolder, *, command: Sequence[str]) -> None:
-        """Keep what was asked for; nothing is loaded yet."""
+        """Refuse what can be refused before a model is loaded."""
         self._request = request
         self._options = request.run
         self._folder = folder
         self._command = shlex.join(command)
         self._began = time.monotonic()
-        self._tokenizer: Any = None
-        self._held_out: HeldOut | None = None
         self._records = folder.new_records()
+        if request.recover is not None:
+            require_lora()
+            _check_batch("recover", request.recover)
+        if self._options.report:
+            require_matplotlib()
+        require_tracker(self._options.tracker)
+        left_out = require_tensorboard(self._options.tensorboard)
+        if left_out is not None:
+            say(left_out)
+        self._materials = Materials(request.run, request.scoring)
+        self._model = self._materials.model
 
     def prune(self, asked: PruneRequest) -> None:
         """Let the method decide or train, then train LoRA if asked, each compared with the dense model.
@@ -84,75 +92,61 @@ class Run:
             WideError: Whatever the method, the training or the evaluation refuses.
         """
         method, objective = get(asked.method), asked.objective
-        self._check_batches(*([asked.stage] if method.trains else []))
-        model = self._load_model()
         if asked.is_papers:
             decide, subject, adapted = self._train_routers, "stage 1", "stage 1+2"
-            target = f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}"
+            target = _in_words(objective)
             # A group size that does not fit must not wait for the text.
-            plan_for(asked.settings, discover(model))
+            plan_for(asked.settings, discover(self._model))
         else:
             decide, subject, adapted = self._decide, "pruned", "pruned + LoRA"
             target = f"{method.name}, {objective.sparsity:.0%} {_COUNTED[asked.match]}"
-        blocks = self._read_text(model, asked.stage)
-        later = None if asked.recover is None else self._blocks(asked.recover)
-        self._held_out = self._open_held_out()
+        if method.trains:
+            _check_batch("train", asked.stage)
+        blocks = self._materials.check_text(asked.stage)
+        later = None if asked.recover is None else self._materials.blocks(asked.recover)
         rehearsed = replace(asked, stage=replace(asked.stage, compile=False))
-        self._rehearse(model, lambda: decide(model, blocks, rehearsed, {}))
-        self._begin(model, target, objective.sparsity)
-        self._measure(model, "dense")
-        if later is not None and asked.dense_baseline:
-            self._adapt_dense(model, later)
-        if asked.scoring.untrained and self._held_out is not None and self._is_missing("untrained"):
-            self._measure_untrained(model, asked.settings, objective, blocks)
+        self._rehearse(lambda: decide(blocks, rehearsed, {}))
+        self._begin(target, objective.sparsity)
+        self._measure("dense")
+        self._adapt_dense(later)
+        if asked.scoring.untrained and self._is_due("untrained"):
+            self._measure_untrained(asked.settings, objective, blocks)
         doing = "training" if method.trains else "deciding"
         places = self._places(subject)
-        self._train(model, subject, lambda: decide(model, blocks, asked, places), doing=doing)
+        self._train(subject, lambda: decide(blocks, asked, places), doing=doing)
         if later is not None:
-            self._recover(model, later, adapted)
+            self._recover(later, adapted)
         self._finish()
 
     def recover(self, adapter: str, objective: ObjectiveConfig) -> None:
         """Train stage 2 on top of a saved adapter, compared with the dense model and with what it begins with."""
         assert self._request.recover is not None
-        self._check_batches()
-        model = self._load_model()
         # Attached once before texts are read and anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
-        load(model, find_adapter(adapter))
-        steers = attachment(model).plan.is_routed
-        detach(model)
-        blocks = self._read_text(model, self._request.recover)
-        self._held_out = self._open_held_out()
-        target = f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}" if steers else _UNSTEERED
-        self._begin(model, target, objective.sparsity)
-        self._measure(model, "dense")
-        if self._request.dense_baseline:
-            self._adapt_dense(model, blocks)
-        load(model, find_adapter(adapter))
-        self._measure(model, "stage 1")
-        self._recover(model, blocks, "stage 1+2", objective)
+        load(self._model, find_adapter(adapter))
+        steers = attachment(self._model).plan.is_routed
+        detach(self._model)
+        blocks = self._materials.check_text(self._request.recover)
+        self._begin(_in_words(objective) if steers else _UNSTEERED, objective.sparsity)
+        self._measure("dense")
+        self._adapt_dense(blocks)
+        load(self._model, find_adapter(adapter))
+        self._measure("stage 1")
+        self._recover(blocks, "stage 1+2", objective)
         self._finish()
 
-    def _train_routers(self, model: Any, blocks: TokenBlocks, asked: PruneRequest, places: Mapping[str, Any]) -> None:
+    def _train_routers(self, blocks: TokenBlocks, asked: PruneRequest, places: Mapping[str, Any]) -> None:
         """Carry out stage 1 of the paper."""
-        prune(
-            model,
-            blocks,
-            tokenizer=self._tokenizer,
-            config=asked.settings,
-            objective=asked.objective,
-            stage=asked.stage,
-            **places,
-        )
+        config, objective, stage = asked.settings, asked.objective, asked.stage
+        prune(self._model, blocks, config=config, objective=objective, stage=stage, **places)
 
-    def _decide(self, model: Any, blocks: TokenBlocks, asked: PruneRequest, places: Mapping[str, Any]) -> None:
+    def _decide(self, blocks: TokenBlocks, asked: PruneRequest, places: Mapping[str, Any]) -> None:
         """Let a method of the benchmark decide or train, or attach what it decided before."""
         if places and self._folder.resume and self._folder.adapter.is_dir():
-            load(model, self._folder.adapter)
+            load(self._model, self._folder.adapter)
             return
         apply(
-            model,
+            self._model,
             get(asked.method),
             blocks,
             Target(sparsity=asked.objective.sparsity, match=asked.match),
@@ -165,32 +159,22 @@ class Run:
         )
         if places:
             # At once: what took hours to decide must not wait for the evaluation.
-            save(model, self._folder.adapter)
+            save(self._model, self._folder.adapter)
 
-    def _recover(self, model: Any, blocks: TokenBlocks, subject: str, objective: ObjectiveConfig | None = None) -> None:
+    def _recover(self, blocks: TokenBlocks, subject: str, objective: ObjectiveConfig | None = None) -> None:
         """Train LoRA; without an objective, toward that of stage 1."""
-        self._train(
-            model,
-            subject,
-            lambda: recover(
-                model,
-                blocks,
-                tokenizer=self._tokenizer,
-                objective=objective,
-                stage=self._request.recover,
-                **self._places(subject),
-            ),
-        )
+        stage, places = self._request.recover, self._places(subject)
+        self._train(subject, lambda: recover(self._model, blocks, objective=objective, stage=stage, **places))
 
-    def _adapt_dense(self, model: Any, blocks: TokenBlocks) -> None:
-        """Train and measure the same LoRA on the dense model, and take it off again."""
-        if self._held_out is None or not self._is_missing(_DENSE_ADAPTED):
+    def _adapt_dense(self, blocks: TokenBlocks | None) -> None:
+        """Train and measure the same LoRA on the dense model, if that was asked for, and take it off again."""
+        if blocks is None or not self._request.dense_baseline or not self._is_due(_DENSE_ADAPTED):
             return
-        attach(model, Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in discover(model))))
+        attach(self._model, Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in discover(self._model))))
         try:
-            self._recover(model, blocks, _DENSE_ADAPTED)
+            self._recover(blocks, _DENSE_ADAPTED)
         finally:
-            detach(model)
+            detach(self._model)
 
     def _places(self, subject: str) -> dict[str, Any]:
         """Return where the training of a subject writes, and whether it goes on with what lies there."""
@@ -206,56 +190,16 @@ class Run:
             "tracker": self._options.tracker,
         }
 
-    def _check_batches(self, *stages: StageConfig) -> None:
-        # Seen here rather than by the trainer, which comes after the dense model has been measured.
-        groups = [("train", stage) for stage in stages]
-        if self._request.recover is not None:
-            require_lora()
-            groups.append(("recover", self._request.recover))
-        for group, stage in groups:
-            with flags_named(group, of=asdict(stage)):
-                micro_batch_size(stage, num_processes())
-
-    def _rehearse(self, model: Any, deciding: Callable[[], Any]) -> None:
+    def _rehearse(self, deciding: Callable[[], Any]) -> None:
         # What is refused must neither occupy the output folder nor wait until the dense model has been measured.
         if self._folder.resume:
             return
-        with rehearsal(model):
+        with rehearsal(self._model):
             deciding()
-        if is_attached(model):
-            detach(model)
+        self._materials.take_off()
 
-    def _load_model(self) -> Any:
-        if self._options.report:
-            require_matplotlib()
-        require_tracker(self._options.tracker)
-        left_out = require_tensorboard(self._options.tensorboard)
-        if left_out is not None:
-            say(left_out)
-        say(f"model    {self._options.model}")
-        self._tokenizer = load_tokenizer(self._options.model)
-        return load_base(self._options)
-
-    def _read_text(self, model: Any, stage: StageConfig) -> TokenBlocks:
-        blocks = self._blocks(stage)
-        check_text(blocks, model, self._options.data)
-        return blocks
-
-    def _blocks(self, stage: StageConfig) -> TokenBlocks:
-        return training_blocks(
-            self._options,
-            self._request.scoring,
-            self._tokenizer,
-            sequence_length=stage.sequence_length,
-            seed=stage.seed,
-        )
-
-    def _open_held_out(self) -> HeldOut | None:
-        scoring = self._request.scoring
-        return None if scoring.tokens == 0 else HeldOut(self._options, scoring, self._tokenizer)
-
-    def _begin(self, model: Any, target: str, sparsity: float) -> None:
-        self._records.device = device_name(model)
+    def _begin(self, target: str, sparsity: float) -> None:
+        self._records.device = self._materials.device
         self._folder.claim()
         if is_main_process():
             self._records.append(self._run_records(target, sparsity))
@@ -266,36 +210,34 @@ class Run:
             "model": self._options.model,
             "data": self._options.data,
             "target": target,
-            "held-out text": "" if self._held_out is None else self._held_out.name,
+            "held-out text": self._materials.held_out[1],
             "command": self._command,
         }
         for name, value in facts.items():
             yield Record(subject="run", metric=name, value=value, unit="text")
         yield Record(subject="run", metric="target.sparsity", value=sparsity, unit="share")
 
-    def _measure_untrained(
-        self, model: Any, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks
-    ) -> None:
+    def _measure_untrained(self, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks) -> None:
         if not is_main_process():
             return
         # What stage 1 begins with may have read text already; untrained routers have not.
-        attach(model, replace(config, ffn_grouping="adjacent", router_start="random"))
+        attach(self._model, replace(config, ffn_grouping="adjacent", router_start="random"))
         try:
             target = objective.sparsity
             calibrate_dial(
-                model,
+                self._model,
                 blocks.in_order(self._request.scoring.batch_size, max_blocks=_DIAL_BLOCKS),
                 measure="linear_flops" if objective.target == "linear_flops" else "mean",
                 include_fixed=objective.include_fixed,
                 # Neighbours on both sides, so that the target lies inside the dial.
                 sparsities=[point for point in (target / 2, target, (1 + target) / 2) if point > 0],
             )
-            set_sparsity(model, target)
-            self._measure(model, "untrained")
+            set_sparsity(self._model, target)
+            self._measure("untrained")
         finally:
-            detach(model)
+            detach(self._model)
 
-    def _train(self, model: Any, subject: str, stage: Callable[[], Any], *, doing: str = "training") -> None:
+    def _train(self, subject: str, stage: Callable[[], Any], *, doing: str = "training") -> None:
         say(f"\n{subject}: {doing}")
         key, name = _STAGES[subject]
         stage_folder = self._folder.path / name
@@ -310,41 +252,45 @@ class Run:
             raise KeyboardInterrupt(f"{subject} {str(interrupt) or 'stopped'}; {what}") from interrupt
         if not is_main_process():
             return
-        self._records.append(training_records(subject, attachment(model).provenance[key], stage_folder))
-        self._measure(model, subject)
+        self._records.append(training_records(subject, attachment(self._model).provenance[key], stage_folder))
+        self._measure(subject)
         if subject != _DENSE_ADAPTED:
-            save(model, self._folder.adapter)
+            save(self._model, self._folder.adapter)
 
-    def _measure(self, model: Any, subject: str) -> None:
-        if self._held_out is None or not is_main_process() or not self._is_missing(subject):
+    def _measure(self, subject: str) -> None:
+        if not is_main_process() or not self._is_due(subject):
             return
-        if subject != "untrained" and is_attached(model) and attachment(model).routers():
+        is_untrained = subject == "untrained"
+        if not is_untrained and is_attached(self._model) and attachment(self._model).routers():
             # Before the perplexity, whose record says that a subject is done.
-            self._held_out.measure_routing(model, subject, self._records)
-        report = self._held_out.measure(model, subject, self._records)
+            self._materials.measure_routing(subject, self._records)
+        report = self._materials.measure(subject, self._records)
         assert report.model.perplexity is not None
-        if report.sparsity is not None and subject != "untrained":
+        if report.sparsity is not None and not is_untrained:
             # Beside the adapter stays what it was worth.
-            attachment(model).provenance["held_out"] = {
-                "data": self._held_out.name,
+            attachment(self._model).provenance["held_out"] = {
+                "data": self._materials.held_out[1],
                 "token_perplexity": report.model.perplexity.to_json(),
                 "sparsity": report.sparsity.to_json(),
             }
         sparsity = "" if report.sparsity is None else f", skipped {report.sparsity.mean:.1%}"
         say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
-        self._write_sample(model, subject)
+        if self._request.sample.prompt and not is_untrained:
+            self._write_sample(subject)
+
+    def _is_due(self, subject: str) -> bool:
+        """Return whether a subject is to be measured, and was not yet."""
+        return self._materials.held_out[0] is not None and self._is_missing(subject)
 
     def _is_missing(self, subject: str) -> bool:
-        """Return whether a subject is still to be measured, which a resumed run may have done already."""
+        """Return whether no measurement of a subject is there, which a resumed run may have from before."""
         file = self._records.path
         return not file.is_file() or Selection(*read_records(file)).record(subject, "token_perplexity") is None
 
-    def _write_sample(self, model: Any, subject: str) -> None:
+    def _write_sample(self, subject: str) -> None:
         wanted = self._request.sample
-        if not wanted.prompt or subject == "untrained":
-            return
         how = GenerationOptions(max_new_tokens=wanted.tokens, temperature=0.8, top_p=0.9)
-        text, _, _ = continue_prompt(model, self._tokenizer, wanted.prompt, how)
+        text, _, _ = continue_prompt(self._model, self._materials.tokenizer, wanted.prompt, how)
         self._records.append([Record(subject=subject, metric="sample", value=wanted.prompt + text, unit="text")])
 
     def _finish(self) -> None:
@@ -357,7 +303,7 @@ class Run:
             paths.append(self._folder.path / _BOARD)
         run = Selection(*read_records(self._records.path))
         say()
-        if self._held_out is not None:
+        if self._materials.held_out[0] is not None:
             say(summary_table(run).to_text())
             say("\n".join(["", *layer_lines(run), *self._sample_lines(run)]))
         say(f"\nfinished in {time.monotonic() - self._began:.0f} s; written:")
@@ -367,3 +313,13 @@ class Run:
     def _sample_lines(self, run: Selection) -> list[str]:
         text = run.text(run.subjects()[-1], "sample")
         return ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())] if text else []
+
+
+def _in_words(objective: ObjectiveConfig) -> str:
+    return f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}"
+
+
+def _check_batch(group: str, stage: StageConfig) -> None:
+    # Seen here rather than by the trainer, which comes after the dense model has been measured.
+    with flags_named(group, of=asdict(stage)):
+        micro_batch_size(stage, num_processes())

@@ -199,6 +199,8 @@ class GenerationOptions:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.temperature < 0:
             raise ConfigError(f"temperature must not be negative, got {self.temperature}; 0 takes the likeliest token")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must lie in [0, 2**63), got {self.seed}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from wide.config import StageConfig
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
@@ -81,9 +82,7 @@ def require_lora() -> None:
         raise MissingExtraError("stage 2 needs PEFT: pip install 'wide[lora]', or leave it out with --recover.steps 0")
 
 
-def training_blocks(
-    options: RunOptions, held_out: EvalOptions, tokenizer: Any, *, sequence_length: int, seed: int
-) -> TokenBlocks:
+def training_blocks(options: RunOptions, held_out: EvalOptions, tokenizer: Any, stage: StageConfig) -> TokenBlocks:
     """Return the packed training text, without the documents that are held out of it for the evaluation.
 
     Raises:
@@ -94,12 +93,12 @@ def training_blocks(
         return load_blocks(
             options.data,
             tokenizer,
-            sequence_length=sequence_length,
+            sequence_length=stage.sequence_length,
             split="train" if holds_out else None,
             text_field=options.text_field,
             max_documents=options.max_documents,
             cache=None if options.cache is None else Path(options.cache).expanduser(),
-            seed=seed,
+            seed=stage.seed,
         )
     except EmptySplitError as error:
         raise DataError(f"no text to train on beside the held-out text: {error}. {_WITHOUT_HELD_OUT}") from error

@@ -1,0 +1,128 @@
+"""What a run works on: one base model, its tokenizer, the text that is trained on and the text that is scored."""
+
+import gc
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from wide.config import StageConfig
+from wide.data.batches import TokenBlocks
+from wide.data.documents import Document
+from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
+from wide.evaluation.evaluate import evaluate
+from wide.evaluation.report import EvaluationReport
+from wide.evaluation.routing_behaviour import routing_behaviour
+from wide.evaluation.routing_records import behaviour_records
+from wide.models.attach import detach, is_attached
+from wide.models.pretrained import device_name
+from wide.records import RecordFile
+from wide.runs.measuring import evaluation_records
+from wide.runs.process import say
+from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
+from wide.runs.sources import held_out_documents, load_base, training_blocks
+
+_ROUTING_TOKENS = 8192
+
+
+class Materials:
+    """Model and texts of a run, each loaded when it is first asked for.
+
+    Args:
+        run: Which model and text.
+        scoring: How much of the held-out text is scored, and how; with 0 tokens there is none.
+        tasks: Tasks of lm-evaluation-harness that are scored beside the text.
+    """
+
+    def __init__(self, run: RunOptions, scoring: EvalOptions, tasks: ScoredTasks | None = None) -> None:
+        """Load the tokenizer; nothing else yet."""
+        self._run = run
+        self._scoring = scoring
+        self._tasks = tasks or ScoredTasks()
+        self._packed: tuple[tuple[int, int], TokenBlocks] | None = None
+        say(f"model    {run.model}")
+        self.tokenizer = load_tokenizer(run.model)
+
+    @cached_property
+    def model(self) -> Any:
+        """The base model, with whatever the run has attached to it."""
+        return load_base(self._run)
+
+    @cached_property
+    def device(self) -> str:
+        """What the model runs on, in words."""
+        return device_name(self.model)
+
+    @cached_property
+    def held_out(self) -> tuple[list[Document] | None, str]:
+        """The held-out documents and what to call them; None and '' where no text is scored."""
+        if self._scoring.tokens == 0:
+            return None, ""
+        documents, name = held_out_documents(self._run.data, self._scoring, text_field=self._run.text_field)
+        say(f"held out {name}: {len(documents)} documents")
+        return documents, name
+
+    def take_off(self) -> None:
+        """Make the model bare again, if it was loaded."""
+        if "model" in self.__dict__ and is_attached(self.model):
+            detach(self.model)
+
+    def forget_model(self) -> None:
+        """Let the model be loaded anew, because nobody knows its state after an error."""
+        self.__dict__.pop("model", None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def blocks(self, stage: StageConfig) -> TokenBlocks:
+        """Return the text packed for a stage; the last packing is kept.
+
+        Raises:
+            DataError: If there is too little text.
+        """
+        key = stage.sequence_length, stage.seed
+        if self._packed is None or self._packed[0] != key:
+            self._packed = key, training_blocks(self._run, self._scoring, self.tokenizer, stage)
+        return self._packed[1]
+
+    def check_text(self, stage: StageConfig) -> TokenBlocks:
+        """Say which text is trained on, read the held-out text, and return the packed one.
+
+        Raises:
+            DataError: If ids of the text are beyond the model's vocabulary, or there is no held-out text.
+        """
+        blocks = self.blocks(stage)
+        check_vocabulary(blocks.largest_id, self.model)
+        warning = length_warning(blocks.sequence_length, self.model)
+        if warning is not None:
+            say(f"warning  {warning}")
+        say(f"data     {self._run.data}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
+        _ = self.held_out
+        return blocks
+
+    def measure(self, subject: str, records: RecordFile) -> EvaluationReport:
+        """Score the model as it is now, write the records under `subject`, and return what was found."""
+        documents, name = self.held_out
+        report = evaluate(
+            self.model,
+            documents,
+            tokenizer=self.tokenizer,
+            compare_dense=False,
+            **self._scoring.protocol,
+            **self._tasks.protocol,
+        )
+        records.append(evaluation_records(subject, report.model, report.sparsity, name))
+        return report
+
+    def measure_routing(self, subject: str, records: RecordFile) -> None:
+        """Write the records of how the attached model routes the beginning of the held-out text."""
+        documents, name = self.held_out
+        found = routing_behaviour(
+            self.model,
+            [document.text for document in documents or []],
+            tokenizer=self.tokenizer,
+            sequence_length=self._scoring.window,
+            batch_size=self._scoring.batch_size,
+            max_blocks=max(1, _ROUTING_TOKENS // self._scoring.window),
+        )
+        records.append(behaviour_records(subject, found, name))
