@@ -146,4 +146,4 @@ def run(given: Sequence[str]) -> None:
         defaults=flags.defaults(),
     )
     with stoppable(folder.kept):
-        Run(asked, folder, command=["wide", "prune", *given]).prune(asked)
+        Run(asked, folder, command=["wide", "prune", *given]).prune()

@@ -113,9 +113,7 @@ class GridOptions:
         """The seeds."""
         numbers = [_number(word, "seeds") for word in _words(self.seeds)]
         if not all(number.is_integer() and 0 <= number < 2**63 for number in numbers):
-            raise UsageError(
-                f"seeds must be whole numbers in [0, 2**63) separated by commas, got {self.seeds!r}"
-            )
+            raise UsageError(f"seeds must be whole numbers in [0, 2**63) separated by commas, got {self.seeds!r}")
         return [int(number) for number in numbers]
 
     @property

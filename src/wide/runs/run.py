@@ -66,13 +66,15 @@ class Run:
     """
 
     def __init__(self, request: RunRequest, folder: RunFolder, *, command: Sequence[str]) -> None:
-        """Refuse what can be refused before a model is loaded."""
+        """Refuse what can be refused without a model, then load it."""
         self._request = request
         self._options = request.run
         self._folder = folder
         self._command = shlex.join(command)
         self._began = time.monotonic()
         self._records = folder.new_records()
+        if isinstance(request, PruneRequest) and get(request.method).trains:
+            _check_batch("train", request.stage)
         if request.recover is not None:
             require_lora()
             _check_batch("recover", request.recover)
@@ -85,12 +87,14 @@ class Run:
         self._materials = Materials(request.run, request.scoring)
         self._model = self._materials.model
 
-    def prune(self, asked: PruneRequest) -> None:
+    def prune(self) -> None:
         """Let the method decide or train, then train LoRA if asked, each compared with the dense model.
 
         Raises:
             WideError: Whatever the method, the training or the evaluation refuses.
         """
+        asked = self._request
+        assert isinstance(asked, PruneRequest)
         method, objective = get(asked.method), asked.objective
         if asked.is_papers:
             decide, subject, adapted = self._train_routers, "stage 1", "stage 1+2"
@@ -100,8 +104,6 @@ class Run:
         else:
             decide, subject, adapted = self._decide, "pruned", "pruned + LoRA"
             target = f"{method.name}, {objective.sparsity:.0%} {_COUNTED[asked.match]}"
-        if method.trains:
-            _check_batch("train", asked.stage)
         blocks = self._materials.check_text(asked.stage)
         later = None if asked.recover is None else self._materials.blocks(asked.recover)
         rehearsed = replace(asked, stage=replace(asked.stage, compile=False))
