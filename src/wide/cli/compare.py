@@ -1,18 +1,18 @@
 """`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
-from wide.cli.method_flags import add_method_flags, settings_of, typed_settings
-from wide.comparison.grid import DENSE, OBJECTIVE, VARIANT_KEYS, Budget, CompareRequest, GridOptions, settings_of_rows
+from wide.cli.method_flags import add_method_flags
+from wide.comparison.grid import DENSE, OBJECTIVE, Budget, CompareRequest, GridOptions, settings_of_rows
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
-from wide.errors import ConfigError, UsageError
-from wide.methods.catalogue import names
+from wide.errors import UsageError
+from wide.methods.catalogue import get, names
 from wide.runs.process import num_processes, say
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks
 
@@ -55,30 +55,18 @@ def request(values: dict[str, Any]) -> CompareRequest:
         ConfigError: If a value is out of its range.
     """
     grid, lora = build(GridOptions, values), build(LoraOptions, values, group="recover")
-    own = {name: settings_of(name, values) for name in grid.methods_needed}
+    own = {name: build(get(name).settings, values, group=name) for name in grid.methods_needed}
     return CompareRequest(
         run=build(RunOptions, values),
         grid=grid,
         budget=build(Budget, values),
-        settings=settings_of_rows(_typed(grid), own),
+        settings=settings_of_rows(grid, own),
         objective=build(ObjectiveConfig, values, group="objective"),
         stage=build(StageConfig, values, group="train"),
         recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
         scoring=build(EvalOptions, values, group="eval"),
         tasks=build(ScoredTasks, values, group="eval"),
     )
-
-
-def _typed(grid: GridOptions) -> GridOptions:
-    """Return a grid whose variants have values of the right types, which YAML leaves open."""
-    variants = {}
-    for name, entry in (grid.variants or {}).items():
-        own = {key: entry[key] for key in VARIANT_KEYS if key in entry}
-        try:
-            variants[name] = own | typed_settings(entry["method"], grid.changes_of(name))
-        except ConfigError as error:
-            raise type(error)(f"variants: {name}: {error}") from error
-    return replace(grid, variants=variants)
 
 
 def run(given: Sequence[str]) -> None:
@@ -108,8 +96,9 @@ def run(given: Sequence[str]) -> None:
         )
     if asked.grid.shard is not None and values["overwrite"]:
         raise UsageError("--overwrite would delete the cells of the other processes; remove the folder instead")
-    if asked.grid.unused_variants:
-        say(f"warning  variants that --methods does not name are left out: {', '.join(asked.grid.unused_variants)}")
+    unused = [name for name in asked.grid.variants or {} if name not in asked.grid.method_names]
+    if unused:
+        say(f"warning  variants that --methods does not name are left out: {', '.join(unused)}")
     # Nothing heavier than the schema is imported until the command line is known to be right.
     from wide.comparison.run import ComparisonRun
     from wide.runs.folder import RunFolder

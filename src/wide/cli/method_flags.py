@@ -1,10 +1,8 @@
 """The settings of methods as flags, for every command that runs methods."""
 
-import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.methods.catalogue import get, names
 
 
@@ -27,32 +25,3 @@ def add_method_flags(
         if name not in methods:
             reason = f"is a flag of method {name}, and the command runs {asked_by}"
             flags.refuse([name], reason, even_known=name in only_in_files)
-
-
-def settings_of(method: str, values: Mapping[str, Any], **changes: Any) -> Any:
-    """Return the settings of a method from parsed values.
-
-    Args:
-        method: Its name.
-        values: All values, groups as nested dictionaries.
-        changes: Values that win.
-
-    Raises:
-        ConfigError: If a value is out of its range.
-    """
-    return build(get(method).settings, values, group=method, **changes)
-
-
-def typed_settings(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a method as they are read from YAML, checked and converted as flags are.
-
-    Raises:
-        UsageError: If a value has a wrong type.
-    """
-    flags = Arguments("compare", "The settings of a variant.")
-    flags.add_fields(get(method).settings, prefix=method, only=tuple(changes) or ("",))
-    words = [
-        f"--{method}.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()
-    ]
-    found: dict[str, Any] = flags.parse(words).get(method.replace("-", "_"), {})
-    return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
-from wide.cli.method_flags import add_method_flags, settings_of
+from wide.cli.method_flags import add_method_flags
 from wide.comparison.grid import OBJECTIVE
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
@@ -114,7 +114,7 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
 
 def _settings(values: Mapping[str, Any], objective: ObjectiveConfig) -> Any:
     if values["method"] != _DEFAULT:
-        return settings_of(values["method"], values)
+        return build(get(values["method"]).settings, values, group=values["method"])
     if values["match"] == "nominal":
         return build(WideConfig, values)
     if objective.target == "linear_flops" or objective.include_fixed or values["eval"]["untrained"]:

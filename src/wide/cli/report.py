@@ -12,8 +12,6 @@ from wide.runs.process import say
 if TYPE_CHECKING:
     from wide.report.comparison import Comparison
 
-_NO_ROWS = "--rows chooses rows of comparisons; these folders hold runs and benches"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageOptions:
@@ -82,7 +80,7 @@ def run(given: Sequence[str]) -> None:
         _draw_merged(folders, Path(page.output), page.row_names)
         return
     if page.rows:
-        raise UsageError(_NO_ROWS)
+        raise UsageError("--rows chooses rows of comparisons; these folders hold runs and benches")
     from wide.report.folders import write_evidence
 
     drawn, notes = write_evidence(folders, Path(page.output))

@@ -109,7 +109,7 @@ def compare(
         keep_adapters=keep_adapters,
     )
     given = settings or {}
-    own = {name: method_settings(name, given.get(name, {})) for name in {*given, *grid.methods_needed}}
+    own = {name: method_settings(name, given.get(name, {}), "settings") for name in {*given, *grid.methods_needed}}
     request = CompareRequest(
         run=RunOptions(model=str(model), data=str(data), output=str(output), dtype=dtype, device=device),
         grid=grid,

@@ -4,7 +4,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError, UsageError
@@ -97,11 +99,6 @@ class GridOptions:
         """Return what the sparsity of a row counts."""
         own: Match = (self.variants or {}).get(name, {}).get("match", self.match)
         return own
-
-    @property
-    def unused_variants(self) -> list[str]:
-        """The variants that `methods` does not name, which therefore have no rows."""
-        return [name for name in self.variants or {} if name not in self.method_names]
 
     @property
     def sparsity_values(self) -> list[float]:
@@ -265,15 +262,31 @@ def check_variants(variants: Mapping[str, Any]) -> None:
         _check_settings(entry["method"], set(entry) - set(VARIANT_KEYS), where)
 
 
-def method_settings(method: str, changes: Mapping[str, Any]) -> Any:
-    """Return the settings of a method, the original's but for some.
+def method_settings(method: str, changes: Mapping[str, Any], where: str, settings: Any = None) -> Any:
+    """Return the settings of a method with some of them changed, whose types are checked and converted as flags are.
+
+    Args:
+        method: Its name.
+        changes: Values by setting, as YAML or Python have them.
+        where: Where they stand, for messages.
+        settings: What is changed; None means the original's.
 
     Raises:
-        UsageError: If there is no such method or setting.
+        UsageError: If there is no such method or setting, or a value has a wrong type.
         ConfigError: If a value is out of its range.
     """
-    _check_settings(method, changes, "settings")
-    return get(method).settings(**changes)
+    _check_settings(method, changes, where)
+    cls = get(method).settings
+    parser, hints = ArgumentParser(exit_on_error=False), get_type_hints(cls)
+    for key in changes:
+        parser.add_argument(f"--{key}", type=hints[key])
+    try:
+        typed = parser.parse_object(dict(changes)).as_dict()
+        return replace(cls() if settings is None else settings, **typed)
+    except ArgumentError as error:
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _check_settings(method: str, changes: Collection[str], where: str) -> None:
@@ -296,15 +309,13 @@ def settings_of_rows(grid: GridOptions, settings: Mapping[str, Any]) -> dict[str
         settings: Of every method that the rows need, by name.
 
     Raises:
-        ConfigError: If a variant's value is out of its range.
+        ConfigError: If a variant's value has a wrong type or is out of its range.
     """
-    rows = {}
-    for name in (DENSE, *grid.method_names):
-        try:
-            rows[name] = replace(settings[grid.method_of(name)], **grid.changes_of(name))
-        except ConfigError as error:
-            raise type(error)(f"variants: {name}: {error}") from error
-    return rows
+    methods = {name: grid.method_of(name) for name in (DENSE, *grid.method_names)}
+    return {
+        name: method_settings(method, grid.changes_of(name), f"variants: {name}", settings[method])
+        for name, method in methods.items()
+    }
 
 
 def _words(text: float | str) -> list[str]:
