@@ -15,7 +15,7 @@ from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
-from wide.records import Cell, Record, RecordFile, Subject, read_records
+from wide.records import Cell, Record, RecordFile, read_records
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
 from wide.runs.folder import ADAPTER, CELLS, RECORDS, RunFolder

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from wide.comparison.cell import CellRunner
 from wide.comparison.grid import NEXT, CompareRequest

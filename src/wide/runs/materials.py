@@ -16,7 +16,7 @@ from wide.evaluation.routing_behaviour import routing_behaviour
 from wide.evaluation.routing_records import behaviour_records
 from wide.models.attach import detach, is_attached
 from wide.models.pretrained import device_name
-from wide.records import RecordFile
+from wide.records import RecordFile, Subject
 from wide.runs.measuring import evaluation_records
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
@@ -100,7 +100,7 @@ class Materials:
         _ = self.held_out
         return blocks
 
-    def measure(self, subject: str, records: RecordFile) -> EvaluationReport:
+    def measure(self, subject: Subject, records: RecordFile) -> EvaluationReport:
         """Score the model as it is now, write the records under `subject`, and return what was found."""
         documents, name = self.held_out
         report = evaluate(

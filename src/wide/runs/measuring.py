@@ -33,6 +33,7 @@ _SUMMARY = {
 }
 
 
+def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | None, data: str) -> Iterator[Record]:
     """Yield the records of one evaluated model.
 
     Args:
