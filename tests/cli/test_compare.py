@@ -10,7 +10,7 @@ import wide
 from wide.cli.main import main
 from wide.comparison import cell as cell_runner
 from wide.errors import ConfigError
-from wide.records import read_records
+from wide.records import Cell, Stage, read_records
 from wide.report.selection import Selection
 
 SHORT = [
@@ -117,7 +117,7 @@ def test_python_refuses_what_is_no_comparison(changes, words, tmp_path):
 def test_how_routers_were_trained_is_recorded(finished):
     records = read_records(finished / "compare.jsonl")[0]
     training = {record.subject: record.value for record in records if record.metric == "training"}
-    assert list(training) == [f"wide/0.5/{seed}/calibrated" for seed in (1, 2)]
+    assert list(training) == [Stage(Cell("wide", 0.5, seed), False) for seed in (1, 2)]
     assert list(training.values()) == [{"steps": 2, "batch_size": 2, "sequence_length": 32}] * 2
 
 
@@ -128,9 +128,9 @@ def test_what_is_not_by_default_in_training_is_recorded(everyday, tmp_path):
     run = Selection(*read_records(tmp_path / "run/compare.jsonl"))
     shared = {"learning_rate": 0.005, "smoothing": 0.02, "target": "linear_flops"}
     shared |= {"steps": 2, "batch_size": 2, "sequence_length": 32}
-    assert run.content("wide/0.5/17/calibrated", "training") == shared
+    assert run.content(Stage(Cell("wide", 0.5, 17), False), "training") == shared
     # What a method's own settings change of the stage is what was trained.
-    own = run.content("skipgpt-original/0.5/17/calibrated", "training")
+    own = run.content(Stage(Cell("skipgpt-original", 0.5, 17), False), "training")
     assert own == shared | {"temperature_end": 1.0}
 
 
@@ -138,7 +138,9 @@ def test_a_cell_does_not_depend_on_those_before_it(finished, everyday, tmp_path)
     assert main([*everyday, "--output", str(tmp_path / "run"), "--seeds=2", "--methods=wide"]) == 0
     name = "cells/wide-0.5-seed2"
     alone, among_others = (
-        Selection(*read_records(folder / name / "records.jsonl")).number("wide/0.5/2/calibrated", "token_perplexity")
+        Selection(*read_records(folder / name / "records.jsonl")).number(
+            Stage(Cell("wide", 0.5, 2), False), "token_perplexity"
+        )
         for folder in (tmp_path / "run", finished)
     )
     assert alone == among_others

@@ -18,7 +18,7 @@ from wide.comparison.grid import GridOptions
 from wide.comparison.sharing import free_cells, held
 from wide.errors import ConfigError
 from wide.models.attach import attachment
-from wide.records import Cell, Record, RecordFile, read_records
+from wide.records import Cell, Record, RecordFile, Stage, read_records
 from wide.report.selection import Selection
 from wide.runs.folder import RunFolder
 from wide.runs.process import stoppable
@@ -159,16 +159,18 @@ def test_what_failed_is_tried_again_by_the_next_run_only(everyday, tmp_path, mon
 
     def fail_elsewhere(self):
         claim(self)
-        records.append([Record(subject="wide/0.5/17/calibrated", metric="status", value="no luck elsewhere")])
+        records.append(
+            [Record(subject=Stage(Cell("wide", 0.5, 17), False), metric="status", value="no luck elsewhere")]
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "claim", fail_elsewhere)
         assert main(given) == 0
-    assert status(tmp_path / "run", "wide/0.5/17/calibrated") == "no luck elsewhere"
+    assert status(tmp_path / "run", Stage(Cell("wide", 0.5, 17), False)) == "no luck elsewhere"
     # As if this had been long before the next run, and not within the same second.
     records.path.write_text(records.path.read_text().replace('"time": "2', '"time": "1'))
     assert main(given) == 0
-    assert status(tmp_path / "run", "wide/0.5/17/calibrated") == "finished"
+    assert status(tmp_path / "run", Stage(Cell("wide", 0.5, 17), False)) == "finished"
 
 
 @pytest.mark.parametrize(("stage", "folder"), [("stage 1", "training"), ("stage 1+2", "recovered")])
@@ -195,7 +197,7 @@ def test_sigterm_in_training_keeps_a_checkpoint_and_the_same_command_goes_on(
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
     assert main(given) == 0
     assert steps == [0, 1, 2, 3]
-    assert all(status(tmp_path / "run", f"wide/0.5/17/{stage}") == "finished" for stage in ("calibrated", "recovered"))
+    assert all(status(tmp_path / "run", Stage(Cell("wide", 0.5, 17), done)) == "finished" for done in (False, True))
 
 
 def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path, monkeypatch, capsys):
@@ -203,7 +205,7 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
     real, real_apply, decided = cell_runner.Materials.measure, cell_runner.apply, []
 
     def measure(self, subject, records):
-        if subject == "wanda/0.5/17/calibrated":
+        if subject == Stage(Cell("wanda", 0.5, 17), False):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, subject, records)
 
@@ -222,7 +224,7 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
     assert main(given) == 0
     assert decided == ["dense", "wanda"]
     assert "wanda 0.5 seed 17: finished before" not in capsys.readouterr().out
-    assert status(tmp_path / "run", "wanda/0.5/17/recovered") == "finished"
+    assert status(tmp_path / "run", Stage(Cell("wanda", 0.5, 17), True)) == "finished"
 
 
 def test_sigterm_outside_the_main_thread_is_left_alone():
