@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from wide.cli import tune as command
 from wide.config import WideConfig
-from wide.errors import ConfigError, NotAttachedError
+from wide.errors import ConfigError, NotAttachedError, UnsupportedBackendError
 from wide.inference import measured
 from wide.inference.measured import measured_table, unmeasured
 from wide.inference.operator_table import OPERATORS
@@ -161,6 +161,10 @@ def test_an_attached_model_is_tuned_for_itself_and_stays_as_it_is(on_the_host, m
     with pytest.raises(NotAttachedError):
         tune_model(model)
     attach(model, WideConfig(ffn_group_size=64))
+    monkeypatch.setattr(tune, "triton_obstacle", lambda device: "no CUDA device")
+    with pytest.raises(UnsupportedBackendError, match="this model lies on cpu: no CUDA device"):
+        tune_model(model)
+    monkeypatch.setattr(tune, "triton_obstacle", lambda device: None)
     monkeypatch.setattr(race, "time_interleaved", clock(30.0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = tune_model(model, rows=ROWS)

@@ -90,7 +90,6 @@ def run(given: Sequence[str]) -> None:
     from wide.kernels.tuning import TuningTable
 
     table = TuningTable(None if options.out is None else Path(options.out))
-    torch.manual_seed(17)
     attention, ffn = options.shares
     tuned = tune_layers(
         layers(options),

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UnsupportedBackendError
 from wide.inference.layer_sizes import layer_sizes
 from wide.inference.measured import ONE_SORT, LayerSizes
 from wide.inference.operator_table import OperatorName
@@ -19,6 +20,7 @@ from wide.inference.tuning.products import few_rows_race, grouped, input_groups_
 from wide.inference.tuning.race import Race, Record, measure
 from wide.inference.tuning.tiles import gemv_tiles, k_tiles, mn_tiles, prefill_tiles
 from wide.kernels.contract import Case
+from wide.kernels.device import triton_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key
 from wide.models.attach import attachment
@@ -112,12 +114,17 @@ def tune_model(
 
     Raises:
         NotAttachedError: If the model has no routers.
+        UnsupportedBackendError: If the kernels cannot run where it lies, with the reason.
         ConfigError: If no tokens skip anything under its plan, or the table is damaged.
     """
     state = attachment(model)
+    device = next(model.parameters()).device
+    obstacle = triton_obstacle(device)
+    if obstacle is not None:
+        raise UnsupportedBackendError(f"kernels are timed on a CUDA GPU, and this model lies on {device}: {obstacle}")
     return tune_layers(
         tuned_layers(state.specs, state.plan),
-        device=next(model.parameters()).device,
+        device=device,
         rows=rows,
         executed=executed,
         quick=quick,
@@ -187,26 +194,45 @@ def tune_layers(
     ]
     choices: dict[str, Choice] = {}
     left_out = []
-    for place, (name, make) in enumerate(shapes, 1):
-        if time.monotonic() > until:
-            left_out.append(name)
-            continue
-        # Kernels and libraries that do not take a shape have errors of their own kinds.
-        try:
-            records = measure(make(), rounds=_QUICK_ROUNDS if quick else _ROUNDS, until=until)
-        except Exception as error:
-            verdict = f"not measured, stays dense ({type(error).__name__}: {str(error)[:160]})"
-        else:
-            found = {tuning_key(named, device, case): choice for named, case, choice in fastest(records).values()}
+    with _alone(device):
+        for place, (name, make) in enumerate(shapes, 1):
+            if time.monotonic() > until:
+                left_out.append(name)
+                continue
+            found, verdict = _measured(make, device, rounds=_QUICK_ROUNDS if quick else _ROUNDS, until=until)
             kept.store_all(found)
             choices |= found
-            verdict = _verdict(list(found.values()), records)
+            if progress is not None:
+                spent = time.monotonic() - began
+                progress(Progress(done=place, total=len(shapes), name=name, verdict=verdict, seconds=spent))
+    return Tuned(choices=choices, left_out=tuple(left_out))
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one, and give random numbers back to the caller as they were."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.random.fork_rng([device]):
+        torch.manual_seed(17)
+        yield
+
+
+def _measured(
+    make: Callable[[], Race], device: torch.device, *, rounds: int, until: float
+) -> tuple[dict[str, Choice], str]:
+    """Return the fastest choices of a race by their keys, and what was found in words."""
+    # Kernels and libraries that do not take a shape have errors of their own kinds.
+    try:
+        records = measure(make(), rounds=rounds, until=until)
+    except Exception as error:
+        return {}, f"not measured, stays dense ({type(error).__name__}: {str(error)[:160]})"
+    finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if progress is not None:
-            spent = time.monotonic() - began
-            progress(Progress(done=place, total=len(shapes), name=name, verdict=verdict, seconds=spent))
-    return Tuned(choices=choices, left_out=tuple(left_out))
+    found = {tuning_key(name, device, case): choice for name, case, choice in fastest(records).values()}
+    return found, _verdict(list(found.values()), records)
 
 
 def _shapes(
