@@ -24,6 +24,7 @@ GRIDS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "com
 # Stands for `wide compare --shard next`: each cell takes a moment, unless its name says what happens to it.
 STAND_IN = """
 import json, os, signal, sys, time
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -63,7 +64,7 @@ for cell in free_cells(grid.own(grid.cells(recovers=False)), path, is_over):
     records = [("token_perplexity", 31.5), ("status", status)]
     time_ = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     (path(cell) / "records.jsonl").write_text("".join(
-        json.dumps({"subject": cell.subject(recovered=False), "metric": m, "value": v, "time": time_}) + chr(10)
+        json.dumps({"subject": asdict(cell) | {"recovered": False}, "metric": m, "value": v, "time": time_}) + chr(10)
         for m, v in records))
 if failed:
     print("wide: error: 1 cell failed")

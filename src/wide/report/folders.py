@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from wide.errors import DataError
-from wide.records import STUDY
+from wide.records import STUDY, read_records
 from wide.report.comparison import Comparison, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES, layer_rows, layers_figure
 from wide.report.comparison_tables import comparison_title, to_csv, to_html, to_markdown
@@ -172,18 +172,15 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
     """
     runs, profile = [], Profile(())
     for folder, name in zip(folders, _short_names(folders), strict=True):
+        if (folder / STUDY).is_file() and read_records(folder / STUDY)[0]:
+            several = ", ".join(runs_of(folder / STUDY))
+            raise DataError(f"{folder} holds several runs; name those to draw as {folder}/NAME, with one of {several}")
         kept = None if folder.is_dir() else in_study(folder)
         found = read_profile(folder) if kept is None else read_study(kept[0]).get((kept[1], None), Profile(()))
         if kept is not None or (folder / RECORDS).is_file():
             records = read_selection(folder / RECORDS) if kept is None else read_selection(*kept)
             runs.append(Run(name=name, folder=folder, records=records, profile=found))
         elif not found:
-            study = folder / STUDY
-            if study.is_file():
-                several = ", ".join(runs_of(study))
-                raise DataError(
-                    f"{study} holds several runs; name those to draw as {folder}/NAME, with one of {several}"
-                )
             raise DataError(
                 f"{folder} holds neither {RECORDS} of a run nor operators.json, attention.json, endtoend.json, "
                 "naive.json or depth.json of a bench; name the --output of wide prune or the --out of wide bench or "

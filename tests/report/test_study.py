@@ -1,0 +1,45 @@
+"""The record file of a study holds several runs, which are named as if they were folders."""
+
+import gzip
+import json
+
+import pytest
+
+from wide.cli.main import main
+from wide.records import STUDY
+
+
+@pytest.fixture
+def study(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = [
+        {"run": name, "subject": subject, "metric": "token_perplexity", "value": value}
+        for name, values in (("one", (10.0, 12.0)), ("two", (10.0, 11.0)))
+        for subject, value in zip(("dense", "stage 1"), values, strict=True)
+    ]
+    lines += [{"run": name, "subject": "run", "metric": "model", "value": "M"} for name in ("one", "two")]
+    forward = {"what": "decode", "tokens": 8, "batch": 1, "median_us": 2.0}
+    records = [
+        forward | {"candidate": "dense", "speedup": 1.0},
+        forward | {"candidate": "own routing", "speedup": 1.5, "skipped": {"attention": 0.5, "ffn": 0.5}},
+    ]
+    lines.append({"run": "two", "bench": "endtoend.json", "device": "GPU", "model": "M", "records": records})
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / STUDY).write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    return folder
+
+
+def test_runs_of_a_study_share_a_page_with_their_speed(study, tmp_path):
+    folders = [str(study / name) for name in ("one", "two")]
+    assert main(["report", *folders, "--output", str(tmp_path / "page"), "--only"]) == 0
+    page = (tmp_path / "page/report.html").read_text()
+    assert "<td>12.00</td>" in page
+    assert "<td>1.50x</td>" in page
+    assert [path.name for path in study.iterdir()] == [STUDY]
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "with one of one, two"), ("three", "there is no folder")])
+def test_a_study_is_drawn_run_by_run(study, name, words, tmp_path, capsys):
+    assert main(["report", str(study / name), "--output", str(tmp_path / "page"), "--only"]) == 1
+    assert words in capsys.readouterr().err
