@@ -190,7 +190,7 @@ def _ffn_pre_norm(layer: nn.Module) -> nn.Module | None:
     if norm is not None:
         return norm
     if hasattr(layer, "post_feedforward_layernorm"):
-        # Norms only after the sub-layers (OLMo 2, EXAONE 4): the FFN reads the residual stream itself.
+        # Norms only after the sublayers (OLMo 2, EXAONE 4): the FFN reads the residual stream itself.
         return None
     # One shared norm means a parallel block (Cohere 2): both sublayers read the same residual.
     return _find(layer, "post_attention_layernorm", "input_layernorm")

@@ -181,7 +181,7 @@ def gate_heads(heads: Tensor, mask: Tensor) -> Tensor:
 
 
 def _factors(mask: Tensor, like: Tensor) -> Tensor:
-    # Masks per token are zeros and ones in any dtype; constants of a half-layer are not, and stay float32.
+    # Masks per token are zeros and ones in any dtype; constants of a sublayer are not, and stay float32.
     return mask if mask.dim() == 1 else mask.to(like.dtype)
 
 

@@ -13,7 +13,7 @@ from wide.errors import ConfigError, UnsupportedModelError
 from wide.models.block_spec import BlockSpec
 
 PRUNED_PREFIX = "wide_"
-"""Of the model types of full pruned checkpoints."""
+"""The model types of full pruned checkpoints begin with it."""
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_OPTIONS = ("revision", "token", "subfolder", "cache_dir", "local_files_only")
 _NUM_TENSORS = 32

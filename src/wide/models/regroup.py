@@ -31,7 +31,7 @@ class RegroupedChannels:
 
     Args:
         specs: Parts of the decoder layers.
-        plan: What each half-layer runs; only routed FFNs have groups for whose sake channels may move.
+        plan: What each sublayer runs; only routed FFNs have groups for whose sake channels may move.
         orders: By the names of `order_name`, int64 `[F]`: at each new place, which old channel lies there.
 
     Raises:
