@@ -41,7 +41,7 @@ _SPARE_ROOM = 256
 # Freed memory of earlier calls, with its graphs, that is kept for calls to come.
 _KEPT_SLOTS = 2
 # Rows of a prompt below which its kernels take less time than their launches.
-_GRAPH_ROWS = 2048
+_GRAPH_ROWS = 4096
 _LENGTHS = "attention_mask", "position_ids"
 # On a cache of `generate` that cannot run here, which has been said.
 _PLAIN = "wide_plain"
@@ -484,7 +484,7 @@ def _rows(batch: int, length: int, kept: int | Tensor, padding: Tensor | None, d
 
 def _prompt_bucket(length: int) -> int:
     """Return the length of the graph that serves a prompt: about an eighth longer at most, but for short ones."""
-    step = 64 if length <= 512 else 128 if length <= 1024 else 256
+    step = max(64, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
 
 
