@@ -202,6 +202,10 @@ class Engine:
         """Return the straight-line form of the model, or say in `why_not` why there is none."""
         config = self._model.config.get_text_config(decoder=True)
         length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta"):
+            # Beyond, queries grow with their position.
+            length = min(length, int(rope["original_max_position_embeddings"]))
         windows = [getattr(spec.attention.module, "sliding_window", None) for spec in self._state.specs]
         try:
             devices = {parameter.device for parameter in self._model.parameters()}

@@ -162,6 +162,8 @@ def _attention(spec: BlockSpec, part: AttentionSpec) -> AttentionWeights:
     for name in ("attn_logit_softcapping", "sinks"):
         if getattr(module, name, None) is not None:
             raise UnsupportedModelError(f"{where} has {name}, which the runtime does not compute")
+    if not getattr(module, "use_rope", True):
+        raise UnsupportedModelError(f"{where} has no positions, and the runtime turns every layer's queries and keys")
     query, output = _plain(part.query, where), _plain(part.output, where)
     if part.key is not None and part.value is not None:
         qkv, qkv_bias = stack_linears([query, _plain(part.key, where), _plain(part.value, where)], where)

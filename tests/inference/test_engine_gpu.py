@@ -1,0 +1,107 @@
+"""The engine on a GPU: graphs give what direct calls give, in any order, on any stream, without growing."""
+
+import gc
+
+import pytest
+import torch
+from families import make, tokens
+
+from wide.config import WideConfig
+from wide.inference.engine import Engine, _Slot
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize import optimize
+from wide.models.attach import attach, attachment
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+}
+TABLE = OperatorTable(query=5, attention=5, output=5, gate_up=5, down=5)
+OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def routed(family="llama"):
+    model = attach(make(family, **SIZES).bfloat16().cuda(), WideConfig(ffn_group_size=64, router_rank=16))
+    return optimize(model, table=TABLE)
+
+
+def without_graphs(monkeypatch):
+    from wide.inference.run import Run
+
+    def step(self, ids, *, routed, pool):
+        return self.decoder.step(ids, self.cache, Run(routed=routed))
+
+    monkeypatch.setattr(_Slot, "step", step)
+    monkeypatch.setattr(_Slot, "prompt", lambda self, ids, lengths, **_: None)
+
+
+def poison():
+    """Leave NaN in the memory that the next allocations get."""
+    torch.full((1 << 28,), torch.nan, device="cuda", dtype=torch.float32)
+
+
+def several(model):
+    """Return the tokens of requests of many sizes, some of them twice and at once, with and without padding."""
+    found = []
+    for batch, length in ((1, 30), (3, 70), (1, 30), (1, 200), (8, 30), (3, 90), (1, 40), (3, 70)):
+        ids = tokens(batch, length, seed=length).cuda()
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0 if batch > 1 else 1
+        poison()
+        scores = model.generate(
+            ids, attention_mask=mask, max_new_tokens=12, output_logits=True, return_dict_in_generate=True, **OPTIONS
+        ).logits
+        found.append(torch.stack(scores).float())
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_graphs_give_what_direct_calls_give(family, monkeypatch):
+    model = routed(family)
+    with_graphs = several(model)
+    without_graphs(monkeypatch)
+    for found, wanted in zip(with_graphs, several(model), strict=True):
+        assert found.isfinite().all()
+        # A prompt that is padded to its graph's length may run another tile: the first tokens' logits tell.
+        torch.testing.assert_close(found[0], wanted[0], atol=0.05, rtol=0.05)
+
+
+def test_ten_thousand_steps_do_not_grow():
+    model = routed()
+    ids = tokens(1, 30).cuda()
+    with torch.no_grad():
+        out = model(ids)
+        sizes = []
+        for step in range(10_000):
+            out = model(ids[:, :1], past_key_values=out.past_key_values)
+            if step % 1000 == 999:
+                sizes.append(torch.cuda.memory_allocated())
+        assert out.logits.isfinite().all()
+    engine = next(handle for handle in attachment(model).handles_fused if isinstance(handle, Engine))
+    held = sum(2 * slot.cache.k.nbytes for slot in engine._slots)
+    # Room grows with the text, and nothing else does.
+    assert sizes[-1] - sizes[0] <= held
+    del out
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        model.generate(ids, max_new_tokens=8, **OPTIONS)
+        gc.collect()
+    assert torch.cuda.memory_allocated() <= before + (1 << 22)
+
+
+def test_two_streams():
+    model, ids = routed(), tokens(1, 30).cuda()
+    wanted = model.generate(ids, max_new_tokens=20, **OPTIONS).tolist()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for turn in range(6):
+        with torch.cuda.stream(streams[turn % 2]):
+            assert model.generate(ids, max_new_tokens=20, **OPTIONS).tolist() == wanted
