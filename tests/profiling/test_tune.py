@@ -11,7 +11,7 @@ from wide.cli import tune as command
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedBackendError
 from wide.inference import measured
-from wide.inference.measured import measured_table, unmeasured
+from wide.inference.measured import is_measured, measured_table
 from wide.inference.operator_table import OPERATORS
 from wide.inference.optimize import optimize
 from wide.inference.tuning import race, tune
@@ -89,24 +89,15 @@ def test_every_operator_of_a_models_own_shape_is_found(quick, ffn_groups, attent
     assert {table.how(name, 8) for name in OPERATORS} == {"dense"}
 
 
-def test_dense_stays_where_it_is_faster_and_that_is_no_reason_to_warn(on_the_host, monkeypatch):
+def test_dense_stays_where_it_is_faster_and_counts_as_measured(on_the_host, monkeypatch):
     layers = layers_of(tiny(on_the_host)[0], ffn_group_size=64)
     table, told = tuned(layers, monkeypatch, dense_us=5.0)
     assert all("dense, 5.0 us" in each.verdict for each in told)
     found = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16)
     assert {found.how(name, rows) for name in OPERATORS for rows in (1, 32)} == {"dense"}
     sizes = [layer.sizes for layer in layers]
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(measured, "device_facts", lambda device: measured_facts(CPU))
-    monkeypatch.setattr("wide.kernels.tuning.device_facts", lambda device: measured_facts(CPU))
-    assert unmeasured(gpu, torch.bfloat16, layers=sizes, tuning=table) is None
-    other = [dataclasses.replace(sizes[0], hidden_size=1024)]
-    said = unmeasured(gpu, torch.bfloat16, layers=other, command="wide tune --model m", tuning=table)
-    assert "measurements of this model's shapes" in said
-    assert "`wide tune --model m`" in said
-
-
-measured_facts = measured.device_facts
+    assert is_measured(CPU, sizes, tuning=table)
+    assert not is_measured(CPU, [dataclasses.replace(sizes[0], hidden_size=1024)], tuning=table)
 
 
 def test_an_optimised_model_follows_what_was_tuned(on_the_host, monkeypatch):
