@@ -179,6 +179,10 @@ def _fill(drawn: Any, figure: Figure[Source], source: Source) -> None:
             _plot(axes, figure, found, order)
             _lines_across(axes, figure, [heights.get(name) for heights in across.values()])
         axes.set_title(name, fontsize="medium", loc="left")
+    # Only now: panels that share an axis share the greatest height of all of them.
+    for axes, found in zip(grid, panels.values(), strict=False):
+        if figure.kind in ("line", "bar"):
+            _height_axis(axes, figure, found)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     drawn.supxlabel(figure.x_label, fontsize="medium")
@@ -195,6 +199,7 @@ def _plot(axes: Any, figure: Figure[Any], rows: Sequence[Row], order: Sequence[s
         places.sort(key=lambda place: float(place or 0))
     series = figure.series(rows)
     width = 0.8 / len(series)
+    written: list[tuple[str, float, float]] = []
     for number, ((name, filled), points) in enumerate(series.items()):
         x = [places.index(row[figure.x]) if named else float(row[figure.x] or 0) for row in points]
         y = [figure.scale * float(row[figure.y] or 0) for row in points]
@@ -214,9 +219,15 @@ def _plot(axes: Any, figure: Figure[Any], rows: Sequence[Row], order: Sequence[s
                 colour = CYCLE[order.index(name) % len(CYCLE)]
                 axes.plot(*zip(*ideal, strict=True), color=colour, linestyle=":", marker="_", markersize=12)
         if figure.words:
-            for place, height, row in zip(x, y, points, strict=True):
-                offset = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
-                axes.annotate(str(row[figure.words] or ""), (place, height), **offset)
+            written += [
+                (str(row[figure.words] or ""), *at) for row, at in zip(points, zip(x, y, strict=True), strict=True)
+            ]
+    for number, (words, place, height) in enumerate(written if figure.words else ()):
+        # Equal words of points that lie on each other would only smear.
+        near = [abs(place - x) + abs(height - y) for text, x, y in written[:number] if text == words]
+        if words and min(near, default=1.0) > 0.2:
+            offset = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+            axes.annotate(words, (place, height), **offset)
     if named:
         axes.set_xticks(range(len(places)), [_tick(place) for place in places])
         if sum(len(_tick(place)) for place in places) > _MANY_TICKS:
@@ -227,7 +238,6 @@ def _plot(axes: Any, figure: Figure[Any], rows: Sequence[Row], order: Sequence[s
         axes.xaxis.set_major_locator(
             MaxNLocator(integer=True, min_n_ticks=1, nbins=4 if max(float(place or 0) for place in places) > 99 else 9)
         )
-    _height_axis(axes, figure, rows)
 
 
 def _tick(place: Any) -> str:

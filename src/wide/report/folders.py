@@ -139,13 +139,13 @@ LAYERS_OF_RUNS: Figure[Evidence] = layers_figure(_layers, "by the last model of 
 
 def exists(folder: Path) -> bool:
     """Return whether there is a folder, or a run in the record file of a study, FOLDER/NAME."""
-    found = None if folder.is_dir() else in_study(folder)
+    found = in_study(folder)
     return folder.is_dir() or (found is not None and found[1] in runs_of(found[0]))
 
 
 def is_comparison(folder: Path) -> bool:
     """Return whether a folder, or a run in the file of a study, holds the collected records of a comparison."""
-    found = None if folder.is_dir() else in_study(folder)
+    found = in_study(folder)
     if found is None:
         return (folder / COMPARED).is_file()
     return read_selection(*found).content("run", "grid.methods") is not None
@@ -157,7 +157,7 @@ def comparison_in(folder: Path) -> Comparison:
     Raises:
         DataError: If there are no readable records, or not those of a comparison.
     """
-    found = None if folder.is_dir() else in_study(folder)
+    found = in_study(folder)
     return read_comparison(folder / COMPARED) if found is None else read_comparison(*found)
 
 
@@ -175,7 +175,7 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
         if (folder / STUDY).is_file() and read_records(folder / STUDY)[0]:
             several = ", ".join(runs_of(folder / STUDY))
             raise DataError(f"{folder} holds several runs; name those to draw as {folder}/NAME, with one of {several}")
-        kept = None if folder.is_dir() else in_study(folder)
+        kept = in_study(folder)
         found = read_profile(folder) if kept is None else read_study(kept[0]).get((kept[1], None), Profile(()))
         if kept is not None or (folder / RECORDS).is_file():
             records = read_selection(folder / RECORDS) if kept is None else read_selection(*kept)

@@ -143,8 +143,8 @@ def read_selection(path: Path, run: str = "") -> Selection:
 
 
 def in_study(folder: Path) -> tuple[Path, str] | None:
-    """Return the record file of a study and the run in it that a path names, FOLDER/NAME; None where there is none."""
-    for parent in folder.parents:
+    """Return the record file of a study and the run in it that a path names, FOLDER/NAME; None for a folder."""
+    for parent in () if folder.is_dir() else folder.parents:
         if (parent / STUDY).is_file():
             return parent / STUDY, folder.relative_to(parent).as_posix()
     return None
