@@ -68,10 +68,6 @@ class Stage:
     cell: Cell
     recovered: bool
 
-    def __str__(self) -> str:
-        """Return the stage in words."""
-        return f"{self.cell.title}{' + LoRA' if self.recovered else ''}"
-
 
 Subject = str | Stage
 Content = float | str | list[Any] | dict[str, Any]
