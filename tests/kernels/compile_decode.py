@@ -25,7 +25,7 @@ VALUES = dict.fromkeys(("Q", "K", "V"), "*bf16")
 FLOATS = dict.fromkeys(("scale", "cap_in", "cap_out"), "fp32") | dict.fromkeys(
     ("PART_OUT", "PART_MAX", "PART_SUM"), "*fp32"
 )
-INTS = dict.fromkeys(("STARTS", "LENGTHS", "ENDS"), "*i32")
+INTS = dict.fromkeys(("STARTS", "LENGTHS", "ENDS", "RUNS", "PAGES"), "*i32")
 TYPES = VALUES | FLOATS | INTS
 WEIGHTS = dict.fromkeys(("WEIGHT", "UP_WEIGHT"), "*bf16")
 WEIGHT_STRIDES = ("stride_xm", "stride_hm", "stride_wn", "stride_un", "stride_wg")
@@ -46,6 +46,7 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, A
         "HAS_WINDOW": edges,
         "HAS_STARTS": edges,
         "HAS_CAP": edges,
+        "HAS_RUNS": edges,
         "USES_TMA": tile.uses_tma,
     }
     types = dict(TYPES)
@@ -70,6 +71,7 @@ def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, An
         "HAS_STARTS": edges,
         "HAS_WINDOW": edges,
         "HAS_CAP": edges,
+        "PAGE": 256 if edges else 0,
     }
     return compile_kernels.build(
         decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **TYPES

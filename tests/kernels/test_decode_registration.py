@@ -33,9 +33,9 @@ def test_opcheck(backend: str) -> None:
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (
             torch.ops.wide.attention_prefill,
-            (q, k, k, *order, lengths - 4, True, 5, None, None, True, backend, []),
+            (q, k, k, *order, lengths - 4, None, True, 5, None, None, True, backend, []),
         ),
-        (torch.ops.wide.attention_decode, (q[:, 0], k, k, lengths, mask, None, None, 3.0, None, backend, [])),
+        (torch.ops.wide.attention_decode, (q[:, 0], k, k, lengths, mask, None, None, None, 3.0, None, backend, [])),
         (torch.ops.wide.gemv_mn, (x, weight, mask, weight, None, None, "silu", True, backend, [])),
         (torch.ops.wide.gemv_k, (x, weight, mask, None, backend, [])),
     ]

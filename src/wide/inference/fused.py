@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from wide.errors import NotAttachedError
 from wide.inference.operator_table import OperatorTable
+from wide.inference.paged import attend_paged, is_known
 from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
 from wide.inference.prompt_attention import attend_prompt
 from wide.inference.visible_keys import VisibleKeys
@@ -130,6 +131,10 @@ class FusedAttention:
         """
         mask = self.mask = self.gate.take()
         order, self._order = self._order, None
+        if self.keys.is_paged and is_known(options):
+            needs_zeros = self.table.how("output", q.shape[2]) == "dense"
+            given: dict[str, Any] = {"backend": self.table.backend, "shared": self.keys.shared}
+            return attend_paged(module, q, k, v, mask, options, zero_skipped=needs_zeros, **given), None
         if mask is None:
             return function(module, q, k, v, bias, **options)
         if _is_plain(module, bias, options):

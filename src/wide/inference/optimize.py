@@ -17,6 +17,7 @@ from wide.inference.layer_sizes import layer_sizes, tune_command
 from wide.inference.measured import dense_table, is_measured, measured_table, obstacle
 from wide.inference.operator_table import OPERATORS, OperatorTable
 from wide.inference.optimize_checks import require_kernels, require_plain, require_routing_alone
+from wide.inference.paged import PagedBatching
 from wide.inference.sample import LayerSample, sample_layers
 from wide.inference.stacking import stack_linears, unstack_linears
 from wide.inference.tuning.tune import tune_model
@@ -159,6 +160,9 @@ def optimize(
                 state.handles_fused.append(_Stacked((ffn.spec.gate, ffn.spec.up), f"layer {index}: FFN"))
     state.fused = True
     state.handles_fused.append(Engine(model, state, tables, keys))
+    has_sinks = any(hasattr(spec.attention.module, "sinks") for spec in state.specs)
+    if keys.unusual is None and not has_sinks and hasattr(model, "init_continuous_batching"):
+        state.handles_fused.append(PagedBatching(model))
     return model
 
 

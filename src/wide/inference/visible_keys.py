@@ -10,13 +10,14 @@ and a mask that breaks the promise later gives NaN instead of a wrong number.
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from wide.errors import NotAttachedError
+from wide.inference.paged import ARGUMENTS
 
 # On the cache: what is known of the masks it was filled and read with.
 _NOTE = "wide_key_runs"
@@ -77,9 +78,12 @@ class VisibleKeys:
         """Know nothing yet."""
         self.prefill: Prefill | None = None
         self.step = False
+        # A step of continuous batching, and what its layers share.
+        self.is_paged = False
+        self.shared: dict[Any, Any] = {}
         self._bounds: list[tuple[Tensor | None, int, Bounds]] = []
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-        self._unusual = _unusual_attention(getattr(model, "config", None))
+        self.unusual = _unusual_attention(getattr(model, "config", None))
         self._said: set[str] = set()
 
     def before(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,8 +94,14 @@ class VisibleKeys:
         ids = given.get("inputs_embeds") if ids is None else ids
         if ids is None:
             return
+        if given.get("cache") is not None and given.get("cu_seq_lens_q") is not None:
+            reason = self.unusual or _unusual_inputs(given, HARMLESS | ARGUMENTS)
+            self.is_paged = reason is None
+            if reason is not None:
+                self._say(reason)
+            return
         is_recorded = is_being_recorded(ids)
-        reason = self._unusual or _unusual_inputs(given)
+        reason = self.unusual or _unusual_inputs(given)
         if ids.shape[1] == 1:
             reason = reason or _step_obstacle(given, is_recorded=is_recorded)
             self.step = reason is None
@@ -107,6 +117,7 @@ class VisibleKeys:
     def after(self, _model: object = None, _args: object = None, output: object = None) -> None:
         """Forget the forward (a forward hook): layers called on their own must not go by an earlier one."""
         self.prefill, self.step = None, False
+        self.is_paged, self.shared = False, {}
         self._bounds = []
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad and not torch.compiler.is_compiling():
@@ -289,10 +300,10 @@ def _unusual_attention(config: Any) -> str | None:
     return f"layers of the kind {sorted(kinds)[0]!r}" if kinds else None
 
 
-def _unusual_inputs(given: Mapping[str, Any]) -> str | None:
-    if given.keys() <= HARMLESS:
+def _unusual_inputs(given: Mapping[str, Any], harmless: Set[str] = HARMLESS) -> str | None:
+    if given.keys() <= harmless:
         return None
     for name, value in given.items():
-        if name not in HARMLESS and value is not None and value is not False:
+        if name not in harmless and value is not None and value is not False:
             return f"the argument {name}="
     return None

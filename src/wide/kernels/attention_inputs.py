@@ -50,7 +50,9 @@ class HeadUnits:
         return self.num_query_heads // self.num_units
 
 
-def check_keys_and_values(operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_keys_and_values(
+    operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_paged: bool = False
+) -> None:
     """Refuse K and V that do not fit each other or the queries.
 
     Args:
@@ -58,13 +60,14 @@ def check_keys_and_values(operator: str, q: torch.Tensor, k: torch.Tensor, v: to
         q: Queries, [..., H_q, d].
         k: Keys, [B, T_k, H_k, d]; any strides of the first three dimensions.
         v: Values, as `k`.
+        is_paged: Whether K and V are pages, which no sequence owns.
 
     Raises:
         ShapeError: If shapes, dtypes, devices or strides do not fit.
     """
     if k.dim() != 4 or k.shape != v.shape or 0 in k.shape:
         raise ShapeError(f"{operator} wants k and v of one shape [B, T_k, H_k, d], got {_of(k)} and {_of(v)}")
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[2]:
+    if (not is_paged and q.shape[0] != k.shape[0]) or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[2]:
         raise ShapeError(
             f"{operator}: q {_of(q)} and k {_of(k)} must agree in batch and head size, "
             "and the query heads must be a multiple of the KV heads"

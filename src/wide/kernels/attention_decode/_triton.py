@@ -62,6 +62,7 @@ def _attend_part(
     PART_SUM,
     LENGTHS,
     STARTS,
+    PAGES,
     stride_qb,
     stride_qh,
     stride_kb,
@@ -70,6 +71,7 @@ def _attend_part(
     stride_vb,
     stride_vt,
     stride_vh,
+    stride_pb,
     pair,
     slot,
     begin,
@@ -88,6 +90,7 @@ def _attend_part(
     HAS_STARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Attend to the blocks [begin, end) of a pair's keys and store the partial result."""
     b = pair // NUM_UNITS
@@ -115,8 +118,16 @@ def _attend_part(
         n = block * BLOCK_N
         real = (n + offsets_n >= low) & (n + offsets_n < high)
         cells = real[:, None] & (offsets_d[None, :] < D)
-        tile_k = k_base + tl.cast(n, tl.int64) * stride_kt
-        k = tl.load(tile_k + offsets_n[:, None] * stride_kt + offsets_d[None, :], mask=cells, other=0.0)
+        if PAGE:
+            place = n + offsets_n
+            page = tl.load(PAGES + b.to(tl.int64) * stride_pb + place // PAGE, mask=real, other=0)
+            row = page.to(tl.int64) * PAGE + place % PAGE
+            tile_k = k_base + row[:, None] * stride_kt + offsets_d[None, :]
+            tile_v = v_base + row[:, None] * stride_vt + offsets_d[None, :]
+        else:
+            tile_k = k_base + tl.cast(n, tl.int64) * stride_kt + offsets_n[:, None] * stride_kt + offsets_d[None, :]
+            tile_v = v_base + tl.cast(n, tl.int64) * stride_vt + offsets_n[:, None] * stride_vt + offsets_d[None, :]
+        k = tl.load(tile_k, mask=cells, other=0.0)
         scores = tl.dot(q, tl.trans(k))  # [ROWS, BLOCK_N]
         if HAS_CAP:
             scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
@@ -125,8 +136,7 @@ def _attend_part(
         weights = tl.exp2(scores * scale - new_max[:, None])
         correction = tl.exp2(row_max - new_max)
         row_sum = row_sum * correction + tl.sum(weights, 1)
-        tile_v = v_base + tl.cast(n, tl.int64) * stride_vt
-        v = tl.load(tile_v + offsets_n[:, None] * stride_vt + offsets_d[None, :], mask=cells, other=0.0)
+        v = tl.load(tile_v, mask=cells, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None])
         row_max = new_max
     part = slot.to(tl.int64) * HEADS + rows
@@ -147,6 +157,7 @@ def _attend_share(
     LENGTHS,
     STARTS,
     MASK,
+    PAGES,
     stride_qb,
     stride_qh,
     stride_kb,
@@ -156,6 +167,7 @@ def _attend_share(
     stride_vt,
     stride_vh,
     stride_mb,
+    stride_pb,
     num_pairs,
     window,
     scale,
@@ -175,6 +187,7 @@ def _attend_share(
     HAS_STARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
@@ -217,6 +230,7 @@ def _attend_share(
             PART_SUM,
             LENGTHS,
             STARTS,
+            PAGES,
             stride_qb,
             stride_qh,
             stride_kb,
@@ -225,6 +239,7 @@ def _attend_share(
             stride_vb,
             stride_vt,
             stride_vh,
+            stride_pb,
             here,
             pid + here,
             at - here_begin,
@@ -243,6 +258,7 @@ def _attend_share(
             HAS_STARTS,
             HAS_WINDOW,
             HAS_CAP,
+            PAGE,
         )
         at = part_stop
 
@@ -303,6 +319,7 @@ def attention_decode(
     *,
     tile: DecodeTile,
     starts: torch.Tensor | None,
+    pages: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
@@ -318,6 +335,8 @@ def attention_decode(
     parts = _partial_results((num_programs + num_pairs) * heads, head_dim, q.device)
     ends = torch.empty(num_pairs, dtype=torch.int32, device=q.device)
     block_d = triton.next_power_of_2(head_dim)
+    # Pages belong to no sequence: only places inside them have a stride.
+    strides = [part.stride()[:3] if pages is None else (0, *part.stride()[1:3]) for part in (k, v)]
     shape = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "MIN_BLOCKS": tile.min_blocks}
     has = {"HAS_STARTS": starts is not None, "HAS_WINDOW": window is not None, "HAS_CAP": soft_cap is not None}
     _attend_share[(num_programs,)](
@@ -329,10 +348,12 @@ def attention_decode(
         lengths,
         lengths if starts is None else starts,
         lengths if mask is None else mask.view(torch.uint8),
+        lengths if pages is None else pages,
         *q.stride()[:2],
-        *k.stride()[:3],
-        *v.stride()[:3],
+        *strides[0],
+        *strides[1],
         0 if mask is None else mask.stride(0),
+        0 if pages is None else pages.stride(0),
         num_pairs,
         0 if window is None else window,
         *score_factors(scale, soft_cap, head_dim),
@@ -343,6 +364,7 @@ def attention_decode(
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)),
         BLOCK_N=tile.block_n,
         HAS_MASK=mask is not None,
+        PAGE=0 if pages is None else k.shape[1],
         **shape,
         **has,
         num_warps=tile.num_warps,

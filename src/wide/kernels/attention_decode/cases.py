@@ -27,7 +27,25 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     if sizes["num_groups"] == sizes["num_kv_heads"]:
         skipped = ~mask[:, None, :].expand(-1, room, -1)
         k[skipped] = v[skipped] = float("nan")
-    return {"q": q, "k": k, "v": v, "lengths": lengths, "mask": mask, "starts": starts, **case.options}
+    pages = None
+    if sizes.get("page"):
+        k, v, pages = _paged(k, v, sizes["page"])
+    return {"pages": pages, "q": q, "k": k, "v": v, "lengths": lengths, "mask": mask, "starts": starts, **case.options}
+
+
+def _paged(k: torch.Tensor, v: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return caches cut into pages, backwards and with one of NaN behind them, and where each sequence's lie."""
+    batch, room, heads, dim = k.shape
+    count = -(-room // size)
+    pages = torch.arange(batch * count, dtype=torch.int32, device=k.device).flip(0)
+    memory = []
+    for part in (k, v):
+        whole = part.new_full((batch, count * size, heads, dim), float("nan"))
+        whole[:, :room] = part
+        memory.append(
+            torch.cat([whole.view(-1, size, heads, dim).flip(0), whole.new_full((1, size, heads, dim), float("nan"))])
+        )
+    return memory[0], memory[1], pages.view(batch, count)
 
 
 def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -49,11 +67,12 @@ def _work(case: Case) -> Work:
     )
 
 
-def _case(
-    batch: int, room: int, heads: tuple[int, int, int], head_dim: int, ragged: int = 0, padding: int = 0, **more: Any
-) -> Case:
-    names = ("batch", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "ragged", "padding")
-    return make_case(names, (batch, room, *heads, head_dim, ragged, padding), **more)
+_NAMES = "batch", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "ragged", "padding", "page"
+
+
+def _case(batch: int, room: int, heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
+    edges = (more.pop(name, 0) for name in ("ragged", "padding", "page"))
+    return make_case(_NAMES, (batch, room, *heads, head_dim, *edges), **more)
 
 
 ATTENTION_DECODE = Operator(
@@ -70,6 +89,8 @@ ATTENTION_DECODE = Operator(
         _case(2, 40, (4, 1, 2), 256),
         _case(2, 90, (14, 2, 2), 64, dtype=torch.float32, active=0.8),
         _case(1, 300, (32, 8, 8), 64, active=0.5),
+        _case(5, 64, (8, 2, 2), 64, ragged=15, page=16),
+        _case(3, 50, (8, 4, 2), 64, ragged=20, page=4, window=19),
     ),
     build=_build,
     compare=_compare,

@@ -1,6 +1,7 @@
 """Decode attention as an operator of torch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ def attention_decode(
     mask: torch.Tensor | None = None,
     *,
     starts: torch.Tensor | None = None,
+    pages: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -39,6 +41,9 @@ def attention_decode(
         lengths: Places in use of each sequence, the new token's included, int32 [B], on the device; at most T.
         mask: True = execute, bool [B, N_G]; None = every pair executes.
         starts: First real place of each sequence (left padding), int32 [B]; None = 0.
+        pages: Where the places of each sequence lie, int32 [B, N]; `k` and `v` are then memory [pages, P, H_k, d], one
+            page behind the other, and place t is place t % P of page `pages[b, t // P]`. Entries beyond a length may
+            hold anything. None = each sequence owns its places.
         window: Keys that the query sees at most, itself included (sliding window); None = all.
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
@@ -52,7 +57,7 @@ def attention_decode(
         ShapeError: If tensors or options do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    return _attention_decode(q, k, v, lengths, mask, starts, window, soft_cap, scale, backend, tile or ())
+    return _attention_decode(q, k, v, lengths, mask, starts, pages, window, soft_cap, scale, backend, tile or ())
 
 
 def _check_mask(q: torch.Tensor, mask: torch.Tensor | None, num_kv_heads: int) -> None:
@@ -74,6 +79,18 @@ def _check_mask(q: torch.Tensor, mask: torch.Tensor | None, num_kv_heads: int) -
         )
 
 
+def _check_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor | None) -> None:
+    if pages is None:
+        return
+    if pages.dim() != 2 or pages.shape[0] != q.shape[0] or pages.dtype != torch.int32 or pages.device != q.device:
+        raise ShapeError(
+            f"{_NAME} wants pages int32 [{q.shape[0]}, N] on {q.device}, "
+            f"got {pages.dtype} {tuple(pages.shape)} on {pages.device}"
+        )
+    if pages.stride(1) != 1 or any(part.stride(0) != part.shape[1] * part.stride(1) for part in (k, v)):
+        raise ShapeError(f"{_NAME}: a sequence's pages must have stride 1, and pages of K and V lie without gaps")
+
+
 @operator(lambda q: q.new_empty(q.shape))
 def _attention_decode(
     q: torch.Tensor,
@@ -82,6 +99,7 @@ def _attention_decode(
     lengths: torch.Tensor,
     mask: torch.Tensor | None,
     starts: torch.Tensor | None,
+    pages: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
@@ -90,7 +108,8 @@ def _attention_decode(
 ) -> torch.Tensor:
     if q.dim() != 3 or 0 in q.shape:
         raise ShapeError(f"{_NAME} wants q [B, H_q, d], got {tuple(q.shape)}")
-    check_keys_and_values(_NAME, q, k, v)
+    check_keys_and_values(_NAME, q, k, v, is_paged=pages is not None)
+    _check_pages(q, k, v, pages)
     check_per_sequence(_NAME, "lengths", lengths, q)
     check_per_sequence(_NAME, "starts", starts, q)
     check_score_options(_NAME, window, soft_cap, scale)
@@ -99,11 +118,10 @@ def _attention_decode(
     check_backend(_NAME, backend, ("torch", "triton"), reason)
     if backend == "torch":
         return attention_decode_reference(
-            q, k, v, lengths, mask, starts=starts, window=window, soft_cap=soft_cap, scale=scale
+            q, k, v, lengths, mask, starts=starts, pages=pages, window=window, soft_cap=soft_cap, scale=scale
         )
     from wide.kernels.attention_decode import _triton
 
     chosen = DecodeTile(*tile) if tile else default_tile(device_facts(q.device), q.shape[-1], q.shape[0] * k.shape[2])
-    return _triton.attention_decode(
-        q, k, v, lengths, mask, starts=starts, window=window, soft_cap=soft_cap, scale=scale, tile=chosen
-    )
+    options: dict[str, Any] = {"starts": starts, "pages": pages, "window": window, "soft_cap": soft_cap, "scale": scale}
+    return _triton.attention_decode(q, k, v, lengths, mask, tile=chosen, **options)

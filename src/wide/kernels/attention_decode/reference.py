@@ -14,12 +14,17 @@ def attention_decode_reference(
     mask: torch.Tensor | None = None,
     *,
     starts: torch.Tensor | None = None,
+    pages: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Attend with every head, then zero what is skipped; arguments as in `attention_decode`."""
     num_heads = q.shape[1]
+    if pages is not None:
+        # Entries beyond a length may hold anything; what they point at is hidden below.
+        owned = pages.long().clamp(0, k.shape[0] - 1)
+        k, v = (part[owned].flatten(1, 2) for part in (k, v))
     per_kv_head = num_heads // k.shape[2]
     places = torch.arange(k.shape[1], device=q.device)
     seen = places < lengths[:, None]  # [B, T]

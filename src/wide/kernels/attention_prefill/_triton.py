@@ -59,6 +59,7 @@ def _attend(
     K,
     V,
     position,
+    lows,
     low,
     high,
     first,
@@ -78,6 +79,7 @@ def _attend(
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
     USES_TMA: tl.constexpr,
 ):
     """Take the keys of [low, high) into the running softmax."""
@@ -98,6 +100,8 @@ def _attend(
                 seen = seen & (columns[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (columns[None, :] > position[:, None] - window)
+            if HAS_RUNS:
+                seen = seen & (columns[None, :] >= lows[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_max[:, None])
@@ -109,7 +113,8 @@ def _attend(
         )
         if MASKED and USES_TMA:
             # Padding may hold anything, and 0 * NaN is NaN.
-            v = tl.where((n + offsets_n >= first)[:, None], v, tl.zeros_like(v))
+            real = (n + offsets_n >= first) & (n + offsets_n < T_k)
+            v = tl.where(real[:, None], v, tl.zeros_like(v))
         acc = tl.dot(weights.to(v.dtype), v, acc)
         row_max = new_max
     return acc, row_max, row_sum
@@ -124,6 +129,7 @@ def _attention_prefill(
     INDEX,
     COUNTS,
     STARTS,
+    RUNS,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -154,6 +160,7 @@ def _attention_prefill(
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
     USES_TMA: tl.constexpr,
 ):
     # Within a band of units, the last tile of each comes first: longest first, and the empty ones last.
@@ -184,9 +191,17 @@ def _attention_prefill(
     q = tl.load(q_base[:, None] + offsets_d[None, :], mask=cell, other=0.0)
 
     shift = T_k - T_q
+    first_token = tl.load(places)
+    last_token = tl.load(places + left - 1)
     position = token + shift
-    first_position = tl.load(places) + shift
-    last_position = tl.load(places + left - 1) + shift
+    first_position = first_token + shift
+    last_position = last_token + shift
+    lows = position
+    if HAS_RUNS:
+        lows = tl.load(RUNS + token)
+        position = tl.load(RUNS + T_q + token) - 1
+        first_position = tl.load(RUNS + T_q + first_token) - 1
+        last_position = tl.load(RUNS + T_q + last_token) - 1
     first = 0
     if HAS_STARTS:
         first = tl.load(STARTS + b)
@@ -195,11 +210,19 @@ def _attention_prefill(
     if HAS_WINDOW:
         low = tl.maximum(first, first_position - window + 1)
         low_full = tl.maximum(first, last_position - window + 1)
+    if HAS_RUNS:
+        low = tl.load(RUNS + first_token)
+        low_full = tl.load(RUNS + last_token)
     high = T_k
     high_full = T_k
     if IS_CAUSAL:
         high = last_position + 1
         high_full = first_position + 1
+    end_of_keys = T_k
+    if HAS_RUNS:
+        # What lies outside of a tile's runs may hold anything.
+        first = low
+        end_of_keys = high
     low = low // BLOCK_N * BLOCK_N
     high_full = high_full // BLOCK_N * BLOCK_N
 
@@ -212,10 +235,10 @@ def _attention_prefill(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Blocks with an element-wise mask, then without, then with one again.
     middle = low
-    if HAS_STARTS or HAS_WINDOW:
+    if HAS_STARTS or HAS_WINDOW or HAS_RUNS:
         middle = tl.minimum(tl.cdiv(low_full, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
     high_full = tl.maximum(high_full, middle)
-    for phase in tl.static_range(0 if HAS_STARTS or HAS_WINDOW else 1, 3):
+    for phase in tl.static_range(0 if HAS_STARTS or HAS_WINDOW or HAS_RUNS else 1, 3):
         begin = low if phase == 0 else (middle if phase == 1 else high_full)
         end = middle if phase == 0 else (high_full if phase == 1 else high)
         acc, row_max, row_sum = _attend(
@@ -226,10 +249,11 @@ def _attention_prefill(
             K,
             V,
             position,
+            lows,
             begin,
             end,
             first,
-            T_k,
+            end_of_keys,
             kv_head,
             b,
             stride_kt,
@@ -245,6 +269,7 @@ def _attention_prefill(
             IS_CAUSAL,
             HAS_WINDOW,
             HAS_CAP,
+            HAS_RUNS,
             USES_TMA,
         )
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
@@ -261,6 +286,7 @@ def attention_prefill(
     *,
     tile: PrefillTile,
     starts: torch.Tensor | None,
+    runs: torch.Tensor | None,
     is_causal: bool,
     window: int | None,
     soft_cap: float | None,
@@ -285,6 +311,7 @@ def attention_prefill(
         index,
         counts,
         counts if starts is None else starts,
+        counts if runs is None else runs,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -307,6 +334,7 @@ def attention_prefill(
         HAS_WINDOW=window is not None,
         HAS_STARTS=starts is not None,
         HAS_CAP=soft_cap is not None,
+        HAS_RUNS=runs is not None,
         USES_TMA=bool(tile.uses_tma),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -23,7 +23,7 @@ from wide.kernels.reordering import SequenceReordering
 
 def _supports(backend: str) -> Supports:
     def supports(device: torch.device, case: Case) -> str | None:
-        limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding", 0)
+        limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding") or case.sizes.get("requests")
         has_offset = case.options.get("is_causal", True) and case.sizes["query_len"] != case.sizes["key_len"]
         options = {"is_plain": not limited, "has_offset": has_offset}
         return fits(backend, device, case.dtype, head_dim=case.sizes["head_dim"], **options)
@@ -56,7 +56,19 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
         padding = torch.arange(sizes["key_len"], device=device) < starts[:, None]
         arguments["k"][padding] = arguments["v"][padding] = float("nan")
         arguments["starts"] = starts
+    if sizes.get("requests"):
+        arguments["runs"] = _runs(num_queries, sizes["key_len"], sizes["requests"], device)
     return arguments
+
+
+def _runs(num_queries: int, num_keys: int, requests: int, device: torch.device) -> torch.Tensor:
+    """Return the runs of requests of equal shares of queries and keys, the queries last; those beyond see nothing."""
+    queries, keys = num_queries // requests, num_keys // requests
+    token = torch.arange(num_queries, device=device)
+    request = token // queries
+    is_real = request < requests
+    low, high = request * keys, (request + 1) * keys - (queries - 1 - token % queries)
+    return torch.stack([torch.where(is_real, part, requests * keys) for part in (low, high)]).int()
 
 
 def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -81,9 +93,13 @@ def _work(case: Case) -> Work:
     )
 
 
-def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, padding: int = 0, **more: Any) -> Case:
-    names = ("batch", "query_len", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "padding")
-    return make_case(names, (2, *lengths, *heads, head_dim, padding), **more)
+_HEADS = "num_query_heads", "num_kv_heads", "num_groups"
+
+
+def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
+    names = ("batch", "query_len", "key_len", *_HEADS, "head_dim", "padding", "requests")
+    edges = [more.pop(name, 0) for name in ("padding", "requests")]
+    return make_case(names, (1 if edges[1] else 2, *lengths, *heads, head_dim, *edges), **more)
 
 
 ATTENTION_PREFILL = Operator(
@@ -104,6 +120,8 @@ ATTENTION_PREFILL = Operator(
         _case((20, 20), (2, 1, 1), 256, active=0.7),
         _case((50, 50), (12, 4, 6), 64, dtype=torch.float32),
         _case((30, 45), (14, 2, 1), 64, active=0.3),
+        _case((95, 207), (8, 2, 2), 64, requests=3, zero_skipped=True),
+        _case((40, 41), (4, 2, 4), 64, requests=7, soft_cap=2.0, active=0.8),
     ),
     build=_build,
     compare=_compare,

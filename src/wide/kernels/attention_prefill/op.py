@@ -27,6 +27,7 @@ def attention_prefill(
     reordering: SequenceReordering,
     *,
     starts: torch.Tensor | None = None,
+    runs: torch.Tensor | None = None,
     is_causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -45,6 +46,9 @@ def attention_prefill(
         v: Values, as `k`.
         reordering: Executing tokens of each (sequence, group); N_G groups of H_q / N_G neighbouring heads.
         starts: First real key of each sequence (left padding), int32 [B]; None = 0.
+        runs: First key that each query sees, and the place behind its last one, int32 [2, T_q], neither ever falling:
+            queries and keys of several sequences one behind the other. Wants B = 1, no `starts` and no window (which
+            the first keys can hold). None = causal.
         is_causal: Whether a query sees no later key.
         window: Keys that a query sees at most, itself included (sliding window); None = all. Needs `is_causal`.
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
@@ -70,6 +74,7 @@ def attention_prefill(
         reordering.index,
         reordering.counts,
         starts,
+        runs,
         is_causal,
         window,
         soft_cap,
@@ -96,7 +101,7 @@ def fits(
         device: Where.
         dtype: Of queries, keys and values.
         head_dim: d.
-        is_plain: Whether there is no left padding, window or soft cap.
+        is_plain: Whether there are no left padding, runs, window or soft cap.
         has_offset: Whether causal queries follow keys of others before them.
     """
     if backend == "triton":
@@ -124,6 +129,23 @@ def _check_lists(q: torch.Tensor, index: torch.Tensor, counts: torch.Tensor) -> 
             raise ShapeError(f"{_NAME}: {name} must be contiguous int32 on {q.device}, got {tensor.dtype}")
 
 
+def _check_runs(q: torch.Tensor, runs: torch.Tensor | None, *, is_plain: bool) -> None:
+    if runs is None:
+        return
+    if (
+        runs.shape != (2, q.shape[1])
+        or runs.dtype != torch.int32
+        or runs.device != q.device
+        or not runs.is_contiguous()
+    ):
+        raise ShapeError(
+            f"{_NAME} wants runs contiguous int32 [2, {q.shape[1]}] on {q.device}, "
+            f"got {runs.dtype} {tuple(runs.shape)} on {runs.device}"
+        )
+    if q.shape[0] != 1 or not is_plain:
+        raise ShapeError(f"{_NAME}: runs want a batch of 1 (got {q.shape[0]}), no starts, no window and is_causal=True")
+
+
 @operator(lambda q: q.new_empty(q.shape))
 def _attention_prefill(
     q: torch.Tensor,
@@ -132,6 +154,7 @@ def _attention_prefill(
     index: torch.Tensor,
     counts: torch.Tensor,
     starts: torch.Tensor | None,
+    runs: torch.Tensor | None,
     is_causal: bool,
     window: int | None,
     soft_cap: float | None,
@@ -149,14 +172,15 @@ def _attention_prefill(
     HeadUnits(num_query_heads=q.shape[2], num_kv_heads=k.shape[2], num_groups=counts.shape[1])
     if window is not None and not is_causal:
         raise ShapeError(f"{_NAME}: a sliding window needs is_causal=True")
-    if is_causal and k.shape[1] < q.shape[1]:
+    _check_runs(q, runs, is_plain=starts is None and window is None and is_causal)
+    if runs is None and is_causal and k.shape[1] < q.shape[1]:
         raise ShapeError(f"{_NAME}: {q.shape[1]} causal queries need at least as many keys, got {k.shape[1]}")
-    is_plain = starts is None and window is None and soft_cap is None
+    is_plain = starts is None and runs is None and window is None and soft_cap is None
     has_offset = is_causal and q.shape[1] != k.shape[1]
     reason = fits(backend, q.device, q.dtype, head_dim=q.shape[3], is_plain=is_plain, has_offset=has_offset)
     check_backend(_NAME, backend, ("torch", "triton", "gluon", "dense"), reason)
     scores: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
-    edges: dict[str, Any] = {"starts": starts, "window": window, "soft_cap": soft_cap}
+    edges: dict[str, Any] = {"starts": starts, "runs": runs, "window": window, "soft_cap": soft_cap}
     if backend == "torch":
         return attention_prefill_reference(q, k, v, index, counts, **scores, **edges)
     if backend == "dense":

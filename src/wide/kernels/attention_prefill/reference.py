@@ -23,6 +23,7 @@ def attention_prefill_reference(
     counts: torch.Tensor,
     *,
     starts: torch.Tensor | None = None,
+    runs: torch.Tensor | None = None,
     is_causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -34,6 +35,8 @@ def attention_prefill_reference(
     keys = torch.arange(num_keys, device=q.device)
     first = torch.zeros(q.shape[0], device=q.device) if starts is None else starts
     real = keys >= first[:, None]  # [B, T_k]
+    if runs is not None:
+        real = ((keys >= runs[0][:, None]) & (keys < runs[1][:, None])).any(0, keepdim=True)
     # Padding may hold anything, and 0 * NaN is NaN.
     values = torch.where(real[:, :, None, None], v.float(), 0.0).repeat_interleave(per_kv_head, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float().repeat_interleave(per_kv_head, 2))
@@ -42,7 +45,9 @@ def attention_prefill_reference(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     positions = torch.arange(num_queries, device=q.device)[:, None] + (num_keys - num_queries)
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
-    if is_causal:
+    if runs is not None:
+        seen = (keys >= runs[0][:, None]) & (keys < runs[1][:, None])
+    elif is_causal:
         seen = keys <= positions
     if window is not None:
         seen = seen & (keys > positions - window)

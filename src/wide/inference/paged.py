@@ -1,0 +1,291 @@
+"""Attention over transformers' paged caches: what `generate_batch` runs in an optimised model.
+
+A step holds the query tokens of many requests one behind the other. Steps with one token a request read the pages where
+they lie; in others, keys are gathered as transformers does, and each query sees one run of them. Shapes are fixed and
+nothing is read on the host, so that transformers replays such steps from CUDA graphs. Padded tokens see no keys and get
+zeros.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from wide.errors import UnsupportedModelError
+from wide.kernels.attention_decode import attention_decode
+from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.device import half_obstacle
+from wide.kernels.reorder import reorder_sequences
+from wide.models.gates import install_attention_gates
+
+PAGED_ATTENTION = "wide_paged|flash"
+"""wide's attention among transformers'; 'flash' tells them that it needs no mask, 'paged|' which caches it knows."""
+ARGUMENTS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"}
+)
+ARGUMENTS |= {
+    "write_index",
+    "read_index",
+    "logits_indices",
+    "cache",
+    "block_table",
+    "logits_processor_args",
+    "is_causal",
+}
+"""Arguments of a model's forward that a step over a paged cache brings along."""
+# Steps of so few tokens read keys token by token; in longer ones, neighbouring tokens share what they read.
+_FEW_TOKENS = 64
+_MAX_PAIRS = 16384
+_DEFAULT_BLOCKS = 32
+
+
+class _Pages(NamedTuple):
+    """A step of one token a request: keys of each, int32 [S], and the place where the new one goes, int64 [S]."""
+
+    lengths: Tensor
+    places: Tensor
+
+
+class _Runs(NamedTuple):
+    """A step over gathered keys.
+
+    Args:
+        bounds: First key that each token sees, and the place behind its last, int32 [2, Q].
+        request: Of each token, int64 [Q].
+        is_alone: Whether a token is the only one of its request, bool [Q].
+        last: Last token of each request, int64 [S].
+        alone: Bounds of requests of one token, the others' empty, int32 [2, S].
+    """
+
+    bounds: Tensor
+    request: Tensor
+    is_alone: Tensor
+    last: Tensor
+    alone: Tensor
+
+
+def is_known(options: dict[str, Any]) -> bool:
+    """Return whether `attend_paged` computes all that these options of an attention function ask for."""
+    return options.get("s_aux") is None and options.get("position_bias") is None
+
+
+def attend_paged(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    *,
+    backend: str,
+    shared: dict[Any, Any],
+    zero_skipped: bool = True,
+) -> Tensor:
+    """Store the new keys and values of a step and attend; return [1, Q, H_q, d].
+
+    Args:
+        module: The attention module, which knows its layer.
+        q: Queries, [1, H_q, Q, d].
+        k: New keys, [1, H_k, Q, d].
+        v: New values, as `k`.
+        mask: True = execute, bool [1, Q, N_G]; None = every pair executes.
+        options: Keyword arguments of transformers' attention function, the cache among them.
+        backend: 'torch' or 'triton'.
+        shared: What layers of one forward share; empty before the first of them.
+        zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
+    """
+    layer: Any = module.layer_idx
+    cache, cu_k = options["cache"], options["cu_seq_lens_k"]
+    kind = _kind(cache, layer)
+    cu_k = cu_k[kind] if isinstance(cu_k, dict) else cu_k
+    window = options.get("sliding_window")
+    scores = {"soft_cap": options.get("softcap"), "scale": options.get("scaling"), "backend": backend}
+    queries, groups = q[0].transpose(0, 1), None if mask is None else mask[0]
+    key = kind, window, q.device
+    if options.get("block_table") is not None:
+        keys, values, index, trash = _pages_of(cache, layer)
+        table = options["block_table"][index]
+        if key not in shared:
+            shared[key] = _read_pages(cu_k, table, keys.shape[1], trash)
+        step: _Pages = shared[key]
+        for memory, new in ((keys, k), (values, v)):
+            memory.flatten(0, 1).index_copy_(0, step.places, new[0].transpose(0, 1))
+        owned = {"pages": table, "window": window}
+        return _decode(queries, keys, values, groups, (None, step.lengths), owned, scores).unsqueeze(0)
+    keys, values = _gathered(cache, layer, k, v, options)
+    if key not in shared:
+        shared[key] = _read_runs(options["cu_seq_lens_q"], cu_k, queries.shape[0], window)
+    return _attend_runs(queries, keys, values, groups, shared[key], scores, zero_skipped=zero_skipped).unsqueeze(0)
+
+
+def _attend_runs(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, runs: _Runs, scores: dict[str, Any], *, zero_skipped: bool
+) -> Tensor:
+    """Return the attention output [Q, H_q, d] of queries over keys [1, T, H_k, d] of all requests."""
+    has_kernel = scores["backend"] == "triton"
+    if has_kernel and q.shape[0] <= _FEW_TOKENS:
+        return _decode(q, k, v, mask, (runs.bounds[0], runs.bounds[1]), {}, scores)
+    rest = q.new_ones(q.shape[0], 1, dtype=torch.bool) if mask is None else mask
+    alone = None
+    if has_kernel and q.shape[1] * runs.last.shape[0] <= _MAX_PAIRS:
+        # Requests that decode share no keys with their neighbours: tiles of the long prompts' kernel are not for them.
+        chosen = None if mask is None else mask.index_select(0, runs.last)
+        bounds = runs.alone[0], runs.alone[1]
+        alone = _decode(q.index_select(0, runs.last), k, v, chosen, bounds, {}, scores)
+        rest = rest & ~runs.is_alone[:, None]
+    order = reorder_sequences(rest.unsqueeze(0), backend=scores["backend"])
+    out = attention_prefill(q.unsqueeze(0), k, v, order, runs=runs.bounds, zero_skipped=zero_skipped, **scores)[0]
+    return out if alone is None else torch.where(runs.is_alone[:, None, None], alone.index_select(0, runs.request), out)
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bounds: tuple[Tensor | None, Tensor],
+    options: dict[str, Any],
+    scores: dict[str, Any],
+) -> Tensor:
+    """Return `attention_decode` of any number of rows; keys of one row are those of all, bounded by row."""
+    rows = max(1, _MAX_PAIRS // q.shape[1])
+    parts = []
+    for first in range(0, q.shape[0], rows):
+        part = slice(first, first + rows)
+        starts, ends = (None if bound is None else bound[part] for bound in bounds)
+        assert ends is not None
+        pages = options.get("pages")
+        keys, values = (k, v) if pages is not None else (each.expand(ends.shape[0], -1, -1, -1) for each in (k, v))
+        given = {**options, **scores, "starts": starts, "pages": None if pages is None else pages[part]}
+        parts.append(attention_decode(q[part], keys, values, ends, None if mask is None else mask[part], **given))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _read_pages(cu_k: Tensor, table: Tensor, size: int, trash: int) -> _Pages:
+    lengths = cu_k.diff()
+    last = (lengths - 1).clamp(min=0).long()
+    page = table.gather(1, (last // size)[:, None])[:, 0].long()
+    # Padded requests have no keys and write where nobody reads.
+    return _Pages(lengths.to(torch.int32), torch.where(lengths > 0, page * size + last % size, trash))
+
+
+def _read_runs(cu_q: Tensor, cu_k: Tensor, num_tokens: int, window: int | None) -> _Runs:
+    cu_q, cu_k = cu_q.long(), cu_k.long()
+    token = torch.arange(num_tokens, device=cu_q.device)
+    requests = cu_q.shape[0] - 1
+    request = torch.searchsorted(cu_q[1:], token, right=True).clamp(max=requests - 1)
+    is_real = token < cu_q[-1]
+    high = cu_k[request + 1] - (cu_q[request + 1] - 1 - token)
+    low = cu_k[request] if window is None else torch.maximum(cu_k[request], high - window)
+    # Behind the last request come padded tokens, which see nothing.
+    bounds = torch.where(is_real, torch.stack([low, high]), cu_k[-1])
+    lengths = cu_q.diff()
+    last = (cu_q[1:] - 1).clamp(min=0)
+    alone = torch.where(lengths == 1, bounds.index_select(1, last), 0)
+    is_alone = is_real & (lengths == 1)[request]
+    return _Runs(bounds.int().contiguous(), request, is_alone, last, alone.int().contiguous())
+
+
+# transformers' paged caches, before and after layers got allocators of their own.
+
+
+def _kind(cache: Any, layer: int) -> str:
+    if hasattr(cache, "layer_to_allocator"):
+        return str(cache.layer_to_allocator[layer].layer_type)
+    return "full_attention" if cache.sliding_windows[layer] == 1 else "sliding_attention"
+
+
+def _pages_of(cache: Any, layer: int) -> tuple[Tensor, Tensor, int, int]:
+    """Return keys and values of a layer [pages, P, H_k, d], its index into block tables, and a place to waste."""
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[layer]
+        return *allocator.get_cache_for_block_table(layer), allocator.index, allocator.write_trash_index
+    index, place = cache.layer_index_to_group_indices[layer]
+    memory = (part[place].unflatten(0, (-1, cache.block_size)) for part in (cache.key_cache, cache.value_cache))
+    return *memory, index, cache.write_trash_index
+
+
+def _gathered(cache: Any, layer: int, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all requests, [1, T, H_k, d], after the new ones have been stored."""
+    new = {"key_states": k, "value_states": v, "layer_idx": layer}
+    if hasattr(cache, "layer_to_allocator"):
+        keys, values = cache.update(**new, kwargs=dict(options))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+    keys, values = cache.update(**new, read_index=options["read_index"], write_index=options["write_index"])
+    return keys.unsqueeze(0), values.unsqueeze(0)
+
+
+def _attend_dense(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend over a paged cache with every head: what layers without routers run."""
+    if options.get("cache") is None or attention_mask is not None or not is_known(options):
+        raise UnsupportedModelError(
+            f"the attention {PAGED_ATTENTION!r} is for steps of generate_batch, without sinks and position biases; for "
+            "others call model.set_attn_implementation('sdpa')"
+        )
+    backend = "triton" if half_obstacle(query.device, query.dtype) is None else "torch"
+    return attend_paged(module, query, key, value, None, options, backend=backend, shared={}), None
+
+
+class PagedBatching:
+    """Lets transformers' continuous batching run wide's attention: no masks, decode steps over block tables, graphs.
+
+    Args:
+        model: Optimised; `init_continuous_batching` is wrapped until `remove`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Register the attention and wrap the one door through which all of continuous batching goes."""
+        from transformers import AttentionInterface
+
+        if PAGED_ATTENTION not in AttentionInterface._global_mapping:
+            AttentionInterface.register(PAGED_ATTENTION, _attend_dense)
+            install_attention_gates()
+        self._model = model
+        original: Callable[..., Any] = model.init_continuous_batching
+
+        @functools.wraps(original)
+        def init(
+            generation_config: Any = None,
+            continuous_batching_config: Any = None,
+            workload_hints: Any = None,
+            **more: Any,
+        ) -> Any:
+            before = model.config._attn_implementation
+            model.config._attn_implementation = PAGED_ATTENTION
+            try:
+                manager = original(generation_config, continuous_batching_config, workload_hints, **more)
+            except BaseException:
+                model.config._attn_implementation = before
+                raise
+            if before != PAGED_ATTENTION:
+                # The manager gives it back when it stops.
+                manager._original_attn_impl = before
+            if manager.batch_processor is None:
+                asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
+                self._allow_block_tables(manager.continuous_batching_config, asked, workload_hints)
+            return manager
+
+        model.init_continuous_batching = init
+
+    def remove(self) -> None:
+        """Give the model its own door back, and end what was kept for a next session: its graphs hold operators."""
+        vars(self._model).pop("init_continuous_batching", None)
+        self._model.destroy_cached_continuous_batching_manager()
+
+    def _allow_block_tables(self, settings: Any, asked: int | None, hints: Any) -> None:
+        """Let steps of one token a request read pages in place, which transformers knows of flash attention only."""
+        config = self._model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        is_sliding = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+        # On a CPU, gathering the keys that there are is faster than going through whole tables.
+        if is_sliding or (asked is None and self._model.device.type != "cuda"):
+            return
+        size = getattr(settings, "page_size", None) or settings.block_size
+        tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+        wanted = math.ceil(tokens / size) + 1 if tokens else _DEFAULT_BLOCKS
+        settings.max_blocks_per_request = wanted if asked is None else asked

@@ -1,0 +1,227 @@
+"""Continuous batching of an optimised model gives the masked model's tokens, and skips."""
+
+import random
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import make, tokens
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from wide.config import WideConfig
+from wide.inference import paged
+from wide.inference.operator_table import OperatorTable
+from wide.inference.optimize import deoptimize, optimize
+from wide.inference.paged import attend_paged
+from wide.inference.visible_keys import VisibleKeys
+from wide.models.attach import attach
+from wide.models.observe import bypass
+
+CONFIG = WideConfig(ffn_group_size=16)
+SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+# The name of the size of a page has changed.
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
+# The kernels run in Triton's interpreter.
+BACKENDS = ["torch"] if torch.cuda.is_available() else ["torch", "triton"]
+# Families whose caches have no block tables.
+SLIDING = {"gemma3_text", "mistral"}
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 3, 30)]
+
+
+def _settings(**more):
+    return ContinuousBatchingConfig(**{PAGE: 4, "num_blocks": 64, "max_batch_tokens": 64, **more})
+
+
+def _greedy(new=8):
+    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def _alone(model, prompt, new=8):
+    return model.generate(torch.tensor([prompt]), generation_config=_greedy(new))[0, len(prompt) :].tolist()
+
+
+def _batch(model, prompts=PROMPTS, **more):
+    found = model.generate_batch(prompts, generation_config=_greedy(), continuous_batching_config=_settings(**more))
+    return [output.generated_tokens for output in found.values()]
+
+
+def _never(*_args, **_options):
+    raise AssertionError("the family's attention ran")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("phi3", {}),
+        ("mistral", {"sliding_window": 6}),
+        ("gemma2", {"sliding_window": 8}),
+        ("gemma3_text", {}),
+        ("cohere2", {"sliding_window": 8}),
+        ("granite", {}),
+    ],
+)
+def test_tokens_are_those_of_the_masked_model(family, changes, monkeypatch):
+    model = attach(make(family, **changes), CONFIG)
+    wanted = [_alone(model, prompt) for prompt in PROMPTS]
+    before = model.config._attn_implementation
+    optimize(model, table=SMALL)
+    monkeypatch.setattr(paged, "_attend_dense", _never)
+    tables, read = [], paged._read_pages
+    monkeypatch.setattr(paged, "_read_pages", lambda *given: tables.append(given) or read(*given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert _batch(model) == wanted
+        # Chunks of prompts beside requests that decode; steps that read pages in place, as on a GPU.
+        assert _batch(model, max_batch_tokens=7, max_blocks_per_request=16) == wanted
+        assert len(tables) > 0 or "sliding_window" in changes or family in SLIDING
+    assert model.config._attn_implementation == before
+    assert [_alone(model, prompt) for prompt in PROMPTS] == wanted
+    deoptimize(model)
+    assert "init_continuous_batching" not in vars(model)
+    assert _batch(model) == wanted
+
+
+def test_without_routing_it_is_the_dense_model():
+    model = make("llama")
+    wanted = [_alone(model, prompt) for prompt in PROMPTS]
+    optimize(attach(model, CONFIG), table=SMALL)
+    with bypass(model):
+        assert _batch(model) == wanted
+
+
+def test_requests_come_and_go():
+    model = attach(make("llama"), CONFIG)
+    draw = random.Random(0)
+    shared = tokens(1, 13, seed=99)[0].tolist()
+    requests = {}
+    for number in range(14):
+        prompt = tokens(1, draw.randint(1, 40), seed=number)[0].tolist()
+        # Some begin alike, so that they share pages.
+        requests[f"r{number}"] = (shared * draw.randint(0, 1) + prompt, draw.randint(1, 12))
+    wanted = {name: _alone(model, *request) for name, request in requests.items()}
+    optimize(model, table=SMALL)
+    names, found = list(requests), {}
+    draw.shuffle(names)
+    door = model.continuous_batching_context_manager
+    settings = _settings(max_batch_tokens=24, max_blocks_per_request=8)
+    with door(generation_config=_greedy(), continuous_batching_config=settings) as manager:
+        while len(found) < len(requests):
+            for name in [names.pop() for _ in range(min(len(names), draw.randint(0, 3)))]:
+                manager.add_request(requests[name][0], request_id=name, max_new_tokens=requests[name][1])
+            output = manager.get_result(timeout=0.05 if names else 60)
+            if output is not None:
+                found[output.request_id] = output.generated_tokens
+            elif not names:
+                pytest.fail(f"no answer; {len(found)} of {len(requests)} are here")
+    assert found == wanted
+
+
+def _memory(lengths, size, kind):
+    """Return a paged cache of one layer, pages of all requests mixed, what is not written NaN; and their tables."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-length // size) for length in lengths]
+    free = torch.randperm(sum(counts), generator=generator).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    keys, values = (torch.full((sum(counts) + 1, size, 2, 64), float("nan"), dtype=torch.float16) for _ in range(2))
+    for table, length in zip(tables, lengths, strict=True):
+        for place in range(length):
+            for part in (keys, values):
+                part[table[place // size], place % size] = torch.randn(2, 64, generator=generator)
+    trash = sum(counts) * size
+    if kind == "allocators":
+        allocator = SimpleNamespace(
+            layer_type="full_attention",
+            index=0,
+            write_trash_index=trash,
+            get_cache_for_block_table=lambda layer: (keys, values),
+        )
+        cache = SimpleNamespace(layer_to_allocator={0: allocator})
+    else:
+        cache = SimpleNamespace(
+            sliding_windows={0: 1},
+            layer_index_to_group_indices={0: (0, 0)},
+            block_size=size,
+            write_trash_index=trash,
+            key_cache=[keys.flatten(0, 1)],
+            value_cache=[values.flatten(0, 1)],
+        )
+    return cache, keys, values, tables
+
+
+def _wanted(q, keys, values, mask):
+    scores = torch.einsum("hd,thd->ht", q, keys.float().repeat_interleave(2, 1)) * 64**-0.5
+    out = torch.einsum("ht,thd->hd", scores.softmax(-1), values.float().repeat_interleave(2, 1))
+    return torch.where(mask.repeat_interleave(2)[:, None], out, 0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["allocators", "groups"])
+def test_decode_steps_read_pages_where_they_lie(backend, kind, poisoned_memory):
+    lengths, size = [9, 1, 33], 4
+    cache, keys, values, tables = _memory(lengths, size, kind)
+    table = torch.full((1, 4, 10), -1, dtype=torch.int32)
+    for row, pages in enumerate(tables):
+        table[0, row, : len(pages)] = torch.tensor(pages)
+    q, k, v = (torch.randn(1, heads, 4, 64).half() for heads in (4, 2, 2))
+    mask = torch.tensor([[[True, False], [True, True], [False, True], [True, True]]])
+    # The last request is a padded one.
+    cu = torch.tensor([0, 9, 10, 43, 43], dtype=torch.int32)
+    options = {"cache": cache, "cu_seq_lens_k": cu, "block_table": table, "scaling": None}
+    out = attend_paged(SimpleNamespace(layer_idx=0), q, k, v, mask, options, backend=backend, shared={})[0]
+    for row, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
+        mine = [part[pages].flatten(0, 1)[:length] for part in (keys, values)]
+        assert torch.equal(mine[0][-1], k[0, :, row])
+        torch.testing.assert_close(
+            out[row].float(), _wanted(q[0, :, row].float(), *mine, mask[0, row]), atol=2e-3, rtol=1e-2
+        )
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("long", [3, 70])
+@pytest.mark.parametrize("window", [None, 5])
+def test_mixed_steps_of_prompts_and_tokens(backend, long, window, poisoned_memory):
+    queries, pasts = [1, long, 1, 4], [11, 2, 0, 9]
+    lengths = [past + count for past, count in zip(pasts, queries, strict=True)]
+    total, padded = sum(queries), 6
+    # Keys behind the last request's are padding, too.
+    keys, values = (torch.randn(1, 2, sum(lengths) + 5, 64).half() for _ in range(2))
+    keys[:, :, sum(lengths) :] = values[:, :, sum(lengths) :] = float("nan")
+    cache = SimpleNamespace(
+        layer_to_allocator={0: SimpleNamespace(layer_type="full_attention")}, update=lambda **_: (keys, values)
+    )
+    q = torch.randn(1, 4, total + padded, 64).half()
+    mask = torch.rand(1, total + padded, 2, generator=torch.Generator().manual_seed(1)) < 0.6
+    ends = [torch.tensor([0, *counts, 0, 0]).cumsum(0).int() for counts in (queries, lengths)]
+    options = {"cache": cache, "cu_seq_lens_q": ends[0], "cu_seq_lens_k": {"full_attention": ends[1]}}
+    options |= {"sliding_window": window, "block_table": None}
+    out = attend_paged(SimpleNamespace(layer_idx=0), q, q, q, mask, options, backend=backend, shared={})[0]
+    token = 0
+    for request, count in enumerate(queries):
+        for place in range(count):
+            high = int(ends[1][request + 1]) - count + place + 1
+            low = int(ends[1][request]) if window is None else max(int(ends[1][request]), high - window)
+            seen = [part[0, :, low:high].transpose(0, 1) for part in (keys, values)]
+            wanted = _wanted(q[0, :, token].float(), *seen, mask[0, token])
+            torch.testing.assert_close(out[token].float(), wanted, atol=2e-3, rtol=1e-2)
+            token += 1
+    assert not out[total:].any()
+
+
+def test_what_is_not_known_is_said_once():
+    keys = VisibleKeys(make("llama"))
+    given = {"input_ids": tokens(1, 4), "cache": object(), "cu_seq_lens_q": torch.tensor([0, 4])}
+    keys.before(None, (), given)
+    assert keys.is_paged
+    keys.after()
+    assert not keys.is_paged
+    with pytest.warns(UserWarning, match="tree_mask.*skips nothing"):
+        keys.before(None, (), given | {"tree_mask": torch.ones(1)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keys.before(None, (), given | {"tree_mask": torch.ones(1)})
+    assert not keys.is_paged
