@@ -1,6 +1,8 @@
 """The commands on a tiny model: what they write, what they say, and that bad input leaves no trace."""
 
+import io
 import json
+import re
 import subprocess
 
 import pytest
@@ -285,12 +287,57 @@ def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder
     assert "dense" in capsys.readouterr().out
 
 
-def test_generate_streams_and_tells_the_sparsity(finished, tiny_model_folder, capsys):
+def test_generate_streams_and_tells_speed_and_sparsity(finished, tiny_model_folder, capsys):
     given = ["generate", "--model", str(tiny_model_folder), "--adapter", str(finished), "--device=cpu"]
-    assert main([*given, "--prompt", "The quick", "--max_new_tokens", "5"]) == 0
-    assert "skipped groups on prompt and text: attention" in capsys.readouterr().out
+    said = []
+    for backend in ("auto", "torch"):
+        assert main([*given, "--prompt", "The quick", "--max_new_tokens", "5", "--backend", backend]) == 0
+        said.append(capsys.readouterr())
+    masked, optimised = said
+    assert masked.out == optimised.out
+    assert masked.out.startswith("The quick")
+    assert "need a GPU" in masked.err
+    assert "optimised" in optimised.err
+    last = masked.err.splitlines()[-1]
+    assert re.match(
+        r"\[prompt 10 tokens, [\d.]+/s; text \d tokens, [\d.]+/s; skipped groups on prompt and text: att", last
+    )
+    # What is skipped does not depend on how it is run.
+    assert last.partition("skipped")[2] == optimised.err.splitlines()[-1].partition("skipped")[2]
     assert main([*given, "--prompt", "The quick", "--max_new_tokens", "500"]) == 1
     assert "128 positions" in capsys.readouterr().err
+
+
+def test_chat_answers_by_the_template_turn_after_turn(finished, tiny_model_folder, tmp_path, monkeypatch, capsys):
+    AutoModelForCausalLM.from_pretrained(tiny_model_folder).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tiny_model_folder)
+    given = ["generate", "--device=cpu", "--max_new_tokens=4"]
+    chat = [*given, "--model", str(tmp_path), "--chat"]
+    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+
+    def count(messages):
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return len(encoded["input_ids"])
+
+    assert main([*chat, "--prompt=Hello", "--system=Be kind"]) == 0
+    told = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}]
+    first = capsys.readouterr()
+    assert f"[prompt {count(told)} tokens" in first.err
+    assert "Hello" not in first.out
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd now?\n"))
+    assert main([*chat, "--adapter", str(finished), "--system=Be kind"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[prompt")]
+    assert len(lines) == 2
+    asked = [int(re.search(r"prompt (\d+)", line)[1]) for line in lines]
+    assert asked[0] == count(told)
+    # The second turn holds the first, its answer and the next message.
+    assert asked[1] > count([*told, {"role": "user", "content": "And now?"}])
+
+    assert main([*given, "--model", str(tiny_model_folder), "--chat", "--prompt=Hello"]) == 1
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_sampling_follows_the_seed(tiny_model_folder, capsys):
@@ -381,7 +428,8 @@ def test_full_checkpoints_are_taken_as_they_are(command, finished, tiny_model_fo
     if command == "generate":
         what = ["--prompt=The", "--max_new_tokens=4"]
     assert main([command, *given, *what]) == 0
-    assert "skipped" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "skipped" in (said.err if command == "generate" else said.out)
     prune = ["--data", str(prose_folder), "--output", str(tmp_path / "run"), *SHORT]
     assert main(["prune", *given, *prune]) == 1
     assert "pruned checkpoint already" in capsys.readouterr().err

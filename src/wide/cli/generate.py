@@ -1,11 +1,12 @@
-"""`wide generate`: continue a prompt with a model, dense or pruned."""
+"""`wide generate`: continue a prompt or chat with a model, dense or pruned."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from wide.cli.arguments import Arguments, build
-from wide.runs.settings import AdapterOptions, GenerationOptions
+from wide.errors import UsageError
+from wide.runs.settings import GenerationOptions, InferenceOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,40 +14,71 @@ class PromptOptions:
     """What is continued.
 
     Args:
-        prompt: The beginning of the text.
+        prompt: The beginning of the text; with --chat a message, where null reads messages until the input ends.
+        system: With --chat, what the model is told before the first message.
     """
 
-    prompt: str
+    prompt: str | None = None
+    system: str | None = None
 
 
 def arguments() -> Arguments:
     """Return the flags of the command."""
-    flags = Arguments("generate", "Continue a prompt; the text is printed while it is generated.")
-    flags.add_fields(AdapterOptions)
+    flags = Arguments(
+        "generate",
+        "Continue a prompt, or chat; the text is printed while it is generated, then tokens per second (of prompt and "
+        "text) and what was skipped.",
+    )
+    flags.add_fields(InferenceOptions)
     flags.add_fields(PromptOptions)
+    flags.add_switch("chat", "Take the prompt for a message, by the tokenizer's template, and answer it.")
     flags.add_fields(GenerationOptions)
     return flags
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
+    """Carry out the command.
+
+    Raises:
+        UsageError: If there is neither a prompt nor a chat, or a system prompt without a chat.
+    """
     values = arguments().parse(given)
-    options, how = build(AdapterOptions, values), build(GenerationOptions, values)
+    options, how = build(InferenceOptions, values), build(GenerationOptions, values)
+    asked, chats = build(PromptOptions, values), bool(values["chat"])
+    if not chats and asked.prompt is None:
+        raise UsageError("give --prompt with the beginning of the text, or --chat for a conversation")
+    if not chats and asked.system is not None:
+        raise UsageError("--system is for a conversation: give --chat, too")
     from wide.data.tokenizer import load_tokenizer
     from wide.runs.sources import load_routed
-    from wide.runs.text import continue_prompt
+    from wide.runs.text import continue_prompt, install_operators
 
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)
-    prompt = build(PromptOptions, values).prompt
-    _, skipped, count = continue_prompt(model, tokenizer, prompt, how, streams=True)
-    print(f"[{count} tokens; {_skipped(skipped)}]")
+    print(f"[{install_operators(model, options.backend)}]", file=sys.stderr)
+    if not chats:
+        done = continue_prompt(model, tokenizer, str(asked.prompt), how, streams=True, warms_up=True)
+        print(done.summary(), file=sys.stderr)
+        return
+    messages = [] if asked.system is None else [{"role": "system", "content": asked.system}]
+    is_first = True
+    for said in _turns(asked.prompt):
+        messages.append({"role": "user", "content": said})
+        done = continue_prompt(model, tokenizer, messages, how, streams=True, warms_up=is_first)
+        messages.append({"role": "assistant", "content": done.text})
+        print(done.summary(), file=sys.stderr)
+        is_first = False
 
 
-def _skipped(skipped: Any) -> str:
-    if skipped is None:
-        return "dense, nothing skipped"
-    return (
-        f"skipped groups on prompt and text: attention {skipped.attention:.1%}, FFN {skipped.ffn:.1%}, mean "
-        f"{skipped.mean:.1%}; linear FLOPs {skipped.linear_flops:.1%}"
-    )
+def _turns(prompt: str | None) -> Iterator[str]:
+    """Yield the one message that was given, or what is typed, line by line, until the input ends."""
+    if prompt is not None:
+        yield prompt
+        return
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if said.strip():
+            yield said

@@ -178,6 +178,56 @@ class AdapterOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceOptions(AdapterOptions):
+    """A model that generates text.
+
+    Args:
+        backend: 'auto' installs operators that skip where there is a GPU, if the model can run them; 'triton' and
+            'torch' (the reference, slow) insist on them; 'none' leaves the masks.
+    """
+
+    backend: Literal["auto", "triton", "torch", "none"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """The server, of transformers.
+
+    Args:
+        host: Address to listen at; 0.0.0.0 lets other machines in.
+        port: Port to listen at.
+        name: What clients call the model; null takes --model as it is written.
+        continuous_batching: Let requests share forwards over paged caches, instead of one `generate` after the other.
+        cb_max_batch_tokens: Tokens of a shared forward at most; null leaves it to transformers, as below.
+        cb_num_blocks: Blocks of the paged cache.
+        cb_block_size: Tokens in a block.
+        cb_max_memory_percent: Share of the GPU's memory that the paged cache may take.
+        cb_use_cuda_graph: Whether shared forwards are replayed from CUDA graphs.
+        chat_template_kwargs: JSON of further values for the chat template, for every request.
+        enable_cors: Let web pages of any origin ask.
+        default_seed: Of sampling.
+    """
+
+    host: str = "localhost"
+    port: int = 8000
+    name: str | None = None
+    continuous_batching: bool = False
+    cb_max_batch_tokens: int | None = None
+    cb_num_blocks: int | None = None
+    cb_block_size: int | None = None
+    cb_max_memory_percent: float | None = None
+    cb_use_cuda_graph: bool | None = None
+    chat_template_kwargs: str | None = None
+    enable_cors: bool = False
+    default_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no port."""
+        if not 0 < self.port < 65536:
+            raise ConfigError(f"port must lie in [1, 65535], got {self.port}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationOptions:
     """How text is generated.
 
