@@ -6,6 +6,7 @@ nothing is read on the host, so that transformers replays such steps from CUDA g
 zeros.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -256,6 +257,11 @@ class PagedBatching:
             **more: Any,
         ) -> Any:
             before = model.config._attn_implementation
+            asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
+            if asked:
+                # Transformers would say that there is none for this attention.
+                continuous_batching_config = copy.copy(continuous_batching_config)
+                continuous_batching_config.max_blocks_per_request = None
             model.config._attn_implementation = PAGED_ATTENTION
             try:
                 manager = original(generation_config, continuous_batching_config, workload_hints, **more)
@@ -266,7 +272,6 @@ class PagedBatching:
                 # The manager gives it back when it stops.
                 manager._original_attn_impl = before
             if manager.batch_processor is None:
-                asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
                 self._allow_block_tables(manager.continuous_batching_config, asked, workload_hints)
             return manager
 

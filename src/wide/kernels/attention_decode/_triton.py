@@ -114,19 +114,29 @@ def _attend_part(
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    pages = PAGES + b.to(tl.int64) * stride_pb
+    page = 0
+    if PAGE and PAGE % BLOCK_N == 0:
+        page = tl.load(pages + (first_block + begin) * BLOCK_N // PAGE)
     for block in tl.range(first_block + begin, first_block + end):
         n = block * BLOCK_N
         real = (n + offsets_n >= low) & (n + offsets_n < high)
         cells = real[:, None] & (offsets_d[None, :] < D)
-        if PAGE:
+        if PAGE % BLOCK_N:
+            # A block of keys spans pages.
             place = n + offsets_n
-            page = tl.load(PAGES + b.to(tl.int64) * stride_pb + place // PAGE, mask=real, other=0)
-            row = page.to(tl.int64) * PAGE + place % PAGE
+            own = tl.load(pages + place // PAGE, mask=real, other=0)
+            row = own.to(tl.int64) * PAGE + place % PAGE
             tile_k = k_base + row[:, None] * stride_kt + offsets_d[None, :]
             tile_v = v_base + row[:, None] * stride_vt + offsets_d[None, :]
         else:
-            tile_k = k_base + tl.cast(n, tl.int64) * stride_kt + offsets_n[:, None] * stride_kt + offsets_d[None, :]
-            tile_v = v_base + tl.cast(n, tl.int64) * stride_vt + offsets_n[:, None] * stride_vt + offsets_d[None, :]
+            first = tl.cast(n, tl.int64)
+            if PAGE:
+                first = page.to(tl.int64) * PAGE + n % PAGE
+                # Read a block ahead: loads that wait for another in the same turn are pipelined less deeply.
+                page = tl.load(pages + tl.minimum(n + BLOCK_N, high - 1) // PAGE)
+            tile_k = k_base + first * stride_kt + offsets_n[:, None] * stride_kt + offsets_d[None, :]
+            tile_v = v_base + first * stride_vt + offsets_n[:, None] * stride_vt + offsets_d[None, :]
         k = tl.load(tile_k, mask=cells, other=0.0)
         scores = tl.dot(q, tl.trans(k))  # [ROWS, BLOCK_N]
         if HAS_CAP:
