@@ -115,7 +115,7 @@ def _attend_part(
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     pages = PAGES + b.to(tl.int64) * stride_pb
-    page = 0
+    page = begin
     if PAGE and PAGE % BLOCK_N == 0:
         page = tl.load(pages + (first_block + begin) * BLOCK_N // PAGE)
     for block in tl.range(first_block + begin, first_block + end):
