@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,10 +182,29 @@ def test_a_client_that_goes_away_stops_nothing(client, server):
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
 
+def test_requests_at_once_are_all_answered(client):
+    asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 12, "temperature": 0}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: client.completions.create(**asked).choices[0].text, range(8)))
+    assert set(answers) == {client.completions.create(**asked).choices[0].text}
+
+
+def test_a_chat_without_a_template_is_refused_in_words(tiny_model_folder):
+    fastapi = pytest.importorskip("fastapi")
+    from wide.runs.serving import _refusing
+
+    tokenizer = _refusing(load_tokenizer(tiny_model_folder), 128)
+    with pytest.raises(fastapi.HTTPException) as refused:
+        tokenizer.apply_chat_template(HELLO, return_dict=True)
+    assert refused.value.status_code == 400
+    assert "no chat template" in refused.value.detail
+
+
 def test_a_reset_by_a_client_keeps_the_model(client, server):
     assert "ok" in post(server, "/reset")
 
 
+@pytest.mark.slow
 def test_continuous_batching_is_passed_on_and_ends_with_the_server(folders):
     for name in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(name)
@@ -201,7 +221,7 @@ def test_continuous_batching_is_passed_on_and_ends_with_the_server(folders):
 
 
 def test_the_sparsity_is_set_at_the_start(folders, monkeypatch):
-    pytest.importorskip("fastapi")
+    monkeypatch.setattr("wide.cli.serve.find_spec", lambda name: name)
     served = []
     monkeypatch.setattr("wide.runs.serving.serve", lambda model, *_: served.append(model))
     given = ["serve", "--model", str(folders[0]), "--adapter", str(folders[1]), "--device=cpu"]

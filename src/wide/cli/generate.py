@@ -57,17 +57,15 @@ def run(given: Sequence[str]) -> None:
     model = load_routed(options)
     print(f"[{install_operators(model, options.backend)}]", file=sys.stderr)
     if not chats:
-        done = continue_prompt(model, tokenizer, str(asked.prompt), how, streams=True, warms_up=True)
-        print(done.summary(), file=sys.stderr)
+        _, summary = continue_prompt(model, tokenizer, str(asked.prompt), how, streams=True, warms_up=True)
+        print(summary, file=sys.stderr)
         return
     messages = [] if asked.system is None else [{"role": "system", "content": asked.system}]
-    is_first = True
-    for said in _turns(asked.prompt):
+    for index, said in enumerate(_turns(asked.prompt)):
         messages.append({"role": "user", "content": said})
-        done = continue_prompt(model, tokenizer, messages, how, streams=True, warms_up=is_first)
-        messages.append({"role": "assistant", "content": done.text})
-        print(done.summary(), file=sys.stderr)
-        is_first = False
+        answer, summary = continue_prompt(model, tokenizer, messages, how, streams=True, warms_up=index == 0)
+        messages.append({"role": "assistant", "content": answer})
+        print(summary, file=sys.stderr)
 
 
 def _turns(prompt: str | None) -> Iterator[str]:

@@ -292,7 +292,7 @@ class Run:
     def _write_sample(self, subject: str) -> None:
         wanted = self._request.sample
         how = GenerationOptions(max_new_tokens=wanted.tokens, temperature=0.8, top_p=0.9)
-        text = continue_prompt(self._model, self._materials.tokenizer, wanted.prompt, how).text
+        text, _ = continue_prompt(self._model, self._materials.tokenizer, wanted.prompt, how)
         self._records.append([Record(subject=subject, metric="sample", value=wanted.prompt + text, unit="text")])
 
     def _finish(self) -> None:

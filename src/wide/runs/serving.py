@@ -37,7 +37,7 @@ class _OneModel(model_manager.ModelManager):
 def serve(model: Any, tokenizer: Any, name: str, options: ServerOptions) -> None:
     """Answer requests until Ctrl-C or SIGTERM.
 
-    A prompt that the model has no positions for is refused (400), and no text grows beyond them.
+    A prompt that the model has no positions for is refused (400), and no text of `generate` grows beyond them.
 
     Args:
         model: A causal LM in evaluation mode, attached, optimised or neither.

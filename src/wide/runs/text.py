@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -15,49 +14,13 @@ from wide.data.tokenizer import check_vocabulary, longest_input
 from wide.errors import ConfigError, WideError
 from wide.inference.optimize import optimize
 from wide.models.attach import attachment, is_attached
-from wide.models.cost import SkipCounter, Sparsity
+from wide.models.cost import SkipCounter
 from wide.models.lora import merge_lora
 from wide.models.observe import forward_without_head, judging, observe
 from wide.runs.settings import GenerationOptions
 
 # The engine captures a step when it comes first, and a short prompt when its length comes again.
 _WARM_UP_CALLS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continuation:
-    """Generated text, and what was measured.
-
-    Args:
-        text: Without the prompt and without special tokens.
-        prompt_tokens: Tokens that went in.
-        tokens: Tokens that came out.
-        skipped: What was skipped on prompt and text; None for a dense model.
-        first: Seconds until the first token; None where nothing was streamed.
-        step: Seconds from one token to the next, the median; None for less than two tokens, too.
-    """
-
-    text: str
-    prompt_tokens: int
-    tokens: int
-    skipped: Sparsity | None
-    first: float | None
-    step: float | None
-
-    def summary(self) -> str:
-        """Return sizes, speed and what was skipped in one line."""
-        prompt, text = f"prompt {self.prompt_tokens} tokens", f"text {self.tokens} tokens"
-        if self.first:
-            prompt += f", {self.prompt_tokens / self.first:.1f}/s"
-        if self.step:
-            text += f", {1 / self.step:.1f}/s"
-        skipped = "dense, nothing skipped"
-        if self.skipped is not None:
-            skipped = (
-                f"skipped groups on prompt and text: attention {self.skipped.attention:.1%}, FFN "
-                f"{self.skipped.ffn:.1%}, mean {self.skipped.mean:.1%}; linear FLOPs {self.skipped.linear_flops:.1%}"
-            )
-        return f"[{prompt}; {text}; {skipped}]"
 
 
 class _Timed(TextStreamer):
@@ -104,8 +67,11 @@ def continue_prompt(
     *,
     streams: bool = False,
     warms_up: bool = False,
-) -> Continuation:
-    """Return the text that follows a prompt.
+) -> tuple[str, str]:
+    """Return the text that follows a prompt, and a line with sizes, tokens per second and what was skipped.
+
+    Of the prompt's tokens per second count the seconds until the first token, of the text's the median step; both need
+    a stream.
 
     Args:
         model: A causal LM, attached or not, in evaluation mode.
@@ -139,16 +105,10 @@ def continue_prompt(
         print(prompt, end="", flush=True)
     torch.manual_seed(options.seed)
     output = model.generate(**settings, streamer=streamer)
-    times = [] if streamer is None else streamer.times
     new = output[0, prompt_tokens:]
-    return Continuation(
-        text=tokenizer.decode(new, skip_special_tokens=True),
-        prompt_tokens=prompt_tokens,
-        tokens=len(new),
-        skipped=_skipped(model, output[:, :-1]),
-        first=times[1] - times[0] if len(times) > 1 else None,
-        step=median(after - before for before, after in pairwise(times[1:])) if times[2:] else None,
-    )
+    speed = _speed(prompt_tokens, len(new), [] if streamer is None else streamer.times)
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    return text, f"[{speed}; {_skipped(model, output[:, :-1])}]"
 
 
 def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> Any:
@@ -161,15 +121,29 @@ def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> Any:
     )
 
 
-def _skipped(model: Any, ids: Tensor) -> Sparsity | None:
+def _speed(prompt_tokens: int, tokens: int, times: Sequence[float]) -> str:
+    """Return sizes and tokens per second in words, as far as moments are known: of the prompt, then of each token."""
+    prompt, text = f"prompt {prompt_tokens} tokens", f"text {tokens} tokens"
+    if len(times) > 1:
+        prompt += f", {prompt_tokens / (times[1] - times[0]):.1f}/s"
+    if len(times) > 2:
+        text += f", {1 / median(after - before for before, after in pairwise(times[1:])):.1f}/s"
+    return f"{prompt}; {text}"
+
+
+def _skipped(model: Any, ids: Tensor) -> str:
     """Return what is skipped on tokens [1, T], by one forward beside the generation, which stays undisturbed."""
     if not is_attached(model):
-        return None
+        return "dense, nothing skipped"
     counter = SkipCounter(model)
     with judging(model), observe(model) as routing:
         forward_without_head(model, ids)
     counter.add(routing)
-    return counter.result()
+    found = counter.result()
+    return (
+        f"skipped groups on prompt and text: attention {found.attention:.1%}, FFN {found.ffn:.1%}, mean "
+        f"{found.mean:.1%}; linear FLOPs {found.linear_flops:.1%}"
+    )
 
 
 def _check_length(model: Any, prompt_tokens: int, options: GenerationOptions) -> None:
