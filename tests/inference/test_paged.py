@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import make, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from wide.config import WideConfig
 from wide.inference import paged
@@ -118,6 +120,36 @@ def test_requests_come_and_go():
             elif not names:
                 pytest.fail(f"no answer; {len(found)} of {len(requests)} are here")
     assert found == wanted
+
+
+class _OnDevice(TorchDispatchMode):
+    """Refuses what waits for a device, or has shapes that only values know."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("blocks", [0, 16])
+def test_padded_steps_are_right_and_read_nothing_on_the_host(blocks, monkeypatch):
+    model = attach(make("llama"), CONFIG)
+    wanted = [_alone(model, prompt) for prompt in PROMPTS]
+    optimize(model, table=SMALL)
+    begin, step = ModelRunner.__init__, ModelRunner._forward_process_and_sample
+
+    def padding(runner, *args, **kwargs):
+        begin(runner, *args, **kwargs)
+        runner.pad_inputs = True
+
+    def watched(*args, **kwargs):
+        with _OnDevice():
+            return step(*args, **kwargs)
+
+    # As for CUDA graphs, which capture such steps.
+    monkeypatch.setattr(ModelRunner, "__init__", padding)
+    monkeypatch.setattr(ModelRunner, "_forward_process_and_sample", watched)
+    intervals = {"q_padding_interval_size": 16, "kv_padding_interval_size": 64}
+    assert _batch(model, max_batch_tokens=40, max_blocks_per_request=blocks, **intervals) == wanted
 
 
 def _memory(lengths, size, kind):
