@@ -7,7 +7,7 @@ from families import make, tokens
 from wide.config import WideConfig
 from wide.errors import UnsupportedBackendError
 from wide.inference.decoder import Decoder
-from wide.inference.graphs import capture, capture_prompt, capture_step
+from wide.inference.graphs import GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OperatorTable
 from wide.inference.run import Run
 from wide.models.attach import attach
@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_without_cuda_a_capture_is_refused():
     with pytest.raises(UnsupportedBackendError, match="CUDA graphs need a CUDA device"):
-        capture(lambda: torch.zeros(1))
+        GraphPool()
 
 
 @pytest.mark.gpu
@@ -30,11 +30,11 @@ def test_replays_equal_direct_calls(routed, batch):
     run = Run(routed=routed, table=OperatorTable(query=5, attention=5, output=5, gate_up=5, down=5))
     ids = tokens(batch, 24).cuda()
     lengths = torch.full((batch,), 20, dtype=torch.int32, device="cuda")
-    caches = [decoder.new_cache(batch) for _ in range(2)]
+    caches, pool = [decoder.new_cache(batch) for _ in range(2)], GraphPool()
     wanted = decoder.prefill(ids[:, :20], lengths, caches[0], run)
-    prompt = capture_prompt(decoder, caches[1], 32, run)
+    prompt = capture_prompt(decoder, caches[1], 32, run, pool)
     torch.testing.assert_close(prompt(ids[:, :20], lengths), wanted)
-    step = capture_step(decoder, caches[1], run)
+    step = capture_step(decoder, caches[1], run, pool)
     for place in range(20, 24):
         torch.testing.assert_close(step(ids[:, place]), decoder.step(ids[:, place], caches[0], run))
     assert torch.equal(caches[0].lengths, caches[1].lengths)

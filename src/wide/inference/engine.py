@@ -75,7 +75,7 @@ class _Slot:
             run = Run(routed=routed)
             if ids.is_cuda:
                 assert pool is not None
-                step = capture_step(self.decoder, self.cache, run, pool=pool.handle)
+                step = capture_step(self.decoder, self.cache, run, pool)
             else:
                 step = functools.partial(self.decoder.step, cache=self.cache, run=run)
             self._steps[routed] = step
@@ -97,7 +97,7 @@ class _Slot:
         prompt = self._prompts[key]
         if prompt is None:
             run = Run(routed=routed)
-            prompt = capture_prompt(self.decoder, self.cache, length, run, pool=pool.handle)
+            prompt = capture_prompt(self.decoder, self.cache, length, run, pool)
             self._prompts[key] = prompt
         return prompt(ids, lengths)
 
@@ -409,7 +409,7 @@ class Engine:
         """Let the current stream wait for the one that used the engine's memory last."""
         if tensor.is_cuda:
             if self._pool is None:
-                self._pool = GraphPool()
+                self._pool = GraphPool(tensor.device)
             stream = torch.cuda.current_stream(tensor.device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)

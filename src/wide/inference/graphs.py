@@ -15,46 +15,50 @@ _WARM_UP_CALLS = 2
 
 
 class GraphPool:
-    """Memory that graphs share which are never replayed at the same time; it outlives each of them."""
-
-    def __init__(self) -> None:
-        """Capture one small graph, since a pool without any is gone."""
-        self.handle: Any = torch.cuda.graph_pool_handle()
-        self._anchor, self._held = capture(lambda: torch.zeros(1, device="cuda"), pool=self.handle)
-
-
-def capture(call: Callable[[], Tensor], *, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Warm up on a side stream, capture one call, and return the graph with the tensor that it fills.
+    """Captures calls as graphs that share memory and are never replayed at the same time; it outlives each of them.
 
     Args:
-        call: Reads and writes the same memory every time; returns a tensor of any shape, such as logits [B, V].
-        pool: Memory pool of other graphs that are never replayed at the same time.
-
-    Returns:
-        The graph, and what `call` returned while it was captured: every replay overwrites it.
+        device: A GPU.
 
     Raises:
         UnsupportedBackendError: If there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise UnsupportedBackendError("CUDA graphs need a CUDA device; call the decoder's prefill and step directly")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Kernels are compiled and libraries choose theirs here, which a capture does not allow.
-        for _ in range(_WARM_UP_CALLS):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, of a server or a streamer, may use the device meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        out = call()
-    return graph, out
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Capture one small graph, since a pool without any is gone."""
+        if not torch.cuda.is_available():
+            raise UnsupportedBackendError("CUDA graphs need a CUDA device; call the decoder's prompt and step directly")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        with torch.cuda.device(self._device):
+            self._handle: Any = torch.cuda.graph_pool_handle()
+            # One for all: the libraries keep a workspace of their own for every stream.
+            self._stream = torch.cuda.Stream()
+        self._anchor = self.capture(lambda: torch.zeros(1, device=self._device))
+
+    def capture(self, call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Warm up, capture one call, and return the graph with the tensor that every replay fills.
+
+        Args:
+            call: Reads and writes the same memory every time; returns a tensor of any shape, such as logits [B, V].
+        """
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                # Kernels are compiled and libraries choose theirs here, which a capture does not allow.
+                for _ in range(_WARM_UP_CALLS):
+                    call()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            options: dict[str, Any] = {"pool": self._handle, "stream": self._stream}
+            # Other threads, of a server or a streamer, may use the device meanwhile.
+            with torch.cuda.graph(graph, **options, capture_error_mode="thread_local"):
+                out = call()
+        return graph, out
 
 
 @torch.no_grad()
-def capture_step(decoder: Decoder, cache: KvCache, run: Run, *, pool: Any = None) -> Callable[[Tensor], Tensor]:
+def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) -> Callable[[Tensor], Tensor]:
     """Return a decode step that replays a graph: tokens [B] in, logits [B, V] out, overwritten by the next call.
 
     The cache grows by one token a sequence at every call, on the device; the caller keeps count of its room. Capturing
@@ -64,14 +68,14 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, *, pool: Any = None
         decoder: Whose weights it runs.
         cache: With room for at least three tokens a sequence.
         run: How; nothing may be recorded or traced.
-        pool: As in `capture`.
+        pool: Takes the graph.
     """
     ids = torch.zeros(cache.batch, dtype=torch.long, device=decoder.device)
     lengths = cache.lengths.clone()
     # Warming up must not run past the end of a full cache.
     cache.lengths.zero_()
     places = [tensor[:, :, :, : _WARM_UP_CALLS + 1].clone() for tensor in (cache.k, cache.v)]
-    graph, logits = capture(lambda: decoder.step(ids, cache, run), pool=pool)
+    graph, logits = pool.capture(lambda: decoder.step(ids, cache, run))
     cache.lengths.copy_(lengths)
     for tensor, before in zip((cache.k, cache.v), places, strict=True):
         tensor[:, :, :, : before.shape[3]] = before
@@ -86,7 +90,7 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, *, pool: Any = None
 
 @torch.no_grad()
 def capture_prompt(
-    decoder: Decoder, cache: KvCache, length: int, run: Run, *, pool: Any = None
+    decoder: Decoder, cache: KvCache, length: int, run: Run, pool: GraphPool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a prefill that replays a graph: tokens [B, <= length] and lengths [B] in, the last logits [B, V] out.
 
@@ -95,11 +99,11 @@ def capture_prompt(
         cache: Overwritten from its beginning, now and at every call.
         length: Tokens of a prompt, padding on the right included.
         run: How; nothing may be recorded or traced.
-        pool: As in `capture`.
+        pool: Takes the graph.
     """
     ids = torch.zeros(cache.batch, length, dtype=torch.long, device=decoder.device)
     lengths = torch.full((cache.batch,), length, dtype=torch.int32, device=decoder.device)
-    graph, logits = capture(lambda: decoder.prefill(ids, lengths, cache, run), pool=pool)
+    graph, logits = pool.capture(lambda: decoder.prefill(ids, lengths, cache, run))
 
     def prompt(tokens: Tensor, real: Tensor) -> Tensor:
         ids[:, : tokens.shape[1]] = tokens
