@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import make, tokens
+from families import STRAIGHT, make, stirred, tokens
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
@@ -13,7 +13,6 @@ from wide.inference.run import Run, force
 from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 DENSE_TABLE = OperatorTable(backend="torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())
 SPARSE_TABLE = OperatorTable(backend="torch", query=1, attention=1, output=1, gate_up=1, down=1, few=OPERATORS)
 MIXED_TABLE = OperatorTable(backend="torch", query=5, attention=1, output=None, gate_up=5, down=None, few=("gate_up",))
@@ -24,10 +23,10 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 
 
 def _attached(family, **changes):
-    return attach(make(family), WideConfig(ffn_group_size=16, router_rank=4, **changes))
+    return attach(stirred(make(family, **STRAIGHT[family])), WideConfig(ffn_group_size=16, router_rank=4, **changes))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STRAIGHT)
 def test_dense_and_routed_logits_are_the_models(family):
     model, ids = _attached(family), tokens(2, 12)
     with torch.no_grad(), bypass(model):
@@ -47,8 +46,10 @@ def test_dense_and_routed_logits_are_the_models(family):
         torch.testing.assert_close(model(ids).logits, dense, **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    [*((family, 2) for family in STRAIGHT), *((family, 5) for family in ("llama", "qwen2", "phi3"))],
+)
 def test_steps_after_a_padded_prefill_equal_the_full_forward(family, batch):
     model, ids = _attached(family), tokens(batch, 12)
     decoder = Decoder(model, max_length=16)
@@ -105,15 +106,45 @@ def test_weights_are_shared_not_copied():
     assert layer.mlp.down_proj.weight.data_ptr() == own.ffn.down.data_ptr()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "smollm3"])
-def test_other_structures_are_refused_with_the_reason(family):
-    with pytest.raises(UnsupportedModelError):
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("olmo2", "whole width"), ("cohere2", "RMSNorm"), ("apertus", "no operator for the activation")],
+)
+def test_other_structures_are_refused_with_the_reason(family, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
         Decoder(make(family), max_length=16)
 
 
-def test_windows_training_mode_and_overlong_prompts_are_refused():
-    with pytest.raises(UnsupportedModelError, match="window of 8 tokens"):
-        Decoder(make("mistral", sliding_window=8), max_length=16)
+class _Shifted(torch.nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) + 1
+
+
+def _turned_backwards(q, k, cos, sin):
+    return q * cos - q.roll(1, -1) * sin, k
+
+
+def test_parts_that_nobody_reads_are_refused_by_name(monkeypatch):
+    def refused(change, reason):
+        model = make("llama")
+        change(model.model, model.model.layers[1])
+        with pytest.raises(UnsupportedModelError, match=reason):
+            Decoder(model, max_length=16)
+
+    linear = torch.nn.Linear(32, 32)
+    refused(lambda base, layer: layer.add_module("further", linear), "layer 1 has further")
+    refused(lambda base, layer: layer.self_attn.add_module("gate", linear), "attention has gate")
+    refused(lambda base, layer: layer.mlp.register_parameter("scale", linear.weight), "FFN has scale")
+    refused(lambda base, layer: setattr(layer, "beta", 0.5), "layer 1 has beta")
+    refused(lambda base, layer: base.add_module("embed_norm", linear), "LlamaModel has embed_norm")
+    refused(lambda base, layer: setattr(base, "embed_tokens", _Shifted(97, 32)), "_Shifted computes more")
+    refused(lambda base, layer: setattr(layer.self_attn, "is_causal", False), "looks ahead")
+    refused(lambda base, layer: setattr(layer, "post_attention_layernorm", layer.input_layernorm), "side by side")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", _turned_backwards)
+    refused(lambda base, layer: None, "in a way that the runtime does not know")
+
+
+def test_training_mode_and_overlong_prompts_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"model\.eval"):
         Decoder(make("llama").train(), max_length=16)
     decoder = Decoder(make("llama"), max_length=8)

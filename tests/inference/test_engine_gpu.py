@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from families import make, tokens
+from families import STRAIGHT, make, tokens
 
 from wide.config import WideConfig
 from wide.inference.engine import Engine, _Slot
@@ -28,7 +28,9 @@ OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def routed(family="llama"):
-    model = attach(make(family, **SIZES).bfloat16().cuda(), WideConfig(ffn_group_size=64, router_rank=16))
+    model = attach(
+        make(family, **(STRAIGHT[family] | SIZES)).bfloat16().cuda(), WideConfig(ffn_group_size=64, router_rank=16)
+    )
     return optimize(model, table=TABLE)
 
 
@@ -63,7 +65,7 @@ def several(model):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mistral", "gemma2", "gemma3_text", "glm4", "exaone4"])
 def test_graphs_give_what_direct_calls_give(family, monkeypatch):
     model = routed(family)
     with_graphs = several(model)

@@ -1,7 +1,8 @@
 """The runtime through the Triton kernels: the same logits as through plain PyTorch, prefill and steps."""
 
+import pytest
 import torch
-from families import make, tokens
+from families import STRAIGHT, make, stirred, tokens
 
 from wide.config import WideConfig
 from wide.inference.decoder import Decoder
@@ -13,13 +14,21 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
-def _table(backend):
-    return OperatorTable(backend=backend, query=5, attention=5, output=5, gate_up=5, down=5, few=OPERATORS)
+def _table(backend, attention):
+    return OperatorTable(backend=backend, query=5, attention=attention, output=5, gate_up=5, down=5, few=OPERATORS)
 
 
-def test_triton_and_torch_give_the_same_logits():
-    sizes = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 1}
-    model = attach(make("qwen3", **sizes).to(DTYPE).to(DEVICE), WideConfig(ffn_group_size=16, router_rank=4))
+# Norms of heads; a window, a soft cap and norms after the sublayers; half of a head turned, in neighbouring channels;
+# no norms before the sublayers.
+@pytest.mark.parametrize(
+    ("family", "attention"), [("qwen3", 5), ("gemma2", 5), ("gemma2", None), ("glm4", 5), ("exaone4", None)]
+)
+def test_triton_and_torch_give_the_same_logits(family, attention):
+    sizes = STRAIGHT[family] | {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 1}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][:1]
+    model = stirred(make(family, **sizes)).to(DTYPE).to(DEVICE)
+    model = attach(model, WideConfig(ffn_group_size=16, router_rank=4))
     decoder = Decoder(model, max_length=16)
     ids = tokens(1, 9).to(DEVICE)
     masks = [(torch.rand(9, 2, device=DEVICE) < 0.5, torch.rand(9, 4, device=DEVICE) < 0.5)]
@@ -27,11 +36,13 @@ def test_triton_and_torch_give_the_same_logits():
     for backend in ("torch", "triton"):
         cache = decoder.new_cache(1)
         logits = [
-            decoder.prefill_logits(ids, cache, Run(table=_table(backend), forced=force(decoder.layers, masks)))[0]
+            decoder.prefill_logits(
+                ids, cache, Run(table=_table(backend, attention), forced=force(decoder.layers, masks))
+            )[0]
         ]
         for place in range(2):
-            one = force(decoder.layers, [(attention[place, None], ffn[place, None]) for attention, ffn in masks])
-            logits.append(decoder.step(ids[:, place], cache, Run(table=_table(backend), forced=one)))
+            one = force(decoder.layers, [tuple(mask[place, None] for mask in pair) for pair in masks])
+            logits.append(decoder.step(ids[:, place], cache, Run(table=_table(backend, attention), forced=one)))
         found[backend] = torch.cat(logits).float()
     error = (found["triton"] - found["torch"]).norm() / found["torch"].norm()
     assert error < (2e-2 if DEVICE.type == "cuda" else 1e-4)

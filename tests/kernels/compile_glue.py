@@ -36,8 +36,14 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     norm = {"D": 4096, "BLOCK_D": 4096, "HAS_ADDEND": True, "UNIT_OFFSET": False}
     yield build(rms_norm._rms_norm, target, norm, 4, 3, **TYPES)
     heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HAS_NORM": True}
-    for at_once, group in ((16, 0), (64, 4)):
-        yield build(rope._rope_to_cache, target, heads | {"HEADS": at_once, "GROUP": group}, 4, 3, **TYPES)
+    for at_once, group, turned, other in (
+        (16, 0, 128, False),
+        (64, 4, 128, False),
+        (16, 0, 64, True),
+        (16, 0, 64, False),
+    ):
+        form = {"HEADS": at_once, "GROUP": group, "R": turned, "INTERLEAVED": other, "UNIT_OFFSET": other}
+        yield build(rope._rope_to_cache, target, heads | form, 4, 3, **TYPES)
     router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "HAS_OFFSET": False}
     facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
     for num_rows in (16, 8192, 16384):

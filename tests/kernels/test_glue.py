@@ -47,6 +47,8 @@ def test_opcheck(backend: str) -> None:
                 None,
                 None,
                 1e-6,
+                False,
+                True,
                 backend,
             ),
         ),

@@ -33,6 +33,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite")
 FURTHER = ("glm4", "cohere2", "exaone4", "olmo3", "seed_oss", "arcee", "apertus", "ernie4_5", "helium", "ministral3")
+# Windows shorter than the tests' sequences, and caps and multipliers that bite.
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+STRAIGHT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "mistral": {"sliding_window": 5},
+    "smollm3": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0},
+    "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": SLIDING,
+    "exaone4": SLIDING,
+    "glm4": {},
+    "ernie4_5": {},
+    "helium": {},
+}
 FAMILIES = [name for name in REQUIRED + FURTHER if name in CONFIG_MAPPING]
 
 
@@ -42,6 +59,15 @@ def make(family: str, **changes: Any) -> Any:
     config = CONFIG_MAPPING[family](**(COMMON | SPECIAL.get(family, {}) | changes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
     return model.float().eval()
+
+
+def stirred(model: Any) -> Any:
+    """Return the model with norms of their own and weights so large that positions, windows and caps matter."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = parameter.data + 0.3 * noise if parameter.dim() == 1 else parameter.data * 6
+    return model
 
 
 def tokens(batch: int = 2, length: int = 12, *, seed: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A straight-line forward of Llama-like models: every tensor of fixed shape, nothing read back by the host."""
+"""A straight-line forward of Hugging Face decoders: every tensor of fixed shape, nothing read back by the host."""
 
 import copy
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class _Pass:
 
 
 class Decoder:
-    """Runs an attached (or plain) Hugging Face model of Llama-like structure, dense or routed, over a static cache.
+    """Runs an attached (or plain) Hugging Face model whose parts it knows, dense or routed, over a static cache.
 
     Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
     each, which their modules then view, so that memory does not double and the model keeps working. Routers are read
@@ -81,9 +81,9 @@ class Decoder:
         ends = read_ends(model, max_length)
         self._specs = ends.specs
         self.embedding, self.head, self.norm = ends.embedding, ends.head, ends.norm
-        self.head_bias, self.cos, self.sin = ends.head_bias, ends.cos, ends.sin
+        self.head_bias, self._ends = ends.head_bias, ends
         try:
-            self.layers = tuple(read_layer(spec) for spec in ends.specs)
+            self.layers = tuple(map(read_layer, ends.specs, ends.angles))
         except UnsupportedModelError:
             self.unstack()
             raise
@@ -205,17 +205,19 @@ class Decoder:
         if x.is_floating_point():
             residual = x.reshape(-1, x.shape[-1])
         else:
-            residual = functional.embedding(x.reshape(-1), self.embedding)
+            residual = _times(functional.embedding(x.reshape(-1), self.embedding), self._ends.embedding_scale)
+        residual = _times(residual, self._ends.input_scale)
         addend: Tensor | None = None
         for index, layer in enumerate(self.layers):
             shared.table = shared.run.table or self.tables[index]
             forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
-            half = self._enter(layer.attention.norm, layer.attention.router, residual, addend, forced[0], shared)
-            residual, normed, attention_mask = half
+            entered = self._enter(layer.attention.norm, layer.attention.router, residual, addend, forced[0], shared)
+            residual, normed, attention_mask = entered
             addend = self._attention(layer.attention, index, normed, attention_mask, shared)
-            half = self._enter(layer.ffn.norm, layer.ffn.router, residual, addend, forced[1], shared)
-            residual, normed, ffn_mask = half
-            addend = self._feed_forward(layer.ffn, normed, ffn_mask, shared)
+            addend = self._leave(layer.attention, addend, shared)
+            entered = self._enter(layer.ffn.norm, layer.ffn.router, residual, addend, forced[1], shared)
+            residual, normed, ffn_mask = entered
+            addend = self._leave(layer.ffn, self._feed_forward(layer.ffn, normed, ffn_mask, shared), shared)
             if shared.run.record is not None:
                 router = layer.attention.router
                 own = None if attention_mask is None or router is None else attention_mask[:, : router.num_groups]
@@ -225,7 +227,7 @@ class Decoder:
 
     def _enter(
         self,
-        norm: Norm,
+        norm: Norm | None,
         router: RuntimeRouter | None,
         residual: Tensor,
         addend: Tensor | None,
@@ -234,16 +236,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add, norm and decide: return the stream, its norm, and the mask (None: everything executes)."""
         backend = shared.table.backend
-        constants: dict[str, Any] = {
-            "addend": addend,
-            "eps": norm.eps,
-            "unit_offset": norm.unit_offset,
-            "backend": backend,
-        }
-        if router is None or not shared.run.routed:
-            with shared.part("norm"):
-                return *rms_norm(residual, norm.weight, **constants), None
-        if residual.shape[0] <= MAX_FEW_ROWS:
+        routes = router is not None and shared.run.routed
+        if routes and norm is not None and residual.shape[0] <= MAX_FEW_ROWS:
+            assert router is not None
             with shared.part("route"):
                 total, normed, mask = norm_route(
                     residual,
@@ -251,15 +246,27 @@ class Decoder:
                     router.weights,
                     threshold=router.threshold,
                     reads_residual=router.reads_residual,
-                    **constants,
+                    addend=addend,
+                    eps=norm.eps,
+                    unit_offset=norm.unit_offset,
+                    backend=backend,
                 )
         else:
             with shared.part("norm"):
-                total, normed = rms_norm(residual, norm.weight, **constants)
+                total, normed = _normed(norm, residual, addend, backend)
+            if router is None or not routes:
+                return total, normed, None
             with shared.part("route"):
                 seen = total if router.reads_residual else normed
                 mask = route(seen, router.weights, threshold=router.threshold, backend=backend)
         return total, normed, mask if forced is None else forced
+
+    def _leave(self, weights: AttentionWeights | FeedForwardWeights, out: Tensor, shared: _Pass) -> Tensor:
+        """Return what a sublayer adds to the stream, given its output [M, D]."""
+        if weights.post_norm is not None:
+            with shared.part("norm"):
+                out = _normed(weights.post_norm, out, None, shared.table.backend)[1]
+        return _times(out, weights.multiplier)
 
     def _attention(
         self, weights: AttentionWeights, index: int, x: Tensor, mask: Tensor | None, shared: _Pass
@@ -282,8 +289,8 @@ class Decoder:
                 q.unflatten(1, (heads, weights.head_dim)).unflatten(0, shape),
                 keys,
                 values,
-                self.cos,
-                self.sin,
+                weights.cos,
+                weights.sin,
                 shared.starts,
                 k_cache,
                 v_cache,
@@ -292,6 +299,8 @@ class Decoder:
                 q_norm=weights.q_norm,
                 k_norm=weights.k_norm,
                 eps=weights.head_eps,
+                unit_offset=weights.head_unit_offset,
+                interleaved=weights.interleaved,
                 backend=table.backend,
             )
         with shared.part("attention"):
@@ -313,21 +322,24 @@ class Decoder:
     ) -> Tensor:
         """Return attention output [B, T, H_q, d]; skipped heads are zero where the output product is dense."""
         table = shared.table
+        scores: dict[str, Any] = {"scale": weights.scale, "soft_cap": weights.soft_cap, "window": weights.window}
         needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
         if shared.ends is not None:
             # Without a mask every pair is read; skipped ones come back as zeros otherwise, which costs nothing where
             # groups are whole KV heads. Smaller ones would share out each KV head over several programs.
             zeroes = mask is not None and needs_zeros and k.shape[2] % mask.shape[1] == 0
             skips = mask if table.cache or zeroes else None
-            out = attention_decode(q[:, 0], k, v, shared.ends, skips, scale=weights.scale, backend=table.backend)
+            out = attention_decode(q[:, 0], k, v, shared.ends, skips, **scores, backend=table.backend)
             return _zeroed(out.unsqueeze(1), mask if needs_zeros and skips is None else None, table.backend)
         seen = shared.past + shared.length
         k, v = k[:, :seen], v[:, :seen]
-        if mask is not None and table.how("attention", shared.length) == "many":
-            sequences = _sequences(mask, order, shared.batch, table.backend)
-            return attend_prompt(
-                q, k, v, sequences, table, length=shared.length, scale=weights.scale, zero_skipped=needs_zeros
-            )
+        if weights.window is not None and weights.window >= seen:
+            scores["window"] = None
+        # The library's attention knows neither windows nor soft caps.
+        is_plain = scores["window"] is scores["soft_cap"] is None
+        if not is_plain or (mask is not None and table.how("attention", shared.length) == "many"):
+            sequences = _sequences(mask, order, q, table.backend)
+            return attend_prompt(q, k, v, sequences, table, length=shared.length, zero_skipped=needs_zeros, **scores)
         return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None, table.backend)
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
@@ -341,23 +353,35 @@ class Decoder:
             return sum_groups("down", product, weights.down, weights.down_bias, mask, table)
 
     def _logits(self, residual: Tensor, addend: Tensor, run: Run) -> Tensor:
-        norm = self.norm
-        normed = rms_norm(
-            residual,
-            norm.weight,
-            addend=addend,
-            eps=norm.eps,
-            unit_offset=norm.unit_offset,
-            backend=(run.table or self.tables[-1]).backend,
-        )[1]
-        return functional.linear(normed, self.head, self.head_bias)
+        normed = _normed(self.norm, residual, addend, (run.table or self.tables[-1]).backend)[1]
+        logits = functional.linear(normed, self.head, self.head_bias)
+        divisor, cap = self._ends.logit_divisor, self._ends.logit_cap
+        if divisor is not None:
+            logits /= divisor
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _sequences(mask: Tensor, order: Reordering | None, batch: int, backend: str) -> SequenceReordering:
+def _times(x: Tensor, factor: float | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _normed(norm: Norm | None, x: Tensor, addend: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """Return x + addend and its norm; the sum twice without a norm."""
+    if norm is None:
+        total = x if addend is None else x + addend
+        return total, total
+    return rms_norm(x, norm.weight, addend=addend, eps=norm.eps, unit_offset=norm.unit_offset, backend=backend)
+
+
+def _sequences(mask: Tensor | None, order: Reordering | None, q: Tensor, backend: str) -> SequenceReordering:
     """Return the rows of each sequence's groups; one sequence's are those that the query operator gathered by."""
+    batch, length = q.shape[:2]
+    if mask is None:
+        index = torch.arange(length, dtype=torch.int32, device=q.device).repeat(batch, 1, 1)
+        return SequenceReordering(index, torch.full_like(index[:, :, 0], length))
     if order is not None and batch == 1:
         return SequenceReordering(order.index[None], order.counts[None])
-    return reorder_sequences(mask.view(batch, mask.shape[0] // batch, -1), backend=backend)
+    return reorder_sequences(mask.view(batch, length, -1), backend=backend)
 
 
 def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:

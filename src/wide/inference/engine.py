@@ -131,6 +131,10 @@ class EngineCache(DynamicCache):
     def layers(self, layers: list[Any]) -> None:
         self._layers = layers
 
+    def __len__(self) -> int:
+        """Return the number of layers; asked for a truth value, it must not leave the engine."""
+        return len(self._layers)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of a sequence, padding included."""
         return self.tokens if self.slot is not None else super().get_seq_length(layer_idx)
@@ -206,12 +210,10 @@ class Engine:
         if rope.get("llama_4_scaling_beta"):
             # Beyond, queries grow with their position.
             length = min(length, int(rope["original_max_position_embeddings"]))
-        windows = [getattr(spec.attention.module, "sliding_window", None) for spec in self._state.specs]
         try:
             devices = {parameter.device for parameter in self._model.parameters()}
             if len(devices) > 1:
                 raise UnsupportedModelError(f"its weights lie on {len(devices)} devices")
-            length = min([length, *(window for window in windows if window)])
             return Decoder(self._model, max_length=length, tables=self._tables)
         except UnsupportedModelError as error:
             self.why_not = str(error)

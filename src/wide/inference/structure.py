@@ -1,6 +1,7 @@
 """The ends of a causal LM (embedding, last norm, head, positions), and the proof that the runtime computes the same."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
 from wide.inference.optimize_checks import require_routing_alone
-from wide.inference.weights import Norm, read_norm
+from wide.inference.weights import Norm, read_norm, require_known
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
@@ -18,6 +19,8 @@ from wide.models.observe import bypass
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
 _ROPE_TYPES = ("default", "llama3", "linear", "yarn")
+_LAYER_KINDS = (None, "full_attention", "sliding_attention")
+_INPUT_MULTIPLIER = "embedding_multiplier"
 _PROBE_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
@@ -32,8 +35,11 @@ class Ends:
         head: [V, D].
         head_bias: [V] or None.
         norm: Before the head.
-        cos: Cosines by position, [max_length, d].
-        sin: Sines, as `cos`.
+        angles: For each layer cosines and sines by position, [max_length, r].
+        embedding_scale: Factor of embedded tokens, or None.
+        input_scale: Factor of what enters the first layer, embeddings of the caller's own included, or None.
+        logit_divisor: What logits are divided by, or None.
+        logit_cap: Bound of the logits, or None.
     """
 
     specs: tuple[BlockSpec, ...]
@@ -41,15 +47,18 @@ class Ends:
     head: Tensor
     head_bias: Tensor | None
     norm: Norm
-    cos: Tensor
-    sin: Tensor
+    angles: tuple[tuple[Tensor, Tensor], ...]
+    embedding_scale: float | None
+    input_scale: float | None
+    logit_divisor: float | None
+    logit_cap: float | None
 
 
 def read_ends(model: nn.Module, max_length: int) -> Ends:
     """Return the ends of a model.
 
     Raises:
-        UnsupportedModelError: If a part is missing, or positions or windows depend on the sequence's length.
+        UnsupportedModelError: If a part is missing or unknown, or positions depend on the sequence's length.
     """
     whole: Any = model
     if is_attached(model):
@@ -69,18 +78,23 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
     for name in ("norm", "rotary_emb"):
         if getattr(base, name, None) is None:
             raise UnsupportedModelError(f"{type(base).__name__} has no {name}; the runtime runs Llama-like models")
-    _require_full_attention(specs, max_length)
-    head = whole.get_output_embeddings()
-    embedding = whole.get_input_embeddings().weight.detach()
-    cos, sin = _angles(base.rotary_emb, embedding, max_length, specs[0].attention.head_dim)
+    if len({(spec.attention.num_kv_heads, spec.attention.head_dim) for spec in specs}) > 1:
+        raise UnsupportedModelError("the layers' keys differ in shape, and the runtime's cache holds one shape")
+    embed, head, config = whole.get_input_embeddings(), whole.get_output_embeddings(), base.config
+    layers = [part for part in base.children() if specs[0].layer in part.children()]
+    require_known(base, (embed, base.norm, *layers), type(base).__name__, _INPUT_MULTIPLIER)
+    embedding = embed.weight.detach()
     return Ends(
         specs=specs,
         embedding=embedding,
         head=head.weight.detach(),
         head_bias=None if head.bias is None else head.bias.detach(),
         norm=read_norm(base.norm, "last norm"),
-        cos=cos,
-        sin=sin,
+        angles=_angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs]),
+        embedding_scale=_embedding_scale(embed),
+        input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
+        logit_divisor=_unless_one(getattr(config, "logits_scaling", None)),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
     )
 
 
@@ -101,32 +115,52 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
     error = ((runs(ids).float() - wanted).norm() / wanted.norm()).item()
     if not error <= _TOLERANCE[weight.dtype]:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a plain pre-norm decoder: the runtime's logits differ by {error:.1%}. "
-            "Multipliers, norms after the sub-layers, parallel halves, soft caps and layers without positions are not "
-            "supported; use wide.optimize(model) instead"
+            f"{type(model).__name__} computes something that the runtime does not know: logits differ by {error:.1%}; "
+            "use wide.optimize(model) instead"
         )
 
 
-def _require_full_attention(specs: tuple[BlockSpec, ...], max_length: int) -> None:
-    for spec in specs:
-        window = getattr(spec.attention.module, "sliding_window", None)
-        window = window or getattr(getattr(spec.attention.module, "config", None), "sliding_window", None)
-        kinds = getattr(getattr(spec.attention.module, "config", None), "layer_types", None)
-        slides = kinds is None or kinds[spec.index] == "sliding_attention"
-        if window is not None and slides and window < max_length:
-            raise UnsupportedModelError(
-                f"layer {spec.index} attends within a window of {window} tokens; the runtime attends to all, so "
-                f"max_length must be at most {window}, got {max_length}"
-            )
+def _kind(config: Any, index: int) -> str | None:
+    """Return which kind of layer a configuration says, None if it says none."""
+    kinds: Any = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[index] not in _LAYER_KINDS:
+        raise UnsupportedModelError(
+            f"layer {index} is of the kind {kinds[index]!r}; the runtime knows {_LAYER_KINDS[1:]}"
+        )
+    return None if kinds is None else str(kinds[index])
 
 
-def _angles(rotary: Any, like: Tensor, max_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    kind = getattr(rotary, "rope_type", "default")
-    if kind not in _ROPE_TYPES:
-        raise UnsupportedModelError(f"positions of type {kind!r} depend on the length; the runtime takes {_ROPE_TYPES}")
+def _angles(
+    rotary: Any, like: Tensor, max_length: int, kinds: Sequence[str | None]
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return cosines and sines for each layer; layers of one kind share theirs, all do where kinds do not matter."""
+    by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+    tables: dict[str | None, tuple[Tensor, Tensor]] = {}
     places = torch.arange(max_length, device=like.device)[None]
+    for kind in {each if by_kind else None for each in kinds}:
+        found = getattr(rotary, "rope_type", "default")
+        found = found[kind] if isinstance(found, dict) else found
+        if found not in _ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"positions of type {found!r} depend on the length; the runtime takes {_ROPE_TYPES}"
+            )
+        with torch.no_grad():
+            cos, sin = rotary(like[:1], position_ids=places, **({"layer_type": kind} if by_kind else {}))
+        tables[kind] = cos[0].contiguous(), sin[0].contiguous()
+    return tuple(tables[kind if by_kind else None] for kind in kinds)
+
+
+def _embedding_scale(embed: Any) -> float | None:
+    """Return the factor of an embedding's rows, found out by trying it."""
+    weight = embed.weight.detach()
+    scale = getattr(embed, "embed_scale", None)
+    factor = None if scale is None else float(torch.as_tensor(scale).to(weight.dtype))
+    ids = torch.arange(min(2, weight.shape[0]), device=weight.device)
     with torch.no_grad():
-        cos, sin = rotary(like[:1], position_ids=places)
-    if cos.shape[-1] != head_dim:
-        raise UnsupportedModelError(f"only {cos.shape[-1]} of {head_dim} channels of a head are turned by position")
-    return cos[0].contiguous(), sin[0].contiguous()
+        if not torch.equal(embed(ids), weight[ids] if factor is None else weight[ids] * factor):
+            raise UnsupportedModelError(f"{type(embed).__name__} computes more than an embedding and its embed_scale")
+    return _unless_one(factor)
+
+
+def _unless_one(factor: float | None) -> float | None:
+    return None if factor is None or factor == 1 else float(factor)

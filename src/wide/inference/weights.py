@@ -1,5 +1,6 @@
 """What the runtime reads of a Hugging Face model: the same tensors, arranged for the operators, never copied twice."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
+from wide.inference.asked import ask
 from wide.inference.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
@@ -20,6 +22,12 @@ _ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
 }
+# After the attention and after the FFN, where the second is not the norm before the FFN.
+_POST_NORMS = (
+    ("post_self_attn_layernorm", "post_attention_layernorm"),
+    ("post_mlp_layernorm", "post_feedforward_layernorm"),
+)
+_MULTIPLIER = "residual_multiplier"
 # At least any threshold: the offset of a row of the router that always executes.
 _ALWAYS = float("inf")
 
@@ -57,7 +65,9 @@ class AttentionWeights:
     """The attention half of a layer.
 
     Args:
-        norm: Before it.
+        norm: Before it; None where it reads the residual stream itself.
+        post_norm: Of its output, before that is added to the stream, or None.
+        multiplier: Of its output, or None.
         qkv: Query, key and value rows, [(H_q + 2 H_k) d, D].
         qkv_bias: Their biases or None.
         output: [D, H_q d].
@@ -65,14 +75,22 @@ class AttentionWeights:
         q_norm: Weight of the per-head query norm, [d], or None.
         k_norm: The same for keys.
         head_eps: Of both.
+        head_unit_offset: Whether their factor is 1 + weight.
         num_query_heads: H_q.
         num_kv_heads: H_k.
         head_dim: d.
         scale: Factor of the scores.
+        window: Keys that a query sees at most; None = all.
+        soft_cap: Bound of the scores; None = unbounded.
+        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not turned.
+        sin: Sines, as `cos`.
+        interleaved: Whether neighbouring channels are a pair of the turn.
         router: None where attention is not routed.
     """
 
-    norm: Norm
+    norm: Norm | None
+    post_norm: Norm | None
+    multiplier: float | None
     qkv: Tensor
     qkv_bias: Tensor | None
     output: Tensor
@@ -80,10 +98,16 @@ class AttentionWeights:
     q_norm: Tensor | None
     k_norm: Tensor | None
     head_eps: float
+    head_unit_offset: bool
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    window: int | None
+    soft_cap: float | None
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
     router: RuntimeRouter | None
 
 
@@ -92,7 +116,9 @@ class FeedForwardWeights:
     """The FFN half of a layer.
 
     Args:
-        norm: Before it.
+        norm: As of the attention.
+        post_norm: As of the attention.
+        multiplier: As of the attention.
         gate: Rows under the activation, [F, D].
         up: Rows that multiply it, right behind `gate` in memory; None without a gate.
         gate_bias: [F] or None.
@@ -103,7 +129,9 @@ class FeedForwardWeights:
         router: None where the FFN is not routed.
     """
 
-    norm: Norm
+    norm: Norm | None
+    post_norm: Norm | None
+    multiplier: float | None
     gate: Tensor
     up: Tensor | None
     gate_bias: Tensor | None
@@ -122,15 +150,61 @@ class LayerWeights:
     ffn: FeedForwardWeights
 
 
-def read_layer(spec: BlockSpec) -> LayerWeights:
+def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     """Return a layer's weights; separate projections are moved into one buffer that their modules then view.
+
+    Args:
+        spec: Its parts.
+        angles: Cosines and sines by position, [max_length, r].
 
     Raises:
         UnsupportedModelError: If the layer has a part that the runtime does not know; the message names it.
     """
+    where = f"layer {spec.index}"
     if spec.ffn is None:
         raise UnsupportedModelError(f"the runtime needs a plain FFN in every layer: {spec.ffn_reason}")
-    return LayerWeights(attention=_attention(spec, spec.attention), ffn=_feed_forward(spec, spec.ffn))
+    attention, ffn, layer = spec.attention, spec.ffn, spec.layer
+    pre_norms = [part.pre_norm for part in (attention, ffn) if part.pre_norm is not None]
+    if len(set(pre_norms)) < len(pre_norms):
+        raise UnsupportedModelError(
+            f"{where}: both sublayers read one norm side by side; the runtime runs them in turn"
+        )
+    post_norms = [
+        next(
+            (norm for norm in (getattr(layer, name, None) for name in names) if norm not in (None, ffn.pre_norm)), None
+        )
+        for names in _POST_NORMS
+    ]
+    require_known(layer, (attention.module, ffn.module, *pre_norms, *post_norms), where, _MULTIPLIER)
+    multiplier = getattr(layer, _MULTIPLIER, None)
+    return LayerWeights(
+        attention=_attention(f"{where}: attention", attention, post_norms[0], multiplier, angles),
+        ffn=_feed_forward(f"{where}: FFN", ffn, post_norms[1], multiplier),
+    )
+
+
+def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbers: str) -> None:
+    """Refuse weights and multipliers of a module that nobody reads.
+
+    Args:
+        module: Of the model.
+        parts: Its children that are read.
+        where: For the message.
+        numbers: Names of its multipliers that are read.
+
+    Raises:
+        UnsupportedModelError: The message names what is not known.
+    """
+    known = set(parts)
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    for name, child in module.named_children():
+        if child not in known and name != ROUTER_NAME and next(child.parameters(), None) is not None:
+            names.append(name)
+    for name, value in vars(module).items():
+        if isinstance(value, float) and value != 1 and name not in numbers and not name.endswith("dropout"):
+            names.append(name)
+    if names:
+        raise UnsupportedModelError(f"{where} has {names[0]}, which the runtime does not compute")
 
 
 def read_norm(module: nn.Module | None, where: str) -> Norm:
@@ -154,50 +228,65 @@ def read_norm(module: nn.Module | None, where: str) -> Norm:
     raise UnsupportedModelError(f"{where}: {type(module).__name__} does not compute an RMSNorm")
 
 
-def _attention(spec: BlockSpec, part: AttentionSpec) -> AttentionWeights:
-    where = f"layer {spec.index}: attention"
+def _optional_norm(module: nn.Module | None, where: str) -> Norm | None:
+    return None if module is None else read_norm(module, where)
+
+
+def _attention(
+    where: str,
+    part: AttentionSpec,
+    post_norm: nn.Module | None,
+    multiplier: float | None,
+    angles: tuple[Tensor, Tensor],
+) -> AttentionWeights:
     module: Any = part.module
     if part.q_norm == "width":
         raise UnsupportedModelError(f"{where} norms queries over their whole width; skipped rows would change it")
-    for name in ("attn_logit_softcapping", "sinks"):
-        if getattr(module, name, None) is not None:
-            raise UnsupportedModelError(f"{where} has {name}, which the runtime does not compute")
-    if not getattr(module, "use_rope", True):
-        raise UnsupportedModelError(f"{where} has no positions, and the runtime turns every layer's queries and keys")
+    head_parts = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    require_known(module, (*part.linears(), *head_parts), where, "scaling", "attn_logit_softcapping")
     query, output = _plain(part.query, where), _plain(part.output, where)
     if part.key is not None and part.value is not None:
         qkv, qkv_bias = stack_linears([query, _plain(part.key, where), _plain(part.value, where)], where)
     else:
         qkv, qkv_bias = query.weight.detach(), _detached(query.bias)
-    head_norms = [_head_norm(module, name, part, where) for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_parts)
+    if q_norm is not None and (k_norm is None or _constants(q_norm) != _constants(k_norm)):
+        raise UnsupportedModelError(f"{where}: the norms of queries and keys are not of one kind")
+    asked = ask(part, *angles, where)
+    cos, sin = angles if asked.is_turned else (angles[0][:, :0], angles[1][:, :0])
     return AttentionWeights(
-        norm=read_norm(part.pre_norm, where),
+        norm=_optional_norm(part.pre_norm, where),
+        post_norm=_optional_norm(post_norm, f"{where}, norm after it"),
+        multiplier=multiplier,
         qkv=qkv,
         qkv_bias=qkv_bias,
         output=output.weight.detach(),
         output_bias=_detached(output.bias),
-        q_norm=None if head_norms[0] is None else head_norms[0].weight,
-        k_norm=None if head_norms[1] is None else head_norms[1].weight,
-        head_eps=1e-6 if head_norms[0] is None else head_norms[0].eps,
+        q_norm=None if q_norm is None else q_norm.weight,
+        k_norm=None if k_norm is None else k_norm.weight,
+        head_eps=1e-6 if q_norm is None else q_norm.eps,
+        head_unit_offset=q_norm is not None and q_norm.unit_offset,
         num_query_heads=part.num_query_heads,
         num_kv_heads=part.num_kv_heads,
         head_dim=part.head_dim,
-        scale=float(getattr(module, "scaling", part.head_dim**-0.5)),
+        scale=asked.scale,
+        window=asked.window,
+        soft_cap=asked.soft_cap,
+        cos=cos,
+        sin=sin,
+        interleaved=asked.interleaved,
         router=_router(part.module, qkv.dtype, part.query_width, 2 * part.num_kv_heads * part.head_dim),
     )
 
 
-def _head_norm(module: nn.Module, name: str, part: AttentionSpec, where: str) -> Norm | None:
-    if part.q_norm == "none":
-        return None
-    norm = read_norm(getattr(module, name, None), f"{where}, {name}")
-    if norm.unit_offset or norm.weight.numel() != part.head_dim:
-        raise UnsupportedModelError(f"{where}: {name} is not an RMSNorm over {part.head_dim} channels of a head")
-    return norm
+def _constants(norm: Norm) -> tuple[float, bool, int]:
+    return norm.eps, norm.unit_offset, norm.weight.numel()
 
 
-def _feed_forward(spec: BlockSpec, part: FeedForwardSpec) -> FeedForwardWeights:
-    where = f"layer {spec.index}: FFN"
+def _feed_forward(
+    where: str, part: FeedForwardSpec, post_norm: nn.Module | None, multiplier: float | None
+) -> FeedForwardWeights:
+    require_known(part.module, (*part.linears(), part.activation), where)
     activation = _ACTIVATIONS.get(type(part.activation).__name__)
     if activation is None:
         raise UnsupportedModelError(f"{where}: no operator for the activation {type(part.activation).__name__}")
@@ -210,7 +299,9 @@ def _feed_forward(spec: BlockSpec, part: FeedForwardSpec) -> FeedForwardWeights:
     is_gated = part.gate is not None or part.fused_gate
     width = part.width
     return FeedForwardWeights(
-        norm=read_norm(part.pre_norm, where),
+        norm=_optional_norm(part.pre_norm, where),
+        post_norm=_optional_norm(post_norm, f"{where}, norm after it"),
+        multiplier=multiplier,
         gate=both[:width],
         up=both[width:] if is_gated else None,
         gate_bias=None if bias is None else bias[:width],

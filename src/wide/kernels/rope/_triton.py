@@ -11,10 +11,25 @@ _MANY_TOKENS, _HEADS_OF_MANY = 1024, 64
 
 @triton.jit
 def _turn(own, other, cos, sin, sign, dtype: tl.constexpr):
-    """Return own * cos + sign * other * sin with both products and the sum rounded, as transformers rounds."""
+    """Return own * cos + sign * other * sin with both products and the sum rounded to a dtype."""
     first = (own * cos).to(dtype).to(tl.float32)
     second = (other * sin).to(dtype).to(tl.float32)
     return (first + sign * second).to(dtype)
+
+
+@triton.jit
+def _weight(Q_NORM, K_NORM, channels, ours, inside):
+    """Return the norms' weights of some channels, the queries' for heads that are ours."""
+    q = tl.load(Q_NORM + channels, mask=inside, other=0.0)
+    return tl.where(ours, q, tl.load(K_NORM + channels, mask=inside, other=0.0)).to(tl.float32)
+
+
+@triton.jit
+def _normed(scaled, weight, UNIT_OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """Return the norm of scaled channels in float32, rounded where transformers rounds."""
+    if UNIT_OFFSET:
+        return (scaled * (1.0 + weight)).to(dtype).to(tl.float32)
+    return (scaled.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -49,18 +64,30 @@ def _rope_to_cache(
     H_Q: tl.constexpr,
     H_K: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0)
     b = (token // T).to(tl.int64)
     t = (token % T).to(tl.int64)
     place = tl.load(POSITIONS + b).to(tl.int64) + t
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    half = tl.arange(0, BLOCK_D)
-    inside = (half < D // 2)[None, :]
+    # The channels of a head as pairs; those that are not turned go through as pairs, too.
+    pair = tl.arange(0, BLOCK_D)
+    inside = (pair < D // 2)[None, :]
+    is_turned = (pair < R // 2)[None, :]
+    if INTERLEAVED:
+        first, second = 2 * pair[None, :], 2 * pair[None, :] + 1
+    elif R == D:
+        first, second = pair[None, :], pair[None, :] + D // 2
+    else:
+        first, second = pair + tl.where(pair < R // 2, 0, R // 2), pair + tl.where(pair < R // 2, R // 2, D // 2)
+        first, second = first[None, :], second[None, :]
     turns = heads < H_Q
     if GROUP > 0:
         turns &= tl.load(MASK + token.to(tl.int64) * stride_m + heads // GROUP, mask=turns, other=0) != 0
@@ -69,46 +96,38 @@ def _rope_to_cache(
     is_v = ((heads >= H_Q + H_K) & (heads < H_Q + 2 * H_K))[:, None] & inside
     k_heads = heads - H_Q
     v_heads = k_heads - H_K
-    q_at = Q + b * stride_qb + t * stride_qt + heads[:, None] * stride_qh + half[None, :]
-    k_at = K + b * stride_kb + t * stride_kt + k_heads[:, None] * stride_kh + half[None, :]
-    v_at = V + b * stride_vb + t * stride_vt + v_heads[:, None] * stride_vh + half[None, :]
-    cache_at = b * stride_cb + place * stride_ct + half[None, :]
+    q_at = Q + b * stride_qb + t * stride_qt + heads[:, None] * stride_qh
+    k_at = K + b * stride_kb + t * stride_kt + k_heads[:, None] * stride_kh
+    v_at = V + b * stride_vb + t * stride_vt + v_heads[:, None] * stride_vh
+    cache_at = b * stride_cb + place * stride_ct
     k_to = K_CACHE + cache_at + k_heads[:, None] * stride_ch
     v_to = V_CACHE + cache_at + v_heads[:, None] * stride_ch
     dtype = OUT.dtype.element_ty
     # Values travel through untouched, queries and keys are turned; a tile may hold all three.
-    tl.store(v_to, tl.load(v_at, mask=is_v, other=0.0), mask=is_v)
-    tl.store(v_to + D // 2, tl.load(v_at + D // 2, mask=is_v, other=0.0), mask=is_v)
-    low = tl.load(q_at, mask=is_q, other=0.0).to(tl.float32) + tl.load(k_at, mask=is_k, other=0.0).to(tl.float32)
-    high = tl.load(q_at + D // 2, mask=is_q, other=0.0).to(tl.float32)
-    high += tl.load(k_at + D // 2, mask=is_k, other=0.0).to(tl.float32)
+    tl.store(v_to + first, tl.load(v_at + first, mask=is_v, other=0.0), mask=is_v)
+    tl.store(v_to + second, tl.load(v_at + second, mask=is_v, other=0.0), mask=is_v)
+    low = tl.load(q_at + first, mask=is_q, other=0.0).to(tl.float32)
+    low += tl.load(k_at + first, mask=is_k, other=0.0).to(tl.float32)
+    high = tl.load(q_at + second, mask=is_q, other=0.0).to(tl.float32)
+    high += tl.load(k_at + second, mask=is_k, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
         ours = (heads < H_Q)[:, None]
-        w_low = tl.where(
-            ours,
-            tl.load(Q_NORM + half[None, :], mask=inside, other=0.0),
-            tl.load(K_NORM + half[None, :], mask=inside, other=0.0),
-        ).to(tl.float32)
-        w_high = tl.where(
-            ours,
-            tl.load(Q_NORM + D // 2 + half[None, :], mask=inside, other=0.0),
-            tl.load(K_NORM + D // 2 + half[None, :], mask=inside, other=0.0),
-        ).to(tl.float32)
-        low = ((low * scale).to(dtype).to(tl.float32) * w_low).to(dtype).to(tl.float32)
-        high = ((high * scale).to(dtype).to(tl.float32) * w_high).to(dtype).to(tl.float32)
-    angle = place * D + half[None, :]
-    cos_low = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(COS + angle + D // 2, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(SIN + angle + D // 2, mask=inside, other=0.0).to(tl.float32)
-    turned_low = _turn(low, high, cos_low, sin_low, -1.0, dtype)
-    turned_high = _turn(high, low, cos_high, sin_high, 1.0, dtype)
-    out_at = OUT + (token.to(tl.int64) * H_Q + heads[:, None]) * D + half[None, :]
-    tl.store(out_at, turned_low, mask=is_q)
-    tl.store(out_at + D // 2, turned_high, mask=is_q)
-    tl.store(k_to, turned_low, mask=is_k)
-    tl.store(k_to + D // 2, turned_high, mask=is_k)
+        low = _normed(low * scale, _weight(Q_NORM, K_NORM, first, ours, inside), UNIT_OFFSET, dtype)
+        high = _normed(high * scale, _weight(Q_NORM, K_NORM, second, ours, inside), UNIT_OFFSET, dtype)
+    angle = place * R + pair[None, :]
+    rounded = COS.dtype.element_ty
+    cos_low = tl.load(COS + angle, mask=is_turned, other=1.0).to(tl.float32)
+    sin_low = tl.load(SIN + angle, mask=is_turned, other=0.0).to(tl.float32)
+    cos_high = tl.load(COS + angle + R // 2, mask=is_turned, other=1.0).to(tl.float32)
+    sin_high = tl.load(SIN + angle + R // 2, mask=is_turned, other=0.0).to(tl.float32)
+    turned_low = _turn(low, high, cos_low, sin_low, -1.0, rounded).to(dtype)
+    turned_high = _turn(high, low, cos_high, sin_high, 1.0, rounded).to(dtype)
+    out_at = OUT + (token.to(tl.int64) * H_Q + heads[:, None]) * D
+    tl.store(out_at + first, turned_low, mask=is_q)
+    tl.store(out_at + second, turned_high, mask=is_q)
+    tl.store(k_to + first, turned_low, mask=is_k)
+    tl.store(k_to + second, turned_high, mask=is_k)
 
 
 def rope_to_cache(
@@ -125,6 +144,8 @@ def rope_to_cache(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    unit_offset: bool,
+    interleaved: bool,
 ) -> torch.Tensor:
     """Run `rope_to_cache_reference` in one kernel."""
     batch, length, num_heads, head_dim = q.shape
@@ -156,10 +177,13 @@ def rope_to_cache(
         H_Q=num_heads,
         H_K=num_kv_heads,
         D=head_dim,
+        R=cos.shape[1],
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         HEADS=heads,
         GROUP=0 if mask is None else num_heads // mask.shape[1],
         HAS_NORM=q_norm is not None,
+        UNIT_OFFSET=unit_offset,
+        INTERLEAVED=interleaved,
         num_warps=4,
     )
     return out

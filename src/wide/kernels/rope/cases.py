@@ -29,8 +29,10 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     batch, length, room, heads, kv_heads, dim = named(case, *_SIZES)
     fused = random_values(case, (batch, length, heads + 2 * kv_heads, dim), device, salt=1)
     q, k, v = fused.split((heads, kv_heads, kv_heads), 2)
-    angles = torch.arange(room)[:, None] * 0.5 ** torch.arange(dim // 2)[None, :]
+    turned = case.options.get("turned", dim)
+    angles = torch.arange(room)[:, None] * 0.5 ** torch.arange(turned // 2)[None, :]
     angles = torch.cat((angles, angles), 1).to(device)
+    table = torch.float32 if case.options.get("wide_table") else case.dtype
     caches = [torch.zeros(batch, kv_heads, room, dim, dtype=case.dtype, device=device) for _ in range(2)]
     norms = [
         random_values(case, (dim,), device, salt=salt) if case.options.get("has_norm") else None for salt in (2, 3)
@@ -43,14 +45,16 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
         "q": q,
         "k": k,
         "v": v,
-        "cos": angles.cos().to(case.dtype),
-        "sin": angles.sin().to(case.dtype),
+        "cos": angles.cos().to(table),
+        "sin": angles.sin().to(table),
         "positions": (torch.arange(batch, device=device) * 3 % (room - length + 1)).int(),
         "k_cache": caches[0].transpose(1, 2),
         "v_cache": caches[1].transpose(1, 2),
         "mask": mask,
         "q_norm": norms[0],
         "k_norm": norms[1],
+        "unit_offset": bool(case.options.get("unit_offset")),
+        "interleaved": bool(case.options.get("interleaved")),
     }
 
 
@@ -100,6 +104,12 @@ ROPE = Operator(
         _case((2, 5, 7, 14, 2, 64), num_groups=2),
         _case((1, 7, 8, 12, 4, 16), dtype=torch.float32, num_groups=12, has_norm=True),
         _case((3, 2, 4, 32, 8, 128), num_groups=8),
+        _case((2, 3, 4, 4, 2, 16), interleaved=True),
+        _case((1, 5, 7, 6, 2, 96), interleaved=True, wide_table=True, num_groups=2),
+        _case((2, 3, 4, 4, 2, 64), interleaved=True, turned=32),
+        _case((1, 4, 8, 6, 3, 96), dtype=torch.float32, turned=24),
+        _case((2, 5, 7, 4, 1, 128), turned=0, has_norm=True, unit_offset=True),
+        _case((2, 2, 3, 8, 4, 256), has_norm=True, unit_offset=True),
     ),
     build=_build,
     compare=_compare,

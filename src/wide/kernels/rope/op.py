@@ -27,6 +27,8 @@ def rope_to_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
+    interleaved: bool = False,
     backend: str,
 ) -> torch.Tensor:
     """Turn queries and keys by their positions, and write keys and values into the cache.
@@ -37,7 +39,9 @@ def rope_to_cache(
         q: Queries, [B, T, H_q, d]; last stride 1, other strides free; skipped heads may hold anything.
         k: Keys, [B, T, H_k, d], as `q`.
         v: Values, as `k`.
-        cos: Cosines by position, [positions, d], contiguous.
+        cos: Cosines by position, [positions, r], contiguous, each pair's twice: in columns i and i + r / 2. Channels
+            from r <= d on stay as they are, all of them where r = 0. Products are rounded to its dtype, the result to
+            that of `q`.
         sin: Sines, as `cos`.
         positions: Position of each sequence's first token here, int32 [B], on the device.
         k_cache: Written at the tokens' places, [B, T_max, H_k, d]; a head-major cache goes in as a transposed view.
@@ -47,6 +51,8 @@ def rope_to_cache(
         q_norm: Weight of an RMSNorm of each query head before the turn, [d].
         k_norm: The same for key heads; given if and only if `q_norm` is.
         eps: Of both norms.
+        unit_offset: Whether the norms' factor is 1 + weight (Gemma).
+        interleaved: Whether pair i is channels 2 i and 2 i + 1 (GLM), not i and i + r / 2.
         backend: 'torch' or 'triton'.
 
     Returns:
@@ -56,7 +62,8 @@ def rope_to_cache(
         ShapeError: If tensors do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    return _rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, mask, q_norm, k_norm, eps, backend)
+    norms = q_norm, k_norm, eps, unit_offset
+    return _rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, mask, *norms, interleaved, backend)
 
 
 def _check_shapes(
@@ -102,12 +109,18 @@ def _rope_to_cache(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    unit_offset: bool,
+    interleaved: bool,
     backend: str,
 ) -> torch.Tensor:
     _check_shapes(q, k, v, k_cache, v_cache)
     check_per_sequence(_NAME, "positions", positions, q)
-    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[1] != q.shape[3] or not cos.is_contiguous():
-        raise ShapeError(f"{_NAME} wants contiguous cos and sin [positions, {q.shape[3]}], got {tuple(cos.shape)}")
+    fits = cos.shape == sin.shape and cos.dim() == 2 and cos.shape[1] <= q.shape[3] and cos.shape[1] % 2 == 0
+    if not fits or not cos.is_contiguous() or not sin.is_contiguous():
+        raise ShapeError(
+            f"{_NAME} wants contiguous cos and sin [positions, an even number up to {q.shape[3]}], got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
     if (q_norm is None) != (k_norm is None):
         raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
     if mask is not None:
@@ -115,6 +128,7 @@ def _rope_to_cache(
     reason = triton_obstacle(q.device) if backend == "triton" else None
     check_backend(_NAME, backend, ("torch", "triton"), reason)
     options: dict[str, Any] = {"mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    options |= {"unit_offset": unit_offset, "interleaved": interleaved}
     if backend == "torch":
         return rope_to_cache_reference(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
     from wide.kernels.rope import _triton

@@ -2,6 +2,8 @@
 
 import torch
 
+from wide.kernels.rms_norm.reference import rms_norm_reference
+
 
 def rope_to_cache_reference(
     q: torch.Tensor,
@@ -17,6 +19,8 @@ def rope_to_cache_reference(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Round where transformers rounds; arguments as in `rope_to_cache`. Skipped heads are turned all the same."""
     del mask
@@ -24,18 +28,34 @@ def rope_to_cache_reference(
     places = positions.long()[:, None] + torch.arange(length, device=q.device)
     c, s = cos[places].unsqueeze(2), sin[places].unsqueeze(2)
     rows = torch.arange(batch, device=q.device)[:, None].expand_as(places)
-    k_cache[rows, places] = _rotate(_norm(k, k_norm, eps), c, s)
+    k_cache[rows, places] = rotate(_norm(k, k_norm, eps, unit_offset), c, s, interleaved=interleaved)
     v_cache[rows, places] = v
-    return _rotate(_norm(q, q_norm, eps), c, s)
+    return rotate(_norm(q, q_norm, eps, unit_offset), c, s, interleaved=interleaved)
 
 
-def _norm(heads: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Return heads [..., d] with their first r channels turned.
+
+    Args:
+        heads: Queries or keys.
+        cos: Cosines [..., r] of the pairs, twice over; products and their sum are rounded to its dtype.
+        sin: Sines, as `cos`.
+        interleaved: Whether a pair is two neighbours, not channels i and i + r / 2.
+    """
+    width = cos.shape[-1]
+    if width == 0:
+        return heads.clone()
+    turned, rest = heads[..., :width], heads[..., width:]
+    if interleaved:
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    first, second = turned.chunk(2, -1)
+    turned = (turned * cos + torch.cat((-second, first), -1) * sin).to(heads.dtype)
+    if interleaved:
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.cat((turned, rest), -1)
+
+
+def _norm(heads: torch.Tensor, weight: torch.Tensor | None, eps: float, unit_offset: bool) -> torch.Tensor:
     if weight is None:
         return heads
-    wide = heads.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(heads.dtype)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = heads.chunk(2, -1)
-    return heads * cos + torch.cat((-second, first), -1) * sin
+    return rms_norm_reference(heads, weight, eps=eps, unit_offset=unit_offset)[1]

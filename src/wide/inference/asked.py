@@ -1,0 +1,112 @@
+"""What an attention module asks of transformers' attention function, seen in small calls instead of read from names."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from wide.errors import UnsupportedModelError
+from wide.kernels.rope.reference import rotate
+from wide.models.block_spec import AttentionSpec
+
+_NAME = "wide_asked"
+_TOKENS = 3
+_TOLERANCE = 2e-2
+# Of the attention function; whatever else is given changes what it computes.
+_KNOWN = ("dropout", "scaling", "softcap", "sliding_window", "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What an attention computes between its projections.
+
+    Args:
+        scale: Factor of the scores.
+        window: Keys that a query sees at most, itself included; None = all.
+        soft_cap: Bound of the scores; None = unbounded.
+        is_turned: Whether queries and keys are turned by their positions.
+        interleaved: Whether neighbouring channels are a pair of that turn.
+    """
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    is_turned: bool
+    interleaved: bool
+
+
+@torch.no_grad()
+def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
+    """Return what an attention asks for, called for a few tokens with and without a turn.
+
+    Args:
+        part: The attention; its projections are plain.
+        cos: Cosines by position, [positions, r].
+        sin: Sines, as `cos`.
+        where: For messages.
+
+    Raises:
+        UnsupportedModelError: If it cannot be called on its own, asks for something that the runtime does not compute,
+            or turns queries in another way.
+    """
+    module: Any = part.module
+    cos, sin = cos[None, -_TOKENS:], sin[None, -_TOKENS:]
+    plain, _ = _call(part, torch.ones_like(cos), torch.zeros_like(sin), where)
+    query, options = _call(part, cos, sin, where)
+    if options.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{where} looks ahead (is_causal=False); the runtime attends causally")
+    unknown = [name for name, value in options.items() if name not in _KNOWN and value is not None]
+    if unknown:
+        raise UnsupportedModelError(f"{where} asks its attention function for {unknown[0]}, which the runtime ignores")
+    is_turned = not torch.equal(query, plain)
+    forms = [form for form in (False, True) if _is_close(rotate(plain, cos, sin, interleaved=form), query)]
+    if is_turned and not forms:
+        raise UnsupportedModelError(f"{where} turns queries by their positions in a way that the runtime does not know")
+    scale = options.get("scaling")
+    return Asked(
+        scale=part.head_dim**-0.5 if scale is None else float(scale),
+        window=options.get("sliding_window"),
+        soft_cap=options.get("softcap"),
+        is_turned=is_turned,
+        interleaved=is_turned and forms[0],
+    )
+
+
+def _call(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> tuple[Tensor, dict[str, Any]]:
+    """Return the queries [1, H_q, T, d] that reach the attention function, and its options."""
+    module: Any = part.module
+    weight: Any = part.query.weight
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def attention(_: object, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Any:
+        seen.append((query, options))
+        return query.transpose(1, 2).contiguous(), None
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, cos.shape[1], weight.shape[1], generator=generator).to(weight)
+    places = torch.arange(cos.shape[1], device=weight.device)[None]
+    config: Any = getattr(module, "config", None)
+    if config is None:
+        raise UnsupportedModelError(f"{where} has no configuration that names its attention function")
+    forward: Callable[..., Any] = type(module).forward
+    module.config = copy.copy(config)
+    ALL_ATTENTION_FUNCTIONS[_NAME] = attention
+    try:
+        module.config._attn_implementation = _NAME
+        forward(module, hidden, position_embeddings=(cos, sin), attention_mask=None, position_ids=places)
+    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedModelError(f"{where} cannot be called on its own: {error}") from error
+    finally:
+        module.config = config
+        del ALL_ATTENTION_FUNCTIONS[_NAME]
+    if len(seen) != 1:
+        raise UnsupportedModelError(f"{where} calls transformers' attention function {len(seen)} times, not once")
+    return seen[0]
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).float().norm() <= _TOLERANCE * wanted.float().norm())
