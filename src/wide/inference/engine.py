@@ -182,6 +182,10 @@ class Engine:
         self.why_not: str | None = None
         self._decoder: Decoder | None = self._read()
         self._made_of = self._fingerprint()
+        if self.why_not is not None and next(model.parameters()).is_cuda:
+            warnings.warn(
+                f"wide: the layers of this model run one by one, without graphs, since {self.why_not}", stacklevel=3
+            )
         parts = [part for part in model.modules() if part is not model]
         self._hooked = [(part, _count_hooks(part)) for part in parts]
 
