@@ -235,3 +235,15 @@ def test_a_hook_of_the_users_own_still_runs():
         model(ids)
     handle.remove()
     assert seen == [1]
+
+
+def test_inference_mode_before_and_after():
+    model, ids = optimize(routed(), backend="torch"), tokens(2, 12)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            out = model(ids)
+            model(ids[:, :1], past_key_values=out.past_key_values)
+            assert torch.equal(out.logits, wanted)
+            assert model.generate(ids, **GREEDY).shape == (2, 18)

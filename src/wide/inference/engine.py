@@ -10,6 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -158,6 +159,9 @@ class EngineCache(DynamicCache):
             layer.update(*(_padded(part[:, :, : self.tokens], self.padding) for part in pair))
 
 
+_Found = tuple[Tensor, EngineCache | None]
+
+
 class Engine:
     """Stands in for the forward of an optimised model.
 
@@ -232,9 +236,11 @@ class Engine:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
-        out = self._run(given)
+        # Memory that is made under inference mode could not be written outside of it.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+            out = self._run(given)
         if not isinstance(out, str):
-            return out
+            return self._output(*out, given)
         if out:
             self._say(out)
         # VisibleKeys decides, for the layers' own modules, what wide's attention may take.
@@ -246,8 +252,8 @@ class Engine:
             self._keys.after(self._model, args, found)
         return found
 
-    def _run(self, given: Mapping[str, Any]) -> Any:
-        """Return the model's output, or why the layers' own modules have to compute it ('' = nothing to say)."""
+    def _run(self, given: Mapping[str, Any]) -> _Found | str:
+        """Return logits and cache, or why the layers' own modules have to compute it ('' = nothing to say)."""
         control = self._state.control
         ids = given.get("input_ids")
         x = given.get("inputs_embeds") if ids is None else ids
@@ -273,7 +279,7 @@ class Engine:
             return self._step(ids, cache, given)
         return self._prompt(x, cache, given)
 
-    def _step(self, ids: Tensor, cache: "EngineCache", given: Mapping[str, Any]) -> Any:
+    def _step(self, ids: Tensor, cache: "EngineCache", given: Mapping[str, Any]) -> _Found | str:
         assert cache.slot is not None
         assert self._decoder is not None
         slot = cache.slot
@@ -290,9 +296,9 @@ class Engine:
         if not cache.is_trusted:
             # The caller may keep what the next step overwrites.
             logits = logits.clone() if broken is None else logits.masked_fill(broken[:, None], torch.nan)
-        return self._output(logits[:, None], cache, given)
+        return logits[:, None], cache
 
-    def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> Any:
+    def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> _Found | str:
         batch, length = x.shape[:2]
         past = 0 if cache is None else cache.tokens
         if any(part.training for part, _ in self._hooked):
@@ -337,7 +343,7 @@ class Engine:
             logits = logits.clone()
         if cache is not None:
             cache.tokens = past + length
-        return self._output(logits.view(batch, -1, logits.shape[-1]), cache, given)
+        return logits.view(batch, -1, logits.shape[-1]), cache
 
     def _padding(
         self, x: Tensor, past: int, cache: "EngineCache | None", given: Mapping[str, Any]
