@@ -4,6 +4,9 @@ Each message says what was seen, what was wanted and what to do. The command lin
 traceback; in Python the classes also derive from the built-in error that a caller would expect.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class WideError(Exception):
     """Base of all errors caused by input, configuration or environment, never by a defect of wide."""
@@ -55,3 +58,15 @@ class UnsupportedBackendError(WideError, NotImplementedError):
 
 class MissingExtraError(WideError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Return the end of a message about an unknown name: the known one that is spelt most like it, if any is.
+
+    Args:
+        name: What was given.
+        known: What could have been.
+        otherwise: What to return where nothing is like it.
+    """
+    close = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else otherwise

@@ -4,13 +4,13 @@ import pytest
 import yaml
 
 from wide.cli import bench, compare, profile, prune
-from wide.cli.arguments import build, field_texts, resolved
+from wide.cli.arguments import build, field_texts
 from wide.cli.main import main
 from wide.cli.recipes import recipe_command, recipe_names, recipe_path
 from wide.config import RecoverConfig
 from wide.errors import ConfigError, UsageError
 from wide.profiling.options import ProfileOptions
-from wide.runs.folder import save_config
+from wide.runs.folder import resolved, save_config
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 

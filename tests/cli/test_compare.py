@@ -8,7 +8,7 @@ import yaml
 
 import wide
 from wide.cli.main import main
-from wide.comparison import cell as cell_runner
+from wide.comparison import run as cell_runner
 from wide.errors import ConfigError
 from wide.records import Cell, Stage, read_records
 from wide.report.selection import Selection
@@ -96,6 +96,28 @@ def test_python_compares_as_the_command_does(finished, everyday, tiny_model_fold
     capsys.readouterr()
     assert main([*everyday, "--output", str(found.folder), "--seeds=1,2", "--recover.steps=1", "--resume"]) == 0
     assert capsys.readouterr().out.count("finished before") == 11
+
+
+def test_python_goes_on_with_what_the_command_began(everyday, tiny_model_folder, prose_folder, tmp_path, capsys):
+    usual = wide.RecoverConfig()
+    given = [f"--recover.batch_size={usual.batch_size}", f"--recover.sequence_length={usual.sequence_length}"]
+    assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=wanda", *given]) == 0
+    capsys.readouterr()
+    found = wide.compare(
+        tiny_model_folder,
+        prose_folder,
+        ["wanda"],
+        output=tmp_path / "run",
+        sparsities=[0.5],
+        settings={"wanda": {"num_windows": 2, "window_length": 32}, "wide": {"ffn_group_size": 16, "router_rank": 4}},
+        stage=wide.StageConfig(steps=2, batch_size=2, sequence_length=32),
+        tokens=128,
+        window=32,
+        dtype="float32",
+        device="cpu",
+        resume=True,
+    )
+    assert capsys.readouterr().out.count("finished before") == len(found.rows) == 2
 
 
 @pytest.mark.parametrize(

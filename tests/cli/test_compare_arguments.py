@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from wide.cli import compare, prune, recover
-from wide.cli.arguments import look_ahead, resolved
+from wide.cli.arguments import look_ahead
 from wide.cli.main import main
 from wide.comparison.grid import Budget, GridOptions
 from wide.config import ObjectiveConfig, StageConfig
@@ -23,7 +23,7 @@ from wide.methods.catalogue import (
     names,
 )
 from wide.records import Cell
-from wide.runs.folder import RunFolder, save_config
+from wide.runs.folder import RunFolder, resolved, save_config
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 

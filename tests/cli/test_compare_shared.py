@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from wide.cli.main import main
-from wide.comparison import cell as cell_runner
+from wide.comparison import run as cell_runner
 from wide.comparison.grid import GridOptions
 from wide.comparison.sharing import free_cells, held
 from wide.errors import ConfigError

@@ -9,7 +9,7 @@ import yaml
 from test_comparison_speed import DENSE_CELL, measured, write
 
 from wide.cli.main import main
-from wide.comparison import cell as cell_runner
+from wide.comparison import run as cell_runner
 from wide.comparison.results import draw
 from wide.records import Cell, RecordFile
 

@@ -2,23 +2,24 @@
 
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
 from wide.cli.recipes import find_recipe, is_recipe, recipe_command
-from wide.errors import UsageError
-from wide.runs.settings import flags_named
+from wide.errors import UsageError, nearest
+from wide.methods.catalogue import get, names
 
-T = TypeVar("T")
-# How a run is carried out, not what it is: left out of the saved configuration.
-_NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "json", "shard", "table", "help"}
+# Commands take it from here.
+from wide.runs.settings import build as build
+
+if TYPE_CHECKING:
+    from wide.runs.folder import RunFolder
 
 
 class Arguments:
@@ -65,6 +66,28 @@ class Arguments:
     def add_switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""
         self._parser.add_argument(f"--{name}", action="store_true", help=text)
+
+    def add_run_switches(self) -> None:
+        """Add what to do with a folder that is not empty."""
+        self.add_switch("resume", "Continue the run that lies in --output from its last checkpoint.")
+        self.add_switch("overwrite", "Replace the run that lies in --output.")
+
+    def add_methods(self, methods: Sequence[str], *, asked_by: str, only_in_files: Collection[str] = ()) -> None:
+        """Add the settings of methods, prefixed by the method's name, and refuse those of all others.
+
+        The seed is not among them: it is the run's.
+
+        Args:
+            methods: The methods that run.
+            asked_by: The words of the command line that name them, for the message.
+            only_in_files: Methods that do not run, whose settings may stand in configuration files all the same.
+        """
+        for name in names():
+            if name in methods or name in only_in_files:
+                self.add_fields(get(name).settings, prefix=name, skip=("seed",))
+            if name not in methods:
+                reason = f"is a flag of method {name}, and the command runs {asked_by}"
+                self.refuse([name], reason, even_known=name in only_in_files)
 
     def add_folders(self, text: str) -> None:
         """Add folders that are named without a flag, as `folders`."""
@@ -126,10 +149,23 @@ class Arguments:
         parsed: dict[str, Any] = values.as_dict()
         return parsed
 
-    def defaults(self) -> dict[str, Any]:
-        """Return what every key means that is not given, groups as nested dictionaries; required ones are None."""
-        found: dict[str, Any] = self._parser.get_defaults(skip_validation=True).as_dict()
-        return found
+    def folder(self, values: Mapping[str, Any], **defaults: Any) -> "RunFolder":
+        """Return the output folder that parsed values name, checked and not touched yet.
+
+        Args:
+            values: What is saved beside the results, and whether a run that lies there goes on or is replaced.
+            defaults: What keys mean that are not given, where it is not their default here.
+        """
+        from wide.runs.folder import RunFolder
+
+        return RunFolder(
+            values["output"],
+            values,
+            resume=bool(values.get("resume")),
+            overwrite=bool(values["overwrite"]),
+            resumable="resume" in values,
+            defaults=self._parser.get_defaults(skip_validation=True).as_dict() | defaults,
+        )
 
     def known_keys(self) -> list[str]:
         """Return every key in dotted form."""
@@ -194,36 +230,6 @@ def look_ahead(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def add_run_switches(flags: Arguments) -> None:
-    """Add what to do with a folder that is not empty."""
-    flags.add_switch("resume", "Continue the run that lies in --output from its last checkpoint.")
-    flags.add_switch("overwrite", "Replace the run that lies in --output.")
-
-
-def build(cls: type[T], values: Mapping[str, Any], *, group: str = "", **changes: Any) -> T:
-    """Return a dataclass from the parsed values of its fields; keys that are not its fields are ignored.
-
-    Args:
-        cls: The dataclass.
-        values: All values.
-        group: Prefix of its flags, e.g. 'train'; empty for everyday flags.
-        changes: Values that win.
-
-    Raises:
-        ConfigError: If a value is out of its range; the message names it as its flag does.
-    """
-    if group:
-        values = values.get(group.replace("-", "_"), {})
-    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    with flags_named(group, of=names - set(changes), not_of=changes):
-        return cls(**({key: value for key, value in values.items() if key in names} | changes))
-
-
-def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that say what a run is, without those that say how it is carried out."""
-    return {key: value for key, value in values.items() if key not in _NOT_SAVED}
-
-
 def field_texts(cls: type) -> dict[str, str]:
     """Return what the docstrings of a dataclass and its bases say about each field.
 
@@ -285,8 +291,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     # The right word in a wrong group is a common slip that spelling alone does not find.
     leaf = name.lstrip("-").rpartition(".")[2]
     close = [key for key in known if key.lstrip("-").rpartition(".")[2] == leaf]
-    close = close or get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else nearest(name, known)
 
 
 def _in_one_line(error: Exception) -> str:

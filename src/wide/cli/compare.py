@@ -7,12 +7,11 @@ from typing import Any
 
 import yaml
 
-from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
-from wide.cli.method_flags import add_method_flags
-from wide.comparison.grid import DENSE, OBJECTIVE, Budget, CompareRequest, GridOptions, settings_of_rows
+from wide.cli.arguments import Arguments, look_ahead
+from wide.comparison.grid import DENSE, OBJECTIVE, Budget, GridOptions, request
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import UsageError
-from wide.methods.catalogue import get, names
+from wide.methods.catalogue import names
 from wide.runs.process import num_processes, say
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks
 
@@ -28,8 +27,8 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     flags.add_fields(RunOptions, skip=("report", "tensorboard", "tracker"))
     flags.add_fields(GridOptions)
     flags.add_fields(Budget)
-    add_run_switches(flags)
-    add_method_flags(flags, methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
+    flags.add_run_switches()
+    flags.add_methods(methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
     if "wide" in methods:
         flags.also_called({field.name: f"wide.{field.name}" for field in fields(WideConfig)})
     flags.add_fields(StageConfig, prefix="train", skip=("seed",))
@@ -45,28 +44,6 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     for group in ("train", "recover"):
         flags.refuse([f"{group}.seed"], "is not for this command: --seeds are those of every stage")
     return flags
-
-
-def request(values: dict[str, Any]) -> CompareRequest:
-    """Return the comparison that parsed values describe.
-
-    Raises:
-        UsageError: If there is nothing to compare by, or a value cannot be understood.
-        ConfigError: If a value is out of its range.
-    """
-    grid, lora = build(GridOptions, values), build(LoraOptions, values, group="recover")
-    own = {name: build(get(name).settings, values, group=name) for name in grid.methods_needed}
-    return CompareRequest(
-        run=build(RunOptions, values),
-        grid=grid,
-        budget=build(Budget, values),
-        settings=settings_of_rows(grid, own),
-        objective=build(ObjectiveConfig, values, group="objective"),
-        stage=build(StageConfig, values, group="train"),
-        recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
-        scoring=build(EvalOptions, values, group="eval"),
-        tasks=build(ScoredTasks, values, group="eval"),
-    )
 
 
 def run(given: Sequence[str]) -> None:
@@ -101,19 +78,11 @@ def run(given: Sequence[str]) -> None:
         say(f"warning  variants that --methods does not name are left out: {', '.join(unused)}")
     # Nothing heavier than the schema is imported until the command line is known to be right.
     from wide.comparison.run import ComparisonRun
-    from wide.runs.folder import RunFolder
 
     # Processes that share a folder all go on with what they find there.
-    resume = bool(values["resume"]) or asked.grid.shard is not None
-    target = RunFolder(
-        asked.run.output,
-        resolved(values),
-        resume=resume,
-        overwrite=bool(values["overwrite"]),
-        defaults=flags.defaults(),
-    )
+    values["resume"] |= asked.grid.shard is not None
     command = ["wide", "compare", *given]
-    ComparisonRun(asked, target, command=command, debug=bool(values["debug"])).run()
+    ComparisonRun(asked, flags.folder(values), command=command, debug=bool(values["debug"])).run()
 
 
 def _variants(given: Any) -> dict[str, Any]:

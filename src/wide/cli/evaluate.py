@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from wide.cli.arguments import Arguments, build, resolved
+from wide.cli.arguments import Arguments, build
 from wide.errors import UsageError
 from wide.runs.process import say
 from wide.runs.settings import AdapterOptions, EvalOptions, ScoredTasks
@@ -50,7 +50,8 @@ def run(given: Sequence[str]) -> None:
             of a model without routers.
         ConfigError: If a value is out of its range.
     """
-    values = arguments().parse(given)
+    flags = arguments()
+    values = flags.parse(given)
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
     if scoring.data is None and not tasks.names:
         raise UsageError("nothing to evaluate: name text with --data, tasks with --tasks, or both")
@@ -58,13 +59,7 @@ def run(given: Sequence[str]) -> None:
         _refuse_flags_of_tasks(given, tasks)
     if values["fused"] and options.adapter is None:
         raise UsageError("--fused runs an adapter's routers: give --adapter, too")
-    from wide.runs.folder import RunFolder
-
-    folder = None
-    if tasks.output is not None:
-        folder = RunFolder(
-            tasks.output, resolved(values), resume=False, overwrite=bool(values["overwrite"]), resumable=False
-        )
+    folder = None if tasks.output is None else flags.folder(values)
     report, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None:

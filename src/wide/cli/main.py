@@ -6,10 +6,9 @@ Exit codes: 0 done; 1 a WideError (message, nothing half-written); 2 the command
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
-from wide.errors import UsageError, WideError
+from wide.errors import UsageError, WideError, nearest
 from wide.version import __version__
 
 COMMANDS = {
@@ -50,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wide {__version__}")
         return 0
     if given[0] not in COMMANDS:
-        close = get_close_matches(given[0], COMMANDS, n=1)
-        hint = f"; did you mean wide {close[0]}?" if close else "."
+        hint = nearest(given[0], COMMANDS, otherwise=".").replace("mean ", "mean wide ")
         return _fail(f"there is no command {given[0]!r}{hint} Commands: {', '.join(COMMANDS)}", code=2)
     return _guarded(given[0], given[1:])
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wide.cli.arguments import Arguments, add_run_switches, build, look_ahead, resolved
-from wide.cli.method_flags import add_method_flags
+from wide.cli.arguments import Arguments, build, look_ahead
 from wide.comparison.grid import OBJECTIVE
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
@@ -45,7 +44,7 @@ def arguments(method: str = _DEFAULT) -> Arguments:
     flags.add_fields(RunOptions)
     flags.add_fields(ObjectiveConfig, only=("sparsity",))
     flags.add_fields(MethodOptions)
-    add_run_switches(flags)
+    flags.add_run_switches()
     _add_settings(flags, method)
     flags.add_fields(LoraOptions, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps",))
@@ -61,12 +60,12 @@ def _add_settings(flags: Arguments, method: str) -> None:
         flags.add_fields(WideConfig)
         flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
         # The settings of this method are the everyday flags.
-        add_method_flags(flags, (), asked_by=asked_by)
+        flags.add_methods((), asked_by=asked_by)
         flags.also_called({f"{_DEFAULT}.{name}": name for name in everyday})
         flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
     else:
         flags.refuse([*everyday, "eval.untrained"], f"is a flag of method wide, and the command runs {asked_by}")
-        add_method_flags(flags, (method,), asked_by=asked_by)
+        flags.add_methods((method,), asked_by=asked_by)
     if not trains:
         trained = ", ".join(name for name in names() if get(name).trains)
         flags.refuse(["train", "objective"], f"is for methods that train routers ({trained}), not for {method}")
@@ -135,15 +134,8 @@ def run(given: Sequence[str]) -> None:
     values = flags.parse(given)
     asked = request(values)
     # Nothing heavier than the schema is imported until the command line is known to be right.
-    from wide.runs.folder import RunFolder
     from wide.runs.run import Run
 
-    folder = RunFolder(
-        asked.run.output,
-        resolved(values),
-        resume=values["resume"],
-        overwrite=values["overwrite"],
-        defaults=flags.defaults(),
-    )
+    folder = flags.folder(values)
     with stoppable(folder.kept):
         Run(asked, folder, command=["wide", "prune", *given]).prune()

@@ -2,14 +2,13 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from wide.errors import ConfigError, UsageError
+from wide.errors import ConfigError, UsageError, nearest
 
 _USAGE = """usage: wide recipes list                  names and what they are for
        wide recipes show NAME             print one
@@ -78,8 +77,7 @@ def recipe_path(name: str) -> Path:
     """
     names = recipe_names()
     if name not in names:
-        close = get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
+        hint = nearest(name, names, otherwise=".")
         raise UsageError(f"there is no recipe {name!r}{hint} Recipes: {', '.join(names)}")
     return _folder() / f"{name}.yaml"
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import Arguments, add_run_switches, build, resolved
+from wide.cli.arguments import Arguments, build
 from wide.config import ObjectiveConfig, RecoverConfig, objective_after_stage_1
 from wide.errors import AdapterError, ConfigError, UsageError
 from wide.runs.process import stoppable
@@ -31,7 +31,7 @@ def arguments() -> Arguments:
     flags = Arguments("recover", "Train LoRA and routers of an adapter (stage 2).")
     flags.add_fields(RunOptions)
     flags.add_fields(RecoverOptions)
-    add_run_switches(flags)
+    flags.add_run_switches()
     flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",), otherwise="as in stage 1")
     flags.add_fields(RecoverConfig, prefix="recover")
     flags.add_fields(LoraOptions, prefix="recover", only=("dense_baseline",))
@@ -57,18 +57,14 @@ def run(given: Sequence[str]) -> None:
         scoring=build(EvalOptions, values, group="eval"),
         sample=build(SampleOptions, values, group="sample"),
     )
-    from wide.runs.folder import RunFolder
     from wide.runs.run import Run
 
     _refuse_own_adapter(start.adapter, asked.run.output)
     objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     told = asdict(objective)
-    config = resolved(values) | {"sparsity": told.pop("sparsity"), "objective": told}
+    values |= {"sparsity": told.pop("sparsity"), "objective": told}
     # The objective's flags are null by default, which only says that stage 1 decides.
-    defaults = flags.defaults() | {"objective": asdict(ObjectiveConfig())}
-    folder = RunFolder(
-        asked.run.output, config, resume=values["resume"], overwrite=values["overwrite"], defaults=defaults
-    )
+    folder = flags.folder(values, objective=asdict(ObjectiveConfig()))
     with stoppable(folder.kept):
         Run(asked, folder, command=["wide", "recover", *given]).recover(start.adapter, objective)
 

@@ -5,15 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from wide.comparison.grid import (
-    DENSE,
-    OBJECTIVE,
-    Budget,
-    CompareRequest,
-    GridOptions,
-    method_settings,
-    settings_of_rows,
-)
+from wide.comparison.grid import DENSE, OBJECTIVE, Budget, GridOptions, method_settings, request
 from wide.comparison.results import ComparisonResult, read_results
 from wide.comparison.run import ComparisonRun
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
@@ -108,25 +100,29 @@ def compare(
         shard=shard,
         keep_adapters=keep_adapters,
     )
-    given = settings or {}
-    own = {name: method_settings(name, given.get(name, {}), "settings") for name in {*given, *grid.methods_needed}}
-    request = CompareRequest(
-        run=RunOptions(model=str(model), data=str(data), output=str(output), dtype=dtype, device=device),
-        grid=grid,
-        budget=Budget(budget=budget, budget_scale=budget_scale),
-        settings=settings_of_rows(grid, own),
-        objective=objective or ObjectiveConfig(),
-        stage=stage or StageConfig(),
-        recover=recover,
-        scoring=EvalOptions(
-            data=None if held_out is None else str(held_out), tokens=tokens, window=window, batch_size=batch_size
-        ),
-        tasks=ScoredTasks(
-            tasks=",".join(tasks), local_data=None if local_data is None else str(local_data), limit=limit
-        ),
+    run = RunOptions(model=str(model), data=str(data), output=str(output), dtype=dtype, device=device)
+    scoring = EvalOptions(
+        data=None if held_out is None else str(held_out), tokens=tokens, window=window, batch_size=batch_size
     )
-    folder = RunFolder(output, _saved(request, own), resume=resume or shard is not None, overwrite=overwrite)
-    ComparisonRun(request, folder, command=["wide.compare", *methods]).run()
+    scored = ScoredTasks(tasks=",".join(tasks), local_data=None if local_data is None else str(local_data), limit=limit)
+    given, lora = settings or {}, recover or RecoverConfig()
+    # As the command parses and saves it.
+    values = {
+        **_values(run, "report", "tensorboard", "tracker"),
+        **_values(grid),
+        **_values(Budget(budget=budget, budget_scale=budget_scale)),
+        **{
+            name.replace("-", "_"): _values(method_settings(name, given.get(name, {}), "settings"))
+            for name in sorted({*given, *grid.methods_needed} - {DENSE})
+        },
+        "train": _values(stage or StageConfig()),
+        "objective": {name: getattr(objective or ObjectiveConfig(), name) for name in OBJECTIVE},
+        "recover": _values(lora) | {"steps": lora.steps if recover else 0},
+        "eval": _values(scoring, "untrained") | _values(scored),
+    }
+    asked = request(values)
+    folder = RunFolder(output, values, resume=resume or shard is not None, overwrite=overwrite)
+    ComparisonRun(asked, folder, command=["wide.compare", *methods]).run()
     return read_results(output)
 
 
@@ -135,26 +131,6 @@ def _listed(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else ",".join(map(str, values))
 
 
-def _saved(request: CompareRequest, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration that lies beside the results, with the keys of the command."""
-    run, stage, recover = asdict(request.run), asdict(request.stage), {"steps": 0}
-    for name in ("report", "tensorboard", "tracker"):
-        del run[name]
-    if request.recover is not None:
-        recover = asdict(request.recover)
-    scoring = asdict(request.scoring) | asdict(request.tasks)
-    return {
-        **run,
-        **{key: value for key, value in asdict(request.grid).items() if key not in ("shard", "table")},
-        **asdict(request.budget),
-        **{name.replace("-", "_"): _seedless(asdict(settings)) for name, settings in own.items() if name != DENSE},
-        "train": _seedless(stage),
-        "objective": {key: value for key, value in asdict(request.objective).items() if key in OBJECTIVE},
-        "recover": _seedless(recover),
-        "eval": {key: value for key, value in scoring.items() if key != "untrained"},
-    }
-
-
-def _seedless(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _values(settings: Any, *without: str) -> dict[str, Any]:
     # The grid's seeds are those of every stage.
-    return {key: value for key, value in settings.items() if key != "seed"}
+    return {name: value for name, value in asdict(settings).items() if name not in ("seed", *without)}

@@ -3,16 +3,15 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-from wide.errors import ConfigError, UsageError
+from wide.errors import ConfigError, UsageError, nearest
 from wide.methods.catalogue import Match, get, names
-from wide.records import Cell
-from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
+from wide.records import Cell, Stage
+from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks, build
 
 OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
 """What of the objective can be set for every method that trains routers; the target says the rest."""
@@ -232,11 +231,12 @@ class CompareRequest:
         """Return the cells that this process runs, in their order."""
         return self.grid.own(self.cells())
 
-    def stages(self, cell: Cell) -> list[bool]:
-        """Return which stages a cell has: False is calibration, True LoRA."""
+    def stages(self, cell: Cell) -> list[Stage]:
+        """Return the stages of a cell: calibration, and LoRA."""
         # The dense model is the same for all seeds, so it is evaluated for the first one only.
         first = cell.method != DENSE or cell.seed == self.grid.seed_values[0]
-        return [False] * first + [True] * (self.recover is not None)
+        found = [(False, first), (True, self.recover is not None)]
+        return [Stage(cell, recovered) for recovered, is_there in found if is_there]
 
 
 def check_variants(variants: Mapping[str, Any]) -> None:
@@ -296,26 +296,35 @@ def _check_settings(method: str, changes: Collection[str], where: str) -> None:
         raise UsageError(f"{where}: {error}") from error
     for key in changes:
         if key not in known:
-            close = get_close_matches(str(key), known, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
+            hint = nearest(str(key), known, otherwise=f"; it has {', '.join(known) or 'none'}")
             raise UsageError(f"{where}: method {method} has no setting {key!r}{hint}")
 
 
-def settings_of_rows(grid: GridOptions, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of every row, the dense one included: those of its method, with a variant's own on top.
-
-    Args:
-        grid: The rows.
-        settings: Of every method that the rows need, by name.
+def request(values: Mapping[str, Any]) -> CompareRequest:
+    """Return the comparison that values describe: flags by name, groups of them as mappings.
 
     Raises:
-        ConfigError: If a variant's value has a wrong type or is out of its range.
+        UsageError: If there is nothing to compare by, or a value cannot be understood.
+        ConfigError: If a value is out of its range.
     """
-    methods = {name: grid.method_of(name) for name in (DENSE, *grid.method_names)}
-    return {
-        name: method_settings(method, grid.changes_of(name), f"variants: {name}", settings[method])
-        for name, method in methods.items()
+    grid, lora = build(GridOptions, values), build(LoraOptions, values, group="recover")
+    own = {name: build(get(name).settings, values, group=name) for name in grid.methods_needed}
+    # A variant's own settings stand on top of those of its method.
+    settings = {
+        name: method_settings(method, grid.changes_of(name), f"variants: {name}", own[method])
+        for name, method in ((name, grid.method_of(name)) for name in (DENSE, *grid.method_names))
     }
+    return CompareRequest(
+        run=build(RunOptions, values),
+        grid=grid,
+        budget=build(Budget, values),
+        settings=settings,
+        objective=build(ObjectiveConfig, values, group="objective"),
+        stage=build(StageConfig, values, group="train"),
+        recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
+        scoring=build(EvalOptions, values, group="eval"),
+        tasks=build(ScoredTasks, values, group="eval"),
+    )
 
 
 def _words(text: float | str) -> list[str]:

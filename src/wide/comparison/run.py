@@ -1,28 +1,56 @@
 """Runs the cells of a comparison, or a share of them; what one cell does wrong costs no other."""
 
 import shlex
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from wide.comparison.cell import CellRunner
-from wide.comparison.grid import NEXT, CompareRequest
+from wide.comparison.grid import DENSE, NEXT, CompareRequest
 from wide.comparison.results import collect, draw
 from wide.comparison.sharing import free_cells
+from wide.config import ObjectiveConfig, StageConfig
 from wide.errors import EvaluationError, MissingExtraError
+from wide.evaluation.report import EvaluationReport
 from wide.evaluation.tasks import find_task
+from wide.methods.apply import PROVENANCE, apply, recover_row
+from wide.methods.catalogue import Match, get
+from wide.methods.method import Target
+from wide.models.adapter import load, save
+from wide.models.attach import attachment, is_attached
 from wide.models.discovery import discover
-from wide.records import Cell, Record
-from wide.report.comparison import read_comparison
+from wide.records import Cell, Record, RecordFile, Stage, read_records
+from wide.report.comparison import FINISHED, read_comparison
 from wide.report.drawing import FOLDER
-from wide.runs.folder import GRID, RunFolder
+from wide.report.selection import Selection
+from wide.runs.folder import ADAPTER, CELLS, GRID, RECORDS, RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import say, stoppable
 from wide.runs.sources import require_lora
+from wide.training.checkpoint import has_checkpoint
 from wide.training.trainer import micro_batch_size
+
+_RECOVERED, _TRAINING = "recovered", "training"
+_SHARES = {
+    "mean": "nominal",
+    "attention": "attention",
+    "ffn": "ffn",
+    "linear_flops_layers": "linear_flops",
+    "parameters_removed": "parameters_removed",
+    "kv_cache_kept": "kv_cache_kept",
+}
+"""Metric below 'sparsity.' -> field of a method's report."""
+# Choices of the machine or of chance, and what the cell's name and settings say already.
+_NOT_OF_TRAINING = frozenset(
+    {"seed", "micro_batch_size", "gradient_checkpointing", "compile", "checkpoint_every", "sparsity", "include_fixed"}
+)
+_COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "linear FLOPs of the decoder layers"}
 
 
 class ComparisonRun:
@@ -30,7 +58,7 @@ class ComparisonRun:
 
     Args:
         request: What is asked for.
-        folder: Where everything goes.
+        folder: Where everything goes; it holds a folder for each cell.
         command: The command line, for the records.
         debug: Whether a cell that fails ends the run with its error.
     """
@@ -43,7 +71,13 @@ class ComparisonRun:
         self._folder = folder
         self._command = shlex.join(command)
         self._debug = debug
-        self._runner: CellRunner | None = None
+        # As records write it.
+        self._began = datetime.now(UTC).isoformat(timespec="seconds")
+
+    @cached_property
+    def _materials(self) -> Materials:
+        """Model and texts, the same for all cells."""
+        return Materials(self._request.run, self._request.scoring, self._request.tasks)
 
     def run(self) -> None:
         """Run the cells that are not finished, and draw tables and page, also of a comparison that is stopped.
@@ -53,67 +87,22 @@ class ComparisonRun:
             KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
         """
         with stoppable(self._kept):
-            runner = self._runner = self._prepare()
+            self._prepare()
             try:
-                finished = self._run_cells(runner)
+                finished = self._run_cells()
             except KeyboardInterrupt:
-                self._draw_stopped(runner)
+                # Leave the page of what was measured, if that is anything.
+                if any(map(self._is_complete, self._request.own_cells())):
+                    draw(self._folder.path, later=self._leaves_figures(), quiet=True)
                 raise
             say()
-            draw(self._folder.path, later=self._leaves_figures(runner))
+            draw(self._folder.path, later=self._leaves_figures())
         if not all(finished):
             raise EvaluationError(
                 f"{finished.count(False)} of {len(finished)} cells failed, see the table; {self._again} runs them again"
             )
 
-    def _run_cells(self, runner: CellRunner) -> list[bool]:
-        """Run the cells of this process, and return of each whether it is complete now."""
-        grid, own = self._request.grid, self._request.own_cells()
-        titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
-        if grid.shard != NEXT:
-            say(f"cells    {len(own)} of this process\n")
-            return [self._run_cell(runner, cell, titles[cell]) for cell in own]
-        say(f"cells    {len(own)}, of which this process takes one after the other that is free\n")
-        with closing(free_cells(own, runner.folder, runner.is_over)) as free:
-            finished = [self._run_cell(runner, cell, titles[cell]) for cell in free]
-        others = sum(not runner.is_over(cell) for cell in own)
-        if others:
-            say(f"left     {others} of {len(own)} cells to the processes that hold them")
-        return finished
-
-    def _draw_stopped(self, runner: CellRunner) -> None:
-        """Leave the page of what a stopped comparison has measured, if that is anything."""
-        if any(map(runner.is_complete, self._request.own_cells())):
-            draw(self._folder.path, later=self._leaves_figures(runner), quiet=True)
-
-    def _leaves_figures(self, runner: CellRunner) -> bool:
-        """Return whether drawing is left to another process: only the one that ends last need spend the time."""
-        folder = self._folder.path
-        # Figures that lie there already are kept up to date, lest a page lose them.
-        if self._request.grid.shard is None or (folder / FOLDER).is_dir():
-            return False
-        failed = {failure.cell.folder for failure in read_comparison(collect(folder)).failures()}
-        return not all(cell.folder in failed or runner.is_complete(cell) for cell in self._request.cells())
-
-    def _kept(self) -> str:
-        """Say what is kept of a comparison that was stopped."""
-        if self._runner is None:
-            return self._folder.kept()
-        own = self._request.own_cells()
-        finished = sum(map(self._runner.is_complete, own))
-        cells = f"{finished} of {len(own)} cells" if finished else f"none of {len(own)} cells"
-        verb = "are" if finished > 1 else "is"
-        where = f" and kept in {self._folder.path}" if finished else ""
-        return f"{cells} {verb} finished{where}, and {self._again} goes on from there"
-
-    @property
-    def _again(self) -> str:
-        # Processes that share a folder go on with what they find there, whether told so or not.
-        if self._request.grid.shard:
-            return "the same command"
-        return "the same command with --resume (instead of --overwrite)"
-
-    def _prepare(self) -> CellRunner:
+    def _prepare(self) -> None:
         """Check everything that can be checked, then claim the folder."""
         request = self._request
         for stage in (request.stage, *([] if request.recover is None else [request.recover])):
@@ -124,24 +113,21 @@ class ComparisonRun:
             find_task(name)
         if request.tasks.names and find_spec("lm_eval") is None:
             raise MissingExtraError("--eval.tasks needs lm-evaluation-harness: pip install 'wide[eval]'")
-        materials = Materials(request.run, request.scoring, request.tasks)
-        materials.check_text(replace(request.stage, seed=request.grid.seed_values[0]))
-        runner = CellRunner(request, self._folder, materials)
+        self._materials.check_text(replace(request.stage, seed=request.grid.seed_values[0]))
         self._folder.claim()
         file = self._folder.new_records(GRID)
         if not file.path.is_file():
-            file.device = materials.device
-            file.append(self._grid_records(materials))
-        return runner
+            file.device = self._materials.device
+            file.append(self._grid_records())
 
-    def _grid_records(self, materials: Materials) -> Iterator[Record]:
+    def _grid_records(self) -> Iterator[Record]:
         request, grid, budget = self._request, self._request.grid, self._request.budget
         facts: dict[str, Any] = {
             "description": request.run.description,
             "model": request.run.model,
             "data": request.run.data,
             "target": f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}",
-            "held-out text": materials.held_out[1],
+            "held-out text": self._materials.held_out[1],
             "LoRA": _recipe(request),
             "command": self._command,
             "grid.methods": list(grid.method_names),
@@ -150,34 +136,53 @@ class ComparisonRun:
         for name, value in facts.items():
             yield Record(subject="run", metric=name, value=value, unit="text")
         yield Record(subject="run", metric="grid.recovers", value=float(request.recover is not None))
-        sizes = {spec.attention.kv_group_size for spec in discover(materials.model)}
+        sizes = {spec.attention.kv_group_size for spec in discover(self._materials.model)}
         if len(sizes) == 1:
             # What rows that name no size have: they share lines with those that name it.
             yield Record(subject="run", metric="model.attention_group_size", value=sizes.pop(), unit="channel")
 
-    def _run_cell(self, runner: CellRunner, cell: Cell, title: str) -> bool:
+    def _run_cells(self) -> list[bool]:
+        """Run the cells of this process, and return of each whether it is complete now."""
+        own = self._request.own_cells()
+        titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
+        if self._request.grid.shard != NEXT:
+            say(f"cells    {len(own)} of this process\n")
+            return [self._run_cell(cell, titles[cell]) for cell in own]
+        say(f"cells    {len(own)}, of which this process takes one after the other that is free\n")
+        with closing(free_cells(own, self._path, self._is_over)) as free:
+            finished = [self._run_cell(cell, titles[cell]) for cell in free]
+        others = sum(not self._is_over(cell) for cell in own)
+        if others:
+            say(f"left     {others} of {len(own)} cells to the processes that hold them")
+        return finished
+
+    def _run_cell(self, cell: Cell, title: str) -> bool:
         """Run what is missing of a cell, and return whether it is complete now."""
         try:
-            for recovered in self._request.stages(cell):
-                name = f"{title} + LoRA" if recovered else title
-                if runner.is_finished(cell, recovered):
+            for stage in self._request.stages(cell):
+                name = f"{title} + LoRA" if stage.recovered else title
+                if self._is_finished(stage):
                     say(f"{name}: finished before")
-                elif not self._run_stage(runner, cell, recovered, name):
+                elif not self._run_stage(stage, name):
                     return False
         finally:
-            runner.materials.take_off()
+            self._materials.take_off()
         if not self._request.grid.keep_adapters:
-            runner.remove_weights(cell)
+            # The records stay.
+            for name in (ADAPTER, _RECOVERED, _TRAINING):
+                shutil.rmtree(self._path(cell) / name, ignore_errors=True)
         return True
 
-    def _run_stage(self, runner: CellRunner, cell: Cell, recovered: bool, name: str) -> bool:
+    def _run_stage(self, stage: Stage, name: str) -> bool:
         began, failed = time.monotonic(), False
         try:
-            found = runner.run(cell, recovered)
+            found = self._measure(stage)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(f"{name} {str(interrupt) or 'stopped'}; {runner.kept(cell)}") from interrupt
+            kept = self._kept_of(stage.cell)
+            raise KeyboardInterrupt(f"{name} {str(interrupt) or 'stopped'}; {kept}") from interrupt
         except Exception as error:
-            runner.note_failure(cell, recovered, error)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._records(stage.cell).append([Record(subject=stage, metric="status", value=reason, unit="text")])
             if self._debug:
                 raise
             found = f"FAILED, {error}"
@@ -185,8 +190,163 @@ class ComparisonRun:
         say(f"{name}: {found}, {time.monotonic() - began:.0f} s")
         if failed:
             # Only now the error's frames hold none of its memory any more.
-            runner.materials.forget_model()
+            self._materials.forget_model()
         return not failed
+
+    def _measure(self, stage: Stage) -> str:
+        """Run a stage of a cell, and return in words what came out.
+
+        Raises:
+            WideError: Whatever the method, the training or the evaluation refuses.
+        """
+        model, cell = self._materials.model, stage.cell
+        if not is_attached(model):
+            self._bring(cell)
+        if stage.recovered:
+            assert self._request.recover is not None
+            lora = replace(self._request.recover, seed=cell.seed)
+            output = self._path(cell) / _RECOVERED
+            recover_row(model, self._materials.blocks(lora), lora, output=output, resume=True, seed=cell.seed)
+        records = self._records(cell)
+        records.append(self._stage_records(stage, attachment(model).provenance))
+        report = self._materials.measure(stage, records)
+        records.append([Record(subject=stage, metric="status", value=FINISHED, unit="text")])
+        return _in_words(report)
+
+    def _bring(self, cell: Cell) -> None:
+        """Attach what the method decided: from disk, or by letting it decide now."""
+        model, request, folder = self._materials.model, self._request, self._path(cell)
+        if (folder / ADAPTER).is_dir():
+            load(model, folder / ADAPTER)
+            return
+        stage = replace(request.stage, seed=cell.seed)
+        blocks = self._materials.blocks(stage)
+        apply(
+            model,
+            get(request.grid.method_of(cell.method)),
+            blocks,
+            Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method)),
+            request.budget.of_method(request.settings[cell.method], stage, blocks.num_tokens),
+            stage=request.budget.of_training(stage),
+            objective=request.objective,
+            output=folder / _TRAINING,
+            resume=True,
+            seed=cell.seed,
+        )
+        save(model, folder / ADAPTER)
+
+    def _stage_records(self, stage: Stage, provenance: dict[str, Any]) -> Iterator[Record]:
+        """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
+        report, grid = provenance[PROVENANCE], self._request.grid
+        for metric, name in _SHARES.items():
+            yield Record(subject=stage, metric=f"sparsity.{metric}", value=report[name], unit="share")
+        cost = report
+        if stage.recovered:
+            facts = provenance["recover"]
+            cost = {"tokens_forward": 0, "tokens_backward": facts["tokens"], "seconds": facts["seconds"]}
+        for name, unit in (("tokens_forward", "token"), ("tokens_backward", "token"), ("seconds", "s")):
+            yield Record(subject=stage, metric=f"method.{name}", value=cost[name], unit=unit)
+        if stage.recovered:
+            return
+        lines, own = [*report["deviations"]], grid.match_of(stage.cell.method)
+        if own != grid.match and stage.cell.method != DENSE:
+            lines.insert(0, f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}")
+        yield Record(subject=stage, metric="deviations", value="\n".join(lines), unit="text")
+        yield Record(subject=stage, metric="settings", value=report["settings"])
+        if "prune" in provenance:
+            yield Record(subject=stage, metric="training", value=_training(provenance["prune"]))
+
+    def _path(self, cell: Cell) -> Path:
+        """Return the folder of a cell, which need not exist."""
+        return self._folder.path / CELLS / cell.folder
+
+    def _records(self, cell: Cell) -> RecordFile:
+        file = self._folder.new_records(f"{CELLS}/{cell.folder}/{RECORDS}")
+        file.device = self._materials.device
+        return file
+
+    def _status(self, stage: Stage) -> Record | None:
+        """Return what became of a stage: finished, or why it failed; None where neither is recorded."""
+        file = self._path(stage.cell) / RECORDS
+        return Selection(*read_records(file)).record(stage, "status") if file.is_file() else None
+
+    def _is_finished(self, stage: Stage) -> bool:
+        status = self._status(stage)
+        return status is not None and status.value == FINISHED
+
+    def _is_complete(self, cell: Cell) -> bool:
+        return all(map(self._is_finished, self._request.stages(cell)))
+
+    def _is_over(self, cell: Cell) -> bool:
+        """Return whether a cell is measured, or failed since this process began: here, or in one that shares the run.
+
+        What failed for one process would fail for the next.
+        """
+        found = list(map(self._status, self._request.stages(cell)))
+        failed = [status for status in found if status is not None and status.value != FINISHED]
+        return any(status.time >= self._began for status in failed) or (None not in found and not failed)
+
+    def _leaves_figures(self) -> bool:
+        """Return whether drawing is left to another process: only the one that ends last need spend the time."""
+        folder = self._folder.path
+        # Figures that lie there already are kept up to date, lest a page lose them.
+        if self._request.grid.shard is None or (folder / FOLDER).is_dir():
+            return False
+        failed = {failure.cell.folder for failure in read_comparison(collect(folder)).failures()}
+        return not all(cell.folder in failed or self._is_complete(cell) for cell in self._request.cells())
+
+    def _kept(self) -> str:
+        """Say what is kept of a comparison that was stopped."""
+        if not self._folder.is_claimed:
+            return self._folder.kept()
+        own = self._request.own_cells()
+        finished = sum(map(self._is_complete, own))
+        cells = f"{finished} of {len(own)} cells" if finished else f"none of {len(own)} cells"
+        verb = "are" if finished > 1 else "is"
+        where = f" and kept in {self._folder.path}" if finished else ""
+        return f"{cells} {verb} finished{where}, and {self._again} goes on from there"
+
+    def _kept_of(self, cell: Cell) -> str:
+        """Say what lies of a cell that was stopped."""
+        folder = self._path(cell)
+        if has_checkpoint(folder / _RECOVERED):
+            return "its last checkpoint is kept"
+        if (folder / ADAPTER).is_dir():
+            return "what it decided is kept"
+        return "its last checkpoint is kept" if has_checkpoint(folder / _TRAINING) else "nothing of it is kept"
+
+    @property
+    def _again(self) -> str:
+        # Processes that share a folder go on with what they find there, whether told so or not.
+        if self._request.grid.shard:
+            return "the same command"
+        return "the same command with --resume (instead of --overwrite)"
+
+
+def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how routers were trained, as far as not by default: options of later versions leave old records as equal.
+
+    Args:
+        facts: What the training left in the provenance.
+    """
+    pairs = ((facts["stage"], StageConfig()), (facts["objective"], ObjectiveConfig()))
+    return {
+        name: value
+        for options, usual in pairs
+        for name, value in options.items()
+        if name not in _NOT_OF_TRAINING and value != asdict(usual).get(name)
+    }
+
+
+def _in_words(report: EvaluationReport) -> str:
+    words = []
+    if report.model.perplexity is not None:
+        words.append(f"perplexity {report.model.perplexity.perplexity:.2f}")
+    if report.model.tasks is not None and report.model.tasks.average is not None:
+        words.append(f"accuracy {report.model.tasks.average:.1%}")
+    if report.sparsity is not None:
+        words.append(f"saves {report.sparsity.linear_flops_layers:.1%} of the layers' linear FLOPs")
+    return ", ".join(words)
 
 
 def _recipe(request: CompareRequest) -> str:

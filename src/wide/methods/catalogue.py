@@ -8,11 +8,10 @@ imports no torch, so that help and parsing are quick; a method's code is importe
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from wide.config import WideConfig
-from wide.errors import ConfigError, UsageError
+from wide.errors import ConfigError, UsageError, nearest
 
 Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
 Match = Literal["nominal", "linear_flops"]
@@ -86,8 +85,7 @@ def get(name: str) -> Method:
         UsageError: If there is none of this name; the message names the nearest.
     """
     if name not in _ROWS:
-        close = get_close_matches(name, _ROWS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
+        hint = nearest(name, _ROWS, otherwise=".")
         raise UsageError(f"there is no method {name!r}{hint} Methods (wide methods): {', '.join(_ROWS)}")
     return _ROWS[name]
 

@@ -20,6 +20,8 @@ CELLS, GRID, COMPARISON = "cells", "grid.jsonl", "compare.jsonl"
 _OF_A_RUN = (ADAPTER, "stage1", "stage2", "dense", "tensorboard", RECORDS, "evaluation.json", CONFIG)
 _OF_A_COMPARISON = (CELLS, GRID, COMPARISON, "table.md", "table.csv")
 _PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "report.png", "figures")
+# How a run is carried out, not what it is: left out of the saved configuration.
+_NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "json", "shard", "table", "help"}
 
 
 class RunFolder:
@@ -27,7 +29,7 @@ class RunFolder:
 
     Args:
         path: The folder; need not exist.
-        config: The resolved configuration of the run, JSON-ready.
+        config: The values of all keys of the command, JSON-ready; those that say how a run is carried out are not kept.
         resume: Continue a run that lies there.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.
         resumable: Whether the command has --resume, for messages.
@@ -53,8 +55,8 @@ class RunFolder:
         """Check the folder without touching it."""
         self.path = Path(path)
         self.resume = resume
-        self._is_claimed = False
-        self._config = dict(config)
+        self.is_claimed = False
+        self._config = resolved(config)
         self._resumable = resumable
         self._defaults = dict(defaults or {})
         if resume and overwrite:
@@ -67,7 +69,7 @@ class RunFolder:
 
         To be called when everything that can be checked has been checked.
         """
-        self._is_claimed = True
+        self.is_claimed = True
         if not is_main_process():
             return
         if not self.resume:
@@ -77,7 +79,7 @@ class RunFolder:
 
     def kept(self) -> str:
         """Say what lies here when a run is stopped, and how it goes on."""
-        if self._is_claimed:
+        if self.is_claimed:
             return (
                 f"what this run finished is kept in {self.path}, and the same command with --resume (instead of "
                 "--overwrite) goes on from there"
@@ -160,6 +162,11 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that say what a run is, without those that say how it is carried out."""
+    return {key: value for key, value in values.items() if key not in _NOT_SAVED}
 
 
 def save_config(path: Path, config: Mapping[str, Any]) -> None:

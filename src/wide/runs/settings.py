@@ -1,14 +1,16 @@
 """What a run is told besides the settings of `wide.config`: frozen dataclasses, one per group of flags. No torch."""
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import Match, WideMethodConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,3 +339,22 @@ def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) 
         if not group or name in not_of:
             raise
         raise type(error)(f"{group}.{error}" if name in of else f"{group}: {error}") from error
+
+
+def build(cls: type[T], values: Mapping[str, Any], *, group: str = "", **changes: Any) -> T:
+    """Return a dataclass from the parsed values of its fields; keys that are not its fields are ignored.
+
+    Args:
+        cls: The dataclass.
+        values: All values.
+        group: Prefix of its flags, e.g. 'train'; empty for everyday flags.
+        changes: Values that win.
+
+    Raises:
+        ConfigError: If a value is out of its range; the message names it as its flag does.
+    """
+    if group:
+        values = values.get(group.replace("-", "_"), {})
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    with flags_named(group, of=names - set(changes), not_of=changes):
+        return cls(**({key: value for key, value in values.items() if key in names} | changes))
