@@ -7,10 +7,12 @@ import torch
 from families import make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from wide.config import WideConfig
 from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
 from wide.models.cost import SkipCounter, half_weights, model_costs
 from wide.models.dial import _bins, _edge, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
@@ -150,3 +152,31 @@ def test_bins_are_ordered_as_numbers_are_and_hold_them(a, b):
     assert _edge(first) <= low
     # Minus zero lies in the bin below zero.
     assert low < _edge(first + 1) or low == 0.0
+
+
+def test_thresholds_are_part_of_the_state_of_a_model():
+    config = WideConfig(ffn_group_size=8, router_rank=8)
+    model, other = (attach(make("llama"), config) for _ in range(2))
+    for index, router in enumerate(attachment(model).routers()):
+        router.threshold = 0.1 * index
+    state = model.bfloat16().state_dict()
+    other.load_state_dict(state)
+    assert [router.threshold for router in attachment(other).routers()] == [0.1 * i for i in range(4)]
+    # States of earlier versions have no thresholds; those in force stay.
+    earlier = {name: tensor for name, tensor in state.items() if not name.endswith(".threshold")}
+    assert len(state) - len(earlier) == 4
+    other.load_state_dict(earlier)
+    assert [router.threshold for router in attachment(other).routers()] == [0.1 * i for i in range(4)]
+
+
+def test_files_of_checkpoints_hold_thresholds_in_their_configuration_alone(tmp_path):
+    model = attach(make("llama"), WideConfig(ffn_group_size=8, router_rank=8))
+    set_sparsity(model, threshold=0.25)
+    loaded = load_checkpoint(save_checkpoint(model, tmp_path / "first"))
+    again = load_checkpoint(save_checkpoint(loaded, tmp_path / "second"))
+    for folder in ("first", "second"):
+        with safe_open(str(tmp_path / folder / "model.safetensors"), "pt") as file:
+            assert not [name for name in file.keys() if "threshold" in name]  # noqa: SIM118
+    for one in (loaded, again):
+        assert {router.threshold for router in attachment(one).routers()} == {0.25}
+        assert len([name for name in one.state_dict() if name.endswith(".threshold")]) == 4

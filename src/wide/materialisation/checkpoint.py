@@ -26,7 +26,7 @@ from wide.models.attach import attach, attachment
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
 from wide.models.plan_check import check_tensors, placeholder_tensors
 from wide.models.pretrained import PRUNED_PREFIX
-from wide.models.router import Router
+from wide.models.router import THRESHOLD_NAME, Router
 from wide.models.stream import STREAM_NAME, StreamBasis
 from wide.plan import Plan
 
@@ -132,7 +132,14 @@ class WideMixin(PrunedMixin):
         if state.lora is not None and not state.lora.merged:
             raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
         config.wide = config_of(self)  # type: ignore[union-attr]
-        super().save_pretrained(*args, **options)  # type: ignore[misc]
+        # Thresholds lie in the configuration.
+        ignored, named = self._keys_to_ignore_on_save, self.named_modules()
+        thresholds = {f"{name}.{THRESHOLD_NAME}" for name, module in named if isinstance(module, Router)}
+        self._keys_to_ignore_on_save = {*(ignored or ()), *thresholds}
+        try:
+            super().save_pretrained(*args, **options)  # type: ignore[misc]
+        finally:
+            self._keys_to_ignore_on_save = ignored
 
     def _check_loaded(self) -> None:
         assert isinstance(self, nn.Module)

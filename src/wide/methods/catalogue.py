@@ -8,7 +8,7 @@ imports no torch, so that help and parsing are quick; a method's code is importe
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, UsageError, nearest
@@ -17,6 +17,19 @@ Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
 Match = Literal["nominal", "linear_flops"]
 """What a sparsity may count: what each method's paper does, or the matrix-product work of all decoder layers."""
 _Settings = TypeVar("_Settings", bound=type)
+
+
+class _Bound(NamedTuple):
+    """What the values of a field must be."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_NOT_NEGATIVE = _Bound("not be negative", lambda value: value >= 0)
+_POSITIVE = _Bound("be positive", lambda value: value > 0)
+Size = Annotated[int, _Bound("be at least 1", lambda value: value >= 1)]
+"""The type of a setting that counts something of which there must be one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,21 +103,25 @@ def get(name: str) -> Method:
     return _ROWS[name]
 
 
-def _check(settings: Any, *, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    """Refuse counts below 1, numbers below 0, and words that a field's type does not list; None is fine."""
-    for field, hint in get_type_hints(type(settings)).items():
-        if get_origin(hint) is Literal and getattr(settings, field) not in get_args(hint):
-            words = " or ".join(repr(word) for word in get_args(hint))
-            raise ConfigError(f"{field} must be {words}, got {getattr(settings, field)!r}")
-    for fields, least, wanted in ((positive, 1, "be at least 1"), (not_negative, 0, "not be negative")):
-        for field in fields:
-            value = getattr(settings, field)
-            if value is not None and value < least:
-                raise ConfigError(f"{field} must {wanted}, got {value}")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """Settings whose values are checked against the types of their fields."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of their bounds, and words that a field's type does not list; None is fine."""
+        for field, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, field)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                words = " or ".join(repr(word) for word in get_args(hint))
+                raise ConfigError(f"{field} must be {words}, got {value!r}")
+            for kind in (hint, *get_args(hint)):
+                for bound in getattr(kind, "__metadata__", ()):
+                    if value is not None and not bound.holds(value):
+                        raise ConfigError(f"{field} must {bound.words}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Calibrated:
+class Calibrated(Checked):
     """Settings of every method that reads windows of calibration text.
 
     Args:
@@ -114,14 +131,10 @@ class Calibrated:
         seed: Of the choice of windows.
     """
 
-    num_windows: int = 128
-    window_length: int = 2048
-    batch_size: int = 16
+    num_windows: Size = 128
+    window_length: Size = 2048
+    batch_size: Size = 16
     seed: int = 17
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no work can be done with."""
-        _check(self, positive=("num_windows", "window_length", "batch_size"))
 
 
 @method("dense", kind="dense", summary="the model as it is, whatever the target", source="the model's authors")
@@ -156,16 +169,11 @@ class ShortenedConfig(Calibrated):
             the layers' parameters.
     """
 
-    num_windows: int = 10
-    window_length: int = 128
+    num_windows: Size = 10
+    window_length: Size = 128
     seed: int = 1234
-    protect_first: int | None = None
-    protect_last: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse negative protection and sizes that no work can be done with."""
-        Calibrated.__post_init__(self)
-        _check(self, not_negative=("protect_first", "protect_last"))
+    protect_first: Annotated[int, _NOT_NEGATIVE] | None = None
+    protect_last: Annotated[int, _NOT_NEGATIVE] | None = None
 
 
 @method(
@@ -193,24 +201,18 @@ class CoopPrunerConfig(Calibrated):
         seed: Of the windows, the sets of layers and the surrogate.
     """
 
-    num_windows: int = 10
-    window_length: int = 128
+    num_windows: Size = 10
+    window_length: Size = 128
     seed: int = 1234
     strata: Literal["paper", "spanning"] = "paper"
-    num_masks: int = 8000
-    num_contribution_masks: int = 80_000
-    epochs: int = 300
+    num_masks: Size = 8000
+    num_contribution_masks: Size = 80_000
+    epochs: Size = 300
     learning_rate: float = 0.008
-    rate_step: int = 100
+    rate_step: Size = 100
     rate_decay: float = 0.1
     momentum: float = 0.9
-    surrogate_batch_size: int = 300
-
-    def __post_init__(self) -> None:
-        """Refuse unknown strata and sizes that no work can be done with."""
-        Calibrated.__post_init__(self)
-        counts = ("num_masks", "num_contribution_masks", "epochs", "rate_step", "surrogate_batch_size")
-        _check(self, positive=counts)
+    surrogate_batch_size: Size = 300
 
 
 @method(
@@ -229,8 +231,8 @@ class BlockPrunerConfig(Calibrated):
             for half of 64 sublayers, so the default is shorter.
     """
 
-    num_windows: int = 64
-    window_length: int = 512
+    num_windows: Size = 64
+    window_length: Size = 512
 
 
 @method(
@@ -249,7 +251,7 @@ class SliceGPTConfig(Calibrated):
     """
 
     seed: int = 42
-    round_to: int = 8
+    round_to: Size = 8
 
 
 @method(
@@ -291,35 +293,33 @@ class TyrConfig(Calibrated):
         seed: Of the choice of windows and of the search.
     """
 
-    num_windows: int = 1024
-    window_length: int = 4096
-    batch_size: int = 4
+    num_windows: Size = 1024
+    window_length: Size = 4096
+    batch_size: Size = 4
     seed: int = 0
     score: Literal["reference_signed", "paper_abs", "exact_obs"] = "reference_signed"
-    attention_rounds: int = 1
-    ffn_rounds: int = 16
+    attention_rounds: Size = 1
+    ffn_rounds: Size = 16
     damping: float = 0.01
     propagation: Literal["expected", "mean", "dense"] = "expected"
     copies_folder: str | None = None
-    iterations: int = 4
-    levels_per_side: int = 4
+    iterations: Size = 4
+    levels_per_side: Size = 4
     first_step: float = 0.125
     min_head_step: int = 1
     min_channel_step: int = 32
     generations: int = 50
     offspring: int = 128
-    max_swaps: int = 4
+    max_swaps: Size = 4
     stage_tokens: tuple[int, ...] = (2048, 16384, 131072)
     survivors: tuple[int, ...] = (16, 4)
     search_window_length: int = 4096
     search_batch_size: int = 4
-    top_k: int = 8192
+    top_k: Size = 8192
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict."""
-        Calibrated.__post_init__(self)
-        counts = ("attention_rounds", "ffn_rounds", "iterations", "levels_per_side", "max_swaps", "top_k")
-        _check(self, positive=counts)
+        Checked.__post_init__(self)
         if len(self.survivors) != len(self.stage_tokens) - 1:
             raise ConfigError(
                 f"survivors {self.survivors} must have one entry fewer than stage_tokens {self.stage_tokens}: how many "
@@ -336,7 +336,7 @@ class TyrConfig(Calibrated):
     duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DDPConfig:
+class DDPConfig(Checked):
     """Settings of DDP.
 
     Args:
@@ -359,43 +359,34 @@ class DDPConfig:
         seed: Of the initial gates and the order of the text.
     """
 
-    steps: int = 1000
-    batch_size: int = 16
-    micro_batch_size: int = 2
+    steps: Size = 1000
+    batch_size: Size = 16
+    micro_batch_size: Size = 2
     sequence_length: int | None = 2048
-    learning_rate: float = 2e-2
-    linear_rate: float = 2e-2
-    quadratic_rate: float = 0.4
-    binary_rate: float = 2e-2
-    warmup: float = 0.1
-    distillation: float = 2.0
-    midpoint_end: float = 0.1
-    initial_spread: float = 0.01
-    lowest: float = -0.1
+    learning_rate: Annotated[float, _POSITIVE] = 2e-2
+    linear_rate: Annotated[float, _NOT_NEGATIVE] = 2e-2
+    quadratic_rate: Annotated[float, _NOT_NEGATIVE] = 0.4
+    binary_rate: Annotated[float, _NOT_NEGATIVE] = 2e-2
+    warmup: Annotated[float, _Bound("lie in [0, 1]", lambda value: 0.0 <= value <= 1.0)] = 0.1
+    distillation: Annotated[float, _NOT_NEGATIVE] = 2.0
+    midpoint_end: Annotated[float, _Bound("lie in (0, 0.5]", lambda value: 0.0 < value <= 0.5)] = 0.1
+    initial_spread: Annotated[float, _NOT_NEGATIVE] = 0.01
+    lowest: Annotated[float, _Bound("not be positive, or no gate could reach 0", lambda value: value <= 0.0)] = -0.1
     export: Literal["topk_exact", "relu"] = "topk_exact"
     gradient_checkpointing: bool = False
     seed: int = 17
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be trained with."""
-        rates = ("linear_rate", "quadratic_rate", "binary_rate", "distillation", "initial_spread")
-        _check(self, positive=("steps", "batch_size", "micro_batch_size"), not_negative=rates)
+        Checked.__post_init__(self)
         if self.batch_size % self.micro_batch_size:
             raise ConfigError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
         if self.sequence_length is not None and self.sequence_length < 2:
             raise ConfigError(f"sequence_length must be at least 2 or null, got {self.sequence_length}")
-        if not self.learning_rate > 0.0:
-            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}")
-        if not 0.0 <= self.warmup <= 1.0:
-            raise ConfigError(f"warmup must lie in [0, 1], got {self.warmup}")
-        if not 0.0 < self.midpoint_end <= 0.5:
-            raise ConfigError(f"midpoint_end must lie in (0, 0.5], got {self.midpoint_end}")
-        if self.lowest > 0.0:
-            raise ConfigError(f"lowest must not be positive, or no gate could reach 0, got {self.lowest}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRouters:
+class TokenRouters(Checked):
     """Settings of every row whose routers decide per token for whole sublayers or layers.
 
     Args:
@@ -403,12 +394,8 @@ class TokenRouters:
         calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
     """
 
-    router_rank: int = 32
+    router_rank: Size = 32
     calibrate_threshold: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse unknown words and a router without width."""
-        _check(self, positive=("router_rank",))
 
 
 @method(
@@ -441,7 +428,7 @@ class SkipGPTConfig(TokenRouters):
     duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SkipGPTOriginalConfig:
+class SkipGPTOriginalConfig(Checked):
     """Settings of SkipGPT as its authors released it.
 
     Args:
@@ -456,16 +443,16 @@ class SkipGPTOriginalConfig:
     """
 
     router_form: Literal["mlp", "linear"] = "mlp"
-    router_rank: int | None = None
+    router_rank: Size | None = None
     router_init: Literal["kaiming", "uniform"] = "kaiming"
-    weight: float = 20.0
+    weight: Annotated[float, _NOT_NEGATIVE] = 20.0
     temperature_start: float = 5.0
     temperature_end: float = 1.0
     calibrate_threshold: bool = True
 
     def __post_init__(self) -> None:
         """Refuse settings that no router has."""
-        _check(self, positive=("router_rank",), not_negative=("weight",))
+        Checked.__post_init__(self)
         if not (self.temperature_start > 0.0 and self.temperature_end > 0.0):
             raise ConfigError(f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}")
 
@@ -506,20 +493,13 @@ class DLLMOriginalConfig(TokenRouters):
             nominal, as the original's, and of matrix-product work under match=linear_flops.
     """
 
-    router_rank: int = 512
-    dense_layers: int = 2
-    first_tokens: int = 2
+    router_rank: Size = 512
+    dense_layers: Annotated[int, _NOT_NEGATIVE] = 2
+    first_tokens: Annotated[int, _NOT_NEGATIVE] = 2
     evict: bool = True
-    temperature: float = 1.0
+    temperature: Annotated[float, _POSITIVE] = 1.0
     penalty: Literal["mean", "token"] = "mean"
-    weight: float = 5.0
-
-    def __post_init__(self) -> None:
-        """Refuse settings that no router has."""
-        TokenRouters.__post_init__(self)
-        _check(self, not_negative=("dense_layers", "first_tokens", "weight"))
-        if not self.temperature > 0.0:
-            raise ConfigError(f"temperature must be positive, got {self.temperature}")
+    weight: Annotated[float, _NOT_NEGATIVE] = 5.0
 
 
 @method(
@@ -558,7 +538,7 @@ class WandaConfig(Calibrated):
         pattern: 'unstructured', or 'N:M' to keep N of every M consecutive inputs; the target must then be 1 - N/M.
     """
 
-    batch_size: int = 8
+    batch_size: Size = 8
     seed: int = 0
     pattern: str = "unstructured"
 
@@ -580,8 +560,8 @@ class SparseGPTConfig(Calibrated):
         block_size: Columns whose zeros are chosen together.
     """
 
-    batch_size: int = 8
+    batch_size: Size = 8
     seed: int = 0
     pattern: str = "unstructured"
     damping: float = 0.01
-    block_size: int = 128
+    block_size: Size = 128

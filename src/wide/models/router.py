@@ -1,6 +1,7 @@
 """The router: hidden states to per-group decisions (paper, section 3.1), and its forms in other methods."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from wide.plan import Routed, RouterForm
 from wide.routing import LayerRouting
 
 EXECUTE, SKIP = 0, 1
+THRESHOLD_NAME = "threshold"
+"""The entry of a router's state dict beside its parameters."""
 # D-LLM's routers begin by executing about 87 % of the tokens.
 _DLLM_EXECUTE, _DLLM_SKIP = 2.0, 0.1
 _NORM_EPS = 1e-6
@@ -118,6 +121,21 @@ class Router(nn.Module):
             if self.bias is not None:
                 start = (_DLLM_EXECUTE, _DLLM_SKIP) if self.form == "dllm" else (execute_bias, 0.0)
                 self.bias.copy_(self.bias.new_tensor(start).repeat(self.num_groups))
+
+    # A number, because executors bake it in; in state dicts a float64 scalar beside the parameters. Files of adapters
+    # and checkpoints keep it in their configuration.
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        # A router without values is about to be filled from a file, whose tensors are the parameters.
+        if not self.up.is_meta:
+            destination[f"{prefix}{THRESHOLD_NAME}"] = torch.tensor(self.threshold, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Older states have none, and leave the threshold in force as it is.
+        threshold = state_dict.pop(f"{prefix}{THRESHOLD_NAME}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        if threshold is not None:
+            self.threshold = float(threshold)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return router logits `[..., N_G, 2]`, float32, from hidden states `[..., D]` of any dtype."""
