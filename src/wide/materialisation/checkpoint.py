@@ -94,6 +94,7 @@ class WideMixin(PrunedMixin):
 
     wide_type_prefix, wide_class_prefix, wide_field = PRUNED_PREFIX, "Wide", "wide"
     wide_saves_plan = True
+    _keys_to_ignore_on_save: set[str] | None
     _keep_in_fp32_modules_strict = {ROUTER_NAME, GATE_NAME, STREAM_NAME}  # noqa: RUF012  transformers reads a plain class attribute
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
