@@ -23,7 +23,7 @@ HALF = dict.fromkeys(
     "*bf16",
 )
 FLOATS = dict.fromkeys(("DIFFERENCE", "OFFSET", "PARTIAL"), "*fp32") | dict.fromkeys(("threshold", "eps"), "fp32")
-TYPES = HALF | FLOATS | {"POSITIONS": "*i32", "COUNTER": "*i32", "MASK": "*u8"}
+TYPES = HALF | FLOATS | {"POSITIONS": "*i32", "PLACES": "*i64", "COUNTER": "*i32", "MASK": "*u8"}
 STRIDES = ("stride_xm", "stride_ym", *(f"stride_{tensor}{dim}" for tensor in "qkvc" for dim in "bth"))
 
 
@@ -35,7 +35,7 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
         yield build(clear_skipped._clear_skipped, target, sizes, 4, 3, **TYPES)
     norm = {"D": 4096, "BLOCK_D": 4096, "HAS_ADDEND": True, "UNIT_OFFSET": False}
     yield build(rms_norm._rms_norm, target, norm, 4, 3, **TYPES)
-    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HAS_NORM": True}
+    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HAS_NORM": True, "HAS_PLACES": True}
     for at_once, group, turned, other in (
         (16, 0, 128, False),
         (64, 4, 128, False),

@@ -43,6 +43,7 @@ def test_opcheck(backend: str) -> None:
                 places,
                 cache,
                 cache + 1,
+                None,
                 torch.ones(3, 2, dtype=torch.bool, device=DEVICE),
                 None,
                 None,

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.cache import KvCache
 from wide.inference.operator_table import OperatorTable
+from wide.inference.paged import PagedStep
 from wide.inference.products import GatedWeights, gated_product, sum_groups
 from wide.inference.projections import project_dense, project_routed
 from wide.inference.prompt_attention import attend_prompt
@@ -39,12 +40,16 @@ class _Pass:
 
     run: Run
     table: OperatorTable
-    cache: KvCache
+    cache: KvCache | PagedStep
     batch: int
     length: int
     starts: Tensor
     past: int = 0
     ends: Tensor | None = None
+
+    def memory(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values of a layer, and where new ones go if not at their positions."""
+        return self.cache.memory(index) if isinstance(self.cache, PagedStep) else (*self.cache.layer(index), None)
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         return record_function(f"wide.{name}") if self.run.traced else nullcontext()
@@ -148,6 +153,18 @@ class Decoder:
         else:
             cache.lengths.copy_(lengths)
         return hidden
+
+    @torch.no_grad()
+    def paged(self, ids: Tensor, step: PagedStep, run: Run) -> tuple[Tensor, Tensor]:
+        """Run a step of continuous batching over transformers' cache and return what `prompt` returns.
+
+        Args:
+            ids: Tokens of all requests, [1, Q].
+            step: Where they stand, and their keys.
+            run: How.
+        """
+        shared = _Pass(run=run, table=self.tables[0], cache=step, batch=ids.shape[1], length=1, starts=step.positions)
+        return self._layers(shared, ids)
 
     @torch.no_grad()
     def logits(self, hidden: tuple[Tensor, Tensor], run: Run, rows: Tensor | None = None) -> Tensor:
@@ -282,7 +299,7 @@ class Decoder:
                 q, kv, order = project_routed(x, weights, mask, table)
         shape = (shared.batch, shared.length)
         keys, values = kv.unflatten(1, (2, kv_heads, weights.head_dim)).unflatten(0, shape).unbind(2)
-        k_cache, v_cache = shared.cache.layer(index)
+        k_cache, v_cache, places = shared.memory(index)
         own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
         with shared.part("rope"):
             q = rope_to_cache(
@@ -294,6 +311,7 @@ class Decoder:
                 shared.starts,
                 k_cache,
                 v_cache,
+                places=places,
                 # One token's skipped heads cost less than to look them up.
                 mask=own if shared.ends is None else None,
                 q_norm=weights.q_norm,
@@ -304,7 +322,14 @@ class Decoder:
                 backend=table.backend,
             )
         with shared.part("attention"):
-            mixed = self._mix(weights, q, k_cache, v_cache, own, order, shared).reshape(x.shape[0], -1)
+            if isinstance(shared.cache, PagedStep):
+                needs_zeros = own is not None and table.how("output", own.shape[0]) == "dense"
+                options: dict[str, Any] = {"scale": weights.scale, "soft_cap": weights.soft_cap}
+                options |= {"backend": table.backend, "zero_skipped": needs_zeros}
+                mixed = shared.cache.attend(index, q[:, 0], own, **options)
+            else:
+                mixed = self._mix(weights, q, k_cache, v_cache, own, order, shared)
+            mixed = mixed.reshape(x.shape[0], -1)
         with shared.part("output"):
             if own is None:
                 return functional.linear(mixed, weights.output, weights.output_bias)

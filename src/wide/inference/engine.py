@@ -23,6 +23,7 @@ from wide.inference.cache import KvCache
 from wide.inference.decoder import Decoder
 from wide.inference.graphs import GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OperatorTable
+from wide.inference.paged import ARGUMENTS, PagedStep, is_paged_step
 from wide.inference.run import Run
 from wide.inference.visible_keys import (
     HARMLESS,
@@ -258,15 +259,24 @@ class Engine:
         ids = given.get("input_ids")
         x = given.get("inputs_embeds") if ids is None else ids
         is_ours = self._decoder is not None and not self._model.training and control.observed is control.forced is None
-        if not is_ours or not isinstance(x, Tensor) or is_being_recorded(x) or given.get("labels") is not None:
+        is_paged = ids is not None and is_paged_step(given)
+        if not is_ours or not isinstance(x, Tensor) or given.get("labels") is not None:
+            return ""
+        if torch.compiler.is_compiling() or (is_being_recorded(x) and not is_paged):
             return ""
         for name, value in given.items():
-            if name not in HARMLESS and value is not None and value is not False:
+            if (
+                name not in (HARMLESS | ARGUMENTS if is_paged else HARMLESS)
+                and value is not None
+                and value is not False
+            ):
                 return ""
         if given.get("output_hidden_states") or getattr(self._model.config, "output_hidden_states", False):
             return "output_hidden_states="
         if getattr(self._model.config, "output_attentions", False):
             return "output_attentions="
+        if is_paged:
+            return self._paged(x, given)
         cache = given.get("past_key_values")
         if isinstance(cache, EngineCache):
             if cache.slot is None and cache.get_seq_length():
@@ -278,6 +288,31 @@ class Engine:
         if cache is not None and cache.slot is not None and ids is not None and x.shape[1] == 1:
             return self._step(ids, cache, given)
         return self._prompt(x, cache, given)
+
+    def _paged(self, ids: Tensor, given: Mapping[str, Any]) -> _Found | str:
+        """Return the logits of a step of continuous batching, which transformers may be capturing."""
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            return obstacle
+        if not is_being_recorded(ids):
+            self._renew()
+        if self._decoder is None:
+            return ""
+        step = PagedStep(given, self._decoder.max_length)
+        if not step.fits:
+            return ""
+        run, kept = Run(routed=self._state.control.enabled), given.get("logits_to_keep")
+        hidden = self._decoder.paged(ids, step, run)
+        logits = self._decoder.logits(hidden, run, kept.long() if isinstance(kept, Tensor) else None)
+        return logits[None], None
+
+    def _obstacle(self) -> str | None:
+        """Return what of the model's modules keeps the engine from computing them."""
+        if any(part.training for part, _ in self._hooked):
+            return ""
+        return (
+            "a hook on one of its modules" if any(_count_hooks(part) != count for part, count in self._hooked) else None
+        )
 
     def _step(self, ids: Tensor, cache: "EngineCache", given: Mapping[str, Any]) -> _Found | str:
         assert cache.slot is not None
@@ -301,10 +336,9 @@ class Engine:
     def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> _Found | str:
         batch, length = x.shape[:2]
         past = 0 if cache is None else cache.tokens
-        if any(part.training for part, _ in self._hooked):
-            return ""
-        if any(_count_hooks(part) != count for part, count in self._hooked):
-            return "a hook on one of its modules"
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            return obstacle
         keeps = given.get("use_cache")
         keeps = getattr(self._model.config, "use_cache", True) if keeps is None else keeps
         if cache is None and keeps:

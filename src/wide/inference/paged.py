@@ -9,7 +9,7 @@ zeros.
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ ARGUMENTS |= {
 _FEW_TOKENS = 64
 _MAX_PAIRS = 16384
 _DEFAULT_BLOCKS = 32
+_FULL = "full_attention"
 
 
 class _Pages(NamedTuple):
@@ -66,6 +67,11 @@ class _Runs(NamedTuple):
     is_alone: Tensor
     last: Tensor
     alone: Tensor
+
+
+def is_paged_step(given: Mapping[str, Any]) -> bool:
+    """Return whether these arguments of a model's forward are those of continuous batching."""
+    return given.get("cache") is not None and given.get("cu_seq_lens_q") is not None
 
 
 def is_known(options: dict[str, Any]) -> bool:
@@ -120,6 +126,75 @@ def attend_paged(
     if key not in shared:
         shared[key] = _read_runs(options["cu_seq_lens_q"], cu_k, queries.shape[0], window)
     return _attend_runs(queries, keys, values, groups, shared[key], scores, zero_skipped=zero_skipped).unsqueeze(0)
+
+
+class PagedStep:
+    """A step of continuous batching as the engine runs it, all of whose layers see all keys.
+
+    Args:
+        given: Keyword arguments of the model's forward.
+        max_length: Positions that the engine knows.
+    """
+
+    def __init__(self, given: Mapping[str, Any], max_length: int) -> None:
+        """Say in `fits` whether the engine can run it at all; nothing is read on the host."""
+        self._cache, self._given = given["cache"], given
+        self._table: Tensor | None = given.get("block_table")
+        self._shared: dict[Any, Any] = {}
+        self.positions = given["position_ids"][0].to(torch.int32)
+        lengths = given.get("max_length_k", given.get("max_seqlen_k"))
+        longest = max(lengths.values()) if isinstance(lengths, dict) else lengths
+        if self._table is not None:
+            longest = self._table.shape[2] * _pages_of(self._cache, 0)[0].shape[1]
+        is_full = all(_kind(self._cache, layer) == _FULL for layer in range(_num_layers(self._cache)))
+        # Transformers warms up with one request as long as its whole cache.
+        self.fits = is_full and longest is not None and longest <= max_length
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values of a layer, [1, places, H_k, d], and the places of the new tokens, int64 [Q]."""
+        keys, values, index, trash = _pages_of(self._cache, layer)
+        if self._table is None:
+            places = self._given["write_index"][index]
+        else:
+            places = self._pages(self._table[index], index, keys.shape[1], trash).places
+        return keys.flatten(0, 1)[None], values.flatten(0, 1)[None], places
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+        backend: str,
+        zero_skipped: bool,
+    ) -> Tensor:
+        """Return the attention output [Q, H_q, d] of queries [Q, H_q, d] whose keys have been stored."""
+        keys, values, index, trash = _pages_of(self._cache, layer)
+        scores = {"scale": scale, "soft_cap": soft_cap, "backend": backend}
+        if self._table is not None:
+            table = self._table[index]
+            ends = self._pages(table, index, keys.shape[1], trash).lengths
+            return _decode(q, keys, values, mask, (None, ends), {"pages": table}, scores)
+        if "runs" not in self._shared:
+            self._shared["runs"] = _read_runs(self._given["cu_seq_lens_q"], self._cu_k(), q.shape[0], None)
+        places = self._given["read_index"][index]
+        # Without earlier keys in the cache there is nothing to read but what has just been stored.
+        places = places if places.numel() else self._given["write_index"][index]
+        keys, values = (part.flatten(0, 1).index_select(0, places)[None] for part in (keys, values))
+        return _attend_runs(q, keys, values, mask, self._shared["runs"], scores, zero_skipped=zero_skipped)
+
+    def _pages(self, table: Tensor, index: int, size: int, trash: int) -> _Pages:
+        if index not in self._shared:
+            self._shared[index] = _read_pages(self._cu_k(), table, size, trash)
+        found: _Pages = self._shared[index]
+        return found
+
+    def _cu_k(self) -> Tensor:
+        found = self._given["cu_seq_lens_k"]
+        lengths: Tensor = found[_FULL] if isinstance(found, dict) else found
+        return lengths
 
 
 def _attend_runs(
@@ -196,7 +271,11 @@ def _read_runs(cu_q: Tensor, cu_k: Tensor, num_tokens: int, window: int | None) 
 def _kind(cache: Any, layer: int) -> str:
     if hasattr(cache, "layer_to_allocator"):
         return str(cache.layer_to_allocator[layer].layer_type)
-    return "full_attention" if cache.sliding_windows[layer] == 1 else "sliding_attention"
+    return _FULL if cache.sliding_windows[layer] == 1 else "sliding_attention"
+
+
+def _num_layers(cache: Any) -> int:
+    return len(cache.layer_to_allocator if hasattr(cache, "layer_to_allocator") else cache.sliding_windows)
 
 
 def _pages_of(cache: Any, layer: int) -> tuple[Tensor, Tensor, int, int]:
@@ -293,4 +372,8 @@ class PagedBatching:
         size = getattr(settings, "page_size", None) or settings.block_size
         tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
         wanted = math.ceil(tokens / size) + 1 if tokens else _DEFAULT_BLOCKS
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest:
+            # The engine knows positions up to the model's longest.
+            wanted = min(wanted, longest // size)
         settings.max_blocks_per_request = wanted if asked is None else asked

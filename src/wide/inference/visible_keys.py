@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import NotAttachedError
-from wide.inference.paged import ARGUMENTS
+from wide.inference.paged import ARGUMENTS, is_paged_step
 
 # On the cache: what is known of the masks it was filled and read with.
 _NOTE = "wide_key_runs"
@@ -94,7 +94,7 @@ class VisibleKeys:
         ids = given.get("inputs_embeds") if ids is None else ids
         if ids is None:
             return
-        if given.get("cache") is not None and given.get("cu_seq_lens_q") is not None:
+        if is_paged_step(given):
             reason = self.unusual or _unusual_inputs(given, HARMLESS | ARGUMENTS)
             self.is_paged = reason is None
             if reason is not None:

@@ -40,6 +40,7 @@ def _rope_to_cache(
     COS,
     SIN,
     POSITIONS,
+    PLACES,
     K_CACHE,
     V_CACHE,
     MASK,
@@ -71,6 +72,7 @@ def _rope_to_cache(
     HAS_NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
 ):
     token = tl.program_id(0)
     b = (token // T).to(tl.int64)
@@ -99,7 +101,10 @@ def _rope_to_cache(
     q_at = Q + b * stride_qb + t * stride_qt + heads[:, None] * stride_qh
     k_at = K + b * stride_kb + t * stride_kt + k_heads[:, None] * stride_kh
     v_at = V + b * stride_vb + t * stride_vt + v_heads[:, None] * stride_vh
-    cache_at = b * stride_cb + place * stride_ct
+    row = place
+    if HAS_PLACES:
+        row = tl.load(PLACES + token)
+    cache_at = b * stride_cb + row * stride_ct
     k_to = K_CACHE + cache_at + k_heads[:, None] * stride_ch
     v_to = V_CACHE + cache_at + v_heads[:, None] * stride_ch
     dtype = OUT.dtype.element_ty
@@ -140,6 +145,7 @@ def rope_to_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    places: torch.Tensor | None,
     mask: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -161,6 +167,7 @@ def rope_to_cache(
         cos,
         sin,
         positions,
+        positions if places is None else places,
         k_cache,
         v_cache,
         cos if mask is None else mask.view(torch.uint8),
@@ -172,7 +179,8 @@ def rope_to_cache(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *k_cache.stride()[:3],
+        k_cache.stride(0) if places is None else 0,
+        *k_cache.stride()[1:3],
         0 if mask is None else mask.stride(0),
         H_Q=num_heads,
         H_K=num_kv_heads,
@@ -184,6 +192,7 @@ def rope_to_cache(
         HAS_NORM=q_norm is not None,
         UNIT_OFFSET=unit_offset,
         INTERLEAVED=interleaved,
+        HAS_PLACES=places is not None,
         num_warps=4,
     )
     return out

@@ -41,7 +41,12 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     mask = random_mask(case, (batch * length, groups), device) if groups else None
     if mask is not None:
         q.masked_fill_(~_heads_of(mask, q), float("nan"))
+    places = None
+    if case.options.get("is_shared"):
+        caches = [cache.transpose(0, 1).flatten(1, 2)[None] for cache in caches]
+        places = torch.arange(batch * length, device=device).flip(0).contiguous()
     return {
+        "places": places,
         "q": q,
         "k": k,
         "v": v,
@@ -110,6 +115,7 @@ ROPE = Operator(
         _case((1, 4, 8, 6, 3, 96), dtype=torch.float32, turned=24),
         _case((2, 5, 7, 4, 1, 128), turned=0, has_norm=True, unit_offset=True),
         _case((2, 2, 3, 8, 4, 256), has_norm=True, unit_offset=True),
+        _case((5, 1, 9, 8, 2, 64), is_shared=True),
     ),
     build=_build,
     compare=_compare,

@@ -23,6 +23,7 @@ def rope_to_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    places: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
@@ -46,6 +47,8 @@ def rope_to_cache(
         positions: Position of each sequence's first token here, int32 [B], on the device.
         k_cache: Written at the tokens' places, [B, T_max, H_k, d]; a head-major cache goes in as a transposed view.
         v_cache: As `k_cache`, with the same strides.
+        places: Where each token's key and value go in caches [1, places, H_k, d] that all sequences share, int64
+            [B * T]; None = in its own sequence's, at its position.
         mask: Groups of query heads that each token executes, bool [B * T, N_G], rows contiguous, N_G a divisor of H_q;
             None = all.
         q_norm: Weight of an RMSNorm of each query head before the turn, [d].
@@ -63,11 +66,16 @@ def rope_to_cache(
         UnsupportedBackendError: If the backend cannot run here.
     """
     norms = q_norm, k_norm, eps, unit_offset
-    return _rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, mask, *norms, interleaved, backend)
+    return _rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, places, mask, *norms, interleaved, backend)
 
 
 def _check_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    places: torch.Tensor | None,
 ) -> None:
     head_dim = q.shape[-1]
     fits = q.dim() == 4 and k.shape == v.shape == (*q.shape[:2], k.shape[2], head_dim) and head_dim % 2 == 0
@@ -77,11 +85,27 @@ def _check_shapes(
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     same = k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()
-    room = (q.shape[0], k_cache.shape[1], k.shape[2], head_dim)
+    room = (q.shape[0] if places is None else 1, k_cache.shape[1], k.shape[2], head_dim)
     if not same or tuple(k_cache.shape) != room or k_cache.shape[1] < q.shape[1]:
         raise ShapeError(
-            f"{_NAME}: both caches must be [{q.shape[0]}, T_max >= {q.shape[1]}, {k.shape[2]}, {head_dim}] with equal "
+            f"{_NAME}: both caches must be [{room[0]}, T_max >= {q.shape[1]}, {k.shape[2]}, {head_dim}] with equal "
             f"strides, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+
+
+def _check_places(places: torch.Tensor | None, q: torch.Tensor) -> None:
+    if places is None:
+        return
+    tokens = q.shape[0] * q.shape[1]
+    if (
+        places.shape != (tokens,)
+        or places.dtype != torch.int64
+        or not places.is_contiguous()
+        or places.device != q.device
+    ):
+        raise ShapeError(
+            f"{_NAME} wants contiguous places int64 [{tokens}] on {q.device}, got {places.dtype} {tuple(places.shape)} "
+            f"on {places.device}"
         )
 
 
@@ -105,6 +129,7 @@ def _rope_to_cache(
     positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    places: torch.Tensor | None,
     mask: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -113,7 +138,8 @@ def _rope_to_cache(
     interleaved: bool,
     backend: str,
 ) -> torch.Tensor:
-    _check_shapes(q, k, v, k_cache, v_cache)
+    _check_shapes(q, k, v, k_cache, v_cache, places)
+    _check_places(places, q)
     check_per_sequence(_NAME, "positions", positions, q)
     fits = cos.shape == sin.shape and cos.dim() == 2 and cos.shape[1] <= q.shape[3] and cos.shape[1] % 2 == 0
     if not fits or not cos.is_contiguous() or not sin.is_contiguous():
@@ -127,7 +153,7 @@ def _rope_to_cache(
         _check_mask(mask, q)
     reason = triton_obstacle(q.device) if backend == "triton" else None
     check_backend(_NAME, backend, ("torch", "triton"), reason)
-    options: dict[str, Any] = {"mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    options: dict[str, Any] = {"places": places, "mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     options |= {"unit_offset": unit_offset, "interleaved": interleaved}
     if backend == "torch":
         return rope_to_cache_reference(q, k, v, cos, sin, positions, k_cache, v_cache, **options)

@@ -15,6 +15,7 @@ def rope_to_cache_reference(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    places: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
@@ -25,11 +26,13 @@ def rope_to_cache_reference(
     """Round where transformers rounds; arguments as in `rope_to_cache`. Skipped heads are turned all the same."""
     del mask
     batch, length = q.shape[:2]
-    places = positions.long()[:, None] + torch.arange(length, device=q.device)
-    c, s = cos[places].unsqueeze(2), sin[places].unsqueeze(2)
-    rows = torch.arange(batch, device=q.device)[:, None].expand_as(places)
-    k_cache[rows, places] = rotate(_norm(k, k_norm, eps, unit_offset), c, s, interleaved=interleaved)
-    v_cache[rows, places] = v
+    angles = positions.long()[:, None] + torch.arange(length, device=q.device)
+    c, s = cos[angles].unsqueeze(2), sin[angles].unsqueeze(2)
+    rows = torch.arange(batch, device=q.device)[:, None].expand_as(angles)
+    if places is not None:
+        rows, angles = torch.zeros_like(rows), places.view(batch, length)
+    k_cache[rows, angles] = rotate(_norm(k, k_norm, eps, unit_offset), c, s, interleaved=interleaved)
+    v_cache[rows, angles] = v
     return rotate(_norm(q, q_norm, eps, unit_offset), c, s, interleaved=interleaved)
 
 
