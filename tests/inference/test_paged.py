@@ -27,8 +27,6 @@ SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 # The kernels run in Triton's interpreter.
 BACKENDS = ["torch"] if torch.cuda.is_available() else ["torch", "triton"]
-# Families whose caches have no block tables.
-SLIDING = {"gemma3_text", "mistral"}
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 3, 30)]
 
 
@@ -61,8 +59,6 @@ def _never(*_args, **_options):
         ("phi3", {}),
         ("mistral", {"sliding_window": 6}),
         ("gemma2", {"sliding_window": 8}),
-        ("gemma3_text", {}),
-        ("cohere2", {"sliding_window": 8}),
         ("granite", {}),
     ],
 )
@@ -79,7 +75,7 @@ def test_tokens_are_those_of_the_masked_model(family, changes, monkeypatch):
         assert _batch(model) == wanted
         # Chunks of prompts beside requests that decode; steps that read pages in place, as on a GPU.
         assert _batch(model, max_batch_tokens=7, max_blocks_per_request=16) == wanted
-        assert len(tables) > 0 or "sliding_window" in changes or family in SLIDING
+        assert len(tables) > 0 or "sliding_window" in changes
     assert model.config._attn_implementation == before
     assert [_alone(model, prompt) for prompt in PROMPTS] == wanted
     deoptimize(model)

@@ -45,6 +45,8 @@ _KEPT_SLOTS = 2
 # Rows of a prompt below which its kernels take less time than their launches.
 _GRAPH_ROWS = 4096
 _LENGTHS = "attention_mask", "position_ids"
+# Arguments of a step of continuous batching.
+_BATCHED = HARMLESS | ARGUMENTS
 # On a cache of `generate` that cannot run here, which has been said.
 _PLAIN = "wide_plain"
 
@@ -264,13 +266,9 @@ class Engine:
             return ""
         if torch.compiler.is_compiling() or (is_being_recorded(x) and not is_paged):
             return ""
-        for name, value in given.items():
-            if (
-                name not in (HARMLESS | ARGUMENTS if is_paged else HARMLESS)
-                and value is not None
-                and value is not False
-            ):
-                return ""
+        known = _BATCHED if is_paged else HARMLESS
+        if any(name not in known and value is not None and value is not False for name, value in given.items()):
+            return ""
         if given.get("output_hidden_states") or getattr(self._model.config, "output_hidden_states", False):
             return "output_hidden_states="
         if getattr(self._model.config, "output_attentions", False):
@@ -310,9 +308,8 @@ class Engine:
         """Return what of the model's modules keeps the engine from computing them."""
         if any(part.training for part, _ in self._hooked):
             return ""
-        return (
-            "a hook on one of its modules" if any(_count_hooks(part) != count for part, count in self._hooked) else None
-        )
+        is_changed = any(_count_hooks(part) != count for part, count in self._hooked)
+        return "a hook on one of its modules" if is_changed else None
 
     def _step(self, ids: Tensor, cache: "EngineCache", given: Mapping[str, Any]) -> _Found | str:
         assert cache.slot is not None
