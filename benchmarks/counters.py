@@ -150,10 +150,11 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
 
     from wide.config import WideConfig
     from wide.inference.decoder import Decoder
-    from wide.inference.run import Run
-    from wide.models.attach import attach
-    from wide.profiling.decoder_races import operator_table
-    from wide.profiling.synthetic import random_masks, random_model
+    from wide.inference.layer_sizes import layer_sizes
+    from wide.inference.measured import measured_table
+    from wide.inference.run import Run, force
+    from wide.models.attach import attach, attachment
+    from wide.profiling.synthetic import random_model
 
     device = torch.device("cuda")
     torch.manual_seed(17)
@@ -162,7 +163,10 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
         parameter.requires_grad_(False)
     attach(model, WideConfig(ffn_group_size=128))
     decoder = Decoder(model.eval(), max_length=max(*prompts, *decodes, 1) + 8, checked=False)
-    table = operator_table(decoder, rates)
+    state = attachment(model)
+    sizes = layer_sizes(state.specs[0], state.plan.layers[0])
+    table = measured_table(sizes, device=device, dtype=torch.bfloat16, executed=(1.0 - rates[0], 1.0 - rates[1]))
+    groups = [(router.num_groups, rate) for router, rate in zip(state.routers(), rates, strict=True)]
     for what, length in [*(("prefill", n) for n in prompts), *(("decode", n) for n in decodes)]:
         tokens = length if what == "prefill" else 1
         cache = decoder.new_cache(1, length + 8)
@@ -170,7 +174,8 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
         cache.v.normal_()
         ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
         lengths = torch.full((1,), length, dtype=torch.int32, device=device)
-        forced = random_masks(decoder.layers, tokens, rates)
+        masks = [torch.rand(tokens, count, device=device) >= rate for count, rate in groups]
+        forced = force(decoder.layers, [(masks[0], masks[1])])
         for name, run in (
             ("dense", Run(routed=False, table=table)),
             ("routed", Run(table=table, forced=forced)),

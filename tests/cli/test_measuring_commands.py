@@ -30,18 +30,19 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--out", "o", "--adapter", "a"], 2, "give --model"),
         (["profile", "--out", "o", "--checkpoint", "c"], 2, "give --model"),
         (["profile", "--out", "o", "--model", "m", "--adapter", "a", "--checkpoint", "c"], 2, "give one of them"),
-        (["profile", "--out", "o", "--model", "m", "--checkpoint", "c", "--compiled_peer", "true"], 2, "routed models"),
         (["profile"], 2, "--out is missing"),
         (["profile", "--comparison", "c"], 2, "give --model"),
         (["profile", "--model", "m", "--comparison", "c", "--out", "o"], 2, "--out does not go with --comparison"),
         (["profile", "--model", "m", "--comparison", "c", "--adapter", "a"], 2, "--adapter does not go with"),
-        (["profile", "--model", "m", "--comparison", "c", "--compiled_peer", "true"], 2, "leave it out with"),
-        (["profile", "--model", "m", "--comparison", "c", "--optimised", "true"], 2, "leave it out with"),
-        (["profile", "--out", "o", "--optimised", "true", "--compiled_peer", "true"], 2, "leave out --compiled_peer"),
+        (["profile", "--model", "m", "--comparison", "c", "--batched", "8"], 2, "leave it out with"),
+        (["profile", "--out", "o", "--sparsities", "0.5,1"], 1, "shares in [0, 1)"),
+        (["profile", "--out", "o", "--sparsities", "half"], 1, "shares in [0, 1)"),
+        (["profile", "--out", "o", "--doors", "window"], 1, "forward and generate"),
+        (["profile", "--out", "o", "--batched", "0"], 1, "positive numbers"),
         (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
         (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
         (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
-        (["profile", "--out", "o", "--generate", "0"], 1, "at least 1"),
+        (["profile", "--out", "o", "--generate", "1"], 1, "at least 2"),
         (["tune"], 2, "model"),
         (["tune", "--model", "m", "--rows", "0"], 1, "positive numbers"),
         (["tune", "--model", "m", "--executed", "0.5"], 1, "two shares"),
@@ -56,11 +57,11 @@ def test_bad_values_are_refused_before_the_device_is_looked_at(command, code, wo
 
 @pytest.fixture
 def profiled(monkeypatch):
-    """What is handed to the profile, and whether in brief; nothing is timed."""
+    """What is handed to the profile; nothing is timed."""
     seen = []
 
-    def run_profile(options, out, *, is_brief, **_):
-        seen.append((options, out, is_brief))
+    def run_profile(options, out, **_):
+        seen.append((options, out))
         if "ddp" in str(options.adapter):
             raise MemoryError("no kernel fits")
         return "red" not in str(out)
@@ -75,12 +76,12 @@ def test_profile_reads_its_flags(profiled):
     profile.run(["--out", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
     profile.run(["--out", "o", "--model", "M", "--checkpoint", "C", "--generate", "8"])
     profile.run(["--out", "o", "--shape", "tiny", "--ffn_group_size", "64"])
-    options = [each for each, _, _ in profiled]
+    options = [each for each, _ in profiled]
     assert options[0].skipped == [(0.5, 0.5), (0.66, 0.285)]
     assert (options[0].prompts, options[0].layers, options[0].generate) == ([64, 128], 2, 128)
     assert (options[1].model, options[1].checkpoint, options[1].adapter, options[1].generate) == ("M", "C", None, 8)
     assert [(each.shape, each.ffn_group_size) for each in options[1:]] == [(None, None), ("tiny", 64)]
-    assert [brief for _, _, brief in profiled] == [False] * 3
+    assert options[1].skipped == [(0.5, 0.5)]
 
 
 def test_a_red_gate_is_an_error(profiled):
@@ -100,10 +101,10 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(profiled, tmp_path, 
     (cut / "endtoend.json").write_text('{"summary": [')
     with pytest.raises(EvaluationError, match=r"1 of 3 cells could not be timed: ddp-0.5-seed17: MemoryError"):
         profile.run(["--model", "M", "--comparison", str(tmp_path), "--text", "t.txt", "--batch", "1,64"])
-    assert [out for _, out, _ in profiled] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]
-    options, _, is_brief = profiled[1]
+    assert [out for _, out in profiled] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]
+    options, _ = profiled[1]
     assert options.adapter == str(cells["wide"] / "adapter")
-    assert (is_brief, options.text, options.batches) == (True, "t.txt", [1, 64])
+    assert (options.text, options.batches) == ("t.txt", [1, 64])
     told = capsys.readouterr().out
     assert "[2/3] tyr-0.5-seed17: timed before" in told
     assert "no kernel fits" in told

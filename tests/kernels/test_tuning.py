@@ -1,14 +1,12 @@
 """The tuning table and the choice of backends."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.ship_table import main
 from wide.errors import ConfigError
 from wide.inference.tuning.tune import fastest
 from wide.kernels.gemm_mn import GEMM_MN
@@ -106,13 +104,12 @@ def test_what_a_choice_decides_is_no_part_of_its_key() -> None:
     assert shape_key("gemm_mn", tiled) == shape_key("gemm_mn", CASE)
 
 
-def test_records_become_a_shipped_table_below_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records, shipped = tmp_path / "operators.json", tmp_path / "cpu.json"
-    records.write_text(json.dumps({"records": [_record("triton", 7.0, tile=(128, 64, 4, 8, 1, 1))]}))
-    assert main(["--out", str(shipped), "--records", str(records)]) == 0
+def test_a_shipped_table_lies_below_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fastest([_record("triton", 7.0, tile=(128, 64, 4, 8, 1, 1))])
+    TuningTable(tmp_path / "cpu.json").store_all({key: choice for key, (_, _, choice) in found.items()})
     monkeypatch.setattr("wide.kernels.tuning.shipped_path", lambda name: tmp_path / f"{name}.json")
     monkeypatch.setattr("wide.kernels.tuning._shipped", _uncached_shipped)
-    _, case, choice = next(iter(fastest(json.loads(records.read_text())["records"]).values()))
+    _, case, choice = next(iter(found.values()))
     table = TuningTable(tmp_path / "tuning.json")
     assert table.nearest("gemm_mn", CPU, case, fewer_rows=True) == choice
     table.store(tuning_key("gemm_mn", CPU, case), Choice(backend="dense"))

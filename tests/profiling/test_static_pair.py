@@ -120,11 +120,10 @@ def test_a_checkpoint_without_some_layers_is_of_its_base(tmp_path):
     assert (pair.dense.config.num_hidden_layers, pair.pruned.config.num_hidden_layers) == (3, 2)
 
 
-@pytest.mark.parametrize(("flag", "words"), [("compiled_peer", "this plan is static"), ("optimised", "is static")])
-def test_races_of_routed_models_are_refused_beside_a_static_plan(flag, words, static, tmp_path):
+def test_batches_of_requests_are_refused_beside_a_static_plan(static, tmp_path):
     base, adapter = static
-    options = ProfileOptions(model=str(base), adapter=str(adapter), **{flag: True})
-    with pytest.raises(ConfigError, match=words):
+    options = ProfileOptions(model=str(base), adapter=str(adapter), batched="8")
+    with pytest.raises(ConfigError, match="this plan is static"):
         run_profile(options, tmp_path / "o", device=CPU, say=lambda line: None)
     assert not (tmp_path / "o").exists()
 
@@ -148,10 +147,9 @@ def test_routed_adapters_are_not_static(tmp_path):
     assert static_pair.method_of(tmp_path) == "wide"
 
 
-@pytest.mark.parametrize("mode", [None])
-def test_calls_compute_what_the_model_computes(mode):
+def test_calls_compute_what_the_model_computes():
     model, ids = tiny_model(), torch.randint(0, 64, (2, 9))
     wanted = model(ids).logits[:, -1:]
-    assert torch.allclose(prefill_call(model, ids, mode)(), wanted, atol=1e-5)
-    step = step_call(model, ids[:, :1], length=7, room=20, mode=mode)
+    assert torch.allclose(prefill_call(model, ids)(), wanted, atol=1e-5)
+    step = step_call(model, ids[:, :1], length=7)
     assert torch.equal(step(), step())

@@ -1,4 +1,4 @@
-"""`wide profile`: time a whole model on a GPU, dense beside routed."""
+"""`wide profile`: time a whole model on a GPU through its public doors, dense beside pruned."""
 
 import json
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def arguments() -> Arguments:
     """Return the flags of the command."""
     flags = Arguments(
         "profile",
-        "Time prefill (TTFT) and decode steps (TPOT) of a whole model by CUDA-graph replay, dense beside routed, with "
-        "time to the last token (TTLT), energy per token (where the GPU counts it), peak memory and a breakdown.",
+        "Time the public doors of a model: a call of it, the first token and each further one of generate() (TTFT, "
+        "TPOT), and generate_batch; optimised beside the dense model as loaded and in the same engine.",
     )
     flags.add_fields(ProfileOptions)
     return flags
@@ -34,8 +34,8 @@ def run(given: Sequence[str]) -> None:
     Raises:
         UsageError: If an adapter or checkpoint is named without its model, or flags contradict.
         UnsupportedBackendError: If there is no GPU.
-        ConfigError: If the adapter is static and a compiled peer is asked for, or the checkpoint is of another model.
-        EvaluationError: If the runtime does not compute what the model computes.
+        ConfigError: If batches are asked of a static plan, or the checkpoint is of another model.
+        EvaluationError: If what is timed does not compute what the model computes.
     """
     options = build(ProfileOptions, arguments().parse(given))
     _check(options)
@@ -55,13 +55,13 @@ def run(given: Sequence[str]) -> None:
         raise EvaluationError("what was to be timed does not compute what the model computes; see the gate above")
 
 
-def _profile(options: ProfileOptions, out: Path, *, is_brief: bool = False) -> bool:
+def _profile(options: ProfileOptions, out: Path) -> bool:
     import torch
 
     from wide.profiling.profile import run_profile
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return run_profile(options, out, device=device, say=say, is_brief=is_brief)
+    return run_profile(options, out, device=device, say=say)
 
 
 def _check(options: ProfileOptions) -> None:
@@ -76,12 +76,6 @@ def _check(options: ProfileOptions) -> None:
             raise UsageError(f"--{name} needs its base: give --model, too")
     if options.adapter is not None and options.checkpoint is not None:
         raise UsageError("--checkpoint is timed as it is, so --adapter would change nothing; give one of them")
-    if options.checkpoint is not None and options.compiled_peer:
-        raise UsageError("--compiled_peer is raced beside routed models only; leave it out with --checkpoint")
-    if options.optimised and (options.compiled_peer or options.checkpoint is not None):
-        raise UsageError(
-            "--optimised races a routed model as Hugging Face runs it; leave out --compiled_peer, --checkpoint"
-        )
     if options.comparison is None:
         if options.out is None:
             raise UsageError("--out is missing: name the folder for endtoend.json")
@@ -89,9 +83,8 @@ def _check(options: ProfileOptions) -> None:
     for name in ("out", "adapter", "checkpoint"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
-    for name in ("compiled_peer", "optimised"):
-        if getattr(options, name):
-            raise UsageError(f"--{name} is raced beside one model; leave it out with --comparison")
+    if options.batched is not None:
+        raise UsageError("--batched is for one routed model; leave it out with --comparison")
 
 
 def _check_sizes(options: ProfileOptions) -> None:
@@ -146,7 +139,7 @@ def _time_cells(options: ProfileOptions, cells: Sequence[Path], words: Sequence[
         say(f"[{number}/{len(cells)}] {cell.name}")
         try:
             with noted(out, "profile", words):
-                is_green = _profile(replace(options, adapter=str(cell / ADAPTER)), out, is_brief=True)
+                is_green = _profile(replace(options, adapter=str(cell / ADAPTER)), out)
             if not is_green:
                 failed.append(f"{cell.name} does not compute what the model computes")
         # Kernels that do not fit a shape have errors of their own kinds.

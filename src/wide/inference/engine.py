@@ -204,6 +204,11 @@ class Engine:
         if self._prepare_cache is not None and self._decoder is not None:
             model._prepare_cache_for_generation = self._prepare_engine_cache  # type: ignore[assignment]
 
+    @property
+    def decoder(self) -> Decoder | None:
+        """The straight-line form of the model; None where the layers' own modules run everything."""
+        return self._decoder
+
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs."""
         for name in ("forward", "_prepare_cache_for_generation"):

@@ -1,28 +1,272 @@
-"""Ways into a Hugging Face model that are timed: captured in CUDA graphs, compiled, and through its public doors.
+"""The public doors of a model, timed by the wall clock as their callers see them, candidates interleaved.
 
-Captured, no call waits for the host. The public doors, the forward and `generate()`, are timed by the wall clock: that
-is what their callers get.
+`model(...)` of a prompt without a cache, `generate()`, whose one call gives the time to the first token and that of
+each further one, and `generate_batch`'s engine. Checkpoints that are pruned once and for all are raced in CUDA graphs.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from wide.errors import EvaluationError
 from wide.inference.tuning.timing import Timing, summary, time_interleaved
-from wide.profiling.energy import EnergyCounter, joules
+from wide.models.observe import bypass
 
+AS_LOADED, DENSE = "as loaded", "dense"
+"""Names of the dense model as transformers loads and runs it, and of the dense model in the optimised one's engine."""
+FORWARD, FIRST, STEP = "forward", "first token", "step"
+"""What is timed: a call of the model, and of `generate()` the first token and each further one."""
 Call = Callable[[], Tensor]
-SPARE_PLACES = 64
-"""Room of a cache beyond the tokens that a measured step finds in it."""
+_SPARE_PLACES = 64
+# Of a shape: as many rounds as fit, but the slow one, which nobody tunes, is timed twice at most.
+_SECONDS, _QUICK_SECONDS, _MAX_ROUNDS, _LEAST_ROUNDS, _SLOW_ROUNDS = 2.5, 0.5, 10, 2, 2
+_TOKENS_A_STEP, _PAGE = 4096, 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A model and how its doors are opened.
+
+    Args:
+        name: In records.
+        model: In evaluation mode, without an end-of-sequence token, so that `generate()` makes what it is asked for.
+        is_dense: Whether an optimised model runs with nothing skipped.
+        skipped: Wanted shares of attention and FFN, in records; None = not a routed one.
+    """
+
+    name: str
+    model: Any
+    is_dense: bool = False
+    skipped: tuple[float, float] | None = None
+
+    def within(self) -> AbstractContextManager[None]:
+        """Return what surrounds its calls."""
+        return bypass(self.model) if self.is_dense else nullcontext()
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes when the first token is there, and stops nothing; costs some microseconds a step."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self._never: Tensor | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        if self._never is None:
+            synchronise()
+            self.at = time.perf_counter()
+            self._never = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return self._never
+
+
+def synchronise() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def forward_us(model: Any, ids: Tensor) -> float:
+    """Return the microseconds of `model(...)` of prompts [B, T], without a cache, for the last logits."""
+    synchronise()
+    began = time.perf_counter()
+    model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    synchronise()
+    return 1e6 * (time.perf_counter() - began)
+
+
+def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tensor]:
+    """Return the microseconds of a greedy `generate()` to the first token and of each further one, and all tokens.
+
+    Args:
+        model: Without an end-of-sequence token in its generation config.
+        ids: Prompts without padding, [B, T].
+        count: New tokens, at least 2.
+
+    Raises:
+        EvaluationError: If it made another number of tokens.
+    """
+    first, mask = _FirstToken(), torch.ones_like(ids)
+    synchronise()
+    began = time.perf_counter()
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([first]),
+    )
+    synchronise()
+    ended = time.perf_counter()
+    if out.shape[1] != ids.shape[1] + count:
+        raise EvaluationError(f"generate() made {out.shape[1] - ids.shape[1]} tokens instead of {count}")
+    return 1e6 * (first.at - began), 1e6 * (ended - first.at) / (count - 1), out
+
+
+def race_doors(
+    candidates: Sequence[Candidate], ids: Tensor, generate: int, *, doors: Sequence[str], quick: bool
+) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
+    """Time doors of candidates, one after the other in an order that rotates, for some seconds.
+
+    Args:
+        candidates: Each is called once or twice before, so that graphs are captured and kernels compiled.
+        ids: Prompts, [B, T].
+        generate: New tokens.
+        doors: 'forward', 'generate' or both.
+        quick: Less time, and so fewer samples.
+
+    Returns:
+        Times of `FORWARD`, `FIRST` and `STEP` by candidate, and the most bytes held during its calls.
+    """
+    samples: dict[str, dict[str, list[float]]] = {each.name: {} for each in candidates}
+    peaks: dict[str, int] = {}
+
+    def once(candidate: Candidate, count: int, *, keeps: bool) -> None:
+        reset_peak()
+        found: dict[str, float] = {}
+        with candidate.within():
+            if "forward" in doors:
+                found[FORWARD] = forward_us(candidate.model, ids)
+            if "generate" in doors:
+                found[FIRST], found[STEP], _ = generate_us(candidate.model, ids, count)
+        peaks[candidate.name] = max(peaks.get(candidate.name, 0), peak_bytes())
+        for what, value in found.items() if keeps else ():
+            samples[candidate.name].setdefault(what, []).append(value)
+
+    for candidate in candidates:
+        # A prompt's graph is captured when its length comes a second time.
+        for _ in range(1 if candidate.name == AS_LOADED else 2):
+            once(candidate, 2 if candidate.name == AS_LOADED else generate, keeps=False)
+    began = time.perf_counter()
+    for turn in range(_MAX_ROUNDS):
+        first = turn % len(candidates)
+        for candidate in [*candidates[first:], *candidates[:first]]:
+            if candidate.name != AS_LOADED or turn < _SLOW_ROUNDS:
+                once(candidate, generate, keeps=True)
+        if turn + 1 >= _LEAST_ROUNDS and time.perf_counter() - began > (_QUICK_SECONDS if quick else _SECONDS):
+            break
+    return {name: {what: summary(each) for what, each in found.items()} for name, found in samples.items()}, peaks
+
+
+def reset_peak() -> None:
+    """Let the count of the most bytes held begin again."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """Return the most bytes held since `reset_peak`, 0 without a GPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+@contextmanager
+def _batching(model: Any, requests: int, prompt: int, new: int) -> Iterator[Any]:
+    """Yield a manager of `generate_batch`'s engine, its CUDA graphs on."""
+    pages = requests * (-(-(prompt + new) // _PAGE) + 1)
+    step = min(_TOKENS_A_STEP, requests * prompt)
+    settings = ContinuousBatchingConfig(
+        max_batch_tokens=step,
+        num_blocks=max(pages, 2 * step // _PAGE),
+        max_requests_per_batch=requests,
+        # What one batch leaves in the cache must not help the next.
+        allow_block_sharing=False,
+        use_cuda_graph=torch.cuda.is_available(),
+        q_padding_interval_size=min(64, requests),
+    )
+    greedy = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, continuous_batching_config=settings
+    ) as manager:
+        yield manager
+
+
+def _batch(manager: Any, prompts: Sequence[list[int]], new: int) -> tuple[float, list[list[int]]]:
+    """Return the seconds that a batch takes, and its tokens."""
+    synchronise()
+    began = time.perf_counter()
+    names = manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=new)
+    found: dict[str, list[int]] = {}
+    while len(found) < len(names):
+        output = manager.get_result(timeout=60)
+        if output is None or output.error is not None:
+            raise EvaluationError(f"a batch has failed: {'no answer' if output is None else output.error}")
+        if output.is_finished():
+            found[output.request_id] = list(output.generated_tokens)
+    return time.perf_counter() - began, [found[name] for name in names]
+
+
+def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) -> dict[str, float]:
+    """Return what `generate_batch`'s engine makes of so many requests at once, once its graphs are captured.
+
+    Args:
+        candidate: What runs.
+        requests: At once.
+        prompt: Random tokens of each.
+        new: Tokens that follow, at least 2.
+
+    Returns:
+        Tokens/s of a whole batch, prompts included; milliseconds of a decoding step, the difference of a long batch
+        and a short one; seconds until all prompts are read.
+    """
+    vocabulary = candidate.model.config.vocab_size
+    # As many tokens as there are steps with prompts in them, so that both batches take the same such steps.
+    short = max(1, min(new - 1, -(-requests * prompt // _TOKENS_A_STEP) + 8))
+    generator = torch.Generator().manual_seed(requests)
+    seconds = {}
+    with candidate.within(), _batching(candidate.model, requests, prompt, new) as manager:
+        for is_timed, count in ((False, short), (True, short), (True, new)):
+            prompts = torch.randint(3, vocabulary, (requests, prompt), generator=generator).tolist()
+            found = _batch(manager, prompts, count)[0]
+            if is_timed:
+                seconds[count] = found
+    step = (seconds[new] - seconds[short]) / (new - short)
+    return {
+        "tokens_per_s": requests * new / seconds[new],
+        "step_ms": step * 1e3,
+        "begin_s": seconds[short] - short * step,
+    }
+
+
+@torch.no_grad()
+def batch_agreement(model: Any, prompt: int, new: int) -> dict[str, float]:
+    """Return how often `model(...)` prefers the tokens of a batch, and those of `generate()`, after what came before.
+
+    Args:
+        model: Optimised.
+        prompt: Tokens of each of three ragged prompts, at most.
+        new: Tokens to compare.
+    """
+    generator = torch.Generator().manual_seed(3)
+    lengths = [max(1, prompt - 37 * row) for row in range(3)]
+    prompts = [torch.randint(3, model.config.vocab_size, (each,), generator=generator).tolist() for each in lengths]
+    with _batching(model, len(prompts), prompt, new) as manager:
+        batched = _batch(manager, prompts, new)[1]
+    given = [torch.tensor([ids], device=model.device) for ids in prompts]
+    alone = [generate_us(model, ids, new)[2][0, ids.shape[1] :].tolist() for ids in given]
+    found = {}
+    for name, answers in (("generate_batch", batched), ("generate", alone)):
+        shares = []
+        for ids, answer in zip(prompts, answers, strict=True):
+            whole = torch.tensor([ids + answer], device=model.device)
+            preferred = model(whole, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
+            shares.append(float((preferred == whole[0, len(ids) :]).float().mean()))
+        found[name] = statistics.mean(shares)
+    return found
 
 
 def captured_race(
-    models: Mapping[str, Any], what: str, ids: Tensor, length: int, *, quick: bool, energy: EnergyCounter | None
-) -> list[dict[str, Any]]:
-    """Return one record of each model, captured in a CUDA graph; speed-ups are over the one named 'dense'.
+    models: Mapping[str, Any], what: str, ids: Tensor, length: int, *, quick: bool
+) -> dict[str, tuple[Timing, int]]:
+    """Return the time of each model, captured in a CUDA graph, and the most bytes held during a call.
 
     Args:
         models: By name of the candidate.
@@ -30,164 +274,44 @@ def captured_race(
         ids: Tokens of each sequence, [B, T] for a prefill and [B, 1] for a step.
         length: Tokens of a prompt, or cached before the step.
         quick: Fewer samples.
-        energy: The counter that joules are measured with; None leaves them out.
     """
-    calls = {}
+    calls: dict[str, Call] = {}
     for name, model in models.items():
-        if what == "prefill":
-            calls[name] = prefill_call(model, ids, None)
-        else:
-            calls[name] = step_call(model, ids, length=length, room=length + SPARE_PLACES, mode=None)
+        calls[name] = prefill_call(model, ids) if what == "prefill" else step_call(model, ids, length=length)
     times = time_interleaved(calls, rounds=6 if quick else 20)
-    records = []
+    found = {}
     for name, call in calls.items():
-        record = forward_record(what, length, ids.shape[0], name, times[name], times["dense"])
-        record |= {"runtime": "transformers in a CUDA graph"} | peak_memory(call)
-        if energy is not None:
-            record["energy_j"] = joules(call, energy)
-        records.append(record)
-    return records
+        reset_peak()
+        call()
+        found[name] = times[name], peak_bytes()
+    return found
 
 
-def door_race(models: Mapping[str, Any], ids: Tensor, generate: int, *, rounds: int) -> list[dict[str, Any]]:
-    """Return two records of each model: a forward of the prompt, and a step of `generate()`, host and all.
-
-    A step is what the tokens of a greedy `generate()` take beyond the first, each; the prompt is not in it.
-
-    Args:
-        models: By name of the candidate; speed-ups are over the one named 'dense'.
-        ids: Prompts, [B, T].
-        generate: Tokens to generate, at least 2.
-        rounds: Samples of each door, interleaved.
-    """
-    batch, length = ids.shape
-    doors: dict[str, Callable[[], object]] = {}
-    for name, model in models.items():
-        doors[f"forward {name}"] = _forward_door(model, ids)
-        doors[f"first {name}"] = _generate_door(model, ids, 1)
-        doors[f"all {name}"] = _generate_door(model, ids, generate)
-    samples = _by_the_wall_clock(doors, rounds)
-    steps = {
-        name: [
-            (whole - first) / (generate - 1)
-            for whole, first in zip(samples[f"all {name}"], samples[f"first {name}"], strict=True)
-        ]
-        for name in models
-    }
-    records = []
-    for name in models:
-        peak = peak_memory(doors[f"all {name}"])
-        for what, tokens, door, found in (
-            ("prefill", length, "model(...)", {each: summary(samples[f"forward {each}"]) for each in models}),
-            ("decode", length + generate // 2, "generate()", {each: summary(steps[each]) for each in models}),
-        ):
-            record = forward_record(what, tokens, batch, name, found[name], found["dense"])
-            records.append(record | {"runtime": door} | peak)
-    return records
-
-
-def _forward_door(model: Any, ids: Tensor) -> Callable[[], object]:
-    @torch.no_grad()
-    def call() -> object:
-        return model(input_ids=ids, logits_to_keep=1).logits
-
-    return call
-
-
-def _generate_door(model: Any, ids: Tensor, count: int) -> Callable[[], object]:
-    mask = torch.ones_like(ids)
-
-    def call() -> object:
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-        return model.generate(input_ids=ids, attention_mask=mask, **options)
-
-    return call
-
-
-def _by_the_wall_clock(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return microseconds of each call, interleaved in an order that rotates; each has run twice before."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(-2, rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            _synchronise()
-            began = time.perf_counter()
-            calls[name]()
-            _synchronise()
-            if turn >= 0:
-                samples[name].append(1e6 * (time.perf_counter() - began))
-    return samples
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def forward_record(what: str, tokens: int, batch: int, name: str, timing: Timing, dense: Timing) -> dict[str, Any]:
-    """Return what every record of a whole forward says."""
-    return {
-        "what": what,
-        "metric": "TTFT" if what == "prefill" else "TPOT",
-        "tokens": tokens,
-        "batch": batch,
-        "candidate": name,
-        "median_us": timing.median_us,
-        "low_us": timing.low_us,
-        "high_us": timing.high_us,
-        "num_samples": timing.num_samples,
-        "speedup": dense.median_us / timing.median_us,
-    }
-
-
-def peak_memory(call: Callable[[], object]) -> dict[str, int]:
-    """Return the record of the most memory that is held during a call, weights and caches included."""
-    if not torch.cuda.is_available():
-        return {"peak_memory_bytes": 0}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return {"peak_memory_bytes": torch.cuda.max_memory_allocated()}
-
-
-def prefill_call(model: Any, ids: Tensor, mode: str | None) -> Call:
-    """Return a call that computes the logits after the last token of a prompt.
-
-    Args:
-        model: A causal LM in evaluation mode.
-        ids: Tokens, [B, T].
-        mode: Of torch.compile; None runs the model as it is.
-    """
+def prefill_call(model: Any, ids: Tensor) -> Call:
+    """Return a call that computes the logits after the last token of prompts [B, T]."""
     from transformers import DynamicCache
-
-    forward = _forward(model, mode)
 
     @torch.no_grad()
     def call() -> Tensor:
-        # Without a cache an uncompiled model looks for packed sequences, which a graph cannot capture.
-        cache = None if mode else DynamicCache(config=model.config)
-        options: Any = {"use_cache": cache is not None, "past_key_values": cache, "logits_to_keep": 1}
-        return forward(input_ids=ids, **options).logits  # type: ignore[no-any-return]
+        # Without a cache the model looks for packed sequences, which a graph cannot capture.
+        options: Any = {"use_cache": True, "past_key_values": DynamicCache(config=model.config), "logits_to_keep": 1}
+        return model(input_ids=ids, **options).logits  # type: ignore[no-any-return]
 
     call()
     return call
 
 
-def step_call(model: Any, ids: Tensor, *, length: int, room: int, mode: str | None) -> Call:
+def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
     """Return a call that adds one token at place `length` of a static cache, always the same.
 
     Args:
         model: A causal LM in evaluation mode; its layers may have different numbers of KV heads, or no attention.
         ids: The token of each sequence, [B, 1].
         length: Tokens cached before it.
-        room: Places of the cache.
-        mode: Of torch.compile; None runs the model as it is.
     """
     from transformers import StaticCache
 
-    cache = StaticCache(config=model.config, max_cache_len=room)
+    cache = StaticCache(config=model.config, max_cache_len=length + _SPARE_PLACES)
     with torch.no_grad():
         # Allocates the layers' tensors.
         model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -197,19 +321,11 @@ def step_call(model: Any, ids: Tensor, *, length: int, room: int, mode: str | No
         layer.values.normal_()
     counts = [layer.cumulative_length for layer in layers]
     starts = [torch.full_like(count, length) for count in counts]
-    forward = _forward(model, mode)
 
     @torch.no_grad()
     def call() -> Tensor:
         torch._foreach_copy_(counts, starts)
-        return forward(input_ids=ids, past_key_values=cache, use_cache=True).logits  # type: ignore[no-any-return]
+        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits  # type: ignore[no-any-return]
 
     call()
     return call
-
-
-def _forward(model: Any, mode: str | None) -> Callable[..., Any]:
-    if mode is None:
-        return model  # type: ignore[no-any-return]
-    torch._dynamo.reset()
-    return torch.compile(model, mode=mode, fullgraph=True, dynamic=False)  # type: ignore[no-any-return]

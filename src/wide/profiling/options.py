@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from wide.errors import ConfigError
 
+DOORS = ("forward", "generate")
+"""The doors that are timed for each prompt and batch; `generate_batch` has numbers of requests of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
@@ -16,8 +19,8 @@ class ProfileOptions:
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
         checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
         comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
-            cell's folder, without energy and breakdown; wide report draws the comparison's quality against its speed.
-            Cells that were timed before are left alone.
+            cell's folder; wide report draws the comparison's quality against its speed. Cells that were timed before
+            are left alone.
         text: File whose beginning is the prompt, so that an adapter's routers decide as they do on text; null takes
             random tokens.
         shape: Model with random weights: llama-3.1-8b or tiny; null means llama-3.1-8b. Not with a model.
@@ -25,14 +28,15 @@ class ProfileOptions:
         batch: Sequences, one or more numbers separated by commas.
         prompt: Tokens of the prompt, one or more numbers separated by commas.
         generate: Tokens to generate.
-        rates: Shares skipped by random masks in attention and FFN, 'A,F'; several pairs are separated by spaces. With
-            an adapter's routers their own decisions are timed as well, and in a third run nothing is skipped. Of no
-            matter to static plans and checkpoints.
+        doors: forward (a call of the model without a cache), generate (time to the first token, and of each further
+            one), or both, separated by commas. Of no matter to static plans and checkpoints.
+        batched: Numbers of requests at once for generate_batch, separated by commas; null leaves it out.
+        batched_generate: Tokens that generate_batch makes for each request, after the first of the prompts.
+        sparsities: Shares that random routers skip, separated by commas: thresholds are set so; at 0 everything
+            executes. An adapter's routers stay as they are. Of no matter to static plans and checkpoints.
+        rates: Instead of sparsities, pairs of shares in attention and FFN, 'A,F', separated by spaces.
         ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter, a
             checkpoint or a comparison.
-        compiled_peer: Race the compiled Hugging Face model, too; not with static plans and checkpoints.
-        optimised: Race the Hugging Face model itself through its public doors, forward and generate(): dense as loaded,
-            masked, and after wide.optimize; the routers decide.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
     """
@@ -48,39 +52,61 @@ class ProfileOptions:
     batch: str = "1"
     prompt: str = "2048"
     generate: int = 128
-    rates: str = "0.5,0.5"
+    doors: str = "forward,generate"
+    batched: str | None = None
+    batched_generate: int = 256
+    sparsities: str = "0.5"
+    rates: str | None = None
     ffn_group_size: int | None = None
-    compiled_peer: bool = False
-    optimised: bool = False
     quick: bool = False
     description: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""
-        for name in ("batch", "prompt"):
-            words = getattr(self, name).split(",")
+        for name in ("batch", "prompt", "batched"):
+            words = (getattr(self, name) or "1").split(",")
             if not all(word.strip().isdigit() and int(word) > 0 for word in words):
                 raise ConfigError(f"{name} must be positive numbers separated by commas, got {getattr(self, name)!r}")
-        if self.generate < 1:
-            raise ConfigError(f"generate must be at least 1, got {self.generate}")
-        for pair in self.rates.split():
+        for name in ("generate", "batched_generate"):
+            if getattr(self, name) < 2:
+                raise ConfigError(
+                    f"{name} must be at least 2, since a step is what a token beyond the first takes, got "
+                    f"{getattr(self, name)}"
+                )
+        if not self.doors_timed or not set(self.doors_timed) <= set(DOORS):
+            raise ConfigError(f"doors are {' and '.join(DOORS)}, separated by commas, got {self.doors!r}")
+        for pair in self.rates.split() if self.rates is not None else []:
             if _shares(pair) is None:
                 raise ConfigError(f"rates are pairs of shares in [0, 1) like 0.66,0.285, got {pair!r}")
+        if not self.skipped:
+            raise ConfigError(f"sparsities are shares in [0, 1) separated by commas, got {self.sparsities!r}")
 
     @property
     def batches(self) -> list[int]:
         """Sequences."""
-        return [int(word) for word in self.batch.split(",")]
+        return _numbers(self.batch)
 
     @property
     def prompts(self) -> list[int]:
         """Tokens of prompts."""
-        return [int(word) for word in self.prompt.split(",")]
+        return _numbers(self.prompt)
+
+    @property
+    def requests(self) -> list[int]:
+        """Requests at once in `generate_batch`."""
+        return _numbers(self.batched)
+
+    @property
+    def doors_timed(self) -> list[str]:
+        """The doors by name."""
+        return [word.strip() for word in self.doors.split(",") if word.strip()]
 
     @property
     def skipped(self) -> list[tuple[float, float]]:
-        """Shares that random masks skip, in attention and FFN."""
-        return [pair for pair in map(_shares, self.rates.split()) if pair is not None]
+        """Shares that random routers skip, in attention and FFN; empty if they are no shares."""
+        pairs = [f"{each},{each}" for each in self.sparsities.split(",")] if self.rates is None else self.rates.split()
+        found = [_shares(pair) for pair in pairs]
+        return [] if None in found else list(dict.fromkeys(pair for pair in found if pair is not None))
 
     @property
     def name(self) -> str:
@@ -89,6 +115,10 @@ class ProfileOptions:
             return self.model
         shape = self.shape or "llama-3.1-8b"
         return shape if self.layers is None else f"{shape}, {self.layers} layers"
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(word) for word in text.split(",")] if text else []
 
 
 def _shares(text: str) -> tuple[float, float] | None:

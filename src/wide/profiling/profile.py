@@ -1,110 +1,121 @@
-"""Whole models on a GPU: a correctness gate first, then prefills and decode steps, dense beside pruned.
+"""Whole models on a GPU through their public doors: a correctness gate first, then the dense model beside the pruned.
 
-An adapter whose plan is static, and a checkpoint that wide.materialise left, are raced as Hugging Face runs them.
-Routed models are raced on the straight-line decoder under random masks at each rate (and under their own routing, where
-routers are trained), or, with `optimised`, through the public doors of the Hugging Face model. Times are medians,
-candidates interleaved.
+Candidates of a routed model are the dense model 'as loaded', the 'dense' model in the optimised one's engine (the
+strongest dense peer), and the optimised one: 'routed A/F' by the shares that random routers skip, or 'own routing' of
+an adapter. An adapter whose plan is static, and a checkpoint that wide.materialise left, are raced as Hugging Face runs
+them, 'dense' beside 'pruned'.
+
+endtoend.json is written after every shape. Beside the facts of the run it holds
+
+- gate (the latest), starts: for each sparsity what the gate found (`wide.profiling.gates`), and what the beginning
+  takes: optimize_s and first_call_s (a first `generate()` of two tokens, compiling and capturing included), seconds;
+  memory_beyond_dense_bytes, at that call, graphs included; bare_step_us, a step replayed without `generate()` around
+  it; skipped_prompt and skipped_steps, shares of attention and FFN that were skipped, measured.
+- records: 'what' is 'prefill' (a call of the model) or 'decode' (a step of `generate()` with half of the new tokens
+  cached), first_tokens: 'what' is 'first token'. Each has tokens, batch, candidate, median_us, low_us and high_us
+  (tenth and ninetieth percentiles), num_samples, speedup (over 'dense'), speedup_as_loaded, skipped (wanted; of an
+  adapter measured), skipped_measured, runtime (the door) and peak_memory_bytes (weights, caches and what is computed,
+  of that model alone).
+- batched, batched_gate: requests at once, prompt, generate, candidate, tokens_per_s, step_ms, begin_s, and both
+  speed-ups.
+- summary: TTFT, TPOT and TTLT (to the last token) of each candidate in milliseconds, once all is timed.
+
+Candidates are interleaved and times are medians, but for `generate_batch`, whose candidates follow each other. The
+model as loaded is timed at the first sparsity, and in `generate_batch` for at most 8 requests.
 """
 
+import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wide.config import WideConfig
 from wide.errors import ConfigError
-from wide.inference.decoder import Decoder
-from wide.inference.layer_sizes import layer_sizes
-from wide.inference.measured import measured_table
-from wide.inference.operator_table import OperatorTable
-from wide.inference.optimize import optimize
-from wide.models.attach import attach, attachment, detach, is_attached
-from wide.profiling.decoder_races import Bench, compiled_race, decode_race, prefill_race
-from wide.profiling.doors import SPARE_PLACES, captured_race, door_race
-from wide.profiling.energy import EnergyCounter, energy_counter
-from wide.profiling.gates import check_decoder, check_optimised
-from wide.profiling.metrics import summarise, summary_table
+from wide.inference.optimize import deoptimize, optimize
+from wide.inference.run import Run
+from wide.inference.tuning.timing import Timing, time_interleaved
+from wide.models.attach import attach, attachment, is_attached
+from wide.profiling.doors import (
+    AS_LOADED,
+    DENSE,
+    FIRST,
+    FORWARD,
+    STEP,
+    Candidate,
+    batch_agreement,
+    batch_figures,
+    captured_race,
+    generate_us,
+    peak_bytes,
+    race_doors,
+    reset_peak,
+    synchronise,
+)
+from wide.profiling.gates import check_decoder, decoder_of, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
-from wide.profiling.synthetic import random_model
+from wide.profiling.synthetic import random_model, set_shares, skipped_shares
 
 _PAIR_GATE_TOKENS = 640
-_DOOR_ROUNDS, _QUICK_DOOR_ROUNDS = 10, 4
+_CALIBRATED = 2048
+_MOST_REQUESTS_AS_LOADED = 8
+_AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SLACK = 256, 24, 0.1
+_MILLI = 1e-3
 Say = Callable[[str], None]
+Record = dict[str, Any]
 
 
-def run_profile(
-    options: ProfileOptions, out: Path, *, device: torch.device, say: Say, is_brief: bool = False, backend: str = "auto"
-) -> bool:
-    """Check and time a model, write endtoend.json after every shape, and return whether the gate was green.
+def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say: Say, backend: str = "auto") -> bool:
+    """Check and time a model, write endtoend.json after every shape, and return whether all gates were green.
 
     Args:
         options: What is timed; `comparison` is not read.
         out: Folder for endtoend.json.
         device: The GPU.
         say: Takes tables and verdicts as they come.
-        is_brief: Whether energy and the breakdown by part are left out.
         backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
 
     Raises:
-        ConfigError: If what is asked for does not go with a static plan, or the checkpoint is of another model.
+        ConfigError: If the checkpoint is of another model, or batches of requests are asked of a static plan.
+        EvaluationError: If `generate()` or a batch fails.
     """
     static = options.checkpoint is not None or (options.adapter is not None and is_static(Path(options.adapter)))
-    if static and options.compiled_peer:
-        raise ConfigError(
-            "the compiled peer is raced beside routed models only, and this plan is static: both models already run as "
-            "Hugging Face has them; leave the compiled peer out"
-        )
-    if static and options.optimised:
-        raise ConfigError(
-            "--optimised races a routed model as Hugging Face runs it; name an adapter with routers or none, this plan "
-            "is static"
-        )
+    if static and options.requests:
+        raise ConfigError("--batched times generate_batch of routed models, and this plan is static; leave it out")
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)
-    energy = None if is_brief else energy_counter()
-    if energy is None and not is_brief:
-        say("energy is not measured: NVML has no energy counter for this GPU")
-    job = _Job(options=options, device=device, say=say, energy=energy, parts=not is_brief, backend=backend)
-    race = _race_static if static else _race_optimised if options.optimised else _race_routed
-    return race(job, _Report(options, out / "endtoend.json", say))
+    job = _Job(options=options, device=device, backend=backend)
+    report = _Report(options, out / "endtoend.json", say)
+    return _race_static(job, report) if static else _race_routed(job, report)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What all kinds of profile share."""
+    """What both kinds of profile share."""
 
     options: ProfileOptions
     device: torch.device
-    say: Say
-    energy: EnergyCounter | None
-    parts: bool
     backend: str
 
-    def shapes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield 'prefill' or 'decode', tokens and sequences; a step is measured with half of the new tokens cached."""
+    def shapes(self) -> Iterator[tuple[int, int]]:
+        """Yield tokens of a prompt and sequences."""
         for batch in self.options.batches:
-            yield from (("prefill", length, batch) for length in self.options.prompts)
-            yield from (("decode", length + self.options.generate // 2, batch) for length in self.options.prompts)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a sequence in any shape."""
-        return max(length for _, length, _ in self.shapes())
+            yield from ((length, batch) for length in self.options.prompts)
 
     @property
     def method(self) -> str:
         """Which method made the adapter."""
         return "wide" if self.options.adapter is None else method_of(Path(self.options.adapter))
 
-    def model(self, *, attached: bool = True) -> Any:
-        """Return the model in evaluation mode, with routers if it is attached; the same weights each time."""
+    def dense_model(self) -> Any:
+        """Return the model without routers, in evaluation mode, that never ends a text by itself."""
         options = self.options
-        torch.manual_seed(17)
         if options.model is None:
             shape = options.shape or "llama-3.1-8b"
             model = random_model(shape, num_layers=options.layers, device=self.device, dtype=_dtype(self.device))
@@ -113,21 +124,27 @@ class _Job:
 
             dtype = str(_dtype(self.device)).removeprefix("torch.")
             model = load_pretrained(options.model, dtype=dtype, device=str(self.device))
-        if attached and options.adapter is not None:
+        model.requires_grad_(False)
+        model.generation_config.eos_token_id = None
+        return model.eval()
+
+    def routed_model(self, dense: Any) -> Any:
+        """Return a copy of a model with the adapter's routers, or random ones."""
+        model = copy.deepcopy(dense)
+        if self.options.adapter is not None:
             from wide.models.adapter import load
 
-            model = load(model, options.adapter)
+            model = load(model, self.options.adapter)
             if attachment(model).lora is not None:
                 from wide.models.lora import merge_lora
 
                 merge_lora(model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        if attached and not is_attached(model):
-            attach(model, WideConfig(ffn_group_size=options.ffn_group_size or 128))
+        if not is_attached(model):
+            attach(model, WideConfig(ffn_group_size=self.options.ffn_group_size or 128))
+        model.requires_grad_(False)
         return model.eval()
 
-    def tokens(self, model: Any, count: int) -> torch.Tensor:
+    def tokens(self, model: Any, count: int) -> Tensor:
         """Return [1, count] prompt tokens: of the text, repeated as needed, or random ones."""
         options = self.options
         if options.text is not None and options.model is not None:
@@ -147,8 +164,7 @@ class _Report:
     """What endtoend.json holds, written after every shape so that a stopped run keeps what it measured."""
 
     def __init__(self, options: ProfileOptions, file: Path, say: Say) -> None:
-        self.records: list[dict[str, Any]] = []
-        self._options, self._file, self._say = options, file, say
+        self._options, self._file, self.say = options, file, say
         self._began = time.perf_counter()
         self.content: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -157,54 +173,108 @@ class _Report:
             "quick": options.quick,
             "adapter": options.adapter,
             "checkpoint": options.checkpoint,
+            "records": [],
         }
 
-    def begin(self, gate: dict[str, Any], **facts: Any) -> bool:
-        """Write the gate and return whether anything may be timed."""
-        self.content |= facts | {"gate": gate, "records": self.records}
+    def begin(self, gate: Mapping[str, Any], start: Mapping[str, Any], **facts: Any) -> bool:
+        """Write a gate and what the beginning took, and return whether anything may be timed."""
+        self.content |= {"gate": gate} | facts
+        if start:
+            self.content.setdefault("starts", []).append({**start, "gate": gate})
         self._write()
-        self._say(f"gate: {json.dumps(gate)}")
+        self.say(f"gate: {json.dumps(gate)}")
+        if start:
+            self.say(f"start: {json.dumps(start)}")
+        return self._verdict(gate)
+
+    def begin_batches(self, gate: Mapping[str, Any]) -> bool:
+        """Write whether batches agree, and return whether they may be timed."""
+        self.content["batched_gate"] = gate
+        self._write()
+        self.say(f"gate of generate_batch: {json.dumps(gate)}")
+        return self._verdict(gate)
+
+    def _verdict(self, gate: Mapping[str, Any]) -> bool:
         if not gate["green"]:
-            self._say("RED: what is to be timed does not compute what the model computes; nothing is timed")
+            self.say("RED: what is to be timed does not compute what the model computes; nothing is timed")
         return bool(gate["green"])
 
-    def add(self, found: list[dict[str, Any]]) -> None:
-        self.records += found
+    def add(self, kind: str, found: Sequence[Record]) -> None:
+        """Write records and print them."""
+        self.content.setdefault(kind, []).extend(found)
         self._write()
-        self._say(_table(found))
-        self._say(f"({time.perf_counter() - self._began:.0f} s)")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        for record in found:
+            self.say(_line(record))
+        self.say(f"({time.perf_counter() - self._began:.0f} s)")
 
     def finish(self) -> bool:
         """Write TTFT, TPOT and TTLT of each candidate; return True."""
-        options = self._options
-        self.content["summary"] = [
-            entry
-            for length in options.prompts
-            for batch in options.batches
-            for entry in summarise(self.records, prompt=length, generate=options.generate, batch=batch)
-        ]
+        self.content["summary"] = summarise(self.content, self._options.generate)
         self._write()
-        self._say(summary_table(self.content["summary"]))
         return True
 
     def _write(self) -> None:
         self._file.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
 
 
-def _table(records: Sequence[dict[str, Any]]) -> str:
-    lines = ["what      B  tokens  candidate                 median us  [p10-p90]            speed-up  ceiling"]
-    for r in records:
-        start = f"{r['what']:8s} {r['batch']:2d} {r['tokens']:7d}  {r['candidate']:24s}"
-        if "failure" in r:
-            lines.append(f"{start} FAIL {r['failure'][:90]}")
+def _line(record: Record) -> str:
+    over = [f"x{record['speedup']:.3f} dense"] if record.get("speedup") else []
+    over += [f"x{record['speedup_as_loaded']:.2f} as loaded"] if record.get("speedup_as_loaded") else []
+    name = f"{record['candidate']:16s}"
+    if "tokens_per_s" in record:
+        figures = f"{record['tokens_per_s']:9.1f} tokens/s {record['step_ms']:8.3f} ms a step"
+        return f"generate_batch {record['requests']:4d} requests {name} {figures}  {', '.join(over)}"
+    spread = f"[{record['low_us'] * _MILLI:.3f}-{record['high_us'] * _MILLI:.3f}]"
+    figures = f"{record['median_us'] * _MILLI:10.3f} ms {spread:20s}"
+    return f"{record['what']:11s} B={record['batch']:<3d} T={record['tokens']:<6d} {name} {figures} {', '.join(over)}"
+
+
+def summarise(content: Mapping[str, Any], generate: int) -> list[Record]:
+    """Return TTFT (first token), TPOT (each further one) and TTLT (the last) of each candidate and shape.
+
+    Args:
+        content: As endtoend.json holds it; where `generate()` was not timed, a prompt's forward stands for TTFT.
+        generate: New tokens.
+    """
+    firsts = {
+        (r["tokens"], r["batch"], r["candidate"]): r
+        for r in [*content["records"], *content.get("first_tokens", [])]
+        if r["what"] != "decode"
+    }
+    found = []
+    for step in (record for record in content["records"] if record["what"] == "decode"):
+        prompt = step["tokens"] - generate // 2
+        first = firsts.get((prompt, step["batch"], step["candidate"]))
+        if first is None:
             continue
-        spread = f"[{r['low_us']:.1f}-{r['high_us']:.1f}]"
-        lines.append(f"{start} {r['median_us']:10.1f}  {spread}  x{r['speedup']:.3f}  {r.get('ceiling', 1.0):.2f}")
-        if "breakdown_us" in r:
-            lines.append("  " + ", ".join(f"{name} {value:.0f}" for name, value in r["breakdown_us"].items()))
-    return "\n".join(lines)
+        ttft, tpot = first["median_us"] * _MILLI, step["median_us"] * _MILLI
+        found.append(
+            {
+                "candidate": step["candidate"],
+                "batch": step["batch"],
+                "prompt": prompt,
+                "generate": generate,
+                "ttft_ms": ttft,
+                "tpot_ms": tpot,
+                "ttlt_ms": ttft + (generate - 1) * tpot,
+                "peak_memory_bytes": max(first["peak_memory_bytes"], step["peak_memory_bytes"]),
+            }
+        )
+    return found
+
+
+def _record(
+    what: str, tokens: int, batch: int, name: str, times: Mapping[str, Timing], memory: int, runtime: str
+) -> Record:
+    """Return what every record of a race says; `times` are of the candidates by name."""
+    timing = times[name]
+    record: Record = {"what": what, "tokens": tokens, "batch": batch, "candidate": name}
+    record |= {"median_us": timing.median_us, "low_us": timing.low_us, "high_us": timing.high_us}
+    record["num_samples"] = timing.num_samples
+    for field, peer in (("speedup", DENSE), ("speedup_as_loaded", AS_LOADED)):
+        if peer in times:
+            record[field] = times[peer].median_us / timing.median_us
+    return record | {"metric": "TPOT" if what == "decode" else "TTFT", "runtime": runtime, "peak_memory_bytes": memory}
 
 
 def _race_static(job: _Job, report: _Report) -> bool:
@@ -222,82 +292,205 @@ def _race_static(job: _Job, report: _Report) -> bool:
         vocabulary = int(AutoConfig.from_pretrained(name).vocab_size)
         ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
         pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
-    if not report.begin(pair.gate(), method=method):
+    if not report.begin(pair.gate(), {}, method=method):
         return False
     tokens = job.tokens(pair.dense, max(options.prompts))
-    for what, length, batch in job.shapes():
-        ids = tokens[:, : length if what == "prefill" else 1].expand(batch, -1).contiguous()
-        models = {"dense": pair.dense, PRUNED: pair.pruned}
-        report.add(captured_race(models, what, ids, length, quick=options.quick, energy=job.energy))
+    models = {DENSE: pair.dense, PRUNED: pair.pruned}
+    for length, batch in job.shapes():
+        cached = length + options.generate // 2
+        for what, size, ids in (("prefill", length, tokens[:, :length]), ("decode", cached, tokens[:, :1])):
+            rows = ids.expand(batch, -1).contiguous()
+            found = captured_race(models, what, rows, size, quick=options.quick)
+            times = {each: timing for each, (timing, _) in found.items()}
+            runtime = "transformers in a CUDA graph"
+            report.add("records", [_record(what, size, batch, each, times, found[each][1], runtime) for each in models])
     return report.finish()
+
+
+class _Routed:
+    """A dense model as loaded and its copy with routers, through one sparsity after the other."""
+
+    def __init__(self, job: _Job, report: _Report) -> None:
+        """Load both; only the first is there when its memory is measured."""
+        self.job, self.report, self.options = job, report, job.options
+        self.dense = job.dense_model()
+        self.tokens = job.tokens(self.dense, max(self.options.prompts))
+        self.first_prompt = self.tokens[:, : self.options.prompts[0]]
+        synchronise()
+        self.weight_bytes = _allocated()
+        reset_peak()
+        generate_us(self.dense, self.first_prompt, 2)
+        self.dense_peak = peak_bytes()
+        self.model = job.routed_model(self.dense)
+        # What the model as loaded took, by shape; it is timed once.
+        self.as_loaded: dict[tuple[int, int], dict[str, Timing]] = {}
+        self.batched_as_loaded: dict[int, float] = {}
+
+    def run(self) -> bool:
+        """Check and time every sparsity."""
+        pairs: list[tuple[float, float] | None] = (
+            [None] if self.options.adapter is not None else [*self.options.skipped]
+        )
+        checked: set[Any] = set()
+        for wanted in pairs:
+            if not self._start(wanted, checked):
+                return False
+            for length, batch in self.job.shapes():
+                self._race(length, batch)
+            if self.options.requests and not self._race_batches():
+                return False
+            deoptimize(self.model)
+        return self.report.finish()
+
+    def _start(self, wanted: tuple[float, float] | None, checked: set[Any]) -> bool:
+        """Set thresholds, optimise, and check what has not been checked with the same tables."""
+        state = attachment(self.model)
+        calibrated = self.tokens[:, :_CALIBRATED]
+        if wanted is not None:
+            set_shares(self.model, calibrated, wanted)
+        measured = skipped_shares(self.model, calibrated)
+        self.name = "own routing" if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
+        self.skipped = measured if wanted is None else wanted
+        before = _allocated()
+        known = reference(self.model, self.tokens)
+        held = _allocated() - before
+        _empty_cache()
+        start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
+        executed = 1.0 - self.skipped[0], 1.0 - self.skipped[1]
+        began = time.perf_counter()
+        optimize(self.model, backend=self.job.backend, executed=executed)
+        synchronise()
+        start["optimize_s"] = time.perf_counter() - began
+        reset_peak()
+        began = time.perf_counter()
+        generate_us(self.model, self.first_prompt, 2)
+        start["first_call_s"] = time.perf_counter() - began
+        # Both peaks hold one model and its cache; this one the other model's weights and the reference, too.
+        beyond = peak_bytes() - held - self.weight_bytes - self.dense_peak
+        start["memory_beyond_dense_bytes"] = beyond + _graph_bytes()
+        decoder = decoder_of(self.model)
+        if decoder is None:
+            gate: dict[str, Any] = {"green": True, "unchecked": "its layers' own modules run, which its tests check"}
+        else:
+            start["bare_step_us"] = self._bare_step_us(decoder)
+            gate = self.report.content.get("gate", {})
+            if decoder.tables not in checked:
+                gate = check_decoder(decoder, known)
+                checked.add(decoder.tables)
+        del known
+        whole = generate_us(self.model, self.first_prompt, self.options.generate)[2]
+        start["skipped_steps"] = skipped_shares(self.model, whole, self.options.generate)
+        self.measured = {"prefill": measured, "first token": measured, "decode": start["skipped_steps"]}
+        _empty_cache()
+        ffn = next((r for r in state.routers() if r.half_layer == "ffn"), None)
+        width = getattr(self.model.config.get_text_config(), "intermediate_size", None)
+        facts = {"layers": len(state.specs), "method": self.job.method}
+        if ffn is not None and width:
+            facts["ffn_group_size"] = width // ffn.num_groups
+        return self.report.begin(gate, start, **facts)
+
+    def _bare_step_us(self, decoder: Any) -> float | None:
+        """Return the microseconds of a step replayed without `generate()` around it, after the first prompt."""
+        if not self.first_prompt.is_cuda:
+            return None
+        length = self.first_prompt.shape[1]
+        cache = decoder.new_cache(1, length + 8)
+        decoder.prompt(self.first_prompt, cache, Run())
+
+        def step() -> Tensor:
+            cache.lengths.fill_(length)
+            return decoder.step(self.first_prompt[:, -1], cache, Run())  # type: ignore[no-any-return]
+
+        return time_interleaved({"step": step}, rounds=10)["step"].median_us
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(name=DENSE, model=self.model, is_dense=True),
+            Candidate(name=self.name, model=self.model, skipped=self.skipped),
+        ]
+
+    def _race(self, length: int, batch: int) -> None:
+        ids = self.tokens[:, :length].expand(batch, -1).contiguous()
+        candidates = self._candidates()
+        known = self.as_loaded.get((length, batch))
+        if known is None:
+            candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
+        held, doors = _allocated(), self.options.doors_timed
+        times, peaks = race_doors(candidates, ids, self.options.generate, doors=doors, quick=self.options.quick)
+        if known is None:
+            self.as_loaded[length, batch] = known = times[AS_LOADED]
+            peaks[AS_LOADED] -= held - self.weight_bytes
+        cached = length + self.options.generate // 2
+        for kind, what, door, tokens in (
+            ("records", "prefill", FORWARD, length),
+            ("first_tokens", "first token", FIRST, length),
+            ("records", "decode", STEP, cached),
+        ):
+            by_name = {AS_LOADED: known} | times
+            of_door = {name: found[door] for name, found in by_name.items() if door in found}
+            records = []
+            for each in candidates if of_door else ():
+                memory = peaks[each.name] - (0 if each.name == AS_LOADED else self.weight_bytes)
+                runtime = "model(...)" if door == FORWARD else "generate()"
+                record = _record(what, tokens, batch, each.name, of_door, max(0, memory), runtime)
+                if each.skipped is not None:
+                    record["skipped"] = _by_half(each.skipped)
+                    record["skipped_measured"] = _by_half(self.measured[what])
+                records.append(record)
+            if records:
+                self.report.add(kind, records)
+        _empty_cache()
+
+    def _race_batches(self) -> bool:
+        """Time `generate_batch` where its tokens agree with those that the model prefers; return whether they do."""
+        prompt, new = self.options.prompts[0], self.options.batched_generate
+        found = batch_agreement(self.model, min(prompt, _AGREEMENT_PROMPT), min(new, _AGREEMENT_TOKENS))
+        gate = {"green": found["generate_batch"] >= found["generate"] - _AGREEMENT_SLACK, "preferred": found}
+        if not self.report.begin_batches(gate):
+            return False
+        for requests in self.options.requests:
+            candidates = self._candidates()
+            if requests <= _MOST_REQUESTS_AS_LOADED and requests not in self.batched_as_loaded:
+                candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
+            rates: dict[str, float] = {}
+            for each in candidates:
+                figures = batch_figures(each, requests, prompt, new)
+                _empty_cache()
+                rates[each.name] = rate = figures["tokens_per_s"]
+                if each.name == AS_LOADED:
+                    self.batched_as_loaded[requests] = rate
+                record: Record = {"what": "generate_batch", "requests": requests, "prompt": prompt, "generate": new}
+                record |= {"candidate": each.name, **figures}
+                if DENSE in rates:
+                    record["speedup"] = rate / rates[DENSE]
+                if requests in self.batched_as_loaded:
+                    record["speedup_as_loaded"] = rate / self.batched_as_loaded[requests]
+                if each.skipped is not None:
+                    record["skipped"] = _by_half(each.skipped)
+                self.report.add("batched", [record])
+        return True
+
+
+def _by_half(shares: tuple[float, float]) -> dict[str, float]:
+    return {"attention": shares[0], "ffn": shares[1]}
 
 
 def _race_routed(job: _Job, report: _Report) -> bool:
-    options = job.options
-    model = job.model()
-    decoder = Decoder(model, max_length=job.longest + SPARE_PLACES)
-    ids = job.tokens(model, decoder.max_length)
-    bench = Bench(
-        decoder=decoder,
-        ids=ids,
-        rates=tuple(options.skipped),
-        quick=options.quick,
-        trained=bool(options.adapter),
-        backend=job.backend,
-        energy=job.energy,
-        parts=job.parts,
-    )
-    # At the longest prompt, where the tables choose what the figures stand for.
-    prompt = ids[:, : max(options.prompts)]
-    gate, *others = [
-        check_decoder(model, decoder, prompt, table) for table in dict.fromkeys(map(bench.table, options.skipped))
-    ]
-    if others:
-        gate |= {"other_tables": others, "green": gate["green"] and all(other["green"] for other in others)}
-    router = decoder.layers[0].ffn.router
-    group_size = decoder.layers[0].ffn.gate.shape[0] // (1 if router is None else router.num_groups)
-    if not report.begin(gate, layers=len(decoder.layers), ffn_group_size=group_size, method=job.method):
-        return False
-    for what, length, batch in job.shapes():
-        report.add((prefill_race if what == "prefill" else decode_race)(bench, length, batch))
-    if options.compiled_peer:
-        # Last, since it takes the routers off.
-        detach(model)
-        for what, length, batch in job.shapes():
-            report.add(compiled_race(bench, model, what, length, batch, "default", report.records))
-    return report.finish()
+    return _Routed(job, report).run()
 
 
-def _race_optimised(job: _Job, report: _Report) -> bool:
-    options = job.options
-    if options.generate < 2:
-        raise ConfigError(
-            f"generate() is timed by the tokens beyond the first: generate at least 2, got {options.generate}"
-        )
-    attention, ffn = options.skipped[0]
-    executed = (1 - attention, 1 - ffn)
-    masked = job.model()
-    optimised = optimize(job.model(), backend=job.backend, executed=executed)
-    tokens = job.tokens(masked, max(options.prompts))
-    tables = _tables(masked, executed, job.backend)
-    if not report.begin(check_optimised(masked, optimised, tokens, tables), method=job.method):
-        return False
-    models = {"dense": job.model(attached=False), "masked": masked, "optimised": optimised}
-    rounds = _QUICK_DOOR_ROUNDS if options.quick else _DOOR_ROUNDS
-    for batch in options.batches:
-        for length in options.prompts:
-            ids = tokens[:, :length].expand(batch, -1).contiguous()
-            report.add(door_race(models, ids, options.generate, rounds=rounds))
-    return report.finish()
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def _tables(model: Any, executed: tuple[float, float], backend: str) -> list[OperatorTable]:
-    """Return what `wide.optimize` takes for each layer."""
-    state = attachment(model)
-    if backend != "auto":
-        return [OperatorTable(backend=backend)] * len(state.specs)
-    weight = state.specs[0].attention.query.weight
-    return [
-        measured_table(layer_sizes(spec, layer), device=weight.device, dtype=weight.dtype, executed=executed)  # type: ignore[arg-type]
-        for spec, layer in zip(state.specs, state.plan.layers, strict=True)
-    ]
+def _empty_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _graph_bytes() -> int:
+    """Return the bytes that CUDA graphs keep for their replays, beyond those of living tensors."""
+    if not torch.cuda.is_available():
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))

@@ -1,4 +1,4 @@
-"""Models of real shape with random weights, built where they run, and random masks at given rates."""
+"""Models of real shape with random weights, built where they run, and routers that execute a wanted share."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from wide.errors import ConfigError
-from wide.inference.run import Masks, force
-from wide.inference.weights import LayerWeights
+from wide.models.attach import attachment
+from wide.models.observe import capture_routing
 
 _LLAMA_ROPE = {
     "rope_type": "llama3",
@@ -40,8 +40,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-# Rows up to which every row gets its share exactly; more rows average out by themselves.
-_FEW_ROWS = 64
+# Below every margin.
+_EVERYTHING = -1e30
+# What a layer reads depends on what earlier ones skip, so that later thresholds settle after earlier ones.
+_PASSES = 4
 
 
 def random_model(shape: str, *, num_layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
@@ -72,36 +74,39 @@ def random_model(shape: str, *, num_layers: int | None, device: torch.device, dt
     return model.eval()
 
 
-def random_masks(
-    layers: tuple[LayerWeights, ...], num_rows: int, skipped: tuple[float, float], seed: int = 17
-) -> Masks:
-    """Return forced masks for a run of `num_rows` tokens.
+@torch.no_grad()
+def set_shares(model: Any, ids: Tensor, skipped: tuple[float, float]) -> None:
+    """Put each router's threshold where it skips a share of its (token, group) pairs on some tokens.
 
     Args:
-        layers: Of the decoder.
-        num_rows: Tokens of a forward.
-        skipped: Shares of (token, group) pairs skipped in attention and FFN, each in [0, 1].
-        seed: Of the masks.
+        model: Attached, not optimised.
+        ids: Tokens, [1, T].
+        skipped: Shares in attention and FFN, each in [0, 1); at 0 everything executes, on other tokens, too.
     """
-    device = layers[0].attention.qkv.device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    masks: list[tuple[Tensor | None, Tensor | None]] = []
-    for layer in layers:
-        halves = zip((layer.attention.router, layer.ffn.router), skipped, strict=True)
-        masks.append(
-            tuple(  # type: ignore[arg-type]
-                None if router is None else _mask(num_rows, router.num_groups, rate, generator)
-                for router, rate in halves
-            )
-        )
-    return force(layers, masks)
+    shares = dict(zip(("attention", "ffn"), skipped, strict=True))
+    for _ in range(_PASSES):
+        with capture_routing(model) as routing:
+            model(ids, use_cache=False, logits_to_keep=1)
+        for router in attachment(model).routers():
+            share = shares[router.half_layer]
+            margins = getattr(routing[router.layer_index], f"{router.half_layer}_margin").flatten().float().sort()[0]
+            router.threshold = float(margins[int(share * len(margins))]) if share else _EVERYTHING
 
 
-def _mask(num_rows: int, num_groups: int, skipped: float, generator: torch.Generator) -> Tensor:
-    draws = torch.rand(num_rows, num_groups, generator=generator, device=generator.device)
-    if num_rows > _FEW_ROWS:
-        return draws >= skipped
-    # Rounded up or down at random, so that few groups reach the rate on average too.
-    lift = torch.rand(num_rows, 1, generator=generator, device=generator.device)
-    count = (num_groups * skipped + lift).floor()
-    return draws.argsort(1).argsort(1) >= count
+@torch.no_grad()
+def skipped_shares(model: Any, ids: Tensor, last: int | None = None) -> tuple[float, float]:
+    """Return the shares of (token, group) pairs that attention and FFN skip, measured; 0 where nothing routes.
+
+    Args:
+        model: Attached.
+        ids: Tokens, [1, T].
+        last: Of how many tokens at the end; None = of all.
+    """
+    with capture_routing(model) as routing:
+        model(ids, use_cache=False, logits_to_keep=1)
+    found = []
+    for half in ("attention", "ffn"):
+        masks = [mask for layer in routing if (mask := getattr(layer, half)) is not None]
+        known = [1.0 - mask[:, -(last or mask.shape[1]) :].float().mean() for mask in masks]
+        found.append(float(torch.stack(known).mean()) if known else 0.0)
+    return found[0], found[1]

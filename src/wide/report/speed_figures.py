@@ -349,7 +349,7 @@ SPEED_FIGURES: tuple[Figure[Profile], ...] = (
     ),
     _drawn_forward(
         _breakdown,
-        "no record with 'breakdown_us' in endtoend.json; run wide profile on a GPU",
+        "no record with 'breakdown_us' in endtoend.json",
         name="breakdown",
         title="Where the time goes",
         kind="stack",
