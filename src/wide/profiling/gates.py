@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wide.inference.decoder import Decoder
 from wide.inference.engine import Engine
-from wide.inference.graphs import capture_prompt, capture_step
+from wide.inference.graphs import GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OPERATORS, OperatorTable
 from wide.inference.run import Masks, Run, force
 from wide.inference.tuning.race import launched, relative
@@ -189,11 +189,11 @@ def _check_captured(decoder: Decoder, wanted: Reference) -> tuple[float, float]:
     cache = decoder.new_cache(1, length + _STEPS)
     lengths = torch.full((1,), length, dtype=torch.int32, device=ids.device)
     run = _forced(decoder, wanted, 0, length)
-    direct = decoder.prefill(ids, lengths, cache, run)
-    prompt_error = relative(capture_prompt(decoder, cache, length, run)(ids, lengths), direct)
+    direct, pool = decoder.prefill(ids, lengths, cache, run), GraphPool(decoder.device)
+    prompt_error = relative(capture_prompt(decoder, cache, length, run, pool)(ids, lengths), direct)
     run = _forced(decoder, wanted, length - 1, length)
     direct = decoder.step(ids[:, -1], cache, run).clone()
-    step = capture_step(decoder, cache, run)
+    step = capture_step(decoder, cache, run, pool)
     cache.lengths.copy_(lengths)
     return prompt_error, relative(step(ids[:, -1]), direct)
 
