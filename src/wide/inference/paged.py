@@ -206,7 +206,7 @@ def _attend_runs(
         return _decode(q, k, v, mask, (runs.bounds[0], runs.bounds[1]), {}, scores)
     rest = q.new_ones(q.shape[0], 1, dtype=torch.bool) if mask is None else mask
     alone = None
-    if has_kernel and q.shape[1] * runs.last.shape[0] <= _MAX_PAIRS:
+    if has_kernel and runs.last.shape[0] <= _most_rows(k, mask):
         # Requests that decode share no keys with their neighbours: tiles of the long prompts' kernel are not for them.
         chosen = None if mask is None else mask.index_select(0, runs.last)
         bounds = runs.alone[0], runs.alone[1]
@@ -227,7 +227,7 @@ def _decode(
     scores: dict[str, Any],
 ) -> Tensor:
     """Return `attention_decode` of any number of rows; keys of one row are those of all, bounded by row."""
-    rows = max(1, _MAX_PAIRS // q.shape[1])
+    rows = _most_rows(k, mask)
     parts = []
     for first in range(0, q.shape[0], rows):
         part = slice(first, first + rows)
@@ -238,6 +238,11 @@ def _decode(
         given = {**options, **scores, "starts": starts, "pages": None if pages is None else pages[part]}
         parts.append(attention_decode(q[part], keys, values, ends, None if mask is None else mask[part], **given))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _most_rows(k: Tensor, mask: Tensor | None) -> int:
+    """Return how many rows `attention_decode` takes at once."""
+    return max(1, _MAX_PAIRS // math.lcm(k.shape[2], 1 if mask is None else mask.shape[1]))
 
 
 def _read_pages(cu_k: Tensor, table: Tensor, size: int, trash: int) -> _Pages:
