@@ -56,7 +56,8 @@ def asked(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("family", "batch"), [*((family, 2) for family in [*STRAIGHT, "olmo2"]), ("llama", 1), ("mistral", 1), ("olmo2", 1)]
+    ("family", "batch"),
+    [*((family, 2) for family in [*STRAIGHT, "cohere2"]), ("llama", 1), ("mistral", 1), ("cohere2", 1)],
 )
 def test_generate_gives_the_masked_models_tokens(family, batch):
     model, ids = routed(family), tokens(batch, 12)

@@ -46,6 +46,8 @@ STRAIGHT: dict[str, dict[str, Any]] = {
     "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": SLIDING,
     "exaone4": SLIDING,
+    "olmo2": {},
+    "olmo3": SLIDING,
     "glm4": {},
     "ernie4_5": {},
     "helium": {},

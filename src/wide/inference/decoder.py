@@ -22,7 +22,7 @@ from wide.inference.prompt_attention import attend_prompt
 from wide.inference.run import Run
 from wide.inference.stacking import unstack_linears
 from wide.inference.structure import read_ends, require_same_outputs
-from wide.inference.weights import AttentionWeights, FeedForwardWeights, Norm, RuntimeRouter, read_layer
+from wide.inference.weights import AttentionWeights, FeedForwardWeights, Norm, Sublayer, read_layer
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import clear_skipped
 from wide.kernels.reorder import reorder_sequences
@@ -228,12 +228,10 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             shared.table = shared.run.table or self.tables[index]
             forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
-            entered = self._enter(layer.attention.norm, layer.attention.router, residual, addend, forced[0], shared)
-            residual, normed, attention_mask = entered
+            residual, normed, attention_mask = self._enter(layer.attention, residual, addend, forced[0], shared)
             addend = self._attention(layer.attention, index, normed, attention_mask, shared)
             addend = self._leave(layer.attention, addend, shared)
-            entered = self._enter(layer.ffn.norm, layer.ffn.router, residual, addend, forced[1], shared)
-            residual, normed, ffn_mask = entered
+            residual, normed, ffn_mask = self._enter(layer.ffn, residual, addend, forced[1], shared)
             addend = self._leave(layer.ffn, self._feed_forward(layer.ffn, normed, ffn_mask, shared), shared)
             if shared.run.record is not None:
                 router = layer.attention.router
@@ -243,19 +241,12 @@ class Decoder:
         return residual, addend
 
     def _enter(
-        self,
-        norm: Norm | None,
-        router: RuntimeRouter | None,
-        residual: Tensor,
-        addend: Tensor | None,
-        forced: Tensor | None,
-        shared: _Pass,
+        self, part: Sublayer, residual: Tensor, addend: Tensor | None, forced: Tensor | None, shared: _Pass
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add, norm and decide: return the stream, its norm, and the mask (None: everything executes)."""
-        backend = shared.table.backend
-        routes = router is not None and shared.run.routed
-        if routes and norm is not None and residual.shape[0] <= MAX_FEW_ROWS:
-            assert router is not None
+        backend, norm = shared.table.backend, part.norm
+        router = part.router if shared.run.routed else None
+        if router is not None and norm is not None and residual.shape[0] <= MAX_FEW_ROWS:
             with shared.part("route"):
                 total, normed, mask = norm_route(
                     residual,
@@ -271,39 +262,45 @@ class Decoder:
         else:
             with shared.part("norm"):
                 total, normed = _normed(norm, residual, addend, backend)
-            if router is None or not routes:
+            if router is None:
                 return total, normed, None
             with shared.part("route"):
                 seen = total if router.reads_residual else normed
                 mask = route(seen, router.weights, threshold=router.threshold, backend=backend)
         return total, normed, mask if forced is None else forced
 
-    def _leave(self, weights: AttentionWeights | FeedForwardWeights, out: Tensor, shared: _Pass) -> Tensor:
+    def _leave(self, part: Sublayer, out: Tensor, shared: _Pass) -> Tensor:
         """Return what a sublayer adds to the stream, given its output [M, D]."""
-        if weights.post_norm is not None:
+        if part.post_norm is not None:
             with shared.part("norm"):
-                out = _normed(weights.post_norm, out, None, shared.table.backend)[1]
-        return _times(out, weights.multiplier)
+                out = _normed(part.post_norm, out, None, shared.table.backend)[1]
+        return _times(out, part.multiplier)
 
     def _attention(
         self, weights: AttentionWeights, index: int, x: Tensor, mask: Tensor | None, shared: _Pass
     ) -> Tensor:
         """Return the output of the attention half, [M, D]; `mask` holds the router's extra groups."""
-        table, heads, kv_heads = shared.table, weights.num_query_heads, weights.num_kv_heads
+        table, heads = shared.table, weights.num_query_heads
         order: Reordering | None = None
+        q_norm, k_norm = weights.q_norm, weights.k_norm
         with shared.part("query"):
-            if mask is None:
+            if mask is None or weights.norms_width:
                 qkv = project_dense(x, weights)
                 q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
             else:
                 q, kv, order = project_routed(x, weights, mask, table)
+        keys, values = kv.chunk(2, 1)
+        if weights.norms_width:
+            with shared.part("norm"):
+                q, keys = (_normed(*pair, None, table.backend)[1] for pair in ((q_norm, q), (k_norm, keys)))
+            q_norm = k_norm = None
         shape = (shared.batch, shared.length)
-        keys, values = kv.unflatten(1, (2, kv_heads, weights.head_dim)).unflatten(0, shape).unbind(2)
+        q, keys, values = (t.unflatten(1, (-1, weights.head_dim)).unflatten(0, shape) for t in (q, keys, values))
         k_cache, v_cache, places = shared.memory(index)
         own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
         with shared.part("rope"):
             q = rope_to_cache(
-                q.unflatten(1, (heads, weights.head_dim)).unflatten(0, shape),
+                q,
                 keys,
                 values,
                 weights.cos,
@@ -314,17 +311,17 @@ class Decoder:
                 places=places,
                 # One token's skipped heads cost less than to look them up.
                 mask=own if shared.ends is None else None,
-                q_norm=weights.q_norm,
-                k_norm=weights.k_norm,
-                eps=weights.head_eps,
-                unit_offset=weights.head_unit_offset,
-                interleaved=weights.interleaved,
+                q_norm=None if q_norm is None else q_norm.weight,
+                k_norm=None if k_norm is None else k_norm.weight,
+                eps=1e-6 if q_norm is None else q_norm.eps,
+                unit_offset=q_norm is not None and q_norm.unit_offset,
+                interleaved=weights.asked.interleaved,
                 backend=table.backend,
             )
         with shared.part("attention"):
             if isinstance(shared.cache, PagedStep):
                 needs_zeros = own is not None and table.how("output", own.shape[0]) == "dense"
-                options: dict[str, Any] = {"scale": weights.scale, "soft_cap": weights.soft_cap}
+                options: dict[str, Any] = {"scale": weights.asked.scale, "soft_cap": weights.asked.soft_cap}
                 options |= {"backend": table.backend, "zero_skipped": needs_zeros}
                 mixed = shared.cache.attend(index, q[:, 0], own, **options)
             else:
@@ -346,8 +343,8 @@ class Decoder:
         shared: _Pass,
     ) -> Tensor:
         """Return attention output [B, T, H_q, d]; skipped heads are zero where the output product is dense."""
-        table = shared.table
-        scores: dict[str, Any] = {"scale": weights.scale, "soft_cap": weights.soft_cap, "window": weights.window}
+        table, asked = shared.table, weights.asked
+        scores: dict[str, Any] = {"scale": asked.scale, "soft_cap": asked.soft_cap, "window": asked.window}
         needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
         if shared.ends is not None:
             # Without a mask every pair is read; skipped ones come back as zeros otherwise, which costs nothing where
@@ -358,14 +355,14 @@ class Decoder:
             return _zeroed(out.unsqueeze(1), mask if needs_zeros and skips is None else None, table.backend)
         seen = shared.past + shared.length
         k, v = k[:, :seen], v[:, :seen]
-        if weights.window is not None and weights.window >= seen:
+        if asked.window is not None and asked.window >= seen:
             scores["window"] = None
         # The library's attention knows neither windows nor soft caps.
         is_plain = scores["window"] is scores["soft_cap"] is None
         if not is_plain or (mask is not None and table.how("attention", shared.length) == "many"):
             sequences = _sequences(mask, order, q, table.backend)
             return attend_prompt(q, k, v, sequences, table, length=shared.length, zero_skipped=needs_zeros, **scores)
-        return _zeroed(_dense_attention(q, k, v, weights.scale), mask if needs_zeros else None, table.backend)
+        return _zeroed(_dense_attention(q, k, v, asked.scale), mask if needs_zeros else None, table.backend)
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.table

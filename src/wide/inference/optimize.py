@@ -22,6 +22,7 @@ from wide.inference.sample import LayerSample, sample_layers
 from wide.inference.stacking import stack_linears, unstack_linears
 from wide.inference.tuning.tune import tune_model
 from wide.inference.visible_keys import VisibleKeys
+from wide.inference.weights import ACTIVATIONS
 from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
@@ -30,12 +31,6 @@ from wide.models.router import Router
 from wide.plan import Routed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_ACTIVATIONS = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUTanh": "gelu_tanh",
-    "ReLUSquaredActivation": "relu2",
-}
 _PROBE_ROWS = 3
 _TUNING_SECONDS = 90.0
 _BACKENDS = ("auto", "triton", "torch")
@@ -247,11 +242,11 @@ def _fuse(
 
 def _activation(index: int, spec: FeedForwardSpec) -> str:
     name = type(spec.activation).__name__
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"layer {index}: the activation {name} has no fused kernel; those that have: {sorted(_ACTIVATIONS)}"
+            f"layer {index}: the activation {name} has no fused kernel; those that have: {sorted(ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def _require_standard(index: int, ffn: FusedFeedForward, hidden_size: int) -> None:

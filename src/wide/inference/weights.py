@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.inference.asked import ask
+from wide.inference.asked import Asked, ask
 from wide.inference.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
@@ -16,7 +16,7 @@ from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.gates import ROUTER_NAME
 from wide.models.router import Router
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUTanh": "gelu_tanh",
@@ -61,64 +61,65 @@ class RuntimeRouter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionWeights:
-    """The attention half of a layer.
+class Sublayer:
+    """What lies around a sublayer.
 
     Args:
         norm: Before it; None where it reads the residual stream itself.
         post_norm: Of its output, before that is added to the stream, or None.
         multiplier: Of its output, or None.
-        qkv: Query, key and value rows, [(H_q + 2 H_k) d, D].
-        qkv_bias: Their biases or None.
-        output: [D, H_q d].
-        output_bias: [D] or None.
-        q_norm: Weight of the per-head query norm, [d], or None.
-        k_norm: The same for keys.
-        head_eps: Of both.
-        head_unit_offset: Whether their factor is 1 + weight.
-        num_query_heads: H_q.
-        num_kv_heads: H_k.
-        head_dim: d.
-        scale: Factor of the scores.
-        window: Keys that a query sees at most; None = all.
-        soft_cap: Bound of the scores; None = unbounded.
-        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not turned.
-        sin: Sines, as `cos`.
-        interleaved: Whether neighbouring channels are a pair of the turn.
-        router: None where attention is not routed.
+        router: None where the sublayer is not routed.
     """
 
     norm: Norm | None
     post_norm: Norm | None
     multiplier: float | None
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    head_eps: float
-    head_unit_offset: bool
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
     router: RuntimeRouter | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedForwardWeights:
-    """The FFN half of a layer.
+class AttentionWeights(Sublayer):
+    """The attention of a layer.
 
     Args:
-        norm: As of the attention.
-        post_norm: As of the attention.
-        multiplier: As of the attention.
+        qkv: Query, key and value rows, [(H_q + 2 H_k) d, D].
+        qkv_bias: Their biases or None.
+        output: [D, H_q d].
+        output_bias: [D] or None.
+        q_norm: Of each query head, or of all of them as one row, or None.
+        k_norm: The same for keys.
+        num_query_heads: H_q.
+        num_kv_heads: H_k.
+        head_dim: d.
+        asked: Scale, window and soft cap of the scores, and how queries and keys are turned.
+        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not turned.
+        sin: Sines, as `cos`.
+    """
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    asked: Asked
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def norms_width(self) -> bool:
+        """Whether queries are normed over all heads, so that none of their rows can be skipped."""
+        return self.q_norm is not None and self.q_norm.weight.numel() != self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedForwardWeights(Sublayer):
+    """The FFN of a layer.
+
+    Args:
         gate: Rows under the activation, [F, D].
         up: Rows that multiply it, right behind `gate` in memory; None without a gate.
         gate_bias: [F] or None.
@@ -126,12 +127,8 @@ class FeedForwardWeights:
         down: [D, F].
         down_bias: [D] or None.
         activation: In the operators' words.
-        router: None where the FFN is not routed.
     """
 
-    norm: Norm | None
-    post_norm: Norm | None
-    multiplier: float | None
     gate: Tensor
     up: Tensor | None
     gate_bias: Tensor | None
@@ -139,7 +136,6 @@ class FeedForwardWeights:
     down: Tensor
     down_bias: Tensor | None
     activation: str
-    router: RuntimeRouter | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,22 +160,26 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     if spec.ffn is None:
         raise UnsupportedModelError(f"the runtime needs a plain FFN in every layer: {spec.ffn_reason}")
     attention, ffn, layer = spec.attention, spec.ffn, spec.layer
-    pre_norms = [part.pre_norm for part in (attention, ffn) if part.pre_norm is not None]
+    parts: tuple[AttentionSpec | FeedForwardSpec, ...] = attention, ffn
+    pre_norms = [part.pre_norm for part in parts if part.pre_norm is not None]
     if len(set(pre_norms)) < len(pre_norms):
         raise UnsupportedModelError(
             f"{where}: both sublayers read one norm side by side; the runtime runs them in turn"
         )
-    post_norms = [
-        next(
-            (norm for norm in (getattr(layer, name, None) for name in names) if norm not in (None, ffn.pre_norm)), None
-        )
-        for names in _POST_NORMS
-    ]
+    found = [[getattr(layer, name, None) for name in names] for names in _POST_NORMS]
+    post_norms = [next((norm for norm in norms if norm not in (None, ffn.pre_norm)), None) for norms in found]
     require_known(layer, (attention.module, ffn.module, *pre_norms, *post_norms), where, _MULTIPLIER)
-    multiplier = getattr(layer, _MULTIPLIER, None)
+    around = [
+        {
+            "norm": _optional_norm(part.pre_norm, f"{where}: norm before the {name}"),
+            "post_norm": _optional_norm(norm, f"{where}: norm after the {name}"),
+            "multiplier": getattr(layer, _MULTIPLIER, None),
+        }
+        for name, part, norm in zip(("attention", "FFN"), parts, post_norms, strict=True)
+    ]
     return LayerWeights(
-        attention=_attention(f"{where}: attention", attention, post_norms[0], multiplier, angles),
-        ffn=_feed_forward(f"{where}: FFN", ffn, post_norms[1], multiplier),
+        attention=_attention(f"{where}: attention", attention, angles, around[0]),
+        ffn=_feed_forward(f"{where}: FFN", ffn, around[1]),
     )
 
 
@@ -233,61 +233,42 @@ def _optional_norm(module: nn.Module | None, where: str) -> Norm | None:
 
 
 def _attention(
-    where: str,
-    part: AttentionSpec,
-    post_norm: nn.Module | None,
-    multiplier: float | None,
-    angles: tuple[Tensor, Tensor],
+    where: str, part: AttentionSpec, angles: tuple[Tensor, Tensor], around: dict[str, Any]
 ) -> AttentionWeights:
-    module: Any = part.module
-    if part.q_norm == "width":
-        raise UnsupportedModelError(f"{where} norms queries over their whole width; skipped rows would change it")
-    head_parts = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    require_known(module, (*part.linears(), *head_parts), where, "scaling", "attn_logit_softcapping")
+    head_norms = [getattr(part.module, name, None) for name in ("q_norm", "k_norm")]
+    require_known(part.module, (*part.linears(), *head_norms), where, "scaling", "attn_logit_softcapping")
     query, output = _plain(part.query, where), _plain(part.output, where)
     if part.key is not None and part.value is not None:
         qkv, qkv_bias = stack_linears([query, _plain(part.key, where), _plain(part.value, where)], where)
     else:
         qkv, qkv_bias = query.weight.detach(), _detached(query.bias)
-    q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_parts)
-    if q_norm is not None and (k_norm is None or _constants(q_norm) != _constants(k_norm)):
-        raise UnsupportedModelError(f"{where}: the norms of queries and keys are not of one kind")
+    q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_norms)
+    kinds = [None if norm is None else (norm.eps, norm.unit_offset) for norm in (q_norm, k_norm)]
+    if kinds[0] != kinds[1]:
+        raise UnsupportedModelError(f"{where}: the norms of queries and keys are not of one kind: {kinds}")
     asked = ask(part, *angles, where)
     cos, sin = angles if asked.is_turned else (angles[0][:, :0], angles[1][:, :0])
     return AttentionWeights(
-        norm=_optional_norm(part.pre_norm, where),
-        post_norm=_optional_norm(post_norm, f"{where}, norm after it"),
-        multiplier=multiplier,
+        **around,
         qkv=qkv,
         qkv_bias=qkv_bias,
         output=output.weight.detach(),
         output_bias=_detached(output.bias),
-        q_norm=None if q_norm is None else q_norm.weight,
-        k_norm=None if k_norm is None else k_norm.weight,
-        head_eps=1e-6 if q_norm is None else q_norm.eps,
-        head_unit_offset=q_norm is not None and q_norm.unit_offset,
+        q_norm=q_norm,
+        k_norm=k_norm,
         num_query_heads=part.num_query_heads,
         num_kv_heads=part.num_kv_heads,
         head_dim=part.head_dim,
-        scale=asked.scale,
-        window=asked.window,
-        soft_cap=asked.soft_cap,
+        asked=asked,
         cos=cos,
         sin=sin,
-        interleaved=asked.interleaved,
         router=_router(part.module, qkv.dtype, part.query_width, 2 * part.num_kv_heads * part.head_dim),
     )
 
 
-def _constants(norm: Norm) -> tuple[float, bool, int]:
-    return norm.eps, norm.unit_offset, norm.weight.numel()
-
-
-def _feed_forward(
-    where: str, part: FeedForwardSpec, post_norm: nn.Module | None, multiplier: float | None
-) -> FeedForwardWeights:
+def _feed_forward(where: str, part: FeedForwardSpec, around: dict[str, Any]) -> FeedForwardWeights:
     require_known(part.module, (*part.linears(), part.activation), where)
-    activation = _ACTIVATIONS.get(type(part.activation).__name__)
+    activation = ACTIVATIONS.get(type(part.activation).__name__)
     if activation is None:
         raise UnsupportedModelError(f"{where}: no operator for the activation {type(part.activation).__name__}")
     up, down = _plain(part.up, where), _plain(part.down, where)
@@ -299,9 +280,7 @@ def _feed_forward(
     is_gated = part.gate is not None or part.fused_gate
     width = part.width
     return FeedForwardWeights(
-        norm=_optional_norm(part.pre_norm, where),
-        post_norm=_optional_norm(post_norm, f"{where}, norm after it"),
-        multiplier=multiplier,
+        **around,
         gate=both[:width],
         up=both[width:] if is_gated else None,
         gate_bias=None if bias is None else bias[:width],
