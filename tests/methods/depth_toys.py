@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
+from wide.evaluation.perplexity import window_losses
 from wide.methods import routed
 from wide.models.discovery import discover
 
@@ -79,6 +80,15 @@ def random_ids(rows=2, length=9, vocabulary=64):
 def logits(model, tokens, **options):
     """Return the logits of a plain forward."""
     return model(input_ids=tokens, **options).logits
+
+
+@torch.no_grad()
+def mean_nll(model, ids, batch_size=None):
+    """Return the mean loss of a plain forward per predicted token, nats."""
+    total = sum(
+        window_losses(logits(model, rows, use_cache=False), rows)[0].sum() for rows in ids.split(batch_size or len(ids))
+    )
+    return float(total) / (ids.shape[0] * (ids.shape[1] - 1))
 
 
 def train(model, route, blocks, target, settings, *, stage, objective, **run):

@@ -4,12 +4,11 @@ import families
 import numpy as np
 import pytest
 import torch
-from depth_toys import assert_as_found, own_text, snapshot, toy_model, without_layers
+from depth_toys import assert_as_found, mean_nll, own_text, snapshot, toy_model, without_layers
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError, ShapeError
 from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
-from wide.methods.calibration import mean_nll
 from wide.methods.method import Effort
 from wide.models.attach import attach
 from wide.models.discovery import discover

@@ -4,12 +4,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from depth_toys import assert_as_found, blocks_of, own_text, silence, snapshot, toy_model, without_layers
+from depth_toys import assert_as_found, blocks_of, mean_nll, own_text, silence, snapshot, toy_model, without_layers
 
 from wide.errors import EvaluationError
 from wide.methods.block_gates import BlockGates
 from wide.methods.blockpruner import Step, closest_prefix, decide, greedy_steps, shares_of_work
-from wide.methods.calibration import mean_nll, windows
+from wide.methods.calibration import windows
 from wide.methods.catalogue import BlockPrunerConfig
 from wide.methods.method import Effort, Target
 from wide.models.discovery import discover

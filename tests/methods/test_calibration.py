@@ -5,7 +5,8 @@ import torch
 from depth_toys import assert_as_found, blocks_of, own_text, snapshot, toy_model
 
 from wide.errors import ConfigError, EvaluationError
-from wide.methods.calibration import dense_nll, json_number, mean_nll, perplexity, windows
+from wide.methods.block_gates import BlockGates
+from wide.methods.calibration import json_number, perplexity, windows
 from wide.methods.method import Effort
 
 
@@ -69,9 +70,9 @@ def test_every_token_weighs_the_same_in_any_micro_batch(batch_size):
     wanted = -log_p[:, :-1].gather(-1, ids[:, 1:, None]).mean()
     model.train()
     before = snapshot(model)
-    effort = Effort()
-    assert mean_nll(model, ids, batch_size, effort=effort) == pytest.approx(float(wanted), rel=1e-6)
-    assert effort == Effort(tokens_forward=63, tokens_backward=0)
+    gates = BlockGates(model, ids, batch_size)
+    assert gates.dense_nll() == pytest.approx(float(wanted), rel=1e-6)
+    assert gates.effort == Effort(tokens_forward=63, tokens_backward=0)
     assert_as_found(model, before)
 
 
@@ -80,7 +81,7 @@ def test_a_model_without_a_finite_loss_is_refused():
     with torch.no_grad():
         model.lm_head.weight[:] = math.nan
     with pytest.raises(EvaluationError, match="unpruned model's loss"):
-        dense_nll(model, torch.zeros(1, 4, dtype=torch.int64), 1, effort=Effort())
+        BlockGates(model, torch.zeros(1, 4, dtype=torch.int64), 1).dense_nll()
 
 
 def test_numbers_of_a_report():

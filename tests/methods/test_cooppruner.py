@@ -4,12 +4,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from depth_toys import assert_as_found, blocks_of, own_text, snapshot, toy_model, without_layers
+from depth_toys import assert_as_found, blocks_of, mean_nll, own_text, snapshot, toy_model, without_layers
 
 from wide.errors import ConfigError, EvaluationError
 from wide.methods import cooppruner
 from wide.methods.block_gates import BlockGates, whole_layers
-from wide.methods.calibration import mean_nll
 from wide.methods.catalogue import CoopPrunerConfig
 from wide.methods.cooppruner import (
     contributions,

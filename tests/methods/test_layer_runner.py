@@ -5,6 +5,7 @@ from torch import nn
 
 from wide.errors import DataError, UnsupportedModelError
 from wide.methods.layer_runner import EditedWeights, LayerRunner
+from wide.models.block_spec import plain_linear
 from wide.models.discovery import discover
 
 
@@ -97,4 +98,4 @@ def test_edited_weights_come_back_bit_for_bit_even_after_an_error():
 @pytest.mark.parametrize("module", [None, nn.Identity(), nn.Embedding(4, 4)])
 def test_what_is_no_plain_linear_layer_is_refused_with_its_place(module):
     with pytest.raises(UnsupportedModelError, match="layer 7"):
-        EditedWeights(make("llama")).linear(module, "layer 7: down_proj")
+        plain_linear(module, 7)

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from depth_toys import assert_as_found, blocks_of, own_text, silence, snapshot, toy_model, without_layers
+from depth_toys import assert_as_found, blocks_of, mean_nll, own_text, silence, snapshot, toy_model, without_layers
 
 from wide.data.batches import blocks_of_texts
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, EvaluationError
 from wide.methods.block_gates import BlockGates, whole_layers
-from wide.methods.calibration import mean_nll, windows
+from wide.methods.calibration import windows
 from wide.methods.catalogue import ShortenedConfig
 from wide.methods.method import Effort, Target
 from wide.methods.shortened import (

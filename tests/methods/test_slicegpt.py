@@ -15,12 +15,12 @@ from wide.methods.slicegpt import (
     decide,
     kept_dimensions,
     principal_basis,
-    projected,
     removed_share,
     stream_bases,
 )
 from wide.models.attach import attach, detach
 from wide.models.discovery import discover
+from wide.models.stream import project
 from wide.plan import Dense, LayerPlan, Plan, Stream
 
 SETTINGS = SliceGPTConfig(num_windows=12, window_length=16, batch_size=5, round_to=1)
@@ -170,7 +170,7 @@ def test_principal_bases_are_orthonormal_and_drop_the_least_energy(width):
         basis, dropped = principal_basis(signals, kept)
         torch.testing.assert_close(basis.T @ basis, torch.eye(kept, dtype=torch.float64))
         assert dropped == pytest.approx(float(energies[: width - kept].sum() / energies.sum()), abs=1e-9)
-        left = float((flat - projected(flat, basis)).square().sum() / flat.square().sum())
+        left = float((flat - project(flat, basis)).square().sum() / flat.square().sum())
         assert left == pytest.approx(dropped, abs=1e-9)
         assert dropped <= before
         before = dropped
@@ -194,7 +194,7 @@ def test_bases_belong_to_the_stream_of_the_sliced_prefix():
             wanted, dropped = principal_basis([signal], 16)
             torch.testing.assert_close(basis @ basis.T, (wanted @ wanted.T).float(), rtol=0, atol=1e-4)
             assert decision.notes["dropped_energy"][name] == pytest.approx(dropped, rel=1e-3)
-            stream = projected(signal, basis)
+            stream = project(signal, basis).to(signal.dtype)
     assert "layers.1.ffn.basis" not in decision.tensors
     assert decision.effort.tokens_forward == 12 * 16
 

@@ -15,15 +15,13 @@ from wide.errors import AdapterError, UnsupportedModelError
 from wide.materialisation.parts import (
     LayerParts,
     SublayerNames,
-    feed_forward,
     layer_parts,
-    plain_linear,
     select_columns,
     select_rows,
 )
 from wide.materialisation.shape import LayerShape, ModelShape
 from wide.materialisation.stream import rotate_embedding, rotate_layer
-from wide.models.block_spec import AttentionSpec, BlockSpec
+from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, bypassed, install_attention_gates
 

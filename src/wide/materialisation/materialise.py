@@ -18,11 +18,11 @@ from wide.materialisation.checkpoint import (
     ordinary_classes,
 )
 from wide.materialisation.cut import check_attention, check_ffn, cut
-from wide.materialisation.parts import LayerParts, feed_forward, layer_parts, plain_linear
+from wide.materialisation.parts import LayerParts, layer_parts
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
 from wide.materialisation.stream import bases_around, check_plain, norm_scales, rotate_embedding, rotate_layer
 from wide.models.attach import attachment, detach
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.lora import merge_lora
 from wide.plan import EMBEDDING_BASIS, Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.models.block_spec import BlockSpec
 
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
@@ -71,35 +71,6 @@ def _post_norm(spec: BlockSpec, candidates: tuple[str, ...]) -> str | None:
                 )
             return name
     return None
-
-
-def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
-    """Return the FFN of a layer.
-
-    Raises:
-        UnsupportedModelError: If it cannot be cut (mixture of experts).
-    """
-    if spec.ffn is None:
-        raise UnsupportedModelError(f"the plan prunes an FFN that cannot be cut: {spec.ffn_reason}")
-    return spec.ffn
-
-
-def plain_linear(module: nn.Module, layer: int) -> nn.Linear:
-    """Return a projection of a layer if it is an unquantised linear layer with its weight at hand.
-
-    Raises:
-        UnsupportedModelError: If it is quantised or wrapped.
-    """
-    if (
-        isinstance(module, nn.Linear)
-        and module.weight.is_floating_point()
-        and tuple(module.weight.shape) == (module.out_features, module.in_features)
-    ):
-        return module
-    raise UnsupportedModelError(
-        f"layer {layer}: a projection is a {type(module).__name__}, whose weight cannot be cut; load the model "
-        "unquantised and without wrappers, materialise it, and quantise the result"
-    )
 
 
 def select_rows(linear: nn.Linear, rows: Tensor) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.materialisation.parts import LayerParts, feed_forward, plain_linear, replace
-from wide.models.block_spec import BlockSpec
+from wide.materialisation.parts import LayerParts, replace
+from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
 from wide.models.stream import STREAM_NAME
 from wide.plan import EMBEDDING_BASIS, basis_name
 

@@ -20,7 +20,7 @@ from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import Sparsity, static_sparsity
 from wide.models.discovery import discover
-from wide.models.observe import judging
+from wide.models.observe import forward_without_head, judging
 from wide.training.modes import own_randomness
 from wide.training.stages import recover
 
@@ -235,13 +235,11 @@ def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
     if not attachment(model).plan.is_routed:
         return static_sparsity(model)
     meter = SkipMeter(model)
-    # The decoder alone: nobody reads the logits.
-    decoder = getattr(model, "base_model", model)
     batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
     with judging(model), meter.watching():
         for batch in blocks.in_order(batch_size, max_blocks=max(1, _MEASURED_TOKENS // blocks.sequence_length)):
             moved = batch.to(model_device(model))
-            decoder(input_ids=moved.input_ids, use_cache=False)
+            forward_without_head(model, moved.input_ids)
             meter.add(moved.valid)
     sparsity = meter.result()
     assert sparsity is not None

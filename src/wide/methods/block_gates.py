@@ -5,7 +5,9 @@ whether it runs. One that does not is not computed: its module answers with zero
 norms and residual connections stay the family's own.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from wide.data.progress import progress
-from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
+from wide.errors import EvaluationError, NotAttachedError, ShapeError
 from wide.evaluation.inference import model_device
-from wide.methods.calibration import dense_nll, num_predicted, summed_nll
+from wide.methods.calibration import num_predicted, summed_nll
 from wide.methods.method import Effort
 from wide.models.attach import is_attached
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward, standing_in
 from wide.models.discovery import discover
 from wide.models.observe import judging
 from wide.plan import Dense, LayerPlan, Plan, Skipped
@@ -63,6 +65,10 @@ class _Prefix:
             self.start = int(differs[0]) // 2 if len(differs) else len(self.outputs)
         self.keep = keep
 
+    def note(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Keep what a layer returned (a forward hook but for the index)."""
+        self.outputs[index] = output
+
 
 class BlockGates:
     """Scores a model without some of its sublayers; between calls the model is as it was.
@@ -89,8 +95,7 @@ class BlockGates:
         self.effort = Effort()
         self.specs: tuple[BlockSpec, ...] = discover(model)
         for spec in self.specs:
-            if spec.ffn is None:
-                raise UnsupportedModelError(f"its FFN cannot be left out: {spec.ffn_reason}")
+            feed_forward(spec)
 
     @property
     def num_layers(self) -> int:
@@ -110,16 +115,23 @@ class BlockGates:
         self._check(keep)
         with ExitStack() as stack:
             for number in np.flatnonzero(~keep):
-                spec = self.specs[number // 2]
-                if number % 2 == 0:
-                    stack.enter_context(_standing_in(spec.attention.module, _no_attention))
-                elif spec.ffn is not None:
-                    stack.enter_context(_standing_in(spec.ffn.module, _no_ffn))
+                _, part = self.specs[number // 2].sublayers()[number % 2]
+                stack.enter_context(standing_in(part.module, _no_ffn if number % 2 else _no_attention))
             yield
 
     def dense_nll(self) -> float:
-        """Return the mean loss of the whole model, see `wide.methods.calibration.dense_nll`."""
-        return dense_nll(self.model, self.ids, self.batch_size, effort=self.effort)
+        """Return the mean loss of the whole model, by which the pruned ones are judged, in nats per predicted token.
+
+        Raises:
+            EvaluationError: If it is not finite, so that nothing can be judged by it.
+        """
+        nll = float(self.mean_nll(np.ones((1, 2 * self.num_layers), dtype=np.bool_), title="the whole model")[0])
+        if not math.isfinite(nll):
+            raise EvaluationError(
+                f"the unpruned model's loss on the calibration text is {nll}, not a finite number; its weights or its "
+                "dtype are at fault: try bfloat16 or float32"
+            )
+        return nll
 
     def mean_nll(self, keeps: KeptSets, title: str) -> npt.NDArray[np.float64]:
         """Return the mean negative log-likelihood per predicted token under each kept-set, in nats, float64 `[K]`.
@@ -159,11 +171,10 @@ class BlockGates:
         """Let every layer before the start return the output of the last of them; note the others' outputs."""
         with ExitStack() as stack:
             for spec in self.specs[: prefix.start]:
-                stack.enter_context(
-                    _standing_in(spec.layer, lambda *_args, **_kwargs: prefix.outputs[prefix.start - 1])
-                )
+                stack.enter_context(standing_in(spec.layer, lambda *_args, **_kwargs: prefix.outputs[prefix.start - 1]))
             for spec in self.specs[prefix.start :]:
-                stack.callback(spec.layer.register_forward_hook(_noting(prefix, spec.index)).remove)
+                hook = functools.partial(prefix.note, spec.index)
+                stack.callback(spec.layer.register_forward_hook(hook).remove)
             yield
 
     def _check(self, keep: KeptSets) -> None:
@@ -172,27 +183,6 @@ class BlockGates:
                 f"a kept-set has one bool per sublayer, {2 * self.num_layers} for this model of {self.num_layers} "
                 f"layers; got {keep.dtype} {keep.shape}"
             )
-
-
-def _noting(prefix: _Prefix, index: int) -> Callable[[nn.Module, Any, Any], None]:
-    def note(_module: nn.Module, _args: Any, output: Any) -> None:
-        prefix.outputs[index] = output
-
-    return note
-
-
-@contextmanager
-def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `forward` answer for a module; unlike a hook on its output it spares the module's work."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -1,18 +1,15 @@
-"""Calibration text of all methods: windows of the one corpus, and the loss of a model on them."""
+"""Calibration text of all methods: windows of the one corpus, and losses on them."""
 
 import math
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wide.data.batches import TokenBlocks
-from wide.errors import ConfigError, EvaluationError
-from wide.evaluation.inference import model_device
+from wide.errors import ConfigError
 from wide.evaluation.perplexity import window_losses
 from wide.methods.catalogue import Calibrated
-from wide.methods.method import Effort
-from wide.models.observe import judging
 
 _SHORTEST_WINDOW = 2
 # exp of more overflows float64.
@@ -80,41 +77,6 @@ def summed_nll(logits: Tensor, ids: Tensor) -> Tensor:
 def num_predicted(ids: Tensor) -> int:
     """Return how many tokens of windows `[N, T]` are predicted: all but the first of each."""
     return ids.shape[0] * (ids.shape[1] - 1)
-
-
-def mean_nll(model: nn.Module, ids: Tensor, batch_size: int, *, effort: Effort | None = None) -> float:
-    """Return the mean negative log-likelihood per predicted token, in nats, summed in float64.
-
-    Args:
-        model: A causal LM; its training mode comes back afterwards.
-        ids: Windows, int64 `[N, T]`.
-        batch_size: Windows in a micro-batch; each token weighs the same whatever it is.
-        effort: The tokens are added here.
-    """
-    device = model_device(model)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    with judging(model):
-        for batch in ids.split(batch_size):
-            moved = batch.to(device)
-            total += summed_nll(model(input_ids=moved, use_cache=False).logits, moved).to(device)
-    if effort is not None:
-        effort.tokens_forward += ids.numel()
-    return float(total) / num_predicted(ids)
-
-
-def dense_nll(model: nn.Module, ids: Tensor, batch_size: int, *, effort: Effort) -> float:
-    """Return `mean_nll` of the unpruned model, by which the pruned ones are judged.
-
-    Raises:
-        EvaluationError: If it is not finite, so that nothing can be judged by it.
-    """
-    nll = mean_nll(model, ids, batch_size, effort=effort)
-    if not math.isfinite(nll):
-        raise EvaluationError(
-            f"the unpruned model's loss on the calibration text is {nll}, not a finite number; its weights or its "
-            "dtype are at fault: try bfloat16 or float32"
-        )
-    return nll
 
 
 def perplexity(nll: float) -> float:

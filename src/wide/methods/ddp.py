@@ -24,9 +24,9 @@ from wide.data.progress import progress
 from wide.errors import ConfigError, TrainingError
 from wide.grouping import Grouping
 from wide.methods.catalogue import DDPConfig
-from wide.methods.method import Decision, Effort, Target, feed_forward, width_share
+from wide.methods.method import Decision, Effort, Target, width_share
 from wide.models.attach import attach, detach
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.discovery import discover
 from wide.models.gates import StaticGate
 from wide.models.observe import bypass

@@ -15,9 +15,9 @@ from wide.config import ObjectiveConfig
 from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.methods.catalogue import DLLMConfig, DLLMOriginalConfig
-from wide.methods.method import Target, dense_plan, feed_forward, linear_work
+from wide.methods.method import Target, dense_plan, linear_work
 from wide.methods.routed import Routing
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward
 from wide.plan import Following, LayerPlan, Plan, Routed
 
 

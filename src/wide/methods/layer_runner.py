@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from wide.errors import DataError, UnsupportedModelError
+from wide.errors import DataError
 from wide.models.block_spec import BlockSpec
 
 Observer = Callable[[Tensor], None]
@@ -176,19 +176,6 @@ class EditedWeights:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Restore every weight."""
         self.restore()
-
-    def linear(self, module: nn.Module | None, where: str) -> nn.Linear:
-        """Return the module as a linear layer whose weight can be replaced.
-
-        Raises:
-            UnsupportedModelError: If it is quantised, wrapped by LoRA, or no linear layer at all.
-        """
-        if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
-            raise UnsupportedModelError(
-                f"{where} is a {type(module).__name__}; this method rewrites weights and needs a plain nn.Linear of a "
-                "floating-point dtype: load the model unquantised and merge LoRA first"
-            )
-        return module
 
     def name(self, linear: nn.Linear) -> str:
         """Return the weight's name in the model's state dict."""

@@ -7,10 +7,10 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
-from wide.errors import ConfigError, UnsupportedModelError
+from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.methods.catalogue import Match
-from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.cost import costs
 from wide.plan import Dense, LayerPlan, Plan, Routed
 
@@ -84,17 +84,6 @@ Decide = Callable[[nn.Module, TokenBlocks, Target, Any], Decision]
 def dense_plan(num_layers: int) -> Plan:
     """Return the plan that leaves every sublayer as it is."""
     return Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in range(num_layers)))
-
-
-def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
-    """Return the FFN of a layer.
-
-    Raises:
-        UnsupportedModelError: If the layer has none that can be pruned.
-    """
-    if spec.ffn is None:
-        raise UnsupportedModelError(f"this method prunes every FFN, and {spec.ffn_reason}")
-    return spec.ffn
 
 
 def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:

@@ -28,12 +28,13 @@ from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods.calibration import calibration_windows
 from wide.methods.catalogue import SliceGPTConfig
 from wide.methods.layer_runner import LayerRunner
-from wide.methods.method import Decision, Effort, Target, dense_plan, feed_forward, linear_work
+from wide.methods.method import Decision, Effort, Target, dense_plan, linear_work
 from wide.methods.second_order import GramAccumulator
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.discovery import discover
 from wide.models.observe import judging
 from wide.models.plan_check import check_plan
+from wide.models.stream import project
 from wide.plan import Plan, Stream
 
 # Far above the rounding of bfloat16, far below the spread of gains that subtracting a mean or adding a bias makes.
@@ -129,26 +130,26 @@ def stream_bases(
     tensors: dict[str, Tensor] = {}
     dropped: dict[str, float] = {}
 
-    def project(signals: list[Tensor], name: str) -> None:
+    def cut(signals: list[Tensor], name: str) -> None:
         basis, dropped[name] = principal_basis(signals, kept)
         tensors[name] = basis.float().cpu()
         for index, signal in enumerate(signals):
-            signals[index] = projected(signal, tensors[name])
+            signals[index] = project(signal, tensors[name]).to(signal.dtype)
 
     with judging(model):
         runner = LayerRunner(model, specs, ids, batch_size=batch_size)
-        project(runner.inputs, "stream.embedding")
+        cut(runner.inputs, "stream.embedding")
         for spec in progress(specs, title="slicegpt: layers", unit="layer"):
             ffn = feed_forward(spec)
             assert ffn.pre_norm is not None
             for batch in range(len(runner.inputs)):
                 runner.inputs[batch] = runner.input_inside(spec.index, batch, ffn.pre_norm)
-            project(runner.inputs, f"layers.{spec.index}.attention.basis")
+            cut(runner.inputs, f"layers.{spec.index}.attention.basis")
             if spec.index == len(specs) - 1:
                 break
             for batch, stream in enumerate(runner.inputs):
                 runner.inputs[batch] = stream + ffn.module(ffn.pre_norm(stream))
-            project(runner.inputs, f"layers.{spec.index}.ffn.basis")
+            cut(runner.inputs, f"layers.{spec.index}.ffn.basis")
     return tensors, dropped
 
 
@@ -199,10 +200,3 @@ def principal_basis(signals: Sequence[Tensor], kept: int) -> tuple[Tensor, float
     energies, directions = torch.linalg.eigh(moments.matrix)
     outside = float(energies[: len(energies) - kept].clamp(min=0.0).sum() / energies.sum())
     return directions.flip(1)[:, :kept].contiguous(), outside
-
-
-def projected(signal: Tensor, basis: Tensor) -> Tensor:
-    """Return `signal` `[..., D]` projected onto the span of `basis` `[D, D']`, computed in at least float32."""
-    dtype = torch.promote_types(signal.dtype, torch.float32)
-    basis = basis.to(signal.device, dtype)
-    return ((signal.to(dtype) @ basis) @ basis.T).to(signal.dtype)

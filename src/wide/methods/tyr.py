@@ -30,9 +30,9 @@ from wide.grouping import Grouping
 from wide.methods.calibration import calibration_windows, windows
 from wide.methods.catalogue import TyrConfig
 from wide.methods.layer_runner import EditedWeights, LayerRunner
-from wide.methods.method import Decision, Effort, Target, feed_forward, width_share
+from wide.methods.method import Decision, Effort, Target, width_share
 from wide.methods.second_order import GramAccumulator, UnitPruner
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.observe import judging
 from wide.plan import Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
@@ -205,7 +205,7 @@ class Supernet:
                 ("ffn", feed_forward(spec).down, 1),
             )
             for kind, module, unit_size in sublayers:
-                linear = weights.linear(module, f"layer {spec.index}: the output projection of the {kind}")
+                linear = plain_linear(module, spec.index)
                 self.projections.append(Projection(layer=spec.index, kind=kind, linear=linear, unit_size=unit_size))
 
     def initial_budget(self, share: float) -> list[int]:

@@ -22,9 +22,9 @@ from wide.errors import ConfigError, ShapeError
 from wide.methods.calibration import calibration_windows
 from wide.methods.catalogue import Calibrated, SparseGPTConfig, WandaConfig
 from wide.methods.layer_runner import EditedWeights, LayerRunner
-from wide.methods.method import Decision, Effort, Target, dense_plan, feed_forward
+from wide.methods.method import Decision, Effort, Target, dense_plan
 from wide.methods.second_order import GramAccumulator, cholesky_factor, damped, inverse
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.observe import judging
 
@@ -273,7 +273,7 @@ def _prune_matrices(
     specs = discover(model)
     ids = calibration_windows(blocks, settings)
     with judging(model), EditedWeights(model) as weights:
-        groups = [_matrices(weights, spec, pattern) for spec in specs]
+        groups = [_matrices(spec, pattern) for spec in specs]
         runner = LayerRunner(model, specs, ids, batch_size=settings.batch_size)
         for spec in progress(specs, title=title, unit="layer"):
             statistics = [observe(linears[0]) for linears in groups[spec.index]]
@@ -294,7 +294,7 @@ def _prune_matrices(
     )
 
 
-def _matrices(weights: EditedWeights, spec: BlockSpec, pattern: SemiStructured | None) -> list[list[nn.Linear]]:
+def _matrices(spec: BlockSpec, pattern: SemiStructured | None) -> list[list[nn.Linear]]:
     """Return the matrices of a layer, those that read the same input together."""
     attention, ffn = spec.attention, feed_forward(spec)
     groups: list[list[nn.Module | None]] = [
@@ -303,8 +303,7 @@ def _matrices(weights: EditedWeights, spec: BlockSpec, pattern: SemiStructured |
         [ffn.gate, ffn.up],
         [ffn.down],
     ]
-    where = f"layer {spec.index}: a projection"
-    linears = [[weights.linear(module, where) for module in group if module is not None] for group in groups]
+    linears = [[plain_linear(module, spec.index) for module in group if module is not None] for group in groups]
     for first in (group[0] for group in linears):
         if pattern is not None and first.in_features % pattern.of:
             raise ShapeError(

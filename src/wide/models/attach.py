@@ -34,7 +34,19 @@ from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl
 from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream, basis_of
-from wide.plan import EMBEDDING_BASIS, Dense, Following, Kept, LayerPlan, Plan, Routed, Skipped, basis_name, scale_name
+from wide.plan import (
+    EMBEDDING_BASIS,
+    Dense,
+    Following,
+    Half,
+    Kept,
+    LayerPlan,
+    Plan,
+    Routed,
+    Skipped,
+    basis_name,
+    scale_name,
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
@@ -103,8 +115,8 @@ class Attachment:
         if self.plan.stream is not None:
             found[EMBEDDING_BASIS] = basis_of(self.specs[0].layer).basis
         for spec in self.specs:
-            for sublayer, part in (("attention", spec.attention), ("ffn", spec.ffn)):
-                basis = None if part is None else getattr(part.module, STREAM_NAME, None)
+            for sublayer, part in spec.sublayers():
+                basis = getattr(part.module, STREAM_NAME, None)
                 if isinstance(basis, StreamBasis):
                     found[basis_name(spec.index, sublayer)] = basis.basis
         return found
@@ -296,8 +308,9 @@ def _ffn_grouping(config: WideConfig, spec: FeedForwardSpec) -> Grouping:
 
 
 def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor], state: Attachment) -> None:
-    for (name, half), part in zip(layer.halves(), (spec.attention, spec.ffn), strict=True):
-        if part is None or isinstance(half, Dense):
+    for name, part in spec.sublayers():
+        half: Half = getattr(layer, name)
+        if isinstance(half, Dense):
             continue
         if isinstance(half, Skipped):
             state.handles.append(part.module.register_forward_hook(SkipOutput(state.control)))

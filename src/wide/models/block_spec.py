@@ -1,9 +1,13 @@
-"""The parts of one decoder layer by role, with their sizes: data, not behaviour."""
+"""The parts of one decoder layer by role, with their sizes, and what is asked of them before they are changed."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
+
+from wide.errors import UnsupportedModelError
 
 NormScope = Literal["none", "head", "width"]
 
@@ -104,3 +108,50 @@ class BlockSpec:
     attention: AttentionSpec
     ffn: FeedForwardSpec | None
     ffn_reason: str = ""
+
+    def sublayers(self) -> list[tuple[str, AttentionSpec | FeedForwardSpec]]:
+        """Return the sublayers that can be routed or pruned, by name, in the order in which they run."""
+        return [("attention", self.attention)] + ([] if self.ffn is None else [("ffn", self.ffn)])
+
+
+def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
+    """Return the FFN of a layer.
+
+    Raises:
+        UnsupportedModelError: If the layer has none that can be pruned (mixture of experts).
+    """
+    if spec.ffn is None:
+        raise UnsupportedModelError(f"every FFN that is to be pruned must be of a known kind, and {spec.ffn_reason}")
+    return spec.ffn
+
+
+def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:
+    """Return a projection of a layer if it is an unquantised linear layer with its weight at hand.
+
+    Raises:
+        UnsupportedModelError: If it is quantised, wrapped (by LoRA, too), or no linear layer at all.
+    """
+    if (
+        isinstance(module, nn.Linear)
+        and module.weight.is_floating_point()
+        and tuple(module.weight.shape) == (module.out_features, module.in_features)
+    ):
+        return module
+    raise UnsupportedModelError(
+        f"layer {layer}: a projection is a {type(module).__name__}, whose weight cannot be cut or rewritten; load the "
+        "model unquantised and without wrappers (merge LoRA first), prune it, and quantise the result"
+    )
+
+
+@contextmanager
+def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `forward` answer for a module inside the block; unlike a hook on its output it spares the module's work."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own

@@ -305,13 +305,14 @@ def _layer_cost(
     if isinstance(layer.ffn, Routed | Following):
         ffn = _weights(left, "gate", "up", "down")
     removed_kv = _weights(dense, "key", "value") - key_value
-    sublayers: tuple[tuple[Half, Any], ...] = (layer.attention, spec.attention), (layer.ffn, spec.ffn)
-    zero_counts = [_zeros(half, part, zeros) for half, part in sublayers]
-    shares = [
-        _removed_share(half, part, count, plan.stream)
-        for (half, part), count in zip(sublayers, zero_counts, strict=True)
-    ]
-    removed = _projection_parameters(dense) - _projection_parameters(left) + sum(zero_counts)
+    removed = _projection_parameters(dense) - _projection_parameters(left)
+    shares: dict[str, float | None] = {"attention": None, "ffn": None}
+    for name, part in spec.sublayers():
+        half: Half = getattr(layer, name)
+        # Zeros in the replaced weights of a sublayer of which nothing else is pruned.
+        found = sum(zeros.get(p, 0) for p in _own(part.module)) if isinstance(half, Dense) else 0
+        removed += found
+        shares[name] = _removed_share(half, part, found, plan.stream)
     is_gone = plan.stream is None and layer == _SKIPPED
     return LayerCost(
         attention=2.0 * attention,
@@ -320,8 +321,8 @@ def _layer_cost(
         removed=2.0 * (_weights(dense) - _weights(left) - removed_kv),
         removed_kv=2.0 * removed_kv,
         key_value=2.0 * _weights(dense, "key", "value"),
-        attention_removed=shares[0],
-        ffn_removed=shares[1],
+        attention_removed=shares["attention"],
+        ffn_removed=shares["ffn"],
         parameters=_count(spec.layer),
         parameters_removed=_count(spec.layer) if is_gone else removed + _others_removed(spec, layer, plan.stream),
         kv_heads=spec.attention.num_kv_heads,
@@ -407,13 +408,6 @@ def _kept_heads(state: Attachment) -> dict[int, Tensor]:
     return found
 
 
-def _zeros(half: Half, part: Any, zeros: Mapping[nn.Parameter, int]) -> int:
-    """Return the zeros in the replaced weights of a sublayer of which nothing else is pruned."""
-    if part is None or not isinstance(half, Dense):
-        return 0
-    return sum(zeros.get(parameter, 0) for parameter in _own(part.module))
-
-
 def _removed_share(half: Half, part: Any, zeros: int, stream: Stream | None) -> float | None:
     share: float | None = None
     if isinstance(half, Skipped):
@@ -427,8 +421,7 @@ def _removed_share(half: Half, part: Any, zeros: int, stream: Stream | None) -> 
 
 def _others_removed(spec: BlockSpec, layer: LayerPlan, stream: Stream | None) -> int:
     """Return the parameters beside the projections that go: norms, and whatever else is left out."""
-    pairs: tuple[tuple[Half, Any], ...] = (layer.attention, spec.attention), (layer.ffn, spec.ffn)
-    sublayers = [(half, part) for half, part in pairs if part is not None]
+    sublayers = [(getattr(layer, name), part) for name, part in spec.sublayers()]
     gone = [(half, part) for half, part in sublayers if not _kept_channels(half, 1)]
     # Whatever lies beside the projections, such as norms of queries and keys.
     removed = sum(_count(part.module) - sum(_count(linear) for linear in part.linears()) for _, part in gone)

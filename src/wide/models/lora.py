@@ -321,8 +321,8 @@ def _untouched(model: nn.Module) -> str | None:
     skipped = {
         part.module
         for spec, layer in zip(state.specs, state.plan.layers, strict=True)
-        for (_, half), part in zip(layer.halves(), (spec.attention, spec.ffn), strict=True)
-        if part is not None and isinstance(half, Skipped)
+        for name, part in spec.sublayers()
+        if isinstance(getattr(layer, name), Skipped)
     }
     names = [re.escape(name) + r"\..*" for name, module in model.named_modules() if module in skipped]
     if state.plan.is_routed:

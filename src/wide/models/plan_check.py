@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.grouping import divisors
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
+from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, standing_in
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, scale_name
 
 _ORTHONORMAL_TO = 1e-3
@@ -117,10 +117,9 @@ def _check_ffn(layer: LayerPlan, spec: BlockSpec, where: str) -> None:
     half, attention = layer.ffn, layer.attention
     if isinstance(half, Dense):
         return
-    if spec.ffn is None:
-        raise UnsupportedModelError(f"the plan prunes an FFN that cannot be routed or pruned: {spec.ffn_reason}")
+    ffn = feed_forward(spec)
     if isinstance(half, Kept | Routed):
-        _check_width(half.grouping.width, spec.ffn.width, where)
+        _check_width(half.grouping.width, ffn.width, where)
     if isinstance(half, Routed) and half.evicts:
         raise ShapeError(f"{where} has no keys and values to evict; only an attention evicts")
     if isinstance(half, Following) and not isinstance(attention, Routed):
@@ -171,20 +170,12 @@ def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
     if stream.is_meta or spec.ffn is None:
         return None
     layer: Any = spec.layer
-    parts: tuple[AttentionSpec | FeedForwardSpec, ...] = (spec.attention, spec.ffn)
-    stand_ins: tuple[Any, ...] = ((attention, None), ffn)
-    before = [vars(part.module).get("forward") for part in parts]
-    for part, given in zip(parts, stand_ins, strict=True):
-        part.module.forward = lambda *_, given=given, **__: given
-    try:
-        with torch.no_grad():
-            out = layer.forward(stream)
-    finally:
-        for part, forward in zip(parts, before, strict=True):
-            if forward is None:
-                del part.module.forward
-            else:
-                part.module.forward = forward
+    with (
+        torch.no_grad(),
+        standing_in(spec.attention.module, lambda *_, **__: (attention, None)),
+        standing_in(spec.ffn.module, lambda *_, **__: ffn),
+    ):
+        out = layer.forward(stream)
     out = out[0] if isinstance(out, tuple) else out
     assert isinstance(out, Tensor)
     return out

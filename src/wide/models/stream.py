@@ -20,6 +20,13 @@ from wide.plan import EMBEDDING_BASIS, basis_name
 STREAM_NAME = "wide_stream"
 
 
+def project(stream: Tensor, basis: Tensor) -> Tensor:
+    """Return `[..., D]` projected onto the span of the columns of `basis` `[D, D']`, in float32 or what is wider."""
+    dtype = torch.promote_types(stream.dtype, torch.float32)
+    columns = basis.to(stream.device, dtype)
+    return (stream.to(dtype) @ columns) @ columns.T
+
+
 class StreamBasis(nn.Module):
     """An orthonormal basis onto whose span the residual stream is projected.
 
@@ -40,9 +47,7 @@ class StreamBasis(nn.Module):
     def project(self, stream: Tensor) -> Tensor:
         """Return the projection of `[..., D]`, in float32 or whatever is wider."""
         with torch.autocast(stream.device.type, enabled=False):
-            dtype = torch.promote_types(stream.dtype, torch.float32)
-            basis = self.basis.to(dtype)
-            return (stream.to(dtype) @ basis) @ basis.T
+            return project(stream, self.basis)
 
     def correct(self, output: Tensor) -> Tensor:
         """Return what the sublayer has to add to the stream that it read so that the sum is projected."""
@@ -77,11 +82,10 @@ def attach_stream(
     put(specs[0].layer, EMBEDDING_BASIS, specs[0].layer)
     handles.append(specs[0].layer.register_forward_pre_hook(_project_input, with_kwargs=True))
     for spec in specs:
-        for sublayer, part in (("attention", spec.attention), ("ffn", spec.ffn)):
+        for sublayer, part in spec.sublayers():
             name = basis_name(spec.index, sublayer)
             if name not in tensors:
                 continue
-            assert part is not None
             assert part.pre_norm is not None
             put(part.module, name, spec.layer)
             remember = RememberResidual(basis_of(part.module))
