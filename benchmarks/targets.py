@@ -1,9 +1,10 @@
-"""The targets of the operators and of whole forwards, filled in from the records of benches.
+"""The targets of what a user gets, filled in from the records of `wide profile`; `make tables` draws pages from them.
 
-Usage: python -m benchmarks.targets --records DIR... --out docs/measurements/targets/operators.json
+Usage: python -m benchmarks.targets --records DIR... [--out docs/measurements/targets/user.json]
 
-A record folder holds operators.json, attention.json or endtoend.json. Where several hold the same row, the last named
-folder counts. Rows that nothing measured keep `value` null.
+A folder holds endtoend.json. Where several hold the same row, the last named folder counts; rows that none of them
+measured stay as the file has them. Two commands measure all rows; each row names its own. Sparsity 0.5 comes first, so
+that what a first call takes is that of a fresh process.
 """
 
 import argparse
@@ -16,19 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from wide.kernels.contract import Case
-from wide.kernels.tuning import TuningTable, shape_key, shipped_path
-from wide.profiling.bench import HOPPER_OPERATORS, candidate_backend
-
-_BENCH = "wide bench --out DIR --timed_only true"
-_ENDTOEND = "wide profile --shape llama-3.1-8b --out DIR --prompt 4096,16384 --generate 128 --rates 0.5,0.5"
-_MIDDLE = 0.5
-# Candidates that write or store in an order that no model runs with.
-_ASIDE = ("packed", "grouped")
-Record = Mapping[str, Any]
-Value = Callable[[Sequence[Record]], float | None]
+_OUT = Path(__file__).parents[1] / "docs/measurements/targets/user.json"
+_PROFILE = "wide profile --shape llama-3.1-8b --out DIR --generate 64"
+_ALONE = f"{_PROFILE} --prompt 2048,4096,16384 --sparsities 0.5,0,0.3,0.7"
+_BATCHES = f"{_PROFILE} --prompt 1024 --batch 2,4,8,16,32,64 --doors generate --batched 1,8,32,64"
+_HALF, _DENSE, _AS_LOADED = "routed 0.5/0.5", "dense", "as loaded"
+_GIB = 2.0**30
+Content = Mapping[str, Any]
+Finder = Callable[[Content], dict[str, Any] | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +35,10 @@ class Target:
         what: In words.
         floor: Least acceptable value.
         goal: Wanted value.
-        unit: 'us' (smaller is better) or 'ratio' of dense time to ours.
+        unit: 'ratio' of the peer's time to ours; of others less is better.
         command: How to measure it again.
-        value: Finds the value among records.
+        find: Returns 'value' and what goes with it, None where the records do not hold it.
+        shown: Name of the row in the table of speeds, which shows all candidates; empty = not in it.
     """
 
     what: str
@@ -49,219 +46,207 @@ class Target:
     goal: float
     unit: str
     command: str
-    value: Value
+    find: Finder
+    shown: str = ""
 
 
-def _fastest(
-    group: str, name: str, starts: tuple[str, ...], key: str, *, auto: bool = False, triton: bool = False
-) -> Value:
-    """Return a finder of the best candidate of a sweep or race.
+def _times(content: Content, kind: str, field: str, scale: float, **wanted: Any) -> dict[str, float]:
+    """Return a field of each candidate's record of a kind."""
+    found = [r for r in content.get(kind, []) if all(r.get(key) == value for key, value in wanted.items())]
+    return {r["candidate"]: r[field] * scale for r in found}
 
-    Args:
-        group: 'sweep' or 'race'.
-        name: Of it.
-        starts: How the names of candidates begin that count.
-        key: Field of the record.
-        auto: Whether the dense fallback counts, too: what 'auto' would choose.
-        triton: Whether kernels for Hopper alone do not count.
-    """
 
-    def find(records: Sequence[Record]) -> float | None:
-        found = [
-            record[key]
-            for record in records
-            if record.get(group) == name and key in record and record["candidate"].startswith(starts)
-            if not (triton and candidate_backend(record["candidate"]) in HOPPER_OPERATORS)
-            if not any(word in record["candidate"] for word in _ASIDE)
-        ]
-        if auto:
-            found += [
-                r[key] for r in records if r.get(group) == name and r["candidate"] == "dense on zeros" and key in r
-            ]
-        if not found:
+def _against(peer: str, kind: str, field: str = "median_us", unit: str = "ms", **wanted: Any) -> Finder:
+    """Return a finder of the speed-up at 50 %, with the figures of all candidates."""
+    scale, is_rate = (1e-3, False) if field.endswith("_us") else (1.0, True)
+
+    def find(content: Content) -> dict[str, Any] | None:
+        found = _times(content, kind, field, scale, **wanted)
+        if _HALF not in found or peer not in found:
             return None
-        return float(min(found) if key.endswith("_us") else max(found))
+        ours, theirs = found[_HALF], found[peer]
+        shown = {"as_loaded": found.get(_AS_LOADED), "dense": found.get(_DENSE), "ours": ours}
+        figures = {name: None if figure is None else float(f"{figure:.4g}") for name, figure in shown.items()}
+        return {"value": ours / theirs if is_rate else theirs / ours, **figures, "unit_shown": unit}
 
     return find
 
 
-def _shipped(race: str) -> Value:
-    """Return a finder of the speed-up of the tile that ships in a race of a product of few rows.
+def _step(prompt: int, peer: str) -> Finder:
+    """Return a finder of a step of `generate()` after a prompt; half of the new tokens count as cached."""
 
-    Records say it of the tile that shipped when they were made; of older ones the shipped table of their GPU says it.
-    """
-
-    def find(records: Sequence[Record]) -> float | None:
-        timed = [r for r in records if r.get("race") == race and "speedup" in r and "choice" in r]
-        flagged = [r for r in timed if r.get("shipped")]
-        found = flagged or [r for r in timed if tuple(r["choice"]["tile"]) == _shipped_tile(r["case"])]
-        return float(found[0]["speedup"]) if found else None
+    def find(content: Content) -> dict[str, Any] | None:
+        tokens = [r["tokens"] for r in content["records"] if r["what"] == "decode" and r["tokens"] >= prompt]
+        if not tokens:
+            return None
+        return _against(peer, "records", what="decode", tokens=min(tokens), batch=1)(content)
 
     return find
 
 
-def _shipped_tile(described: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the tile that ships for the H200, the only GPU with a table, at the shape of a record."""
-    case = Case(
-        sizes=described["sizes"],
-        dtype=getattr(torch, described["dtype"]),
-        active=described["active"],
-        options=described["options"],
-    )
-    choice = TuningTable(shipped_path("NVIDIA H200")).lookup(shape_key(described["operator"], case))
-    return None if choice is None else choice.tile
+def _start(value: Callable[[Mapping[str, Any]], float | None]) -> Finder:
+    """Return a finder of what the beginning takes at 50 %."""
 
-
-def _endtoend(what: str, tokens: int, skipped: float) -> Value:
-    """Return a finder of the speed-up of one batch-1 race at equal rates in both halves."""
-
-    def find(records: Sequence[Record]) -> float | None:
-        rates = {"attention": skipped, "ffn": skipped}
-        found = [
-            record["speedup"]
-            for record in records
-            if (record.get("what"), record.get("tokens"), record.get("batch")) == (what, tokens, 1)
-            and record.get("skipped") == rates
-            and record["candidate"] != "own routing"
-            and "speedup" in record
-        ]
-        return max(found) if found else None
+    def find(content: Content) -> dict[str, Any] | None:
+        starts = [start for start in content.get("starts", []) if start["candidate"] == _HALF]
+        found = value(starts[0]) if starts else None
+        return None if found is None else {"value": found}
 
     return find
 
 
-def _least(*finders: Value) -> Value:
-    def find(records: Sequence[Record]) -> float | None:
-        found = [finder(records) for finder in finders]
-        known = [value for value in found if value is not None]
-        return min(known) if len(known) == len(found) else None
-
-    return find
-
-
-def _ratio(what: str, floor: float, goal: float, command: str, value: Value) -> Target:
-    return Target(what=what, floor=floor, goal=goal, unit="ratio", command=command, value=value)
+def _added(content: Content) -> dict[str, Any] | None:
+    """Return the milliseconds that `generate()` adds to a step at the first prompt."""
+    starts = [start for start in content.get("starts", []) if start["candidate"] == _HALF]
+    steps = [r for r in content["records"] if (r["what"], r["batch"], r["candidate"]) == ("decode", 1, _HALF)]
+    if not starts or not steps or starts[0].get("bare_step_us") is None:
+        return None
+    return {"value": (min(steps, key=lambda r: r["tokens"])["median_us"] - starts[0]["bare_step_us"]) / 1e3}
 
 
-def _operator_targets() -> list[Target]:
-    tiles = ("16", "32", "64", "128", "256")
-    rows = [
-        Target(
-            what="reorder, M=16384, 112 groups",
-            floor=15.0,
-            goal=6.0,
-            unit="us",
-            command=f"{_BENCH} --operators reorder",
-            value=_fastest("sweep", "reorder M=16384", ("112 groups",), "median_us"),
-        )
-    ]
-    command = f"{_BENCH} --operators gemm_mn"
-    for m in (4096, 16384):
-        value = _fastest("sweep", f"gate_up G=128 p=0.5 M={m}", tiles, "speedup", triton=True)
-        what = f"gemm_mn gate+up+SwiGLU (Triton) against cuBLAS + fused SwiGLU, M={m}"
-        rows.append(_ratio(what, 1.45, 1.6, command, value))
-    command = f"{_BENCH} --operators gemm_k"
-    for size, goal in ((128, 1.2), (256, 1.4)):
-        value = _fastest("sweep", f"down G={size} p=0.5 M=16384", ("s=",), "speedup", auto=True)
-        rows.append(_ratio(f"gemm_k down, G={size}, M=16384 (auto)", 1.0, goal, command, value))
-    value = _fastest("sweep", "o G=512 p=0.5 M=16384", ("s=",), "speedup", auto=True)
-    return [*rows, _ratio("O-proj, M=16384 (auto)", 1.2, 1.5, command, value)]
-
-
-def _attention_targets() -> list[Target]:
-    prefill = _fastest("race", "prefill T=16384 p=0.5", ("operator, reorder charged",), "speedup")
-    command = f"{_BENCH} --operators prefill"
-    rows = [_ratio("prefill attention T=16384 against cuDNN SDPA (Triton)", 1.4, 1.7, command, prefill)]
-    command = f"{_BENCH} --operators decode"
-    for batch, length in ((32, 4096), (8, 32768)):
-        value = _fastest("race", f"decode B={batch} T={length} p=0.5", ("operator",), "speedup")
-        rows.append(_ratio(f"decode attention B={batch} T={length} against SDPA", 1.6, 1.9, command, value))
-    command = f"{_BENCH} --operators gemv"
-    for name, size in (("gate_up", 128), ("down", 128), ("query", 512), ("output", 512)):
-        value = _shipped(f"gemv {name} M=1 G={size} p=0.5")
-        rows.append(_ratio(f"decode GEMV M=1, {name}, against cuBLAS", 1.5, 1.8, command, value))
-    return rows
+def _least(content: Content) -> dict[str, Any] | None:
+    """Return the least speed-up over the dense model in the same engine, of all routed candidates and shapes."""
+    found = [r for r in content["records"] if r["candidate"].startswith("routed")]
+    if not found:
+        return None
+    least = min(found, key=lambda r: r["speedup"])
+    note = f"{least['what']}, {least['tokens']} tokens, batch {least['batch']}, {least['candidate']}"
+    return {"value": least["speedup"], "note": f"least of {len(found)} in one record: {note}"}
 
 
 def targets() -> list[Target]:
     """Return all rows, in order."""
-    rows = [*_operator_targets(), *_attention_targets()]
-    value = _endtoend("decode", 2048, _MIDDLE)
-    rows.append(_ratio("end-to-end decode B=1, prompt 2048", 1.4, 1.6, _ENDTOEND, value))
-    for length in (4096, 16384):
-        value = _endtoend("prefill", length, _MIDDLE)
-        rows.append(_ratio(f"end-to-end prefill B=1 T={length}", 1.2, 1.5, _ENDTOEND, value))
-    for what, tokens in (("prefill", 4096), ("prefill", 16384), ("decode", 2048)):
-        value = _endtoend(what, tokens, 0.0)
-        rows.append(_ratio(f"0 % sparsity against dense, {what} {tokens}", 0.95, 0.99, _ENDTOEND, value))
-    every = [_endtoend(what, tokens, 0.0) for what, tokens in (("prefill", 4096), ("prefill", 16384), ("decode", 2048))]
-    return [*rows, _ratio("0 % sparsity against dense, least of the above", 0.95, 0.99, _ENDTOEND, _least(*every))]
+    ratio, step = {"unit": "ratio", "command": _ALONE}, "`generate()`, a token, prompt of 2048"
+    rows = [
+        Target(
+            what=f"{step}, against the strongest dense peer",
+            floor=1.4,
+            goal=1.6,
+            find=_step(2048, _DENSE),
+            shown=step,
+            **ratio,
+        ),
+        Target(
+            what=f"{step}, against the dense model as loaded", floor=5, goal=6, find=_step(2048, _AS_LOADED), **ratio
+        ),
+        Target(
+            what="what `generate()` adds to the bare step", floor=0.8, goal=0.3, unit="ms", command=_ALONE, find=_added
+        ),
+    ]
+    for length, floor, goal in ((4096, 1.42, 1.55), (16384, 1.53, 1.65)):
+        what = f"forward of {length} tokens"
+        find = _against(_DENSE, "records", what="prefill", tokens=length, batch=1)
+        rows.append(Target(what=what, floor=floor, goal=goal, find=find, shown=what, **ratio))
+    for requests, floor, goal in ((1, 1.35, 1.5), (8, 1.0, 1.1), (32, 1.05, 1.2), (64, 1.15, 1.35)):
+        what = f"`generate_batch`, {requests} request{'' if requests == 1 else 's'} at once, prompt of 1024"
+        find = _against(_DENSE, "batched", "tokens_per_s", "tokens/s", requests=requests, prompt=1024)
+        rows.append(Target(what=what, floor=floor, goal=goal, unit="ratio", command=_BATCHES, find=find, shown=what))
+    for what, command in (("one sequence, 0 to 70 %", _ALONE), ("2 to 64 sequences, 50 %", _BATCHES)):
+        find = _one_sequence if command == _ALONE else _several
+        rows.append(
+            Target(
+                what=f"least speed-up over dense, {what}",
+                floor=0.98,
+                goal=1.0,
+                unit="ratio",
+                command=command,
+                find=find,
+            )
+        )
+    started = _start(lambda start: start["optimize_s"] + start["first_call_s"])
+    memory = _start(lambda start: start["memory_beyond_dense_bytes"] / _GIB)
+    return [
+        *rows,
+        Target(
+            what="`optimize` and a first call, captures included",
+            floor=20,
+            goal=8,
+            unit="s",
+            command=_ALONE,
+            find=started,
+        ),
+        Target(
+            what="memory beyond the dense model's", floor=1, goal=0.3, unit="GiB", command=_ALONE, find=_alone(memory)
+        ),
+    ]
 
 
-def fill(folders: Iterable[Path], *, commit: str, date: str) -> list[dict[str, Any]]:
+def _batches(content: Content) -> set[int]:
+    return {record["batch"] for record in content["records"]}
+
+
+def _alone(find: Finder) -> Finder:
+    return lambda content: find(content) if _batches(content) == {1} else None
+
+
+def _one_sequence(content: Content) -> dict[str, Any] | None:
+    return _least(content) if _batches(content) == {1} else None
+
+
+def _several(content: Content) -> dict[str, Any] | None:
+    return _least(content) if max(_batches(content), default=1) > 1 else None
+
+
+def fill(
+    folders: Iterable[Path], known: Sequence[Mapping[str, Any]] = (), *, commit: str, date: str
+) -> list[dict[str, Any]]:
     """Return one JSON-ready object per target.
 
     Args:
         folders: With records; later ones replace what earlier ones measured.
+        known: Rows of earlier measurements, for targets that these do not measure.
         commit: Of the code that was measured.
         date: Of the measurement.
     """
-    reports = [json.loads(file.read_text()) for folder in folders for file in sorted(folder.glob("*.json"))]
-    usable = [report for report in reports if isinstance(report, dict) and isinstance(report.get("records"), list)]
+    contents = [json.loads((folder / "endtoend.json").read_text()) for folder in folders]
+    before = {row["what"]: row for row in known}
     rows = []
     for target in targets():
-        value, device, model = None, None, None
-        for report in usable:
-            found = target.value(report["records"])
+        row: dict[str, Any] = {"what": target.what, "value": None, "floor": target.floor, "goal": target.goal}
+        row |= {"unit": target.unit, "reached": "not measured", "device": None, "date": None, "commit": None}
+        row["command"] = target.command
+        if target.what in before:
+            row.update(before[target.what], floor=target.floor, goal=target.goal)
+        for content in contents:
+            found = target.find(content)
             if found is not None:
-                value, device, model = found, report.get("device"), report
-        row = {
-            "what": target.what,
-            "value": None if value is None else round(value, 4),
-            "floor": target.floor,
-            "goal": target.goal,
-            "unit": target.unit,
-            "reached": _reached(target, value),
-            "device": device,
-            "date": None if value is None else date,
-            "commit": None if value is None else commit,
-            "command": target.command,
-        }
-        if model is not None and "layers" in model:
-            row["layers"] = model["layers"]
+                found["value"] = round(found["value"], 4)
+                row |= found | {"reached": _reached(target, found["value"]), "device": content.get("device")}
+                row |= {"date": date, "commit": commit}
+        if target.shown:
+            row["shown"] = target.shown
         rows.append(row)
     return rows
 
 
-def _reached(target: Target, value: float | None) -> str:
-    """Return 'goal', 'floor', 'missed' or 'not measured'."""
-    if value is None:
-        return "not measured"
-    sign = -1.0 if target.unit == "us" else 1.0
+def _reached(target: Target, value: float) -> str:
+    """Return 'goal', 'floor' or 'missed'."""
+    sign = 1.0 if target.unit == "ratio" else -1.0
     if sign * value >= sign * target.goal:
         return "goal"
     return "floor" if sign * value >= sign * target.floor else "missed"
 
 
 def _head() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Fill in the targets and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, nargs="+", required=True, help="folders of bench records")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--records", type=Path, nargs="+", required=True, help="folders of wide profile")
+    parser.add_argument("--out", type=Path, default=_OUT, help="the file to write")
     parser.add_argument("--commit", default=None, help="of the measured code; default: this checkout's")
     parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="YYYY-MM-DD")
     options = parser.parse_args(arguments)
-    rows = fill(options.records, commit=options.commit or _head(), date=options.date)
+    known = json.loads(options.out.read_text()) if options.out.is_file() else []
+    rows = fill(options.records, known, commit=options.commit or _head(), date=options.date)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:
         value = "-" if row["value"] is None else f"{row['value']:.3f}"
-        sys.stdout.write(f"{row['what']:64s} {value:>9s} {row['floor']:6g} {row['goal']:6g}  {row['reached']}\n")
+        sys.stdout.write(f"{row['what']:72s} {value:>9s} {row['floor']:6g} {row['goal']:6g}  {row['reached']}\n")
     return 0
 
 

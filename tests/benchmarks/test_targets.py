@@ -15,11 +15,6 @@ MEASUREMENTS = DOCS / "measurements"
 FIELDS = {"what", "value", "floor", "goal", "unit", "reached", "device", "date", "commit", "command"}
 
 
-def _write(folder, name, records, **more):
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps({"device": "GPU", "records": records, **more}))
-
-
 def _row(rows, words):
     return next(row for row in rows if words in row["what"])
 
@@ -91,69 +86,76 @@ HOPPER = {
 }
 
 
-def test_rows_are_filled_from_records_and_others_stay_empty(tmp_path):
-    down = {"sweep": "down G=128 p=0.5 M=16384"}
-    _write(
-        tmp_path / "a",
-        "operators.json",
-        [
-            {"sweep": "reorder M=16384", "candidate": "112 groups", "median_us": 12.0},
-            {**down, "candidate": "dense", "speedup": 1.0},
-            {**down, "candidate": "dense on zeros", "speedup": 1.18},
-            {**down, "candidate": "s=4 128x1", "speedup": 0.9},
-            {**down, "candidate": "s=4 128x1 grouped", "speedup": 1.3},
-            {**down, "candidate": "s=4 broken", "failure": "no"},
-        ],
-    )
-    decode = {"what": "decode", "tokens": 2048, "batch": 1}
-    _write(
-        tmp_path / "b",
-        "endtoend.json",
-        [
-            {**decode, "candidate": "dense", "speedup": 1.0},
-            {**decode, "candidate": "routed", "skipped": {"attention": 0.5, "ffn": 0.5}, "speedup": 1.62},
-            {**decode, "candidate": "all execute", "skipped": {"attention": 0.0, "ffn": 0.0}, "speedup": 0.93},
-        ],
-        layers=32,
-    )
-    rows = fill([tmp_path / "a", tmp_path / "b"], commit="abc", date="2026-01-02")
+def _record(what, tokens, candidate, median_us, batch=1, speedup=1.0):
+    facts = {"what": what, "tokens": tokens, "batch": batch, "candidate": candidate}
+    return {**facts, "median_us": median_us, "speedup": speedup}
+
+
+def _race(what, tokens, times, **more):
+    return [_record(what, tokens, name, us, speedup=times["dense"] / us, **more) for name, us in times.items()]
+
+
+def _content():
+    steps = {"as loaded": 21000.0, "dense": 4900.0, "routed 0.5/0.5": 3000.0, "routed 0/0": 5000.0}
+    forwards = {"as loaded": 120000.0, "dense": 100000.0, "routed 0.5/0.5": 69000.0}
+    start = {"candidate": "routed 0.5/0.5", "optimize_s": 2.0, "first_call_s": 3.5, "bare_step_us": 2600.0}
+    return {
+        "device": "GPU",
+        "records": [*_race("decode", 2080, steps), *_race("decode", 4128, steps), *_race("prefill", 4096, forwards)],
+        "starts": [{**start, "memory_beyond_dense_bytes": 2**29}],
+    }
+
+
+@pytest.fixture
+def folders(tmp_path):
+    names = ("as loaded", "dense", "routed 0.5/0.5")
+    batches = [
+        {"what": "generate_batch", "requests": 8, "prompt": 1024, "candidate": name, "tokens_per_s": rate}
+        for name, rate in zip(names, (300.0, 1000.0, 1120.0), strict=True)
+    ]
+    several = _race("decode", 1056, {"dense": 5000.0, "routed 0.5/0.5": 5100.0}, batch=4)
+    for name, content in (("a", _content()), ("b", {"device": "GPU", "records": several, "batched": batches})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "endtoend.json").write_text(json.dumps(content))
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_rows_are_filled_from_records_and_others_stay_empty(folders):
+    rows = fill(folders, commit="abcdef0", date="2026-01-02")
     assert len(rows) == len(targets())
-    assert (_row(rows, "reorder")["value"], _row(rows, "reorder")["reached"]) == (12.0, "floor")
-    assert (_row(rows, "down, G=128")["value"], _row(rows, "down, G=128")["reached"]) == (1.18, "floor")
-    decode_row = _row(rows, "end-to-end decode")
-    assert (decode_row["reached"], decode_row["layers"], decode_row["commit"]) == ("goal", 32, "abc")
-    assert _row(rows, "against dense, decode")["reached"] == "missed"
-    assert _row(rows, "least of")["value"] is None
-    untouched = _row(rows, "O-proj")
+
+    def of(words):
+        row = _row(rows, words)
+        return row["value"], row["reached"]
+
+    assert of("strongest dense peer") == (1.6333, "goal")
+    assert of("as loaded") == (7.0, "goal")
+    assert of("adds to the bare step") == (0.4, "floor")
+    assert of("forward of 4096") == (1.4493, "floor")
+    assert of("8 requests") == (1.12, "goal")
+    assert of("least speed-up over dense, one sequence") == (0.98, "floor")
+    assert of("least speed-up over dense, 2 to 64") == (0.9804, "floor")
+    assert of("a first call") == (5.5, "goal")
+    assert of("memory beyond") == (0.5, "floor")
+    shown = _row(rows, "8 requests")
+    assert (shown["as_loaded"], shown["dense"], shown["ours"], shown["unit_shown"]) == (300, 1000, 1120, "tokens/s")
+    untouched = _row(rows, "forward of 16384")
     assert (untouched["value"], untouched["device"], untouched["reached"]) == (None, None, "not measured")
 
 
-def test_kernels_for_hopper_alone_do_not_count_as_triton(tmp_path):
-    sweep = {"sweep": "gate_up G=128 p=0.5 M=4096"}
-    _write(
-        tmp_path / "a",
-        "operators.json",
-        [
-            {**sweep, "candidate": "dense", "speedup": 1.0},
-            {**sweep, "candidate": "128x128x64x4x8x1x2", "speedup": 1.5},
-            {**sweep, "candidate": "128xgluon 2x256x4x1", "speedup": 1.77},
-            {**sweep, "candidate": "256xcuda 256x256", "speedup": 1.94},
-        ],
-    )
-    assert _row(fill([tmp_path / "a"], commit="abc", date="2026-01-02"), "(Triton)")["value"] == 1.5
-
-
-def test_the_file_has_the_required_fields(tmp_path, capsys):
-    _write(tmp_path / "a", "operators.json", [])
-    out = tmp_path / "targets" / "operators.json"
-    assert main(["--records", str(tmp_path / "a"), "--out", str(out), "--commit", "x"]) == 0
-    wanted = {"what", "value", "floor", "goal", "unit", "device", "date", "commit", "command"}
-    assert all(wanted <= row.keys() for row in json.loads(out.read_text()))
+def test_rows_that_are_not_measured_again_stay_as_they_are(folders, tmp_path, capsys):
+    out = tmp_path / "targets" / "user.json"
+    for number, folder in enumerate(folders):
+        assert main(["--records", str(folder), "--out", str(out), "--commit", f"abcdef{number}"]) == 0
+    rows = json.loads(out.read_text())
+    assert all(row.keys() >= FIELDS for row in rows)
+    assert _row(rows, "strongest dense peer")["commit"] == "abcdef0"
+    assert _row(rows, "8 requests")["commit"] == "abcdef1"
     assert "not measured" in capsys.readouterr().out
 
 
 def test_the_committed_rows_are_the_targets():
-    rows = _committed("operators.json")
+    rows = _committed("user.json")
     assert [(r["what"], r["floor"], r["goal"], r["unit"]) for r in rows] == [
         (target.what, target.floor, target.goal, target.unit) for target in targets()
     ]
@@ -173,10 +175,9 @@ def test_committed_rows_say_truly_what_is_reached_and_how_to_repeat_it(name):
 
 
 def test_committed_values_are_those_of_the_records_that_they_name():
-    finders = HOPPER | {target.what: target.value for target in targets()}
-    for row in _committed("operators.json") + _committed("hopper.json"):
+    for row in _committed("hopper.json"):
         # Half of the third decimal: one row is the mean of ratios that its record keeps to three.
-        assert finders[row["what"]](_measured(row)) == pytest.approx(row["value"], abs=5e-4), row["what"]
+        assert HOPPER[row["what"]](_measured(row)) == pytest.approx(row["value"], abs=5e-4), row["what"]
 
 
 def test_what_missed_its_floor_says_by_how_much_its_best_experiment_does():
