@@ -25,7 +25,7 @@ from wide.profiling.bench import (
 )
 from wide.profiling.decode import decode_races, group_races
 from wide.profiling.hopper_cases import with_hopper_cases
-from wide.report.profiles import read_profile
+from wide.report.speed import read_profile
 
 CPU = torch.device("cpu")
 CANDIDATES = {
@@ -187,7 +187,7 @@ def test_coarse_races_run_and_are_drawn(host, tmp_path):
     content = json.loads((tmp_path / COARSE / "attention.json").read_text())
     assert content["agreement"] == "timed shapes"
     points = read_profile(tmp_path / COARSE).operators()
-    assert {point.operator for point in points} == {
+    assert {point["operator"] for point in points} == {
         "gate_up",
         "down",
         "q",
@@ -197,8 +197,8 @@ def test_coarse_races_run_and_are_drawn(host, tmp_path):
         "gemv gate_up",
         "gemv down",
     }
-    assert {point.tokens for point in points if point.operator == "gate_up"} == {16, 32}
-    assert {point.active for point in points if point.operator == "decode attention"} == {0.3, 0.5}
+    assert {point["tokens"] for point in points if point["operator"] == "gate_up"} == {16, 32}
+    assert {point["active"] for point in points if point["operator"] == "decode attention"} == {0.3, 0.5}
     assert {point.group_size for point in points if point.operator == "gemv down"} == {64, 128}
     assert {point.batch for point in points if point.operator == "decode attention"} == {1, 8, 32}
 

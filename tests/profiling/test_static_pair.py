@@ -16,7 +16,7 @@ from wide.profiling import doors, static_pair
 from wide.profiling.doors import prefill_call, step_call
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
-from wide.report.profiles import read_profile
+from wide.report.speed import read_profile
 
 CPU = torch.device("cpu")
 

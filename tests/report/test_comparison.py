@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from report_words import draw_svg
 
 from wide.errors import DataError
 from wide.evaluation.tasks import ZERO_SHOT_TASKS
@@ -24,7 +25,6 @@ from wide.report.comparison_tables import (
     to_markdown,
     to_text,
 )
-from wide.report.drawing import draw_svg
 from wide.report.figure import MissingRecordsError
 from wide.report.folders import draw_comparison
 from wide.report.selection import Selection

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from report_words import draw_svg
 
 from wide.cli.main import main
 from wide.errors import DataError
@@ -12,7 +13,6 @@ from wide.records import Cell, Record, RecordFile
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_merge import merge
-from wide.report.drawing import draw_svg
 from wide.report.figure import MissingRecordsError
 from wide.report.page import facts
 
@@ -125,8 +125,10 @@ def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
     ]
     found = read_comparison(write(tmp_path / "one", list(settings), *cells) / "compare.jsonl")
     _, words = draw_svg(FIGURES["quality-groups"], found)
-    assert "channels of an FFN group, 50 %, adjacent (without LoRA): 1.20 at 32, 1.30 at 128" in words
-    assert "query channels of an attention group, 50 %, clustered (without LoRA): 1.60 at 64, 1.70 at 256" in words
+    assert "channels of an FFN group, 50 %, a and alike (without LoRA): 1.20 at 32, 1.30 at 128" in words
+    assert (
+        "query channels of an attention group, 50 %, b-own and alike (without LoRA): 1.60 at 64, 1.70 at 256" in words
+    )
     lines = rows("quality-groups", found)
     assert {(line["varied"], line["size"]) for line in lines if line["method"] == "b"} == {
         ("ffn_group_size", "128"),
@@ -140,7 +142,7 @@ def test_comparisons_share_a_page(timed, tmp_path):
     second = write(tmp_path / "two", ["tyr", "ddp"], *cells, recovers=True)
     time_cell(second, other[0], 1.5)
     whole = merge({path.name: read_comparison(path / "compare.jsonl") for path in (timed, second)})
-    assert list(dict.fromkeys(row.method for row in whole.rows)) == [DENSE, "tyr (one)", "wide", "tyr (two)", "ddp"]
+    assert list(dict.fromkeys(row.method for row in whole.rows)) == [DENSE, "tyr (one)", "tyr (two)", "wide", "ddp"]
     assert whole.value(Row("tyr (two)", False), 0.25, PERPLEXITY).mean == 13.0
     assert whole.value(Row(DENSE, True), 0.0, PERPLEXITY).mean == 8.0
     assert {(speed.cell.method, speed.forward.speedup) for speed in whole.speeds} == {

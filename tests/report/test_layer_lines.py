@@ -1,13 +1,13 @@
 """Sparsity by layer of several models in one picture: rows of a comparison, and runs."""
 
 import pytest
+from report_words import draw_svg
 
 from wide.cli.main import main
 from wide.errors import DataError
 from wide.records import Cell, Record, RecordFile
 from wide.report.comparison import DENSE, FINISHED, Comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
-from wide.report.drawing import draw_svg
 from wide.report.figure import MissingRecordsError
 from wide.report.folders import LAYERS_OF_RUNS, read_evidence
 from wide.report.selection import Selection

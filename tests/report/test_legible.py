@@ -9,11 +9,9 @@ from wide.report.comparison import read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_merge import merge
 from wide.report.drawing import draw
-from wide.report.figure import MissingRecordsError
-from wide.report.profiles import read_profile
 from wide.report.run_figures import FIGURES
 from wide.report.selection import read_selection
-from wide.report.speed_figures import DEPTH_FIGURES, NAIVE_FIGURES, SPEED_FIGURES
+from wide.report.speed import SPEED_FIGURES, read_profile
 
 ROWS = ("tyr", "ddp", "wide", "wide-32", "wide-fitted", "slicegpt", "f128-a64", "f128-a384")
 RESULTS = Path(__file__).parents[2] / "docs/results"
@@ -66,11 +64,5 @@ def test_no_words_of_the_study_of_methods_cover_others():
 
 
 def test_no_words_of_the_study_of_speed_cover_others():
-    profile, found, missing = read_profile(RESULTS / "h200"), {}, []
-    for figure in (*SPEED_FIGURES, *NAIVE_FIGURES, *DEPTH_FIGURES):
-        try:
-            found[figure.name] = covered(figure, profile)
-        except MissingRecordsError:
-            missing.append(figure.name)
-    assert not missing
-    assert not {name: words for name, words in found.items() if words}
+    profile = read_profile(RESULTS / "h200")
+    assert {figure.name: words for figure in SPEED_FIGURES if (words := covered(figure, profile))} == {}

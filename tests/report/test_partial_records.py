@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from report_words import describe
 from test_comparison_speed import measured, time_cell
 from test_comparison_speed import write as write_comparison
 from test_report import complete_records
-from test_speed import depth_record, forwards, write_bench
+from test_speed import forwards, group, product, step, write_bench
 from test_speed import write_json as write_file
-from test_sweeps import group, product, step
 
 from wide.cli.main import main
 from wide.records import Cell, Record
@@ -18,10 +18,9 @@ from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_tables import to_csv, to_html, to_text
 from wide.report.figure import MissingRecordsError
 from wide.report.page import _sample
-from wide.report.profiles import Profile, bench_file
 from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
-from wide.report.speed_figures import DEPTH_FIGURES, NAIVE_FIGURES, SPEED_FIGURES, traffic_table
+from wide.report.speed import SPEED_FIGURES, Profile, bench_file, other_tables
 from wide.report.table import layer_lines, summary_table
 
 GONE = object()
@@ -33,7 +32,7 @@ def show(figures, source):
     for figure in figures:
         try:
             assert figure.to_csv(source)
-            assert figure.describe(source)
+            assert describe(figure, source)
         except MissingRecordsError:
             continue
 
@@ -60,14 +59,10 @@ def bench_records(folder):
         "attention": content["attention"] + group(128, 1.2, 0.94) + group(512, 1.9, 0.5),
         "endtoend": [*forwards(), *steps],
         "naive": [naive, naive | {"candidate": "fused", "accounted_storage_bytes": 10.0}],
-        "depth": [depth_record("dense", 20.0, GEMM=20.0), depth_record("fused", 12.0, GEMM=12.0)],
     }
 
 
-DRAWN = {"naive": NAIVE_FIGURES, "depth": DEPTH_FIGURES}
-
-
-@pytest.mark.parametrize("name", ["operators", "attention", "endtoend", "naive", "depth"])
+@pytest.mark.parametrize("name", ["operators", "attention", "endtoend", "naive"])
 def test_no_field_of_a_bench_is_taken_for_granted(name, tmp_path):
     records = bench_records(tmp_path)[name]
     kinds = {frozenset(record): place for place, record in enumerate(records)}
@@ -75,16 +70,15 @@ def test_no_field_of_a_bench_is_taken_for_granted(name, tmp_path):
         for field in records[place]:
             for value in WRONG:
                 content = {"device": "GPU", "records": with_wrong(records, place, field, value)}
-                profile = Profile([bench_file(f"{name}.json", content)])
-                show(DRAWN.get(name, SPEED_FIGURES), profile)
-                if name == "naive":
-                    assert traffic_table(profile).rows
+                profile = Profile((bench_file(f"{name}.json", content),))
+                show(SPEED_FIGURES, profile)
+                assert all(table.rows for table in other_tables(profile).values())
     for value in ({}, None, 3, "words", []):
-        profile = Profile([bench_file(f"{name}.json", {"device": value, "records": [value, *records]})])
-        assert value == {} or any("without any fields" in note for note in profile.notes)
+        profile = Profile((bench_file(f"{name}.json", {"device": value, "records": [value, *records]}),))
+        assert value == {} or any("damaged" in note for note in profile.notes)
 
 
-@pytest.mark.parametrize("field", ["speedup", "what"])
+@pytest.mark.parametrize("field", ["tokens", "what"])
 def test_what_a_bench_lacks_is_said_under_the_figure_and_on_the_console(field, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     records = list(forwards())

@@ -8,9 +8,10 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from report_words import draw_svg
 
 from wide.records import Record, RecordFile
-from wide.report.drawing import FOLDER, draw_svg
+from wide.report.drawing import FOLDER
 from wide.report.figure import MissingRecordsError
 from wide.report.page import write_report
 from wide.report.run_figures import FIGURES, LAYERS, PERPLEXITY, ROUTING_FIGURES

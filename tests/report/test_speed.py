@@ -4,15 +4,17 @@ import csv
 import json
 
 import pytest
+from report_words import draw_svg
 
 from wide.cli.main import main
 from wide.errors import DataError
 from wide.records import Record, RecordFile
-from wide.report.drawing import FOLDER, draw, draw_svg, save_figure
+from wide.report.drawing import FOLDER, save_figure
 from wide.report.figure import MissingRecordsError
-from wide.report.folders import QUALITY_SPEED, evidence_table, read_evidence, write_evidence, write_folder
-from wide.report.profiles import read_profile
-from wide.report.speed_figures import DEPTH_FIGURES, NAIVE_FIGURES, SPEED_FIGURES, traffic_table
+from wide.report.folders import evidence_table, read_evidence, write_evidence, write_folder
+from wide.report.speed import SPEED_FIGURES, other_tables, read_profile
+
+END_TO_END, OPERATORS = SPEED_FIGURES
 
 
 def write_json(path, records, **facts):
@@ -22,6 +24,24 @@ def write_json(path, records, **facts):
 
 def sweep(name, candidate, median, **facts):
     return {"sweep": name, "candidate": candidate, "median_us": median, "active": 0.5, **facts}
+
+
+def product(group_size, active, ours, dense=100.0, rows=4096):
+    name = f"down G={group_size} p={active} M={rows}"
+    facts = {"num_rows": float(rows), "group_size": float(group_size), "active": active}
+    return [sweep(name, "dense", dense, **facts), sweep(name, "s=8", ours, **facts)]
+
+
+def group(size, speedup, union):
+    facts = {"race": f"decode_groups G={size} B=32 T=4096 p=0.5", "peer": "dense cudnn", "batch": 32, "length": 4096}
+    facts |= {"active": 0.5, "group_size": size, "group_heads": size // 128, "union": union}
+    times = {"dense cudnn": 100.0, "dense operator": 105.0, "operator": 100.0 / speedup}
+    return [facts | {"candidate": name, "median_us": t, "speedup": 100.0 / t} for name, t in times.items()]
+
+
+def step(candidate, batch, speedup, **more):
+    facts = {"what": "decode", "tokens": 2048, "batch": batch, "candidate": candidate}
+    return facts | {"median_us": 1000.0 / speedup, "speedup": speedup, "peak_memory_bytes": 2**30, **more}
 
 
 def write_bench(folder):
@@ -44,9 +64,9 @@ def write_bench(folder):
 
 def forward(what, candidate, median, *, skipped=None, tokens=1024):
     facts = {"what": what, "tokens": tokens, "batch": 1, "candidate": candidate, "median_us": median}
-    facts |= {"speedup": 3000.0 / median, "breakdown_us": {"attention": 900.0, "gaps": -5.0, "query": 10.0}}
+    facts |= {"speedup": 3000.0 / median, "runtime": "generate()" if what == "decode" else "model(...)"}
     if skipped is not None:
-        facts |= {"skipped": {"attention": skipped[0], "ffn": skipped[1]}, "ceiling": 2.0}
+        facts |= {"skipped": {"attention": skipped[0], "ffn": skipped[1]}}
     return facts
 
 
@@ -54,7 +74,6 @@ def forwards(own=True):
     yield forward("prefill", "dense", 3000.0)
     yield forward("prefill", "routed 0.5/0.5", 2000.0, skipped=(0.5, 0.5))
     yield forward("prefill", "routed 0.66/0.285", 2100.0, skipped=(0.66, 0.285))
-    yield forward("prefill", "all execute", 3030.0, skipped=(0.0, 0.0))
     yield {"what": "prefill", "tokens": 1024, "batch": 1, "candidate": "compiled default", "failure": "no"}
     if own:
         yield forward("prefill", "own routing", 2500.0, skipped=(0.4, 0.6))
@@ -73,61 +92,88 @@ def write_run(folder, model="M", perplexity=12.0):
     )
 
 
+def sheet(figure, folder):
+    with (folder / FOLDER / f"{figure.name}.csv").open() as stream:
+        return list(csv.DictReader(stream))
+
+
 def test_the_fastest_charged_variant_counts(tmp_path):
     write_bench(tmp_path)
-    points = {point.operator: point for point in read_profile(tmp_path).operators()}
+    points = {point["operator"]: point for point in read_profile(tmp_path).operators()}
     assert set(points) == {"gate_up", "prefill attention"}
-    assert points["gate_up"].candidate == "128x128"
-    assert points["gate_up"].speedup == pytest.approx(100 / 60)
-    assert points["gate_up"].ideal == 2.0
+    assert points["gate_up"]["candidate"] == "128x128"
+    assert points["gate_up"]["speedup"] == pytest.approx(100 / 60)
+    assert points["gate_up"]["ideal_speedup"] == 2.0
     # Tiles of the prefill attention leave the reordering out, and a run that skips nothing is no gain.
-    assert points["prefill attention"].candidate == "operator, reorder charged"
-    assert points["prefill attention"].speedup == pytest.approx(100 / 70)
+    assert points["prefill attention"]["candidate"] == "operator, reorder charged"
+    assert points["prefill attention"]["speedup"] == pytest.approx(100 / 70)
+
+
+def test_the_tile_that_ships_is_quoted(tmp_path):
+    tuned = [*product(128, 0.5, 40.0), *product(128, 0.5, 50.0)]
+    tuned[-1] |= {"candidate": "s=16", "shipped": True}
+    write_json(tmp_path / "operators.json", tuned)
+    (point,) = read_profile(tmp_path).operators()
+    assert (point["candidate"], point["speedup"]) == ("s=16", 2.0)
 
 
 def test_later_files_replace_equal_measurements(tmp_path):
     write_bench(tmp_path)
+    write_json(tmp_path / "bench/operators.json", product(128, 0.5, 50.0))
+    write_json(tmp_path / "bench/coarse/operators.json", product(128, 0.5, 80.0))
+    points = {point["operator"]: point["median_us"] for point in read_profile(tmp_path).operators()}
+    assert points == {"gate_up": 60.0, "prefill attention": 70.0, "down": 80.0}
+
+
+def test_operators_are_drawn_over_tokens(tmp_path):
+    records = [*product(128, 0.5, 90.0, rows=1024), *product(128, 0.5, 50.0), *product(64, 0.5, 80.0)]
+    write_json(tmp_path / "operators.json", records)
+    write_json(tmp_path / "attention.json", [*group(128, 1.2, 0.94), *group(512, 1.9, 0.5)])
+    save_figure(OPERATORS, read_profile(tmp_path), tmp_path)
+    _, words = draw_svg(OPERATORS, read_profile(tmp_path))
+    assert "down, 50 % skipped, G 128: 1.11 at 1024, 2.00 at 4096" in words
+    # Points of single sizes are in the values only, but where an operator has nothing else.
+    assert "G 64" not in words
+    assert "decode attention, 50 % skipped, G 512, B 32: 1.90 at 4096" in words
+    rows = {(row["operator"], row["group_size"], row["tokens"]): row for row in sheet(OPERATORS, tmp_path)}
+    assert rows["down", "64", "4096"]["speedup"] == "1.25"
+    # A cache is read if any head of its group executes.
+    assert float(rows["decode attention", "128", "4096"]["ideal_speedup"]) == pytest.approx(1 / 0.94)
+
+
+def test_whole_models_are_drawn_over_their_size_by_door(tmp_path):
+    records = [*forwards(), step("dense", 4, 1.0, energy_j=4.0), step("own routing", 4, 1.5, energy_j=2.0)]
+    first = [forward("first token", "own routing", 1500.0) | {"runtime": "generate()"}]
+    batched = {"what": "generate_batch", "requests": 8, "prompt": 256, "generate": 16, "tokens_per_s": 10.0}
+    batched |= {"candidate": "own routing", "step_ms": 2.0, "begin_s": 1.0, "speedup": 1.25, "speedup_as_loaded": 5.0}
+    write_json(tmp_path / "endtoend.json", records, model="M", first_tokens=first, batched=[batched])
     profile = read_profile(tmp_path)
-    write_bench(tmp_path / "bench")
-    again = read_profile(tmp_path)
-    assert len((profile + profile).operators()) == len(again.operators()) == 2
+    save_figure(END_TO_END, profile, tmp_path)
+    _, words = draw_svg(END_TO_END, profile)
+    assert "prefill, model(...), own routing: 1.20 at 1024" in words
+    assert "decode, own routing: 1.50 at 2048 x 4" in words
+    assert "first token, generate(), own routing: 2.00 at 1024" in words
+    assert "generate_batch, own routing: 1.25 at 256 x 8" in words
+    assert "dense:" not in words
+    rows = {(row["what"], row["candidate"], row["batch"]): row for row in sheet(END_TO_END, tmp_path)}
+    assert rows["decode", "own routing", "4"]["energy_per_token_j"] == "0.5"
+    assert rows["generate_batch", "own routing", "8"]["median_us"] == "2000.0"
+    assert "compiled default" not in {candidate for _, candidate, _ in rows}
 
 
-@pytest.mark.parametrize("figure", SPEED_FIGURES[:3], ids=lambda figure: figure.name)
-def test_figures_of_speed_hold_what_was_measured(figure, tmp_path):
-    write_bench(tmp_path)
-    write_json(tmp_path / "endtoend.json", list(forwards()), model="M", ffn_group_size=64)
-    profile = read_profile(tmp_path)
-    _, words = save_figure(figure, profile, tmp_path)
-    with (tmp_path / FOLDER / f"{figure.name}.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    if figure.name == "operators":
-        assert "gate and up, 50 % skipped, G 128: 1.67 at 4096" in words
-        assert [(row["median_us"], row["backend"]) for row in rows] == [("60.0", "Triton"), ("70.0", "Triton")]
-    if figure.name == "end-to-end":
-        assert "1.50 at 50" in words
-        assert {row["candidate"] for row in rows} >= {"dense", "own routing", "all execute"}
-        assert "compiled default" not in {row["candidate"] for row in rows}
-    if figure.name == "breakdown":
-        assert {row["words"] for row in rows} == {
-            "",
-            "1.50x of 2.00x possible",
-            "1.43x of 2.00x possible",
-            "1.20x of 2.00x possible",
-            "1.25x of 2.00x possible",
-        }
-        assert {"gaps", "query, key and value", "attention"} == {row["part"] for row in rows}
+def test_group_sizes_and_models_are_told_apart(tmp_path):
+    for place, size, model in (("profile", 64, "M"), ("bench", 128, "M"), ("bench/coarse", 128, "N")):
+        write_json(tmp_path / place / "endtoend.json", [*forwards(own=False)], model=model, ffn_group_size=size)
+    _, words = draw_svg(END_TO_END, read_profile(tmp_path))
+    assert "M, prefill, model(...), routed 0.5/0.5, G 64: 1.50 at 1024" in words
+    assert "N, prefill, model(...), routed 0.5/0.5, G 128: 1.50 at 1024" in words
 
 
-def test_figures_of_speed_name_what_is_missing(tmp_path):
-    write_json(tmp_path / "endtoend.json", [forward("prefill", "dense", 3.0)])
-    profile = read_profile(tmp_path)
-    for figure, words in zip(SPEED_FIGURES[:3], ("no routed candidate", "", "no records of operators"), strict=True):
-        if words:
-            with pytest.raises(MissingRecordsError, match=words):
-                draw_svg(figure, profile)
-    with pytest.raises(MissingRecordsError, match=r"naive\.json"):
-        draw_svg(NAIVE_FIGURES[0], profile)
+@pytest.mark.parametrize("figure", SPEED_FIGURES, ids=lambda figure: figure.name)
+def test_figures_of_speed_name_what_is_missing(figure, tmp_path):
+    write_json(tmp_path / "endtoend.json", [])
+    with pytest.raises(MissingRecordsError, match="run wide"):
+        draw_svg(figure, read_profile(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"records": 3}'])
@@ -137,151 +183,93 @@ def test_files_of_other_kinds_are_refused(tmp_path, content):
         read_profile(tmp_path)
 
 
-def test_quality_joins_the_speed_of_the_same_adapter(tmp_path):
-    inside, outside, other = tmp_path / "inside", tmp_path / "outside", tmp_path / "other"
-    for folder in (inside, outside, other):
+def speeds(*folders):
+    return {row[:2]: row[-2:] for row in evidence_table(read_evidence(folders)).rows}
+
+
+def test_quality_joins_the_speed_of_the_same_model(tmp_path):
+    one, other, untimed = tmp_path / "one", tmp_path / "other", tmp_path / "untimed"
+    for folder in (one, other, untimed):
         write_run(folder)
-    write_json(inside / "profile/endtoend.json", list(forwards()), model="M", ffn_group_size=64)
-    adapter = str(outside / "stage1" / "adapter")
-    write_json(tmp_path / "bench/endtoend.json", list(forwards()), model="M", adapter=adapter, ffn_group_size=64)
-    evidence = read_evidence([inside, outside, other, tmp_path / "bench"])
-    points = {(point["run"], point["subject"], point["what"]): point for point in evidence.points()}
-    assert set(points) == {
-        ("inside", "stage 1+2", "prefill"),
-        ("inside", "stage 1+2", "decode"),
-        ("outside", "stage 1", "prefill"),
-        ("outside", "stage 1", "decode"),
+    write_json(one / "profile/endtoend.json", list(forwards()), model="M", ffn_group_size=64)
+    adapter = str(other / "stage1" / "adapter")
+    write_json(other / "profile/endtoend.json", list(forwards()), model="M", adapter=adapter, ffn_group_size=64)
+    found = speeds(one, other, untimed)
+    timed = {key: value for key, value in found.items() if value != ("-", "-")}
+    assert timed == {
+        ("one", "stage 1+2 (routers, LoRA)"): ("1.20x", "1.25x"),
+        # The adapter of its first stage.
+        ("other", "stage 1 (routers)"): ("1.20x", "1.25x"),
     }
-    assert points["inside", "stage 1+2", "decode"]["ratio"] == pytest.approx(1.2)
-    assert points["outside", "stage 1", "prefill"]["speedup"] == pytest.approx(1.2)
-    lines = {(row[0], row[1]): row for row in evidence_table(evidence).rows}
-    assert lines["outside", "stage 1 (routers)"][-2:] == ("1.20x", "1.25x")
-    assert lines["other", "stage 1+2 (routers, LoRA)"][-2:] == ("-", "-")
-    _, words = draw_svg(QUALITY_SPEED, evidence)
-    assert "prefill, inside, stage 1+2 (routers, LoRA): 1.20 at 1.2" in words
-
-
-def test_runs_of_one_model_keep_their_own_speed(tmp_path):
-    for name, time in (("a", 2500.0), ("b", 2000.0)):
-        write_run(tmp_path / name)
-        own = forward("prefill", "own routing", time, skipped=(0.4, 0.6))
-        write_json(tmp_path / name / "profile/endtoend.json", [own], model="M", ffn_group_size=64)
-    evidence = read_evidence([tmp_path / "a", tmp_path / "b"])
-    assert {point["run"]: point["speedup"] for point in evidence.points()} == {"a": 1.2, "b": 1.5}
-    _, words = draw_svg(QUALITY_SPEED, evidence)
-    assert "prefill, a, stage 1+2 (routers, LoRA): 1.20 at 1.2" in words
 
 
 def test_speed_of_another_model_or_of_random_masks_joins_nothing(tmp_path):
     write_run(tmp_path / "run", model="M")
     write_json(tmp_path / "run/endtoend.json", list(forwards()), model="another", ffn_group_size=64)
-    assert read_evidence([tmp_path / "run"]).points() == []
+    assert set(speeds(tmp_path / "run").values()) == {("-", "-")}
     write_json(tmp_path / "run/endtoend.json", list(forwards(own=False)), model="M", ffn_group_size=64)
-    evidence = read_evidence([tmp_path / "run"])
-    with pytest.raises(MissingRecordsError, match="wide profile --model M --adapter"):
-        draw_svg(QUALITY_SPEED, evidence)
+    assert set(speeds(tmp_path / "run").values()) == {("-", "-")}
+
+
+def test_a_materialised_method_joins_its_run(tmp_path):
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append([Record(subject="run", metric="model", value="M")])
+    file.append([Record(subject=s, metric="token_perplexity", value=v) for s, v in (("dense", 10.0), ("pruned", 15.0))])
+    timed = [step("dense", 1, 1.0), step("pruned", 1, 1.6), step("pruned", 4, 1.2)]
+    write_json(tmp_path / "profile/endtoend.json", timed, model="M", method="tyr")
+    assert speeds(tmp_path)[tmp_path.name, "pruned"] == ("-", "1.20x-1.60x")
 
 
 def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
+    pytest.importorskip("matplotlib")
     write_run(tmp_path)
     write_json(tmp_path / "endtoend.json", list(forwards()), model="M", ffn_group_size=64)
     page = write_folder(tmp_path)[0][0].read_text()
-    assert "Quality against measured speed" in page
-    assert "Where the time goes" in page
+    assert "Quality and speed" in page
+    assert "Speed-up of whole models" in page
     assert "Perplexity" in page
 
 
 def test_several_folders_share_a_page(tmp_path):
+    pytest.importorskip("matplotlib")
     for name in ("a", "b"):
         write_run(tmp_path / name / "run")
     page = write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all")[0].read_text()
     assert "a/run" in page
     assert "b/run" in page
-    assert "Not drawn: no run whose quality" in page
     with pytest.raises(DataError, match="another --output"):
         write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "a/run")
     with pytest.raises(DataError, match="named twice"):
         write_evidence([tmp_path / "a/run"] * 2, tmp_path / "all")
 
 
-def test_a_bench_alone_is_drawn_and_nothing_is_refused(tmp_path):
-    record = {"axis": "N", "size": 64, "group_size": 16, "active": 0.5, "candidate": "dense"}
-    record |= {"error": 0.0, "accounted_traffic_bytes": 100.0, "accounted_storage_bytes": 0.0}
+def test_a_bench_without_a_figure_is_a_table_and_nothing_is_refused(tmp_path):
+    record = {"axis": "N", "size": 64, "group_size": 16, "active": 0.5, "candidate": "dense", "parts_us": {"sort": 1.0}}
     write_json(tmp_path / "naive/naive.json", [record])
     ((page,), _) = write_folder(tmp_path / "naive")
-    assert "Naive, grouped, fused" in page.read_text()
+    assert "Records of naive.json" in page.read_text()
     assert "Perplexity" not in page.read_text()
+    table = other_tables(read_profile(tmp_path / "naive"))["naive.json"]
+    assert table.header == ("device", "axis", "size", "group_size", "active", "candidate")
+    assert table.rows == (("GPU", "N", "64", "16", "0.5", "dense"),)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds neither"):
         write_folder(tmp_path / "empty")
 
 
-def test_the_table_of_traffic_needs_no_gpu(tmp_path, capsys):
+def test_traffic_needs_no_gpu(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     assert main(["bench", "--config", "tab-traffic", "--rows", "512", "--out", str(tmp_path)]) == 0
-    lines = {(row[0], row[1]): row[2:] for row in traffic_table(read_profile(tmp_path)).rows}
-    # Three matrices of bfloat16; gathered weights are read once for each token.
-    assert lines["dense", "N"] == ("512", "1.5", "1.00", "0.0")
-    assert float(lines["gather-scatter", "N"][2]) > 100
     assert "gather-scatter" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 0
-    assert "by the paper&#x27;s accounting" in (tmp_path / "report.html").read_text().replace("'", "&#x27;")
+    assert "gather-scatter" in (tmp_path / "report.html").read_text()
 
 
-def depth_record(candidate, median, *, rows=64, **parts):
-    size = {"rows": rows, "width_in": 4096, "width_out": 4096, "active": 0.5}
-    times = {"median_us": median, "speedup": 20.0 / median, "parts_us": parts}
-    return {
-        **size,
-        **times,
-        "candidate": candidate,
-        "error": 0.001,
-        "accounted_traffic_bytes": dict.fromkeys(parts, 8.0),
-    }
-
-
-def test_naive_depth_is_drawn_by_stage(tmp_path):
-    naive = depth_record("gather-scatter", 40.0, indices=15.0, gather=4.0, GEMM=12.0, scatter=6.0)
-    write_json(tmp_path / "depth.json", [depth_record("dense", 20.0, GEMM=20.0), naive])
-    rows = [row for row in DEPTH_FIGURES[0].table(read_profile(tmp_path)) if row["candidate"] == "gather-scatter"]
-    stages = {"indices": 15.0, "gather": 4.0, "GEMM": 12.0, "scatter": 6.0, "rest": 3.0}
-    assert {row["part"]: row["us"] for row in rows} == stages
-    assert {row["part"]: row["x dense"] for row in rows} == {name: us / 20.0 for name, us in stages.items()}
-    ((page,), _) = write_folder(tmp_path)
-    assert "Where the time of naive dynamic depth goes" in page.read_text()
-
-
-def test_the_line_of_the_dense_product_crosses_no_words_of_naive_depth(tmp_path):
+def test_only_the_common_page_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    ways = [depth_record("dense", 20.0, GEMM=20.0), depth_record("fused", 12.0, sort=1.0, GEMM=11.0)]
-    ways.append(depth_record("gather-scatter", 90.0, indices=60.0, gather=4.0, GEMM=12.0, scatter=6.0))
-    write_json(tmp_path / "depth.json", [way | {"speedup": 20.0 / way["median_us"]} for way in ways])
-    (axes,) = draw(DEPTH_FIGURES[0], read_profile(tmp_path)).axes
-    assert [words.xy[0] >= 1.0 for words in axes.texts] == [True] * 3
-
-
-def test_naive_depth_on_a_cpu_says_what_is_missing(tmp_path):
-    record = {"rows": 64, "width_in": 8, "width_out": 8, "active": 0.5, "candidate": "dense", "error": 0.0}
-    write_json(tmp_path / "depth.json", [record])
-    ((page,), _) = write_folder(tmp_path)
-    assert "Not drawn: no timed record of naive dynamic depth" in page.read_text()
-
-
-def test_the_breakdown_leaves_batches_to_their_own_figure(tmp_path):
-    breakdown = next(figure for figure in SPEED_FIGURES if figure.name == "breakdown")
-    batch = forward("prefill", "routed 0.5/0.5", 4000.0, skipped=(0.5, 0.5)) | {"batch": 8}
-    write_json(tmp_path / "endtoend.json", [*forwards(own=False), batch], model="M", ffn_group_size=64)
-    assert {row["batch"] for row in breakdown.table(read_profile(tmp_path))} == {1}
-
-
-def test_an_operator_timed_at_one_size_shows_its_usual_groups_at_half(tmp_path):
-    size = {"num_rows": 1.0}
-    records = []
-    for group_size, active, ours in ((64, 0.5, 90.0), (128, 0.3, 20.0), (128, 0.5, 50.0), (128, 0.7, 70.0)):
-        facts = size | {"sweep": f"down G={group_size} p={active} M=1", "group_size": group_size, "active": active}
-        records += [facts | {"candidate": "dense", "median_us": 100.0}, facts | {"candidate": "s=8", "median_us": ours}]
-    write_json(tmp_path / "operators.json", records)
-    operators = next(figure for figure in SPEED_FIGURES if figure.name == "operators")
-    _, words = draw_svg(operators, read_profile(tmp_path))
-    assert "down, 50 % skipped, G 128: 2.00 at 1" in words
-    assert "G 64" not in words
-    assert "30 % skipped" not in words
+    write_bench(tmp_path / "bench")
+    assert main(["report", str(tmp_path / "bench"), "--output", str(tmp_path / "all"), "--only"]) == 0
+    assert not (tmp_path / "bench/report.html").exists()
+    assert "Speed-up of operators" in (tmp_path / "all/report.html").read_text()
+    assert main(["report", str(tmp_path / "bench"), "--only"]) == 2
+    assert "name it" in capsys.readouterr().err

@@ -39,7 +39,16 @@ def test_runs_of_a_study_share_a_page_with_their_speed(study, tmp_path):
     assert [path.name for path in study.iterdir()] == [STUDY]
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "with one of one, two"), ("three", "there is no folder")])
-def test_a_study_is_drawn_run_by_run(study, name, words, tmp_path, capsys):
-    assert main(["report", str(study / name), "--output", str(tmp_path / "page"), "--only"]) == 1
-    assert words in capsys.readouterr().err
+def test_a_study_stands_for_all_of_its_runs(study, tmp_path):
+    assert main(["report", str(study), "--output", str(tmp_path / "page"), "--only"]) == 0
+    page = (tmp_path / "page/report.html").read_text()
+    assert "<td>12.00</td>" in page
+    assert "<td>11.00</td>" in page
+
+
+def test_each_run_of_a_study_has_a_page(study, capsys):
+    assert main(["report", str(study)]) == 0
+    assert "Speed-up of whole models" in (study / "two/report.html").read_text()
+    assert "<td>12.00</td>" in (study / "one/report.html").read_text()
+    assert main(["report", str(study / "three")]) == 1
+    assert "there is no folder" in capsys.readouterr().err

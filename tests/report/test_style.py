@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from wide.report.drawing import CYCLE, FILLS, ink, shade
+from wide.report.drawing import CYCLE, ink, shade
 
 
 def luminance(colour):
@@ -36,9 +36,3 @@ def lightness(colour):
 def test_lines_beside_each_other_differ_in_lightness():
     values = [lightness(colour) for colour in CYCLE]
     assert min(abs(one - other) for one, other in itertools.pairwise(values)) > 6
-
-
-def test_parts_of_a_bar_can_be_told_apart_in_grey():
-    # Any two, because parts between them may be missing.
-    for (one, hatch), (other, other_hatch) in itertools.combinations(FILLS, 2):
-        assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 10, (one, other)

@@ -42,7 +42,7 @@ def arguments() -> Arguments:
     )
     flags.add_folders(
         "The --output of wide prune, wide recover or wide compare, or the --out of wide bench or profile; or a run in "
-        "the record file of a study, STUDY/NAME."
+        "the record file of a study, STUDY/NAME; STUDY means all of them."
     )
     flags.add_fields(PageOptions)
     flags.add_switch("only", "With --output: draw that page alone and write nothing into the folders.")
@@ -66,11 +66,9 @@ def run(given: Sequence[str]) -> None:
     if page.output is None and (only or page.rows):
         raise UsageError(f"--{'only' if only else 'rows'} is for the page of several folders: name it with --output")
     from wide.report.drawing import require_matplotlib
-    from wide.report.folders import exists
+    from wide.report.folders import expand
 
-    missing = [folder for folder in folders if not exists(folder)]
-    if missing:
-        raise DataError(f"there is no folder {missing[0]}; name the output of a run, a comparison or a bench")
+    folders = [each for folder in folders for each in expand(folder)]
     require_matplotlib()
     for folder in () if only else folders:
         _draw(folder)

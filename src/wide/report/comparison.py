@@ -14,8 +14,8 @@ from wide.errors import DataError
 from wide.records import STUDY, Cell, Stage
 from wide.report.bootstrap import Windows, perplexity_error, ratio_error
 from wide.report.figure import Origin
-from wide.report.profiles import OWN, Forward, Profile, read_profile, read_study
 from wide.report.selection import Selection, read_selection
+from wide.report.speed import Forward, Profile, read_profile, read_study
 
 DENSE = "dense"
 FINISHED = "finished"
@@ -75,7 +75,6 @@ class Comparison:
         run: Its records: those of all cells, and under the subject 'run' the grid that was asked for.
         speeds: Of its cells, where they were measured.
         speed_origins: The files of the speeds.
-        adapted: What the dense model with LoRA is called, once for each LoRA that rows have.
 
     Attributes:
         sparsities: Targets, ascending.
@@ -90,7 +89,6 @@ class Comparison:
         run: Selection,
         speeds: Sequence[CellSpeed] = (),
         speed_origins: Sequence[Origin] = (),
-        adapted: Sequence[str] = (DENSE,),
     ) -> None:
         """Index the cells."""
         self.speed_origins = tuple(speed_origins)
@@ -106,9 +104,7 @@ class Comparison:
             )
         self.sparsities = sorted(map(float, sparsities))
         stages = (False, True) if run.number("run", "grid.recovers") else (False,)
-        self._dense_names = frozenset((DENSE, *adapted))
-        self.rows = [Row(DENSE, False), *(Row(name, True) for name in adapted if True in stages)]
-        self.rows += [Row(method, recovered) for method in methods for recovered in stages]
+        self.rows = [Row(method, recovered) for method in (DENSE, *methods) for recovered in stages]
         self._cells: dict[tuple[Row, float], list[Cell]] = {}
         for stage in sorted({record.subject for record in run.records if isinstance(record.subject, Stage)}):
             row = Row(stage.cell.method, stage.recovered)
@@ -116,7 +112,7 @@ class Comparison:
 
     def is_dense(self, row: Row) -> bool:
         """Return whether a row is the dense model, with LoRA or without."""
-        return row.method in self._dense_names
+        return row.method == DENSE
 
     def value(self, row: Row, sparsity: float, metric: str) -> Value | None:
         """Return a figure of a row, None where nothing was measured.
@@ -146,20 +142,14 @@ class Comparison:
         """Return what a method was set to in its first cell at a sparsity, empty where no record says.
 
         A size of groups that is left to the model is the model's, if the run's 'model.attention_group_size' says it.
+        How its routers were trained, as far as not by default, is under 'training'; it is missing in older records.
         """
         subjects = self.finished(Row(method, False), sparsity)
         found: dict[str, Any] = next(filter(None, (self.run.content(each, "settings") for each in subjects)), {})
+        training = next(filter(None, (self.run.content(each, "training") for each in subjects)), None)
+        found = found if training is None else {**found, "training": training}
         own = self.run.number("run", _OWN_GROUP)
         return {**found, _GROUP: int(own)} if own is not None and found.get(_GROUP, 0) is None else found
-
-    def training(self, method: str, sparsity: float) -> Mapping[str, Any] | None:
-        """Return how the routers of a method's first cell at a sparsity were trained, as far as not by default.
-
-        None where no record says it: of methods without routers, and of older records.
-        """
-        subjects = self.finished(Row(method, False), sparsity)
-        found = (self.run.content(subject, "training") for subject in subjects)
-        return next((content for content in found if content is not None), None)
 
     def seeds(self, row: Row, sparsity: float) -> list[int]:
         """Return the seeds of a row that have been measured, ascending."""
@@ -265,7 +255,7 @@ def read_comparison(records: Path, run: str = "") -> Comparison:
         CellSpeed(cell, forward)
         for cell, profile in profiles.items()
         for forward in profile.forwards()
-        if forward.candidate in OWN
+        if forward.is_own
     ]
     origins = [origin for profile in profiles.values() for origin in profile.origins]
     return Comparison(read_selection(records, run), speeds, origins)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
@@ -16,8 +16,6 @@ _SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": 
 _MIDDLE = 0.5
 # What is worse than this many times dense would squeeze everything else.
 _HIGHEST = 6
-# More lines in one panel cannot be told apart; the next ones get panels of their own.
-_MOST_LINES = 6
 
 
 def _points(comparison: Comparison, metric: str) -> Iterator[tuple[Row, float, Value]]:
@@ -47,15 +45,10 @@ def _over_sparsity(comparison: Comparison) -> list[Drawn]:
 
 
 def _dense_lines(comparison: Comparison) -> Mapping[str, Mapping[str, float]]:
-    """Return the dense model with each LoRA: LoRA fits the calibration text, so that it is the fair partner of rows."""
-    found: dict[str, Mapping[str, float]] = {DENSE: dict.fromkeys(_PANELS.values(), 1.0)}
-    for row in comparison.rows:
-        if comparison.is_dense(row) and row.recovered:
-            values = {panel: comparison.value(row, 0.0, metric) for metric, panel in _PANELS.items()}
-            known = {panel: value.mean for panel, value in values.items() if value is not None}
-            if known:
-                found[f"{row.method} + LoRA"] = known
-    return found
+    """Return the dense model with LoRA: LoRA fits the calibration text, so that it is the fair partner of rows."""
+    values = {panel: comparison.value(Row(DENSE, True), 0.0, metric) for metric, panel in _PANELS.items()}
+    known = {panel: value.mean for panel, value in values.items() if value is not None}
+    return {DENSE: dict.fromkeys(_PANELS.values(), 1.0)} | ({f"{DENSE} + LoRA": known} if known else {})
 
 
 def _over_work(comparison: Comparison) -> list[Drawn]:
@@ -81,54 +74,33 @@ def _over_work(comparison: Comparison) -> list[Drawn]:
 def _over_groups(comparison: Comparison) -> list[Drawn]:
     """Return the rows that differ in one size of groups alone, where there are at least two of it."""
     rows: list[Drawn] = []
-    for key in _SIZES:
+    for key, panel in _SIZES.items():
         lines: dict[tuple[Any, ...], list[tuple[int, Row, Value]]] = {}
-        others: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-        trained: dict[tuple[Any, ...], list[Any]] = {}
-        found = []
         for row, sparsity, value in _points(comparison, RATIO):
-            settings = comparison.settings(row.method, sparsity)
-            if settings.get(key) is not None:
-                rest = {name: each for name, each in settings.items() if name != key}
-                alike = (json.dumps(rest, sort_keys=True), sparsity, row.recovered)
-                training = comparison.training(row.method, sparsity)
-                # Rows of older records, which do not say how they were trained, join the first that are alike.
-                if training is not None and training not in trained.setdefault(alike, []):
-                    trained[alike].append(training)
-                found.append((alike, training, rest, int(settings[key]), row, value))
-        for alike, training, rest, size, row, value in found:
-            line = (*alike, 0 if training is None else trained[alike].index(training))
-            lines.setdefault(line, []).append((size, row, value))
-            others[line] = rest
-        several = {line: points for line, points in lines.items() if len({size for size, *_ in points}) > 1}
-        for line, points in several.items():
-            words = _apart(others[line], [others[each] for each in several])
-            again = f", {points[0][1].method}" if sum(line[:3] == other[:3] for other in several) > 1 else ""
+            settings = dict(comparison.settings(row.method, sparsity))
+            size = settings.pop(key, None)
+            if size is not None:
+                alike = (json.dumps(settings, sort_keys=True), sparsity, row.recovered)
+                lines.setdefault(alike, []).append((int(size), row, value))
+        several = {alike: points for alike, points in lines.items() if len({size for size, *_ in points}) > 1}
+        for (_, sparsity, recovered), points in several.items():
+            twins = [other for other, *rest in several if rest == [sparsity, recovered]]
+            name = f", {points[0][1].method} and alike" if len(twins) > 1 else ""
             for size, row, value in sorted(points, key=lambda point: (point[0], point[1].method)):
                 rows.append(
                     {
                         "varied": key,
-                        "panel": _SIZES[key],
-                        "line": f"{100 * line[1]:.4g} %{words}{again}",
+                        "panel": panel,
+                        "line": f"{100 * sparsity:.4g} %{name}",
                         "method": row.method,
-                        "recovered": int(row.recovered),
-                        "target": line[1],
+                        "recovered": int(recovered),
+                        "target": sparsity,
                         "size": size,
                         "ratio": value.mean,
                         "error": value.error,
                     }
                 )
     return rows
-
-
-def _apart(settings: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the words among a line's settings that other lines do not share."""
-    words = [
-        value
-        for name, value in settings.items()
-        if isinstance(value, str) and any(other.get(name) != value for other in all_settings)
-    ]
-    return "".join(f", {word}" for word in words)
 
 
 def _over_speed(comparison: Comparison) -> list[Drawn]:
@@ -142,7 +114,6 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
         is_finished = comparison.run.text(subject, "status") == FINISHED
         # Speed of another model says nothing about this one.
         if is_finished and value is not None and forward.model == comparison.run.text("run", "model"):
-            attention, ffn = forward.skipped or (None, None)
             rows.append(
                 {
                     "shape": forward.shape,
@@ -157,8 +128,8 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
                     "words": f"{100 * cell.sparsity:.3g}{' ↑' if value > top else ''}",
                     "speedup": forward.speedup,
                     "median_us": forward.median_us,
-                    "skipped_attention": attention,
-                    "skipped_ffn": ffn,
+                    "skipped_attention": forward.skipped_attention,
+                    "skipped_ffn": forward.skipped_ffn,
                     "candidate": forward.candidate,
                     "device": forward.device,
                 }
@@ -193,20 +164,11 @@ def layer_rows(shares: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[
         shares: By name, sublayer and layer; a layer without a share is dense there, because models have all layers.
     """
     layers = sorted({layer for lines in shares.values() for points in lines.values() for layer in points})
-    names, parts = list(shares), -(-len(shares) // _MOST_LINES)
-    each = -(-len(names) // parts)
     return [
-        {
-            "panel": f"{words}{f', {place // each + 1} of {parts}' if parts > 1 else ''}",
-            "name": name,
-            "half": key,
-            "layer": layer,
-            "skipped": shares[name][key].get(layer, 0.0),
-        }
-        for part in range(parts)
+        {"panel": words, "name": name, "half": key, "layer": layer, "skipped": lines[key].get(layer, 0.0)}
         for key, words in SUBLAYERS.items()
-        for place, name in enumerate(names)
-        if place // each == part and key in shares[name]
+        for name, lines in shares.items()
+        if key in lines
         for layer in layers
     ]
 
@@ -227,7 +189,7 @@ def layers_figure(rows: Any, about: str) -> Figure[Any]:
         y_label="skipped or pruned, %",
         about=f"What is skipped in each layer in percent, {about}",
         columns=2,
-        height=2.8,
+        height=3.6,
     )
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
@@ -11,8 +10,6 @@ from wide.errors import WideError
 
 Value = str | float | int | None
 Row = Mapping[str, Value]
-_MANY = 12
-"""More points of a line are not put into words, only its ends."""
 
 
 class MissingRecordsError(WideError, LookupError):
@@ -60,28 +57,27 @@ class Figure(Generic[Source]):
             missing.
         x: Column of the place: a number, or a name in the order of the rows.
         y: Column of the height; a row without it is in the table only.
-        by: Column that tells lines, bars or parts apart by colour, marker and hatch; empty for one of them.
+        by: Column that tells lines or bars apart by colour, marker and hatch; empty for one of them.
         panel: Column that tells panels apart; empty for one panel.
-        kind: Lines with markers, bars beside each other, bars of parts that follow each other from left to right
-            (named by `x`), or an image with a cell for each `x` and `by`, coloured by `y`.
+        kind: Lines with markers, bars beside each other, or an image with a cell for each `x` and `by`, coloured by
+            `y`.
         x_label: Below each panel.
         y_label: Beside the panels; of an image, what its colours mean.
-        about: What there is to see, as the beginning of the description for those who cannot see it.
+        about: What there is to see, for those who cannot see it.
         error: Column of the error of the height.
-        filled: Column that says whether points are filled and lines whole; hollow and dashed where it is 0.
-        filled_means: What filled and hollow points are called in the legend.
+        filled: Column that says whether LoRA was trained: points are filled and lines whole, else hollow and dashed.
         ideal: Column of a second height, drawn dotted.
         ideal_means: What dotted lines are called in the legend.
-        words: Column of what is written beside a point or behind a bar.
+        words: Column of what is written beside a point.
         even: Whether places stand at equal distances in their order, whatever their numbers.
         scale: Factor of the drawn heights; 100 draws shares in percent.
         top: Greatest height, in drawn units; None lets the values decide.
         log: Whether heights are logarithmic; 'wide' where they span more than a factor of 2.5.
         signed: Of an image: values lie in [-1, 1] instead of [0, 1].
-        line_at: Height of a black line across the panels, in drawn units; of stacked bars, a place along them.
+        line_at: Height of a black line across the panels, in drawn units.
         lines: Returns further lines across: names with their heights by panel.
         columns: Panels beside each other.
-        height: Of a row of panels, inches; grows with stacked bars.
+        height: Of a row of panels, inches.
     """
 
     name: str
@@ -91,13 +87,12 @@ class Figure(Generic[Source]):
     y: str
     by: str = ""
     panel: str = ""
-    kind: Literal["line", "bar", "stack", "image"] = "line"
+    kind: Literal["line", "bar", "image"] = "line"
     x_label: str = ""
     y_label: str = ""
     about: str = ""
     error: str = ""
     filled: str = ""
-    filled_means: tuple[str, str] = ("with LoRA", "without LoRA")
     ideal: str = ""
     ideal_means: str = "ideal"
     words: str = ""
@@ -148,48 +143,18 @@ class Figure(Generic[Source]):
         return found
 
     def series(self, rows: Sequence[Row]) -> dict[tuple[str, bool], list[Row]]:
-        """Return the rows of a panel by their line or part: its name, and whether it is filled."""
+        """Return the rows of a panel by their line: its name, and whether it is filled."""
         found: dict[tuple[str, bool], list[Row]] = {}
         for row in rows:
             name = str(row[self.by]) if self.by else ""
             found.setdefault((name, not self.filled or bool(row[self.filled])), []).append(row)
         return found
 
-    def describe(self, source: Source) -> str:
-        """Return what is drawn in words, for those who cannot see it."""
-        parts = []
-        for panel, rows in self.panels(self.table(source)).items():
-            if self.kind == "image":
-                parts.append(f"{panel}: {self._spread(rows)}")
-                continue
-            for (name, filled), points in self.series(rows).items():
-                kind = "" if filled else f" ({self.filled_means[1]})"
-                shown = points if len(points) <= _MANY else [points[0], points[-1]]
-                values = ", ".join(f"{_number(row[self.y], self.scale)} at {_place(row[self.x])}" for row in shown)
-                parts.append(f"{', '.join(filter(None, (panel, name)))}{kind}: {values}")
-        return f"{self.about.rstrip('.')}. {'; '.join(parts)}."
-
-    def _spread(self, rows: Sequence[Row]) -> str:
-        values = [float(value) for row in rows if (value := row[self.y]) is not None and math.isfinite(float(value))]
-        if not values:
-            return "nothing measured"
-        return f"mean {sum(values) / len(values):.2f}, from {min(values):z.2f} to {max(values):z.2f}"
-
 
 def _in_csv(value: Value) -> str | float | int:
     if value is None:
         return ""
     return float(f"{value:z.12g}") if isinstance(value, float) else value
-
-
-def _number(value: Value, scale: float) -> str:
-    assert isinstance(value, int | float)
-    drawn = scale * value
-    return f"{drawn:z.2f}" if abs(drawn) < 100 else f"{drawn:.4g}"
-
-
-def _place(value: Value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def required(rows: Sequence[Row], what: str) -> Sequence[Row]:

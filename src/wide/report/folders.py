@@ -12,11 +12,10 @@ from wide.report.comparison import Comparison, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES, layer_rows, layers_figure
 from wide.report.comparison_tables import comparison_title, to_csv, to_html, to_markdown
 from wide.report.drawing import FOLDER, has_matplotlib
-from wide.report.figure import Figure, MissingRecordsError, Origin, Row, required
+from wide.report.figure import Figure, MissingRecordsError, Origin, Row
 from wide.report.page import PAGE, document, facts, figure_sections, missing_section, notes_section, write_report
-from wide.report.profiles import DEPTH, NAIVE, OWN, Forward, Profile, read_profile, read_study
 from wide.report.selection import NAMES, SUBLAYERS, Selection, in_study, read_selection, runs_of
-from wide.report.speed_figures import DEPTH_FIGURES, NAIVE_FIGURES, SPEED_FIGURES, traffic_table
+from wide.report.speed import BENCH_FILES, SPEED_FIGURES, Forward, Profile, other_tables, read_profile, read_study
 from wide.report.table import Table
 from wide.report.writing import write_whole
 
@@ -32,26 +31,32 @@ _NO_MATPLOTLIB = "figures need matplotlib: pip install 'wide[report]', then wide
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run: its name to tell it from others, its folder, its records, and what the benches left in its folder."""
+    """One run: its name to tell it from others, its folder, its records, and its speed if `wide profile` timed it."""
 
     name: str
     folder: Path
     records: Selection
     profile: Profile
 
+    def speeds(self, subject: str, what: str) -> list[float]:
+        """Return the speed-ups of one of its models, of each size that was timed; never those of random masks."""
+        subjects = self.records.subjects()
+        last = subjects[-1] if subjects else ""
 
+        def is_its(forward: Forward) -> bool:
+            timed = _EARLIER.get(last, last) if "stage1" in Path(forward.adapter).parts else last
+            is_own = forward.is_own and forward.model == self.records.text("run", "model")
+            return is_own and (timed, forward.what) == (subject, what)
+
+        return [forward.speedup or 0.0 for forward in self.profile.forwards() if is_its(forward)]
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
-    """What several folders hold.
+    """What several folders hold: runs, and the benches of all of them."""
 
-    Args:
-        runs: Folders with records of a run.
-        profile: Benches of all folders.
-    """
-
-    def __init__(self, runs: Sequence[Run], profile: Profile) -> None:
-        """Keep them."""
-        self.runs = tuple(runs)
-        self.profile = profile
+    runs: tuple[Run, ...]
+    profile: Profile
 
     @property
     def origins(self) -> list[Origin]:
@@ -62,44 +67,6 @@ class Evidence:
     def notes(self) -> list[str]:
         """What was left out of them, in words."""
         return [note for origin in self.origins for note in origin.notes]
-
-    def points(self) -> list[Row]:
-        """Return the models whose quality and speed are both known, of each shape that was timed."""
-        points: list[Row] = []
-        for run in self.runs:
-            elsewhere = [forward for forward in self.profile.forwards() if _names(forward, run)]
-            own = run.profile.forwards()
-            for forward in [*own, *(each for each in elsewhere if each not in own)]:
-                subject = _subject(forward, run)
-                dense, value = (run.records.number(name, "token_perplexity") for name in ("dense", subject))
-                is_its = forward.candidate in OWN and forward.model == run.records.text("run", "model")
-                if is_its and dense and value is not None:
-                    points.append(
-                        {
-                            "run": run.name,
-                            "method": forward.method,
-                            "subject": subject,
-                            "name": f"{run.name}, {NAMES[subject]}",
-                            "what": forward.what,
-                            "shape": forward.shape,
-                            "words": forward.shape.partition(", ")[2],
-                            "ratio": value / dense,
-                            "speedup": forward.speedup,
-                        }
-                    )
-        return points
-
-
-def _names(forward: Forward, run: Run) -> bool:
-    places = [place for place in (forward.adapter, forward.checkpoint) if place]
-    return any(Path(place).resolve().is_relative_to(run.folder.resolve()) for place in places)
-
-
-def _subject(forward: Forward, run: Run) -> str:
-    """Return which model of a run an adapter is: the last one, or that of the stage whose folder it lies in."""
-    subjects = run.records.subjects()
-    last = subjects[-1] if subjects else ""
-    return _EARLIER.get(last, last) if "stage1" in Path(forward.adapter).parts else last
 
 
 def _layers(evidence: Evidence) -> list[Row]:
@@ -114,33 +81,21 @@ def _layers(evidence: Evidence) -> list[Row]:
     return layer_rows(shares)
 
 
-QUALITY_SPEED: Figure[Evidence] = Figure(
-    name="quality-speed",
-    title="Quality against measured speed",
-    rows=lambda evidence: required(
-        evidence.points(),
-        "no run whose quality and whose speed with its own routing are both measured; time one on a GPU with wide "
-        "profile --model M --adapter RUN --out RUN/profile",
-    ),
-    panel="what",
-    x="speedup",
-    y="ratio",
-    by="name",
-    words="words",
-    line_at=1.0,
-    x_label="measured speed-up over its dense peer",
-    y_label="perplexity, x dense",
-    about="Perplexity against measured speed; lower right is better",
-    columns=2,
-    height=4.2,
-)
 LAYERS_OF_RUNS: Figure[Evidence] = layers_figure(_layers, "by the last model of each run")
 
 
-def exists(folder: Path) -> bool:
-    """Return whether there is a folder, or a run in the record file of a study, FOLDER/NAME."""
+def expand(folder: Path) -> list[Path]:
+    """Return the runs in the record file of a study as FOLDER/NAME each; any other folder as it is.
+
+    Raises:
+        DataError: If there is neither a folder nor a run of a study.
+    """
     found = in_study(folder)
-    return folder.is_dir() or (found is not None and found[1] in runs_of(found[0]))
+    if not folder.is_dir() and (found is None or found[1] not in runs_of(found[0])):
+        raise DataError(f"there is no folder {folder}; name the output of a run, a comparison or a bench")
+    if (folder / STUDY).is_file() and read_records(folder / STUDY)[0]:
+        return [folder / name for name in runs_of(folder / STUDY)]
+    return [folder]
 
 
 def is_comparison(folder: Path) -> bool:
@@ -170,31 +125,27 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
     Raises:
         DataError: If a folder holds neither, or a file cannot be read.
     """
-    runs, profile = [], Profile(())
+    runs, profiles = [], []
     for folder, name in zip(folders, _short_names(folders), strict=True):
-        if (folder / STUDY).is_file() and read_records(folder / STUDY)[0]:
-            several = ", ".join(runs_of(folder / STUDY))
-            raise DataError(f"{folder} holds several runs; name those to draw as {folder}/NAME, with one of {several}")
         kept = in_study(folder)
-        found = read_profile(folder) if kept is None else read_study(kept[0]).get((kept[1], None), Profile(()))
+        profile = read_profile(folder) if kept is None else read_study(kept[0]).get((kept[1], None), Profile())
         if kept is not None or (folder / RECORDS).is_file():
             records = read_selection(folder / RECORDS) if kept is None else read_selection(*kept)
-            runs.append(Run(name=name, folder=folder, records=records, profile=found))
-        elif not found:
+            runs.append(Run(name=name, folder=folder, records=records, profile=profile))
+        elif not profile.files:
             raise DataError(
-                f"{folder} holds neither {RECORDS} of a run nor operators.json, attention.json, endtoend.json, "
-                "naive.json or depth.json of a bench; name the --output of wide prune or the --out of wide bench or "
-                "wide profile"
+                f"{folder} holds neither {RECORDS} of a run nor {', '.join(BENCH_FILES[:-1])} or {BENCH_FILES[-1]} of "
+                "a bench; name the --output of wide prune or the --out of wide bench or wide profile"
             )
-        profile += found
-    return Evidence(runs, profile)
+        profiles.append(profile)
+    return Evidence(tuple(runs), Profile(tuple(file for profile in profiles for file in profile.files)))
 
 
 def write_folder(folder: Path) -> tuple[list[Path], list[str]]:
     """Draw the report of one folder into it; return the files, and what of the records was left out.
 
     Args:
-        folder: With the records of a run, JSON files of benches, or both.
+        folder: With the records of a run, JSON files of benches, or both; or a run in a study, FOLDER/NAME.
 
     Raises:
         DataError: If there is nothing to draw.
@@ -202,9 +153,13 @@ def write_folder(folder: Path) -> tuple[list[Path], list[str]]:
     """
     evidence = read_evidence([folder])
     if not evidence.runs:
-        return [_write(f"Measured speed, {folder.resolve().name}", "", evidence, folder)], evidence.notes
-    more = "".join((*_sections(evidence, folder), notes_section(evidence.profile.notes))) if evidence.profile else ""
-    return list(write_report(folder / RECORDS, folder, more=more)), evidence.notes
+        return [_write(f"Measured speed, {folder.resolve().name}", evidence, folder)], evidence.notes
+    more = ""
+    if evidence.profile.files:
+        table = f"<h2>Quality and speed</h2>{evidence_table(evidence).to_html()}"
+        more = "".join([table, *_speed_sections(evidence.profile, folder), notes_section(evidence.profile.notes)])
+    records, name = in_study(folder) or (folder / RECORDS, "")
+    return list(write_report(records, folder, more=more, run=name)), evidence.notes
 
 
 def write_evidence(folders: Sequence[Path], output: Path) -> tuple[Path, list[str]]:
@@ -221,25 +176,19 @@ def write_evidence(folders: Sequence[Path], output: Path) -> tuple[Path, list[st
     if output.resolve() in [folder.resolve() for folder in folders]:
         raise DataError(f"{output} holds a report of its own; choose another --output for the common page")
     evidence = read_evidence(folders)
-    runs = "".join(_about(run, output) for run in evidence.runs)
-    table = f"<h2>Runs</h2>{evidence_table(evidence).to_html()}{runs}" if evidence.runs else ""
-    one = folders[0].resolve().name
-    title = f"Evidence from {len(folders)} folders" if len(folders) > 1 else f"Evidence from {one}"
-    return _write(title, table, evidence, output), evidence.notes
+    title = f"Evidence from {f'{len(folders)} folders' if len(folders) > 1 else folders[0].resolve().name}"
+    return _write(title, evidence, output), evidence.notes
 
 
 def evidence_table(evidence: Evidence) -> Table:
     """Return one line for each trained model of each run."""
-    header = ("run", "model", "perplexity", "x dense", "attention %", "FFN %", "prefill", "decode")
-    points = evidence.points()
     lines = []
     for run in evidence.runs:
         dense = run.records.number("dense", "token_perplexity")
         for subject in run.records.subjects():
             value = run.records.number(subject, "token_perplexity")
             skipped = [run.records.number(subject, f"sparsity.{key}") for key in SUBLAYERS]
-            own = [point for point in points if (point["run"], point["subject"]) == (run.name, subject)]
-            speeds = ([float(p["speedup"] or 0) for p in own if p["what"] == what] for what in ("prefill", "decode"))
+            speeds = (sorted(run.speeds(subject, what)) for what in ("prefill", "decode"))
             lines.append(
                 (
                     run.name,
@@ -247,9 +196,10 @@ def evidence_table(evidence: Evidence) -> Table:
                     "-" if value is None else f"{value:z.2f}",
                     "-" if value is None or not dense else f"{value / dense:.2f}",
                     *("-" if rate is None else f"{100 * rate:z.1f}" for rate in skipped),
-                    *("-".join(dict.fromkeys(f"{s:.2f}x" for s in (min(f), max(f)))) if f else "-" for f in speeds),
+                    *("-".join(dict.fromkeys(f"{s:.2f}x" for s in (f[0], f[-1]))) if f else "-" for f in speeds),
                 )
             )
+    header = ("run", "model", "perplexity", "x dense", "attention %", "FFN %", "prefill", "decode")
     return Table(header=header, rows=tuple(lines))
 
 
@@ -278,49 +228,35 @@ def draw_comparison(comparison: Comparison, folder: Path, *, later: bool = False
     return paths, [*comparison.notes, *filter(None, [reason])]
 
 
-def _write(title: str, first: str, evidence: Evidence, output: Path) -> Path:
-    devices = escape(", ".join(evidence.profile.devices()))
-    first += f"<dl><dt>measured on</dt><dd>{devices}</dd></dl>" if devices else ""
-    body = "".join((first, *_sections(evidence, output), notes_section(evidence.notes)))
-    write_whole(output / PAGE, document(title, body))
+def _write(title: str, evidence: Evidence, output: Path) -> Path:
+    sections = [f"<h2>Runs</h2>{evidence_table(evidence).to_html()}"] if evidence.runs else []
+    for run in evidence.runs:
+        page = os.path.relpath(run.folder / PAGE, output)
+        link = f' <a href="{escape(page)}">its own report</a>' if (run.folder / PAGE).is_file() else ""
+        sections.append(f"<details><summary>{escape(run.name)}</summary>{facts(run.records)}{link}</details>")
+    sections += figure_sections([LAYERS_OF_RUNS], evidence, output) if len(evidence.runs) > 1 else []
+    sections += _speed_sections(evidence.profile, output) if evidence.profile.files else []
+    write_whole(output / PAGE, document(title, "".join([*sections, notes_section(evidence.notes)])))
     return output / PAGE
 
 
-def _sections(evidence: Evidence, output: Path) -> list[str]:
-    profile = evidence.profile
-    sections = figure_sections([QUALITY_SPEED], evidence, output) if evidence.runs else []
-    sections += figure_sections([LAYERS_OF_RUNS], evidence, output) if len(evidence.runs) > 1 else []
-    if any(file.name not in (NAIVE, DEPTH) for file in profile.files):
-        sections += figure_sections(SPEED_FIGURES, profile, output)
-    if profile.holds(NAIVE):
-        table = traffic_table(profile).to_html()
-        words = "Traffic and storage of intermediates by the paper's accounting, MiB"
-        sections += [
-            *figure_sections(NAIVE_FIGURES, profile, output),
-            f"<details><summary>{escape(words)}</summary>{table}</details>",
-        ]
-    sections += figure_sections(DEPTH_FIGURES, profile, output) if profile.holds(DEPTH) else []
-    return [*sections, _sources(profile, output)] if profile else sections
-
-
-def _sources(profile: Profile, output: Path) -> str:
-    """Return what the figures of speed are drawn from: each file, and the command that measured it."""
+def _speed_sections(profile: Profile, output: Path) -> list[str]:
+    """Return what was timed, and at the end each file with the command that measured it."""
+    figures = [
+        figure for figure, found in zip(SPEED_FIGURES, (profile.forwards(), profile.operators()), strict=True) if found
+    ]
+    sections = figure_sections(figures, profile, output)
+    for name, table in other_tables(profile).items():
+        sections.append(
+            f"<h2>Records of {escape(name)}</h2><details><summary>Values</summary>{table.to_html()}</details>"
+        )
     items = dict.fromkeys(
         f'<li><a href="{path}">{path}</a>: {escape(origin.about)}'
         f"{f'<br><code>{escape(origin.command)}</code>' if origin.command else ''}</li>"
         for origin in profile.origins
         for path in [escape(os.path.relpath(origin.path, output))]
     )
-    return (
-        "<h2>Where the figures of speed come from</h2><p>Of equal measurements the later file counts. Files without a "
-        f"command were measured before benches noted it.</p><ul>{''.join(items)}</ul>"
-    )
-
-
-def _about(run: Run, output: Path) -> str:
-    page = run.folder / PAGE
-    link = f' <a href="{escape(os.path.relpath(page, output))}">its own report</a>' if page.is_file() else ""
-    return f"<details><summary>{escape(run.name)}</summary>{facts(run.records)}{link}</details>"
+    return [*sections, f"<h2>Where the speed comes from</h2><ul>{''.join(items)}</ul>"]
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:

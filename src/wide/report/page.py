@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from wide.report.drawing import FOLDER, ink, save_figure, save_png, shade
-from wide.report.figure import Figure, MissingRecordsError, Source
+from wide.report.figure import Figure, MissingRecordsError, Row, Source
 from wide.report.run_figures import figures_of
 from wide.report.selection import NAMES, SUBLAYERS, Selection, read_selection
-from wide.report.table import ADAPTED, summary_table
+from wide.report.table import ADAPTED, Table, summary_table
 from wide.report.writing import write_whole
 
 PAGE, PICTURE = "report.html", "report.png"
-_STEPS, _TITLE_LAYERS = 9, 48
+_STEPS, _TITLE_LAYERS, _MOST_ROWS = 9, 48, 400
 _CSS = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -96,11 +96,11 @@ def figure_sections(figures: Sequence[Figure[Source]], source: Source, folder: P
     sections = []
     for figure in figures:
         try:
-            svg, description = save_figure(figure, source, folder)
+            svg = save_figure(figure, source, folder)
         except MissingRecordsError as missing:
             sections.append(missing_section(figure.title, str(missing)))
         else:
-            sections.append(_drawn(figure, svg, description, _from(source, folder)))
+            sections.append(_drawn(figure, svg, figure.table(source), _from(source, folder)))
     return sections
 
 
@@ -180,14 +180,15 @@ def _from(source: Source, folder: Path) -> str:
     return f"Drawn from {', '.join(links)}{left_out}" if links else ""
 
 
-def _drawn(figure: Figure[Any], svg: str, description: str, origins: str) -> str:
+def _drawn(figure: Figure[Any], svg: str, rows: Sequence[Row], origins: str) -> str:
     # As an image the picture keeps its identifiers to itself, so that two pictures on a page cannot collide.
     source = base64.b64encode(svg.encode()).decode()
     files = ", ".join(f'<a href="{FOLDER}/{figure.name}.{kind}">{kind.upper()}</a>' for kind in ("csv", "svg", "png"))
+    values = Table.of_rows(rows).to_html() if len(rows) <= _MOST_ROWS else "<p>The values are in the CSV file.</p>"
     return (
         f'<h2>{escape(figure.title)}</h2><figure><img src="data:image/svg+xml;base64,{source}" '
-        f'alt="{escape(description)}"><figcaption><details><summary>In words, and as files: {files}</summary>'
-        f"{escape(description)}</details>{origins}</figcaption></figure>"
+        f'alt="{escape(figure.about)}"><figcaption>{escape(figure.about)}.<details><summary>Values, and as files: '
+        f"{files}</summary>{values}</details>{origins}</figcaption></figure>"
     )
 
 

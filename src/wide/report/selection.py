@@ -143,10 +143,12 @@ def read_selection(path: Path, run: str = "") -> Selection:
 
 
 def in_study(folder: Path) -> tuple[Path, str] | None:
-    """Return the record file of a study and the run in it that a path names, FOLDER/NAME; None for a folder."""
-    for parent in () if folder.is_dir() else folder.parents:
+    """Return the record file of a study and the run in it that a path names, FOLDER/NAME; None for other folders."""
+    for parent in folder.parents:
         if (parent / STUDY).is_file():
-            return parent / STUDY, folder.relative_to(parent).as_posix()
+            name = folder.relative_to(parent).as_posix()
+            # The page of a run makes a folder of its name.
+            return (parent / STUDY, name) if not folder.is_dir() or name in runs_of(parent / STUDY) else None
     return None
 
 

@@ -1,8 +1,10 @@
 """Tables, and that of a run: one line per measured model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from wide.report.figure import Row, Value
 from wide.report.selection import NAMES, SUBLAYERS, Selection
 
 ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
@@ -21,6 +23,13 @@ class Table:
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row]) -> "Table":
+        """Return a table of rows of values, to four digits; columns without any value are left out."""
+        every = dict.fromkeys(name for row in rows for name in row)
+        names = [name for name in every if any(row.get(name) not in (None, "") for row in rows)]
+        return cls(header=tuple(names), rows=tuple(tuple(_plain(row.get(name)) for name in names) for row in rows))
 
     def to_text(self) -> str:
         """Return the table in aligned columns, for a terminal."""
@@ -98,6 +107,10 @@ def decimal(value: float) -> str:
 def percent(value: float) -> str:
     """Return a share in percent, as text."""
     return f"{100 * value:z.1f}"
+
+
+def _plain(value: Value) -> str:
+    return "" if value is None else f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
 def _ratio(value: float, dense: float | None) -> str:
