@@ -19,7 +19,7 @@ from wide.profiling.gates import check_decoder, decoder_of, places, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares
-from wide.report.profiles import read_profile
+from wide.report.speed import read_profile
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
