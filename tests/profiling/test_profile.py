@@ -99,6 +99,20 @@ def test_the_slow_candidate_is_timed_less(model):
     assert set(times[DENSE]) == {"forward"}
 
 
+@pytest.mark.usefixtures("model")
+def test_sequences_of_a_batch_differ(monkeypatch, tmp_path):
+    seen = []
+
+    def race(candidates, ids, *_, **__):
+        seen.append(ids)
+        return {each.name: {} for each in candidates}, {each.name: 0 for each in candidates}
+
+    monkeypatch.setattr(profile, "race_doors", race)
+    assert _profiled(tmp_path, generate=2, batch="1,3")[0]
+    assert [ids.shape for ids in seen] == [(1, 24), (3, 24)]
+    assert len(seen[1].unique(dim=0)) == 3
+
+
 def test_unknown_shapes_are_named():
     with pytest.raises(ConfigError, match="unknown shape 'x'"):
         random_model("x", num_layers=1, device=CPU, dtype=torch.float32)

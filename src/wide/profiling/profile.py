@@ -21,7 +21,8 @@ endtoend.json is written after every shape. Beside the facts of the run it holds
 - summary: TTFT, TPOT and TTLT (to the last token) of each candidate in milliseconds, once all is timed.
 
 Candidates are interleaved and times are medians, but for `generate_batch`, whose candidates follow each other. The
-model as loaded is timed at the first sparsity, and in `generate_batch` for at most 8 requests.
+model as loaded is timed at the first sparsity, and in `generate_batch` for at most 8 requests. Sequences of a batch
+differ.
 """
 
 import copy
@@ -146,16 +147,19 @@ class _Job:
         model.requires_grad_(False)
         return model.eval()
 
-    def tokens(self, model: Any, count: int) -> Tensor:
-        """Return [1, count] prompt tokens: of the text, repeated as needed, or random ones."""
+    def tokens(self, model: Any) -> Tensor:
+        """Return prompts [most sequences, most tokens], all different: of the text, repeated as needed, or random."""
         options = self.options
+        batch, count = max(options.batches), max(options.prompts)
         if options.text is not None and options.model is not None:
             from transformers import AutoTokenizer
 
             text = Path(options.text).read_text(encoding="utf-8")
             ids = torch.tensor(AutoTokenizer.from_pretrained(options.model)(text)["input_ids"], device=self.device)
-            return ids.repeat(-(-count // ids.numel()))[None, :count]
-        return torch.randint(0, model.config.vocab_size, (1, count), device=self.device)
+            # Sequences that are alike would skip alike, which batches do not.
+            starts = torch.arange(batch, device=self.device) * max(1, ids.numel() // batch)
+            return ids[(starts[:, None] + torch.arange(count, device=self.device)) % ids.numel()]
+        return torch.randint(0, model.config.vocab_size, (batch, count), device=self.device)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -296,13 +300,12 @@ def _race_static(job: _Job, report: _Report) -> bool:
         pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
     if not report.begin(pair.gate(), {}, method=method):
         return False
-    tokens = job.tokens(pair.dense, max(options.prompts))
+    tokens = job.tokens(pair.dense)
     models = {DENSE: pair.dense, PRUNED: pair.pruned}
     for length, batch in job.shapes():
         cached = length + options.generate // 2
         for what, size, ids in (("prefill", length, tokens[:, :length]), ("decode", cached, tokens[:, :1])):
-            rows = ids.expand(batch, -1).contiguous()
-            found = captured_race(models, what, rows, size, quick=options.quick)
+            found = captured_race(models, what, ids[:batch].contiguous(), size, quick=options.quick)
             times = {each: timing for each, (timing, _) in found.items()}
             runtime = "transformers in a CUDA graph"
             report.add("records", [_record(what, size, batch, each, times, found[each][1], runtime) for each in models])
@@ -316,8 +319,9 @@ class _Routed:
         """Load both; only the first is there when its memory is measured."""
         self.job, self.report, self.options = job, report, job.options
         self.dense = job.dense_model()
-        self.tokens = job.tokens(self.dense, max(self.options.prompts))
-        self.first_prompt = self.tokens[:, : self.options.prompts[0]]
+        self.tokens = job.tokens(self.dense)
+        self.prompt = self.tokens[:1]
+        self.first_prompt = self.prompt[:, : self.options.prompts[0]]
         synchronise()
         self.weight_bytes = _allocated()
         reset_peak()
@@ -347,14 +351,14 @@ class _Routed:
     def _start(self, wanted: tuple[float, float] | None, checked: set[Any]) -> bool:
         """Set thresholds, optimise, and check what has not been checked with the same tables."""
         state = attachment(self.model)
-        calibrated = self.tokens[:, :_CALIBRATED]
+        calibrated = self.prompt[:, :_CALIBRATED]
         if wanted is not None:
             set_shares(self.model, calibrated, wanted)
         measured = skipped_shares(self.model, calibrated)
         self.name = "own routing" if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
         self.skipped = measured if wanted is None else wanted
         before = _allocated()
-        known = reference(self.model, self.tokens)
+        known = reference(self.model, self.prompt)
         held = _allocated() - before
         _empty_cache()
         start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
@@ -416,7 +420,7 @@ class _Routed:
         ]
 
     def _race(self, length: int, batch: int) -> None:
-        ids = self.tokens[:, :length].expand(batch, -1).contiguous()
+        ids = self.tokens[:batch, :length].contiguous()
         candidates = self._candidates()
         known = self.as_loaded.get((length, batch))
         if known is None:
