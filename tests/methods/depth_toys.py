@@ -1,6 +1,7 @@
 """Small models that have something to lose, and text that they wrote themselves."""
 
 import copy
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,7 +11,9 @@ from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.evaluation.perplexity import window_losses
 from wide.methods import routed
+from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
+from wide.models.observe import capture_routing
 
 VOCABULARY = 61
 
@@ -80,6 +83,37 @@ def random_ids(rows=2, length=9, vocabulary=64):
 def logits(model, tokens, **options):
     """Return the logits of a plain forward."""
     return model(input_ids=tokens, **options).logits
+
+
+@torch.no_grad()
+def decoded(model, tokens, first):
+    """Return the logits of cached decoding: a forward of the first tokens, then one of each further token."""
+    out = model(input_ids=tokens[:, :first], use_cache=True)
+    steps = [out.logits]
+    for position in range(first, tokens.shape[1]):
+        token = tokens[:, position : position + 1]
+        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        steps.append(out.logits)
+    return torch.cat(steps, 1)
+
+
+def counted(model, text, batch_size=16):
+    """Return the sparsity of an attached model on packed text."""
+    counter = SkipCounter(model)
+    with capture_routing(model) as routing:
+        for batch in text.in_order(batch_size):
+            logits(model, batch.input_ids)
+            counter.add(routing, batch.valid)
+    return counter.result()
+
+
+@contextmanager
+def kept_weights(model):
+    """Yield copies of a model's weights, which must be the same after the block."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield before
+    now = model.state_dict()
+    assert all(torch.equal(now[name], value) for name, value in before.items())
 
 
 @torch.no_grad()

@@ -2,20 +2,19 @@
 
 import pytest
 import torch
+from depth_toys import counted, kept_weights, logits, train
 from depth_toys import cyclic_text as blocks
-from depth_toys import logits, train
 from depth_toys import random_ids as ids
 from recount import layer_weights
 from tiny import dense_model, stage
 
 from wide.config import ObjectiveConfig
-from wide.errors import ConfigError, UnsupportedModelError
+from wide.errors import ConfigError
 from wide.methods.catalogue import DLLMConfig
 from wide.methods.dllm import route
 from wide.methods.method import Target
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
-from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.observe import capture_routing, force_routing
 from wide.plan import Following, Routed
@@ -88,35 +87,20 @@ def test_the_router_learns_from_both_halves(cut):
 @pytest.mark.parametrize("match", ["nominal", "linear_flops"])
 def test_training_meets_the_target_with_the_routers_alone(match, tmp_path):
     model, text = dense_model(), blocks()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    effort, deviations = train(
-        model,
-        route,
-        text,
-        Target(sparsity=0.4, match=match),
-        SETTINGS,
-        stage=stage(steps=20, batch_size=16),
-        objective=ObjectiveConfig(),
-        output=tmp_path,
-    )
+    run = {"stage": stage(steps=20, batch_size=16), "objective": ObjectiveConfig(), "output": tmp_path}
+    with kept_weights(model):
+        effort, deviations = train(model, route, text, Target(sparsity=0.4, match=match), SETTINGS, **run)
     for layer in attachment(model).plan.layers:
         assert isinstance(layer.attention, Routed)
         assert isinstance(layer.ffn, Following)
         assert (layer.attention.grouping.num_groups, layer.attention.rank) == (1, 8)
-    counter, work = SkipCounter(model), layer_weights(discover(model)[0])
-    with capture_routing(model) as routing:
-        for batch in text.in_order(16):
-            logits(model, batch.input_ids)
-            counter.add(routing, batch.valid)
-    found = counter.result()
+    found, work = counted(model, text), layer_weights(discover(model)[0])
     assert found.attention == found.ffn == found.mean
     # Keys and values are always computed.
     share = found.mean if match == "nominal" else found.mean * (work.total - work.key_value) / work.total
     assert share == pytest.approx(0.4, abs=0.02)
     assert effort.tokens_backward == 20 * 16 * 64
     assert any("evicts" in sentence for sentence in deviations)
-    now = model.state_dict()
-    assert all(torch.equal(now[name], value) for name, value in before.items())
     again = load(dense_model(), tmp_path / "adapter")
     assert torch.equal(logits(again, ids()), logits(model, ids()))
 
@@ -130,22 +114,3 @@ def test_target_zero_is_dense_and_errors_come_before_anything_is_attached():
     assert torch.equal(logits(model, ids()), logits(dense_model(), ids()))
     with pytest.raises(ConfigError, match="router_rank"):
         DLLMConfig(router_rank=0)
-
-
-def test_mixtures_of_experts_are_refused():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=2,
-        )
-    )
-    with pytest.raises(UnsupportedModelError):
-        train(model, route, blocks(), Target(sparsity=0.4), SETTINGS, stage=stage(), objective=ObjectiveConfig())
-    assert not is_attached(model)

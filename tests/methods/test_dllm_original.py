@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from depth_toys import counted, kept_weights, logits, random_ids, train
 from depth_toys import cyclic_text as blocks_of_text
-from depth_toys import logits, random_ids, train
 from recount import layer_weights
 from tiny import dense_model, stage
 from torch.nn import functional
@@ -20,7 +20,6 @@ from wide.methods.method import Target
 from wide.methods.routed import objective_for
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import capture_routing, force_routing, observe
@@ -223,12 +222,7 @@ def test_training_and_inference_evict_alike():
 
 def test_skipping_saves_keys_values_and_cache():
     model, text = routed_model(), blocks_of_text(8)
-    counter, work = SkipCounter(model), layer_weights(discover(model)[0])
-    with capture_routing(model) as routing:
-        for batch in text.in_order(4):
-            logits(model, batch.input_ids)
-            counter.add(routing, batch.valid)
-    found = counter.result()
+    found, work = counted(model, text, 4), layer_weights(discover(model)[0])
     assert 0.05 < found.mean < 0.95
     assert work.key_value > 0
     assert found.kv_cache_kept == pytest.approx(1 - found.attention)
@@ -237,29 +231,14 @@ def test_skipping_saves_keys_values_and_cache():
 
 def test_training_meets_the_target_over_all_layers(tmp_path):
     model, text = dense_model(num_hidden_layers=3), blocks_of_text()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    _, deviations = train(
-        model,
-        route_original,
-        text,
-        Target(sparsity=0.4),
-        SETTINGS,
-        stage=stage(steps=20, batch_size=16),
-        objective=ObjectiveConfig(),
-        output=tmp_path,
-    )
+    run = {"stage": stage(steps=20, batch_size=16), "objective": ObjectiveConfig(), "output": tmp_path}
+    with kept_weights(model):
+        _, deviations = train(model, route_original, text, Target(sparsity=0.4), SETTINGS, **run)
     first, *others = attachment(model).plan.layers
     assert first == LayerPlan(attention=Dense(), ffn=Dense())
     assert all(layer.attention.evicts and layer.attention.first_tokens == 2 for layer in others)
-    counter = SkipCounter(model)
-    with capture_routing(model) as routing:
-        for batch in text.in_order(16):
-            logits(model, batch.input_ids)
-            counter.add(routing, batch.valid)
-    assert counter.result().mean * 2 / 3 == pytest.approx(0.4, abs=0.02)
+    assert counted(model, text).mean * 2 / 3 == pytest.approx(0.4, abs=0.02)
     assert any("2 of 3 layers" in sentence for sentence in deviations)
-    now = model.state_dict()
-    assert all(torch.equal(now[name], value) for name, value in before.items())
     again = load(dense_model(num_hidden_layers=3), tmp_path / "adapter")
     assert torch.equal(logits(again, ids()), logits(model, ids()))
     tokens = ids()

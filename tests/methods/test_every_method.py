@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from depth_toys import blocks_of, logits, own_text, random_ids, toy_model
+from depth_toys import blocks_of, counted, decoded, logits, own_text, random_ids, toy_model
 from recount import recount
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -35,7 +35,6 @@ from wide.methods.catalogue import (
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment
-from wide.models.cost import SkipCounter
 from wide.models.lora import add_lora, merge_lora
 from wide.models.observe import capture_routing
 
@@ -120,12 +119,7 @@ def test_target_zero_is_the_dense_model(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_the_report_is_what_a_recount_finds(name):
     model, report = at_half(name)
-    counter = SkipCounter(model)
-    with capture_routing(model) as routing:
-        for batch in blocks().in_order(16):
-            logits(model, batch.input_ids)
-            counter.add(routing, batch.valid)
-    found = counter.result()
+    found = counted(model, blocks())
     assert (report.attention, report.ffn) == pytest.approx((found.attention, found.ffn), abs=1e-6)
     assert report.linear_flops == pytest.approx(found.linear_flops_layers, abs=1e-6)
     assert report.kv_cache_kept == pytest.approx(found.kv_cache_kept, abs=1e-6)
@@ -170,16 +164,7 @@ def test_what_is_cut_out_computes_what_the_masks_do(name, how, tmp_path):
 @pytest.mark.parametrize("name", ROWS)
 def test_cached_decoding_is_the_full_forward(name):
     model, tokens = at_half(name)[0], ids()
-    whole = logits(model, tokens)
-    with torch.no_grad():
-        out = model(input_ids=tokens[:, :4], use_cache=True)
-        steps = [out.logits]
-        for position in range(4, tokens.shape[1]):
-            out = model(
-                input_ids=tokens[:, position : position + 1], past_key_values=out.past_key_values, use_cache=True
-            )
-            steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(decoded(model, tokens, 4), logits(model, tokens), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ROWS)

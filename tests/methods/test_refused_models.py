@@ -64,6 +64,7 @@ def test_who_refuses_what(kind):
                 apply(model, get(name), text, Target(sparsity=0.4), settings, stage=STAGE, seed=1)
         except UnsupportedModelError:
             refused.add(name)
+            assert not is_attached(model)
         if is_attached(model):
             detach(model)
     assert refused == REFUSED[kind]

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from depth_toys import counted, decoded, kept_weights, logits, train
 from depth_toys import cyclic_text as blocks
-from depth_toys import logits, train
 from depth_toys import random_ids as ids
 from tiny import dense_model, stage
 
@@ -100,14 +100,7 @@ def test_sampling_and_argmax_coincide_where_the_routers_are_sure():
 @pytest.mark.parametrize(("form", "router_input"), FORMS)
 def test_cached_decoding_is_the_full_forward(form, router_input):
     model, tokens = routed_model(form, router_input), ids()
-    whole = logits(model, tokens)
-    with torch.no_grad():
-        first = model(input_ids=tokens[:, :5], use_cache=True)
-        steps, cache = [first.logits], first.past_key_values
-        for position in range(5, 9):
-            out = model(input_ids=tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
-            steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(decoded(model, tokens, 5), logits(model, tokens), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -120,35 +113,22 @@ def test_cached_decoding_is_the_full_forward(form, router_input):
 )
 def test_training_meets_the_target_with_the_routers_alone(row, settings, form, router_input, rank):
     model, text, steps = dense_model(), blocks(), 40
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    effort, deviations = train(
-        model,
-        row,
-        text,
-        TARGET,
-        settings,
-        stage=stage(steps=steps, batch_size=16),
-        objective=ObjectiveConfig(weight=10.0),
-    )
+    run = {"stage": stage(steps=steps, batch_size=16), "objective": ObjectiveConfig(weight=10.0)}
+    with kept_weights(model):
+        effort, deviations = train(model, row, text, TARGET, settings, **run)
     state = attachment(model)
     for layer in state.plan.layers:
         for half in (layer.attention, layer.ffn):
             assert isinstance(half, Routed)
             assert (half.grouping.num_groups, half.rank, half.form, half.router_input) == (1, rank, form, router_input)
-    counter, record = SkipCounter(model), state.provenance["prune"]
-    with capture_routing(model) as routing:
-        for batch in text.in_order(16):
-            logits(model, batch.input_ids)
-            counter.add(routing, batch.valid)
-    assert counter.result().mean == pytest.approx(TARGET.sparsity, abs=0.02)
+    record = state.provenance["prune"]
+    assert counted(model, text).mean == pytest.approx(TARGET.sparsity, abs=0.02)
     original = row is route_original
     assert record["stage"]["temperature_end"] == (1.0 if original else 0.5)
     assert record["objective"]["weight"] == (20.0 if original else 10.0)
     assert record["objective"]["target"] == ("uniform" if getattr(settings, "uniform", False) else "mean")
     assert effort.tokens_backward == steps * 16 * 64
     assert any("samples" in sentence for sentence in deviations)
-    now = model.state_dict()
-    assert all(torch.equal(now[name], value) for name, value in before.items())
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if "wide_router" not in name)
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from depth_toys import logits
+from depth_toys import kept_weights, logits
 from depth_toys import random_text as text
 from families import make, tokens
 from recount import layer_weights
@@ -56,9 +56,8 @@ def removed_of(plan, half):
 @pytest.mark.parametrize("score", ["reference_signed", "paper_abs", "exact_obs"])
 def test_both_totals_are_exact_and_the_model_is_left_as_it_was(score):
     model = make("llama", **CHANGES)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    decision = tyr.decide(model, text(), Target(sparsity=0.5), with_settings(score=score))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with kept_weights(model):
+        decision = tyr.decide(model, text(), Target(sparsity=0.5), with_settings(score=score))
     heads = [4 if count is None else count for count in removed_of(decision.plan, "attention")]
     channels = [64 if count is None else count for count in removed_of(decision.plan, "ffn")]
     assert sum(heads) == 6
@@ -373,6 +372,9 @@ def test_settings_that_contradict_are_refused():
         TyrConfig(score="magnitude")
     with pytest.raises(ConfigError, match="stage_tokens"):
         tyr.decide(make("llama"), text(), Target(sparsity=0.5), with_settings(stage_tokens=(4, 8, 8)))
+    too_long = with_settings(search_window_length=999, stage_tokens=(999, 999, 999))
+    with pytest.raises(ConfigError, match="^search_window_length 999 is longer .* or set search_window_length to"):
+        tyr.decide(make("llama"), text(), Target(sparsity=0.5), too_long)
 
 
 def test_what_cannot_be_rewritten_is_refused():

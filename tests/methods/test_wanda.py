@@ -1,5 +1,6 @@
 import pytest
 import torch
+from depth_toys import kept_weights
 from depth_toys import random_text as text
 from families import make
 
@@ -65,9 +66,8 @@ def test_input_energy_sums_squares_over_batches():
 @pytest.mark.parametrize("family", ["llama", "phi3", "arcee", "gemma2"])
 def test_the_row_prunes_every_matrix_and_leaves_the_model(family):
     model = make(family)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    decision = decide(model, text(), Target(sparsity=0.5), SETTINGS)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with kept_weights(model) as before:
+        decision = decide(model, text(), Target(sparsity=0.5), SETTINGS)
     matrices = {n for n, v in before.items() if ".layers." in n and v.ndim == 2}
     assert set(decision.weights) == matrices
     for name, weight in decision.weights.items():

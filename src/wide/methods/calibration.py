@@ -21,7 +21,14 @@ def calibration_windows(blocks: TokenBlocks, settings: Calibrated) -> Tensor:
     return windows(blocks, count=settings.num_windows, length=settings.window_length, seed=settings.seed)
 
 
-def windows(blocks: TokenBlocks, *, count: int, length: int, seed: int) -> Tensor:
+def windows(
+    blocks: TokenBlocks,
+    *,
+    count: int,
+    length: int,
+    seed: int,
+    settings: tuple[str, str] = ("num_windows", "window_length"),
+) -> Tensor:
     """Return windows that do not overlap, drawn at random; a block is used again only when every block has been.
 
     Args:
@@ -29,6 +36,7 @@ def windows(blocks: TokenBlocks, *, count: int, length: int, seed: int) -> Tenso
         count: Windows, N.
         length: Tokens in a window, T.
         seed: Of the draw; the same seed gives the same windows.
+        settings: Which settings ask for the number and for the length, for the messages.
 
     Returns:
         Token ids, int64 `[N, T]` on the CPU.
@@ -36,22 +44,23 @@ def windows(blocks: TokenBlocks, *, count: int, length: int, seed: int) -> Tenso
     Raises:
         ConfigError: If a window is longer than a block, shorter than two tokens, or the text holds fewer windows.
     """
+    of_count, of_length = settings
     if count < 1 or length < _SHORTEST_WINDOW:
         raise ConfigError(
-            f"num_windows={count} and window_length={length}: wanted at least 1 window of at least {_SHORTEST_WINDOW} "
+            f"{of_count}={count} and {of_length}={length}: wanted at least 1 window of at least {_SHORTEST_WINDOW} "
             "tokens, because the first token of a window is not predicted"
         )
     if length > blocks.sequence_length:
         raise ConfigError(
-            f"window_length {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
-            f"text; pack the text with a sequence length of at least {length}, or set window_length to "
+            f"{of_length} {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
+            f"text; pack the text with a sequence length of at least {length}, or set {of_length} to "
             f"{blocks.sequence_length} or less"
         )
     per_block = blocks.sequence_length // length
     if count > len(blocks) * per_block:
         raise ConfigError(
-            f"the calibration text holds {len(blocks) * per_block} windows of {length} tokens, num_windows asks for "
-            f"{count}; give more text, or a smaller num_windows or window_length"
+            f"the calibration text holds {len(blocks) * per_block} windows of {length} tokens, {of_count} asks for "
+            f"{count}; give more text, or a smaller {of_count} or {of_length}"
         )
     generator = np.random.default_rng(seed)
     visited = generator.permutation(len(blocks))[:count]

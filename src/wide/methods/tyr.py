@@ -456,7 +456,8 @@ def _search_windows(blocks: TokenBlocks, settings: TyrConfig) -> Tensor:
             f"window of search_window_length = {length} tokens"
         )
     # Another seed than calibration's, so that the search does not judge on the windows that were fitted.
-    return windows(blocks, count=most // length, length=length, seed=settings.seed + 1)
+    asked = ("stage_tokens", "search_window_length")
+    return windows(blocks, count=most // length, length=length, seed=settings.seed + 1, settings=asked)
 
 
 def _search(
