@@ -373,7 +373,7 @@ def test_settings_that_contradict_are_refused():
     with pytest.raises(ConfigError, match="stage_tokens"):
         tyr.decide(make("llama"), text(), Target(sparsity=0.5), with_settings(stage_tokens=(4, 8, 8)))
     too_long = with_settings(search_window_length=999, stage_tokens=(999, 999, 999))
-    with pytest.raises(ConfigError, match="^search_window_length 999 is longer .* or set search_window_length to"):
+    with pytest.raises(ConfigError, match=r"^search_window_length 999 is longer .* or set search_window_length to"):
         tyr.decide(make("llama"), text(), Target(sparsity=0.5), too_long)
 
 
