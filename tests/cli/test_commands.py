@@ -369,6 +369,7 @@ def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_
         (["--model=./nowhere"], "./nowhere"),
         (["--device=quantum"], "quantum"),
         (["--eval.data=nowhere.txt"], "nowhere.txt"),
+        (["--eval.window=129"], "eval.window 129 exceeds the 128 positions of the model"),
         (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide the 4 sequences"),
     ],
 )

@@ -362,6 +362,9 @@ def test_overwriting_starts_anew_but_leaves_other_files(everyday, tmp_path):
         (["--model=./nowhere"], "./nowhere"),
         (["--eval.tasks=chess"], "no task 'chess'"),
         (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide"),
+        (["--wanda.window_length=33"], "wanda.window_length 33 is longer than the sequences of 32 tokens"),
+        (["--methods=ddp", "--ddp.sequence_length=64"], "ddp.sequence_length 64 is longer than the sequences of 32"),
+        (["--eval.window=129"], "eval.window 129 exceeds the 128 positions of the model"),
     ],
 )
 def test_bad_input_writes_nothing(changes, words, everyday, tmp_path, capsys):

@@ -162,6 +162,8 @@ class Arguments:
             values["output"],
             values,
             resume=bool(values.get("resume")),
+            # Processes that share a comparison all go on with what they find there.
+            shared=values.get("shard") is not None,
             overwrite=bool(values["overwrite"]),
             resumable="resume" in values,
             defaults=self._parser.get_defaults(skip_validation=True).as_dict() | defaults,

@@ -79,8 +79,6 @@ def run(given: Sequence[str]) -> None:
     # Nothing heavier than the schema is imported until the command line is known to be right.
     from wide.comparison.run import ComparisonRun
 
-    # Processes that share a folder all go on with what they find there.
-    values["resume"] |= asked.grid.shard is not None
     command = ["wide", "compare", *given]
     ComparisonRun(asked, flags.folder(values), command=command, debug=bool(values["debug"])).run()
 

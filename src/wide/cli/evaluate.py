@@ -63,8 +63,9 @@ def run(given: Sequence[str]) -> None:
     report, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None:
-        folder.claim()
-        _write(folder, report, device)
+        with folder:
+            folder.claim()
+            _write(folder, report, device)
 
 
 def _refuse_flags_of_tasks(given: Sequence[str], tasks: TaskOptions) -> None:
@@ -88,7 +89,7 @@ def _evaluate(
     from wide.models.attach import attachment, detach
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
-    from wide.runs.sources import attach_adapter, find_adapter, held_out_documents, load_base
+    from wide.runs.sources import attach_adapter, check_window, find_adapter, held_out_documents, load_base
 
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
@@ -107,6 +108,8 @@ def _evaluate(
         # As much as can be told without scoring: whether it fits this model, and its dial the sparsity.
         attach_adapter(model, options)
         detach(model)
+    if documents is not None:
+        check_window(scoring, model)
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:

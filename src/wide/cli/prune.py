@@ -137,5 +137,5 @@ def run(given: Sequence[str]) -> None:
     from wide.runs.run import Run
 
     folder = flags.folder(values)
-    with stoppable(folder.kept):
+    with stoppable(folder.kept), folder:
         Run(asked, folder, command=["wide", "prune", *given]).prune()

@@ -65,7 +65,7 @@ def run(given: Sequence[str]) -> None:
     values |= {"sparsity": told.pop("sparsity"), "objective": told}
     # The objective's flags are null by default, which only says that stage 1 decides.
     folder = flags.folder(values, objective=asdict(ObjectiveConfig()))
-    with stoppable(folder.kept):
+    with stoppable(folder.kept), folder:
         Run(asked, folder, command=["wide", "recover", *given]).recover(start.adapter, objective)
 
 

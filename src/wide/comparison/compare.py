@@ -121,7 +121,7 @@ def compare(
         "eval": _values(scoring, "untrained") | _values(scored),
     }
     asked = request(values)
-    folder = RunFolder(output, values, resume=resume or shard is not None, overwrite=overwrite)
+    folder = RunFolder(output, values, resume=resume, shared=shard is not None, overwrite=overwrite)
     ComparisonRun(asked, folder, command=["wide.compare", *methods]).run()
     return read_results(output)
 

@@ -21,6 +21,8 @@ DENSE = "dense"
 NEXT = "next"
 """The shard of a process that takes one free cell after the other."""
 _TURNS = {"longest": 1, "long": 2, "short": 3}
+# The settings that say how much of a sequence a method reads at once.
+_LENGTHS = ("window_length", "search_window_length", "sequence_length")
 # The setting that says how much a method reads, the first one that it has.
 _SIZES = ("steps", "num_masks", "num_windows")
 
@@ -219,9 +221,18 @@ class CompareRequest:
     tasks: ScoredTasks
 
     def __post_init__(self) -> None:
-        """Refuse a comparison by nothing."""
+        """Refuse a comparison by nothing, and windows that do not fit into sequences."""
         if self.scoring.tokens == 0 and not self.tasks.names:
             raise UsageError("nothing to compare by: let --eval.tokens be above 0, or name tasks with --eval.tasks")
+        longest = self.stage.sequence_length
+        for row, settings in self.settings.items():
+            for name in _LENGTHS:
+                length = getattr(settings, name, None)
+                if length is not None and length > longest:
+                    raise ConfigError(
+                        f"{row}.{name} {length} is longer than the sequences of {longest} tokens into which the text "
+                        "of all rows is packed; lower it, or raise train.sequence_length"
+                    )
 
     def cells(self) -> list[Cell]:
         """Return all cells, the dense model's first."""

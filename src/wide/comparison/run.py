@@ -86,7 +86,7 @@ class ComparisonRun:
             EvaluationError: If cells failed; the others are measured and the tables drawn then.
             KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
         """
-        with stoppable(self._kept):
+        with stoppable(self._kept), self._folder:
             self._prepare()
             try:
                 finished = self._run_cells()

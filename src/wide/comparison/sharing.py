@@ -8,9 +8,7 @@ from pathlib import Path
 
 from wide.errors import ConfigError
 from wide.records import Cell
-
-LOCK = "lock"
-"""Name of the empty file in a cell's folder that is locked; it stays, because others may be waiting at it."""
+from wide.runs.folder import LOCK
 
 
 @contextmanager

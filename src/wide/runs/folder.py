@@ -1,22 +1,28 @@
 """The folder of a run: whose it is, what lies in it, and when it may be written to."""
 
+import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
 from wide.errors import ConfigError, UsageError
 from wide.records import RecordFile, fingerprint
 from wide.report.writing import is_unfinished, write_whole
-from wide.runs.process import is_main_process
+from wide.runs.process import is_main_process, say
 from wide.version import __version__
 
 CONFIG, ADAPTER, RECORDS = "config.yaml", "adapter", "records.jsonl"
 CELLS, GRID, COMPARISON = "cells", "grid.jsonl", "compare.jsonl"
+LOCK = "lock"
+"""Name of the file in a folder that is locked by who works there; it stays, because others may be waiting at it."""
 _OF_A_RUN = (ADAPTER, "stage1", "stage2", "dense", "tensorboard", RECORDS, "evaluation.json", CONFIG)
 _OF_A_COMPARISON = (CELLS, GRID, COMPARISON, "table.md", "table.csv")
 _PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "report.png", "figures")
@@ -25,12 +31,15 @@ _NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "json", 
 
 
 class RunFolder:
-    """The output folder of one run.
+    """The output folder of one run, locked from `claim` to the end of the block that it is the context of.
+
+    The system gives the lock back when the process ends, by `kill -9` too.
 
     Args:
         path: The folder; need not exist.
         config: The values of all keys of the command, JSON-ready; those that say how a run is carried out are not kept.
         resume: Continue a run that lies there.
+        shared: Let other processes that share it write there, too; each continues what it finds.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.
         resumable: Whether the command has --resume, for messages.
         defaults: What keys mean that the run to be continued does not know, having been saved before they were there;
@@ -39,7 +48,8 @@ class RunFolder:
     Raises:
         UsageError: If both are asked for.
         ConfigError: If the folder cannot be written to, is not empty and neither was asked for, holds something else
-            than a run, or the run to be continued had other settings. Nothing has been written or removed then.
+            than a run, another process writes there, or the run to be continued had other settings. Nothing has been
+            written or removed then.
     """
 
     def __init__(
@@ -49,32 +59,56 @@ class RunFolder:
         *,
         resume: bool,
         overwrite: bool,
+        shared: bool = False,
         resumable: bool = True,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the folder without touching it."""
         self.path = Path(path)
-        self.resume = resume
+        self.resume = resume or shared
         self.is_claimed = False
+        self._overwrite = overwrite
+        self._shared = shared
+        self._unlock: Callable[[], Any] = str
         self._config = resolved(config)
         self._resumable = resumable
         self._defaults = dict(defaults or {})
         if resume and overwrite:
             raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
         if is_main_process():
-            self._check(overwrite)
+            self._check()
+            if (self.path / LOCK).exists():
+                # Nothing is written: what is refused later shall leave no trace.
+                self._lock(os.O_RDWR)()
+
+    def __enter__(self) -> Self:
+        """Begin to work there."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let others work there."""
+        self._unlock()
 
     def claim(self) -> None:
         """Remove the earlier run where it is to be replaced, and save the resolved configuration.
 
         To be called when everything that can be checked has been checked.
+
+        Raises:
+            ConfigError: If another process has begun to write there since, or has written.
         """
         self.is_claimed = True
         if not is_main_process():
             return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._unlock = self._lock(os.O_RDWR | os.O_CREAT)
+        try:
+            self._check()
+        except ConfigError:
+            self._unlock()
+            raise
         if not self.resume:
             self._remove_products()
-        self.path.mkdir(parents=True, exist_ok=True)
         save_config(self.path / CONFIG, self._config)
 
     def kept(self) -> str:
@@ -95,17 +129,37 @@ class RunFolder:
         """Where the adapter goes."""
         return self.path / ADAPTER
 
-    def _check(self, overwrite: bool) -> None:
+    def _lock(self, flags: int) -> Callable[[], Any]:
+        """Lock the folder, and return what unlocks it."""
+        descriptor = os.open(self.path / LOCK, flags, 0o666)
+        # Closed when nobody has this object any more, at the latest.
+        unlock = weakref.finalize(self, _unlock, descriptor)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(descriptor, 256).decode(errors="replace").strip() or "another process"
+            unlock()
+            raise ConfigError(
+                f"--output {self.path} is being written by {owner}; wait for its end, or choose another folder"
+            ) from error
+        except OSError as error:
+            say(f"warning  {self.path} cannot be locked ({error.strerror}): start no second run there meanwhile")
+        if flags & os.O_CREAT:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        return unlock
+
+    def _check(self) -> None:
         self._check_writable()
         if not self.path.exists():
             return
         # What another process that shares the folder is just claiming it with does not make it anybody's.
-        if all(is_unfinished(entry) for entry in self.path.iterdir()):
+        if all(is_unfinished(entry) or entry.name == LOCK for entry in self.path.iterdir()):
             return
         saved = self.path / CONFIG
         if not saved.is_file():
             raise ConfigError(f"--output {self.path} is not empty and holds no run of wide; choose another folder")
-        if not self.resume and not overwrite:
+        if not self.resume and not self._overwrite:
             ways = "continue it with --resume, replace it" if self._resumable else "replace it"
             raise ConfigError(
                 f"--output {self.path} holds a run already: {ways} with --overwrite, or choose another folder"
@@ -162,6 +216,13 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _unlock(descriptor: int) -> None:
+    # Closing alone would leave it with a child that was forked meanwhile.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from wide.models.pretrained import device_name
 from wide.records import RecordFile, Subject
 from wide.runs.measuring import evaluation_records
 from wide.runs.process import say
-from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
-from wide.runs.sources import held_out_documents, load_base, training_blocks
+from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
+from wide.runs.sources import check_window, held_out_documents, load_base, training_blocks
 
 _ROUTING_TOKENS = 8192
 
@@ -97,6 +97,8 @@ class Materials:
         if warning is not None:
             say(f"warning  {warning}")
         say(f"data     {self._run.data}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
+        with flags_named("eval", of=("window",)):
+            check_window(self._scoring, self.model)
         _ = self.held_out
         return blocks
 

@@ -11,7 +11,8 @@ from wide.config import StageConfig
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
-from wide.errors import DataError, EmptySplitError, MissingExtraError
+from wide.data.tokenizer import longest_input
+from wide.errors import ConfigError, DataError, EmptySplitError, MissingExtraError
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
 from wide.models.dial import set_sparsity
@@ -70,6 +71,20 @@ def find_adapter(name: str) -> Path:
     """Return the adapter's folder: the one named, or the one inside a run's folder."""
     inside = Path(name) / ADAPTER
     return inside if inside.is_dir() else Path(name)
+
+
+def check_window(options: EvalOptions, model: Any) -> None:
+    """Refuse windows of held-out text that a model has no positions for.
+
+    Raises:
+        ConfigError: If they are longer.
+    """
+    longest = longest_input(model)
+    if options.tokens != 0 and longest is not None and options.window > longest:
+        raise ConfigError(
+            f"window {options.window} exceeds the {longest} positions of the model, so its scores would mean nothing; "
+            f"set it to {longest} or less"
+        )
 
 
 def require_lora() -> None:

@@ -1,0 +1,79 @@
+"""The lock on an output folder: two runs never write into one, and a run that was killed locks nobody out."""
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from wide.cli.main import main
+from wide.errors import ConfigError
+from wide.runs.folder import RunFolder
+
+
+def folder(path, config=None, **how):
+    return RunFolder(path, config or {"steps": 1}, **{"resume": False, "overwrite": False} | how)
+
+
+def test_two_runs_that_begin_at_once_do_not_both_write(tmp_path):
+    first, second = folder(tmp_path / "run"), folder(tmp_path / "run", {"steps": 2})
+    with first:
+        first.claim()
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(ConfigError, match=f"is being written by {owner}"):
+            second.claim()
+        for how in ({"overwrite": True}, {"resume": True}):
+            with pytest.raises(ConfigError, match=f"is being written by {owner}"):
+                folder(tmp_path / "run", **how)
+    # Its end leaves the folder to others, but not to what knew nothing of it.
+    with pytest.raises(ConfigError, match="holds a run already"):
+        second.claim()
+    with folder(tmp_path / "run", resume=True) as third:
+        third.claim()
+
+
+def test_a_run_that_was_killed_locks_nobody_out(tmp_path):
+    code = (
+        "import sys, time\nfrom wide.runs.folder import RunFolder\n"
+        "run = RunFolder(sys.argv[1], {'steps': 1}, resume=False, overwrite=False)\nrun.claim()\n"
+        "print('claimed', flush=True)\ntime.sleep(600)\n"
+    )
+    given = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(ConfigError, match=f"process {other.pid} on"):
+            folder(tmp_path / "run", overwrite=True)
+        other.kill()
+    with folder(tmp_path / "run", overwrite=True) as run:
+        run.claim()
+
+
+def test_processes_that_share_a_comparison_keep_others_out(tmp_path):
+    with folder(tmp_path / "run", shared=True) as first, folder(tmp_path / "run", shared=True) as second:
+        first.claim()
+        second.claim()
+        with pytest.raises(ConfigError, match="is being written by process"):
+            folder(tmp_path / "run", resume=True)
+
+
+def test_file_systems_without_locks_are_told_of(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with folder(tmp_path / "run") as run:
+        run.claim()
+    assert "cannot be locked (No locks available): start no second run" in capsys.readouterr().out
+
+
+def test_a_second_run_in_a_folder_is_refused_before_the_model_is_loaded(tmp_path, capsys):
+    given = ["prune", "--model=./nowhere", "--data=D", "--output", str(tmp_path / "run"), "--overwrite"]
+    with folder(tmp_path / "run") as run:
+        run.claim()
+        assert main(given) == 1
+        assert "is being written by process" in capsys.readouterr().err
+    assert main(given) == 1
+    assert "./nowhere" in capsys.readouterr().err
