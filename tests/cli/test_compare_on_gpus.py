@@ -191,7 +191,8 @@ def test_the_grids_of_the_lab_benchmark_are_understood(name, capsys):
     asked = yaml.safe_load(capsys.readouterr().out)
     # Beyond what --print_config checks.
     assert request(asked).grid.cells(recovers=False)
-    assert GridOptions(methods=asked["methods"], variants=asked["variants"]).unused_variants == []
+    grid = GridOptions(methods=asked["methods"], variants=asked["variants"])
+    assert set(grid.variants or ()) <= set(grid.method_names)
     measured = CONFIGS.parent / name / f"{name}.yaml"
     if measured.is_file():
         wanted, found = flatten(yaml.safe_load(measured.read_text())), flatten(asked)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import wide
-import wide.runs.run  # noqa: F401  (before a test replaces what it imports)
+import wide.runs.run
 from wide.cli.main import main
 from wide.config import WideConfig
 from wide.data.documents import is_held_out
