@@ -199,8 +199,8 @@ def test_coarse_races_run_and_are_drawn(host, tmp_path):
     }
     assert {point["tokens"] for point in points if point["operator"] == "gate_up"} == {16, 32}
     assert {point["active"] for point in points if point["operator"] == "decode attention"} == {0.3, 0.5}
-    assert {point.group_size for point in points if point.operator == "gemv down"} == {64, 128}
-    assert {point.batch for point in points if point.operator == "decode attention"} == {1, 8, 32}
+    assert {point["group_size"] for point in points if point["operator"] == "gemv down"} == {64, 128}
+    assert {point["batch"] for point in points if point["operator"] == "decode attention"} == {1, 8, 32}
 
 
 @pytest.mark.parametrize("quick", [True, False])

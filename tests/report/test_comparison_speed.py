@@ -145,7 +145,7 @@ def test_comparisons_share_a_page(timed, tmp_path):
     assert list(dict.fromkeys(row.method for row in whole.rows)) == [DENSE, "tyr (one)", "tyr (two)", "wide", "ddp"]
     assert whole.value(Row("tyr (two)", False), 0.25, PERPLEXITY).mean == 13.0
     assert whole.value(Row(DENSE, True), 0.0, PERPLEXITY).mean == 8.0
-    assert {(speed.cell.method, speed.forward.speedup) for speed in whole.speeds} == {
+    assert {(cell.method, forward.speedup) for cell, forward in whole.speeds} == {
         ("tyr (one)", 1.25),
         ("tyr (two)", 1.5),
         ("wide", 0.9),
@@ -173,7 +173,7 @@ def test_rows_of_equal_settings_are_one_and_later_cells_count(tmp_path):
     assert [row.method for row in whole.rows] == [DENSE, "wide"]
     assert [whole.value(Row("wide", False), share, PERPLEXITY).mean for share in (0.25, 0.5)] == [11.0, 15.0]
     # The speed of the cell that was replaced is of another checkpoint.
-    assert [speed.forward.speedup for speed in whole.speeds] == [1.2]
+    assert [forward.speedup for _, forward in whole.speeds] == [1.2]
     apart = merge(found | {"three": read_comparison(other / "compare.jsonl")}, ["wide"])
     assert [row.method for row in apart.rows] == [DENSE, "wide (one, two)", "wide (three)"]
     with pytest.raises(DataError, match="no row ddp; there are wide"):

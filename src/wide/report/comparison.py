@@ -60,20 +60,12 @@ class Failure:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CellSpeed:
-    """How fast what a cell left is, at one shape: its own model's time, calibrated only."""
-
-    cell: Cell
-    forward: Forward
-
-
 class Comparison:
     """The records of one comparison.
 
     Args:
         run: Its records: those of all cells, and under the subject 'run' the grid that was asked for.
-        speeds: Of its cells, where they were measured.
+        speeds: How fast what a cell left is, calibrated only, of each size that was timed.
         speed_origins: The files of the speeds.
 
     Attributes:
@@ -87,7 +79,7 @@ class Comparison:
     def __init__(
         self,
         run: Selection,
-        speeds: Sequence[CellSpeed] = (),
+        speeds: Sequence[tuple[Cell, Forward]] = (),
         speed_origins: Sequence[Origin] = (),
     ) -> None:
         """Index the cells."""
@@ -251,11 +243,6 @@ def read_comparison(records: Path, run: str = "") -> Comparison:
             cell = Cell.from_folder(folder.name)
             if cell is not None:
                 profiles[cell] = read_profile(folder)
-    speeds = [
-        CellSpeed(cell, forward)
-        for cell, profile in profiles.items()
-        for forward in profile.forwards()
-        if forward.is_own
-    ]
+    speeds = [(cell, forward) for cell, profile in profiles.items() for forward in profile.forwards() if forward.is_own]
     origins = [origin for profile in profiles.values() for origin in profile.origins]
     return Comparison(read_selection(records, run), speeds, origins)

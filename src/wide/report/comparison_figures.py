@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
@@ -14,6 +15,9 @@ _WORK = "sparsity.linear_flops_layers"
 _PANELS = {RATIO: "perplexity, x dense", RETENTION: "average accuracy, share of dense"}
 _SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": "query channels of an attention group"}
 _MIDDLE = 0.5
+_OF_SPEED = (
+    *("what", "tokens", "batch", "speedup", "median_us", "skipped_attention", "skipped_ffn", "candidate", "device"),
+)
 # What is worse than this many times dense would squeeze everything else.
 _HIGHEST = 6
 
@@ -107,8 +111,7 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
     dense = comparison.value(Row(DENSE, False), 0.0, PERPLEXITY)
     top = math.inf if dense is None else _HIGHEST * dense.mean
     rows: list[Drawn] = []
-    for speed in comparison.speeds:
-        cell, forward = speed.cell, speed.forward
+    for cell, forward in comparison.speeds:
         subject = cell.subject(recovered=False)
         value = comparison.run.number(subject, PERPLEXITY)
         is_finished = comparison.run.text(subject, "status") == FINISHED
@@ -117,21 +120,11 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
             rows.append(
                 {
                     "shape": forward.shape,
-                    "method": cell.method,
-                    "sparsity": cell.sparsity,
-                    "seed": cell.seed,
-                    "what": forward.what,
-                    "tokens": forward.tokens,
-                    "batch": forward.batch,
+                    **asdict(cell),
                     "perplexity": value,
                     "drawn": min(value, top),
                     "words": f"{100 * cell.sparsity:.3g}{' ↑' if value > top else ''}",
-                    "speedup": forward.speedup,
-                    "median_us": forward.median_us,
-                    "skipped_attention": forward.skipped_attention,
-                    "skipped_ffn": forward.skipped_ffn,
-                    "candidate": forward.candidate,
-                    "device": forward.device,
+                    **{name: getattr(forward, name) for name in _OF_SPEED},
                 }
             )
     # Prefills before steps, the larger shape first.

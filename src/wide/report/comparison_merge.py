@@ -49,11 +49,11 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
     cells = {name: _cells(each, name, shown) for name, each in comparisons.items()}
     owner_of, notes = _owners(cells)
     speeds = [
-        replace(speed, cell=cell)
+        (cell, forward)
         for name, each in comparisons.items()
-        for speed in each.speeds
+        for own, forward in each.speeds
         # The speed of another checkpoint than the one whose quality counts says nothing.
-        if owner_of.get(cell := replace(speed.cell, method=shown.get((name, speed.cell.method), ""))) == name
+        if owner_of.get(cell := replace(own, method=shown.get((name, own.method), ""))) == name
     ]
     run = Selection(
         [*_facts(comparisons, list(dict.fromkeys(shown.values()))[1:])]

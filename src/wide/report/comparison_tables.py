@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -113,14 +113,24 @@ def quality_table(comparison: Comparison) -> Table:
 def tasks_table(comparison: Comparison) -> Table | None:
     """Return each zero-shot task of each row at each sparsity, as the paper's appendix does; None without tasks."""
     tasks = _task_columns(comparison)
-    if not tasks:
-        return None
-    columns = [column for column in (_WORD, *tasks, _AVERAGE, _RETENTION) if _is_measured(comparison, column)]
+    return _by_target(comparison, (_WORD, *tasks, _AVERAGE, _RETENTION)) if tasks else None
+
+
+def facts_table(comparison: Comparison) -> Table:
+    """Return, for each row at each sparsity, what it removes and what it cost."""
+    return _by_target(comparison, FACTS, has_seeds=True)
+
+
+def _by_target(comparison: Comparison, columns: Sequence[Column], *, has_seeds: bool = False) -> Table:
+    used = [column for column in columns if _is_measured(comparison, column)]
     lines = []
     for row, sparsity in _points(comparison):
-        cells = [_cell(comparison, row, sparsity, column) for column in columns]
-        lines.append((_name(comparison, row), _target(comparison, row, sparsity), *cells))
-    return Table(header=("method", "target %", *(column.title for column in columns)), rows=tuple(lines))
+        target = "-" if comparison.is_dense(row) else f"{100 * sparsity:.4g}"
+        seeds = [", ".join(map(str, comparison.seeds(row, sparsity))) or "-"] if has_seeds else []
+        cells = [_cell(comparison, row, sparsity, column) for column in used]
+        lines.append((_name(comparison, row), target, *seeds, *cells))
+    names = ("method", "target %", *(["seed"] if has_seeds else []))
+    return Table(header=(*names, *(column.title for column in used)), rows=tuple(lines))
 
 
 def _task_columns(comparison: Comparison) -> list[Column]:
@@ -134,17 +144,6 @@ def _task_columns(comparison: Comparison) -> list[Column]:
         title = f"{TASK_NAMES.get(task, task)}{space}{rest}"
         found.append((rank, title, Column(title, f"{TASK}{label}", _percent)))
     return [column for *_, column in sorted(found, key=lambda entry: entry[:2])]
-
-
-def facts_table(comparison: Comparison) -> Table:
-    """Return, for each row at each sparsity, what it removes and what it cost."""
-    used = [column for column in FACTS if _is_measured(comparison, column)]
-    lines = []
-    for row, sparsity in _points(comparison):
-        cells = [_cell(comparison, row, sparsity, column) for column in used]
-        seeds = ", ".join(map(str, comparison.seeds(row, sparsity))) or "-"
-        lines.append((_name(comparison, row), _target(comparison, row, sparsity), seeds, *cells))
-    return Table(header=("method", "target %", "seed", *(column.title for column in used)), rows=tuple(lines))
 
 
 def footnotes(comparison: Comparison) -> list[str]:
@@ -217,10 +216,6 @@ def _points(comparison: Comparison) -> Iterator[tuple[Row, float]]:
         yield from ((row, sparsity) for row in comparison.rows if not comparison.is_dense(row))
 
 
-def _target(comparison: Comparison, row: Row, sparsity: float) -> str:
-    return "-" if comparison.is_dense(row) else f"{100 * sparsity:.4g}"
-
-
 def _tables(comparison: Comparison) -> list[Table]:
     found = quality_table(comparison), tasks_table(comparison), facts_table(comparison)
     return [table for table in found if table is not None]
@@ -243,8 +238,7 @@ def _figures(value: Value | None) -> tuple[float | str, float | str]:
 
 
 def _numbers(comparison: Comparison) -> dict[Row, int]:
-    noted = [row for row in comparison.rows if comparison.deviations(row)]
-    return {row: number for number, row in enumerate(noted, 1)}
+    return {row: number for number, row in enumerate(filter(comparison.deviations, comparison.rows), 1)}
 
 
 def _plain_name(row: Row) -> str:

@@ -4,7 +4,9 @@ import base64
 import os
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from wide.report.drawing import FOLDER, ink, save_figure, save_png, shade
@@ -16,26 +18,6 @@ from wide.report.writing import write_whole
 
 PAGE, PICTURE = "report.html", "report.png"
 _STEPS, _TITLE_LAYERS, _MOST_ROWS = 9, 48, 400
-_CSS = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } dt { color: #444; } dd { margin: 0;
-  overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #bbb; } td { white-space: nowrap; }
-th { border-bottom: 2px solid #111; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; } img { width: 100%; height: auto; }
-a, code { overflow-wrap: anywhere; } details { font-size: .9rem; } code { font-size: .85rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f3f3; padding: .7rem 1rem; }
-.missing { border: 1px dashed #555; padding: .7rem 1rem; } figcaption { color: #444; }
-figure { margin: 0; overflow-x: auto; } figure img { min-width: 40rem; }
-.tokens { line-height: 1.9; background: none; padding: 0; }
-.tokens span { padding: .15rem 0; border-right: 1px solid #fff; }
-.scale span { padding: .1rem .5rem; white-space: nowrap; display: inline-block; }
-@media print { figure { break-inside: avoid; } }
-"""
 _FACTS = ("description", "model", "data", "target", "LoRA", "held-out text", "device", "versions", "date", "command")
 _NO_SPEED = (
     "the speed of this model was not measured; on a GPU, run wide profile --model M --adapter RUN --out RUN/profile, "
@@ -111,12 +93,8 @@ def document(title: str, body: str) -> str:
         title: Of the page, as plain text.
         body: What follows the title, as HTML.
     """
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_CSS}{text_css()}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
-        f"{body}\n</body>\n</html>\n"
-    )
+    template = Template((resources.files("wide.report") / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(title=escape(title), scale=text_css(), body=body)
 
 
 def facts(run: Selection) -> str:
