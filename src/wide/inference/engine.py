@@ -244,9 +244,11 @@ class Engine:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
-        # Memory that is made under inference mode could not be written outside of it.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-            out = self._run(given)
+        out: _Found | str = ""
+        if not torch.compiler.is_compiling():
+            # Memory that is made under inference mode could not be written outside of it.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+                out = self._run(given)
         if not isinstance(out, str):
             return self._output(*out, given)
         if out:
@@ -269,7 +271,7 @@ class Engine:
         is_paged = ids is not None and is_paged_step(given)
         if not is_ours or not isinstance(x, Tensor) or given.get("labels") is not None:
             return ""
-        if torch.compiler.is_compiling() or (is_being_recorded(x) and not is_paged):
+        if is_being_recorded(x) and not is_paged:
             return ""
         known = _BATCHED if is_paged else HARMLESS
         if any(name not in known and value is not None and value is not False for name, value in given.items()):
