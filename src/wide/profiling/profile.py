@@ -50,6 +50,7 @@ from wide.profiling.doors import (
     FORWARD,
     STEP,
     Candidate,
+    allocated_bytes,
     batch_agreement,
     batch_figures,
     captured_race,
@@ -323,7 +324,7 @@ class _Routed:
         self.prompt = self.tokens[:1]
         self.first_prompt = self.prompt[:, : self.options.prompts[0]]
         synchronise()
-        self.weight_bytes = _allocated()
+        self.weight_bytes = allocated_bytes()
         reset_peak()
         generate_us(self.dense, self.first_prompt, 2)
         self.dense_peak = peak_bytes()
@@ -357,9 +358,9 @@ class _Routed:
         measured = skipped_shares(self.model, calibrated)
         self.name = "own routing" if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
         self.skipped = measured if wanted is None else wanted
-        before = _allocated()
+        before = allocated_bytes()
         known = reference(self.model, self.prompt)
-        held = _allocated() - before
+        held = allocated_bytes() - before
         _empty_cache()
         start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
         executed = 1.0 - self.skipped[0], 1.0 - self.skipped[1]
@@ -425,11 +426,10 @@ class _Routed:
         known = self.as_loaded.get((length, batch))
         if known is None:
             candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
-        held, doors = _allocated(), self.options.doors_timed
+        doors = self.options.doors_timed
         times, peaks = race_doors(candidates, ids, self.options.generate, doors=doors, quick=self.options.quick)
         if known is None:
             self.as_loaded[length, batch] = known = times[AS_LOADED]
-            peaks[AS_LOADED] -= held - self.weight_bytes
         cached = length + self.options.generate // 2
         for kind, what, door, tokens in (
             ("records", "prefill", FORWARD, length),
@@ -440,7 +440,7 @@ class _Routed:
             of_door = {name: found[door] for name, found in by_name.items() if door in found}
             records = []
             for each in candidates if of_door else ():
-                memory = peaks[each.name] - (0 if each.name == AS_LOADED else self.weight_bytes)
+                memory = peaks[each.name] + (1 if each.name == AS_LOADED else -1) * self.weight_bytes
                 runtime = "model(...)" if door == FORWARD else "generate()"
                 record = _record(what, tokens, batch, each.name, of_door, max(0, memory), runtime)
                 if each.skipped is not None:
@@ -487,10 +487,6 @@ def _by_half(shares: tuple[float, float]) -> dict[str, float]:
 
 def _race_routed(job: _Job, report: _Report) -> bool:
     return _Routed(job, report).run()
-
-
-def _allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _empty_cache() -> None:
