@@ -77,6 +77,7 @@ def test_no_hub_is_asked_for_a_path_into_a_folder_that_is_here(tmp_path, monkeyp
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", asked)
     monkeypatch.setattr(local_names, "_is_on_hub", lambda name, kind: (name, kind) == ("models/there", "model"))
+    monkeypatch.setattr(local_names, "_ask_hub", lambda name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(DataError, match=r"no folder 'models/nope'.*check the path .*the hub has no 'models/nope'"):
@@ -117,3 +118,22 @@ def test_the_hub_is_asked_once_whether_it_has_a_name(kind, name, monkeypatch):
     # Without retries the loader itself can say what its cache misses.
     assert local_names._is_on_hub(name, kind)
     local_names._is_on_hub.cache_clear()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(tmp_path, monkeypatch):
+    asked = []
+
+    def ask(self, name, *, timeout):
+        asked.append((name, timeout))
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", ask)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match=r"the hub's cache has no model of this name.*no network"):
+        load_tokenizer("nobody/nothing")
+    assert asked == [("nobody/nothing", local_names._SECONDS)]
+    assert local_names._SECONDS < 5
+    # What the cache has is loaded from there.
+    (tmp_path / "models--nobody--nothing").mkdir()
+    assert local_names.missing_folder("nobody/nothing", cache=tmp_path) is None
+    assert len(asked) == 1

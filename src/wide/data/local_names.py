@@ -6,7 +6,7 @@ from typing import Literal
 
 HubKind = Literal["model", "dataset"]
 _SIGNS = (".", "/", "~")
-_SECONDS = 5.0
+_SECONDS = 4.0
 
 
 def is_path(name: str, kind: HubKind) -> bool:
@@ -23,10 +23,17 @@ def is_path(name: str, kind: HubKind) -> bool:
     return _begins_with_folder(name) and (Path(name).exists() or not _is_on_hub(name, kind))
 
 
-def missing_folder(name: str) -> str | None:
-    """Return what is wrong with the path of a model that is not there; None if it is there or is a hub name."""
-    if Path(name).exists() or not is_path(name, "model"):
+def missing_folder(name: str, *, cache: str | Path | None = None) -> str | None:
+    """Return what is wrong with the name of a model that can be loaded from nowhere; None if it may be loaded.
+
+    Args:
+        name: A folder, or of the hub.
+        cache: Folder of the hub's cache; None means the usual one.
+    """
+    if Path(name).exists():
         return None
+    if not is_path(name, "model"):
+        return _unreachable(name, cache)
     return f"there is no folder {name!r} to load a model and its tokenizer from; check the path{without_hub(name)}"
 
 
@@ -40,6 +47,42 @@ def without_hub(name: str) -> str:
 def _begins_with_folder(name: str) -> bool:
     first, _, rest = name.partition("/")
     return bool(first and rest) and Path(first).is_dir()
+
+
+def _unreachable(name: str, cache: str | Path | None) -> str | None:
+    """Return why a hub name cannot be loaded, where the hub's cache does not have it and the hub does not answer.
+
+    Asked once: a download would be tried again for a minute, file by file.
+    """
+    from huggingface_hub import constants
+
+    cached = Path(cache or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if constants.HF_HUB_OFFLINE or cached.is_dir():
+        return None
+    try:
+        _ask_hub(name)
+    except OSError as error:
+        return (
+            f"there is no folder {name!r}, the hub's cache has no model of this name, and {constants.ENDPOINT} does "
+            f"not answer ({' '.join(str(error).split())}); check the name, or the network"
+        )
+    return None
+
+
+# Exceptions are not kept: the network may come back.
+@functools.lru_cache(maxsize=64)
+def _ask_hub(name: str) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().repo_info(name, timeout=_SECONDS)
+    except (HfHubHTTPError, HFValidationError):
+        # It answers, and whoever loads the model says more.
+        return
+    # Each version of the hub's library has errors of its own for a network that is not there.
+    except Exception as error:
+        raise OSError(str(error)) from error
 
 
 @functools.lru_cache(maxsize=64)

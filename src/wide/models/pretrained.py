@@ -99,7 +99,7 @@ def load_skeleton(name: str) -> Any:
 def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
     from transformers import AutoConfig
 
-    wrong = missing_folder(name)
+    wrong = missing_folder(name, cache=(hub_options or {}).get("cache_dir"))
     if wrong is not None:
         raise ConfigError(wrong)
     # Asked first: transformers itself does not know the type of a pruned checkpoint.
