@@ -52,7 +52,7 @@ def test_every_sparsity_is_met_within_a_point_on_other_text(model, measure):
     set_sparsity(model, threshold=0.0)
 
 
-def test_a_dial_made_for_a_wish_meets_it_even_where_sparsity_bends_between_points():
+def test_thresholds_calibrated_for_a_wish_meet_it_even_where_sparsity_bends_between_points():
     unsteady = attach(make("llama", initializer_range=0.3), WideConfig(ffn_group_size=8, router_rank=8))
     set_sparsity(unsteady, 0.72, data=batches(10, seed=0))
     assert counted(unsteady, batches(10, seed=100)).mean == pytest.approx(0.72, abs=0.01)
@@ -114,7 +114,7 @@ def test_the_argmax_routing_is_a_point_of_the_table(model):
 
 def test_bad_wishes_are_refused(model):
     calibrate_dial(model, batches(1, seed=0), sparsities=(0.4, 0.6))
-    with pytest.raises(ConfigError, match="outside the dial"):
+    with pytest.raises(ConfigError, match="outside what this adapter is calibrated for"):
         set_sparsity(model, 0.9)
     with pytest.raises(ConfigError, match=r"\[0, 1\)"):
         set_sparsity(model, 1.0)
@@ -125,7 +125,7 @@ def test_bad_wishes_are_refused(model):
     with pytest.raises(ConfigError, match="calibration batches"):
         calibrate_dial(model, [])
     attachment(model).dial = []
-    with pytest.raises(ConfigError, match="no dial"):
+    with pytest.raises(ConfigError, match="no calibrated thresholds"):
         set_sparsity(model, 0.5)
     assert set_sparsity(model, 0.5, data=batches(2, seed=0)) != 0.0
     set_sparsity(model, threshold=0.0)

@@ -1,6 +1,6 @@
 """The adapter on disk: a small, self-describing folder that loads strictly.
 
-    wide_config.json            version, base model, plan, threshold, dial, provenance
+    wide_config.json            version, base model, plan, thresholds in force and calibrated (`dial`), provenance
     wide_router.safetensors     router matrices, float32; only where the plan has routers
     wide_static.safetensors     scales and bases of static plans, float32; only where it has any
     wide_weights.safetensors    base weights that the method replaced; only if there are any
@@ -227,7 +227,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def apply_config(model: nn.Module, config: dict[str, Any]) -> None:
-    """Set thresholds, dial and provenance of an attached model from a configuration.
+    """Set thresholds, those in force and those calibrated, and provenance of an attached model from a configuration.
 
     Raises:
         AdapterError: If the numbers are malformed.
@@ -236,14 +236,14 @@ def apply_config(model: nn.Module, config: dict[str, Any]) -> None:
     routers = state.routers()
     try:
         thresholds = [_number_from_json(value) for value in config["thresholds"]]
-        dial = [(float(sparsity), _number_from_json(threshold)) for sparsity, threshold in config["dial"]]
+        calibrated = [(float(sparsity), _number_from_json(threshold)) for sparsity, threshold in config["dial"]]
     except (TypeError, ValueError) as error:
         raise AdapterError(f"{CONFIG_FILE}: thresholds or dial are malformed ({error})") from error
     if len(thresholds) != len(routers):
         raise AdapterError(f"{CONFIG_FILE}: {len(thresholds)} thresholds for {len(routers)} routers")
     for router, threshold in zip(routers, thresholds, strict=True):
         router.threshold = threshold
-    state.dial = dial
+    state.dial = calibrated
     state.provenance = dict(config["provenance"])
 
 
@@ -310,7 +310,7 @@ def _check_base(expected: dict[str, Any], model: nn.Module, check_weights: bool)
 
 
 def _number_to_json(value: float) -> float | str:
-    # JSON has no infinities; -inf is the dial's dense end.
+    # JSON has no infinities; a threshold of -inf executes everything.
     return value if math.isfinite(value) else str(value)
 
 

@@ -78,7 +78,7 @@ class Attachment:
         handles: Hooks, removed by `detach`.
         parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
-        dial: Sparsity -> threshold points, ascending; empty until calibrated.
+        dial: Calibrated thresholds as (sparsity, threshold) points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
         fused: Whether the layers run fused operators (`wide.inference.optimize`).
         handles_fused: Hooks and stand-ins of the fused execution, removed by `deoptimize`.

@@ -108,7 +108,9 @@ def calibrate_dial(
     kept = list(batches)
     wrong = [value for value in sparsities if not 0.0 < value < 1.0]
     if not kept or wrong:
-        raise ConfigError(f"a dial needs calibration batches ({len(kept)} given) and sparsities in (0, 1), not {wrong}")
+        raise ConfigError(
+            f"calibrated thresholds need calibration batches ({len(kept)} given) and sparsities in (0, 1), not {wrong}"
+        )
     reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
 
     def measured(threshold: float) -> MarginHistogram:
@@ -127,9 +129,9 @@ def calibrate_dial(
             threshold = nearest.threshold(wanted)
             nearest = measured(threshold)
             passes.append((threshold, nearest))
-    dial = _ascending(_table(sorted(passes, key=lambda one: one[0])))
-    attachment(model).dial = dial
-    return dial
+    table = _ascending(_table(sorted(passes, key=lambda one: one[0])))
+    attachment(model).dial = table
+    return table
 
 
 def measure_sparsity(
@@ -285,27 +287,29 @@ def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points by threshold, without those that break the order; the argmax point always stays."""
     by_threshold = sorted(table, key=lambda point: point[1])
     argmax = next(point for point in by_threshold if point[1] == 0.0)
-    dial = [argmax]
+    kept = [argmax]
     for point in by_threshold:
-        if point[1] > dial[-1][1] and point[0] > dial[-1][0]:
-            dial.append(point)
+        if point[1] > kept[-1][1] and point[0] > kept[-1][0]:
+            kept.append(point)
     for point in reversed(by_threshold):
-        if point[1] < dial[0][1] and point[0] < dial[0][0]:
-            dial.insert(0, point)
-    return dial
+        if point[1] < kept[0][1] and point[0] < kept[0][0]:
+            kept.insert(0, point)
+    return kept
 
 
-def _interpolate(dial: Sequence[tuple[float, float]], sparsity: float) -> float:
-    if not dial:
-        raise ConfigError("this adapter has no dial; pass data= (calibration batches), or threshold= in logits")
+def _interpolate(table: Sequence[tuple[float, float]], sparsity: float) -> float:
+    if not table:
+        raise ConfigError(
+            "this adapter has no calibrated thresholds; pass data= (calibration batches), or threshold= in logits"
+        )
     # The ends may miss a round number by the noise of the calibration.
-    low, high = dial[0][0] - 0.01, dial[-1][0] + 0.01
+    low, high = table[0][0] - 0.01, table[-1][0] + 0.01
     if not low <= sparsity <= high:
         raise ConfigError(
-            f"sparsity {sparsity:g} lies outside the dial of this adapter, {dial[0][0]:.3f} to {dial[-1][0]:.3f} "
-            "(and 0, which is dense); choose one inside, or pass data= to make another dial"
+            f"sparsity {sparsity:g} lies outside what this adapter is calibrated for, {table[0][0]:.3f} to "
+            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside, or pass data= to calibrate anew"
         )
-    for (s0, t0), (s1, t1) in pairwise(dial):
+    for (s0, t0), (s1, t1) in pairwise(table):
         if s0 <= sparsity <= s1:
             return t0 + (sparsity - s0) / (s1 - s0) * (t1 - t0)
-    return dial[0][1] if sparsity < dial[0][0] else dial[-1][1]
+    return table[0][1] if sparsity < table[0][0] else table[-1][1]
