@@ -108,8 +108,6 @@ class Record:
 
 _FIELDS = tuple(field.name for field in fields(Record))
 _REQUIRED = frozenset({"subject", "metric", "value"})
-# Written before the first release as JSON inside a text.
-_ONCE_TEXTS = ("settings", "training", "grid.methods", "grid.sparsities", "token_perplexity.windows")
 
 
 class RecordFile:
@@ -218,8 +216,6 @@ def _record(found: object, where: str) -> Record:
     kept = {key: value for key, value in found.items() if key in _FIELDS}
     try:
         kept["subject"] = _subject(found["subject"])
-        if isinstance(found["value"], str) and (found["metric"] in _ONCE_TEXTS or found.get("unit") == "json"):
-            kept["value"] = json.loads(found["value"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: damaged ({error!r}); delete the line, or measure again") from error
     return Record(**kept)
@@ -227,11 +223,7 @@ def _record(found: object, where: str) -> Record:
 
 def _subject(found: Any) -> Subject:
     if isinstance(found, str):
-        # Stages were texts with slashes before the first release.
-        *parts, stage = found.split("/")
-        if len(parts) != 3 or stage not in ("calibrated", "recovered"):
-            return found
-        found = dict(zip(("method", "sparsity", "seed"), parts, strict=True), recovered=stage == "recovered")
+        return found
     cell = Cell(str(found["method"]), float(found["sparsity"]), int(found["seed"]))
     return Stage(cell, bool(found["recovered"]))
 

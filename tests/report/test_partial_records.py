@@ -12,7 +12,7 @@ from test_speed import forwards, group, product, step, write_bench
 from test_speed import write_json as write_file
 
 from wide.cli.main import main
-from wide.records import Cell, Record
+from wide.records import Cell
 from wide.report.comparison import read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_tables import to_csv, to_html, to_text
@@ -142,18 +142,3 @@ def test_a_file_of_damaged_lines_is_no_run(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "line 2 of records.jsonl was cut" in said
     assert "'token_perplexity' is damaged" in said
-
-
-def test_records_of_before_the_first_release_are_read(tmp_path):
-    lines = [
-        {"subject": "wide/0.5/17/recovered", "metric": "settings", "value": '{"ffn_group_size": 32}'},
-        {"subject": "stage 1", "metric": "routing.sample", "value": '{"tokens": ["a"]}', "unit": "json"},
-    ]
-    (tmp_path / "records.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    from wide.records import read_records
-
-    settings, sample = read_records(tmp_path / "records.jsonl")[0]
-    assert settings == Record(
-        subject=Cell("wide", 0.5, 17).subject(recovered=True), metric="settings", value={"ffn_group_size": 32}
-    )
-    assert sample.value == {"tokens": ["a"]}

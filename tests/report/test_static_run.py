@@ -70,14 +70,14 @@ def test_a_half_without_any_rate_has_no_records_by_layer():
 def pruned(*more):
     yield record("dense", "token_perplexity", 10.0)
     yield record("pruned", "token_perplexity", 20.0)
-    yield record("pruned", "training.seconds", 3.0)
+    yield record("pruned", "sparsity.tokens", 0)
     yield from more
 
 
 def test_what_is_static_is_seen_from_the_records():
-    old = Selection(list(pruned()))
-    assert old.is_static()
-    assert len(figures_of(old)) == 2
+    static = Selection(list(pruned()))
+    assert static.is_static()
+    assert len(figures_of(static)) == 2
     # Sparsity of routers is counted over tokens; that of a static plan needs none.
     for subject in ("pruned", "stage 1"):
         for tokens in (0, 256):

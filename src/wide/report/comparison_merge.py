@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from wide.errors import DataError
 from wide.records import Cell, Record, Stage
@@ -10,8 +11,7 @@ from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Comparison, Row
 from wide.report.selection import Selection
 
 _SAME, _OF_LORA = ("model", "held-out text"), ("LoRA", "data")
-_JOINED = (*_SAME, "description", "data", "target", "LoRA", "command")
-_OWN_GROUP = "model.attention_group_size"
+_JOINED = ("description", "data", "target", "LoRA", "command")
 # Of the same model on the same text, on GPUs of one kind.
 _TOLERANCE = 2e-3
 
@@ -127,20 +127,19 @@ def _require_same(comparisons: Mapping[str, Comparison]) -> None:
 
 
 def _facts(comparisons: Mapping[str, Comparison], methods: Sequence[str]) -> list[Record]:
-    """Return the records of the run that the common page is of."""
-    first = next(iter(comparisons.values())).run
-    facts: dict[str, list[str] | list[float] | float | str] = {
+    """Return the records of the run that the common page is of: the first one's, what they differ in joined."""
+    first = [record for record in next(iter(comparisons.values())).run.records if record.subject == "run"]
+    grid = {
         "grid.methods": list(methods),
         "grid.sparsities": sorted({sparsity for each in comparisons.values() for sparsity in each.sparsities}),
         "grid.recovers": float(any(row.recovered for each in comparisons.values() for row in each.rows)),
     }
+    joined = {}
     for fact in _JOINED:
         said: dict[str, list[str]] = {}
         for name, each in comparisons.items():
             said.setdefault(each.run.text("run", fact), []).append(name)
-        several = "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
-        facts[fact] = next(iter(said)) if len(said) == 1 else several
-    size = first.number("run", _OWN_GROUP)
-    facts |= {} if size is None else {_OWN_GROUP: size}
-    versions = next((record.versions for record in first.records if record.versions), None)
-    return [Record(subject="run", metric=name, value=value, versions=versions) for name, value in facts.items()]
+        if len(said) > 1:
+            joined[fact] = "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+    changed: dict[str, Any] = grid | joined
+    return [*first, *(Record(subject="run", metric=name, value=value) for name, value in changed.items())]

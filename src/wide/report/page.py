@@ -200,12 +200,10 @@ def coloured_text(tokens: Sequence[str], shares: Sequence[Sequence[float | None]
         f'<span class="s{step}">{100 * (low + (high - low) * step / (_STEPS - 1)):.0f} %</span>'
         for step in range(_STEPS)
     )
-    ordered = sorted(range(len(tokens)), key=lambda place: -means[place])
-    most = [word for word in dict.fromkeys(tokens[place].strip() for place in ordered) if word][:5]
     name = SUBLAYERS[sublayer]
     summary = (
         f"{len(tokens)} tokens coloured by the share of {name} groups that they execute, mean over layers: "
-        f"{100 * low:.0f} to {100 * high:.0f} percent; most: {', '.join(most)}"
+        f"{100 * low:.0f} to {100 * high:.0f} percent"
     )
     return (
         f'<figure aria-label="{escape(summary)}"><figcaption>{escape(name)}, executed groups: '

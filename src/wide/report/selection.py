@@ -20,7 +20,6 @@ NAMES = {
 }
 """What a run may have measured, in the order in which it is shown, and its name."""
 SUBJECTS = tuple(NAMES)
-_OF_METHODS = ("pruned", "pruned + LoRA")
 SUBLAYERS = {"attention": "attention", "ffn": "FFN"}
 """Key of a sublayer in the names of metrics, and its name."""
 
@@ -116,13 +115,8 @@ class Selection:
         if not models or any(metric.startswith("routing.") for _, metric in self._by_metric):
             return False
         tokens = [self.number(subject, "sparsity.tokens") for subject in models]
-        known = [number for number in tokens if number is not None]
-        if known:
-            # Of a static plan no token need be watched to know its sparsity.
-            return not any(known)
-        # Older records: a run of a method measures the routing before the quality, if there are routers.
-        decided = self.number("pruned", "training.seconds") is not None
-        return decided and all(subject in _OF_METHODS for subject in models)
+        # Of a static plan no token need be watched to know its sparsity.
+        return any(number is not None for number in tokens) and not any(tokens)
 
 
 def read_selection(path: Path, run: str = "") -> Selection:
