@@ -16,8 +16,8 @@ from wide.data.documents import is_held_out
 from wide.data.progress import progress
 from wide.errors import ConfigError
 from wide.models.attach import attachment
+from wide.training.modes import rehearsal
 from wide.training.progress_log import ProgressLog
-from wide.training.rehearsal import rehearsal
 
 SMALL = ["--dtype=float32", "--device=cpu", "--train.sequence_length=32", "--eval.tokens=64", "--eval.window=32"]
 WINDOWS = ["--{0}.num_windows=2", "--{0}.window_length=32"]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wide.data.batches import IGNORED, BlockOrder, TokenBlocks, load_blocks
+from wide.data.batches import IGNORED, TokenBlocks, block_indices, load_blocks
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.errors import ConfigError, DataError
@@ -39,30 +39,31 @@ def test_blocks_are_the_stream_cut_and_only_document_starts_are_no_targets(lengt
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
 def test_shares_of_all_ranks_make_up_the_global_batch(num_blocks, step, share, world, seed):
-    order = BlockOrder(num_blocks, seed)
-    whole = order.indices(step, share * world)
-    shares = [order.indices(step, share * world, rank, world) for rank in range(world)]
+    whole = block_indices(num_blocks, seed, step, batch_size=share * world)
+    shares = [
+        block_indices(num_blocks, seed, step, batch_size=share * world, rank=rank, world=world) for rank in range(world)
+    ]
     assert [index for part in shares for index in part] == whole
 
 
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 3))
 def test_every_epoch_visits_every_block_once(num_blocks, batch_size, seed):
-    order = BlockOrder(num_blocks, seed)
-    visited = [index for step in range(2 * num_blocks) for index in order.indices(step, batch_size)]
+    steps = range(2 * num_blocks)
+    visited = [index for step in steps for index in block_indices(num_blocks, seed, step, batch_size=batch_size)]
     for epoch in range(2):
         assert sorted(visited[epoch * num_blocks : (epoch + 1) * num_blocks]) == list(range(num_blocks))
 
 
 def test_the_order_depends_on_seed_and_epoch_only():
-    first, second = BlockOrder(50, 1), BlockOrder(50, 1)
-    assert first.indices(7, 4) == second.indices(7, 4)
-    assert first.indices(0, 50) != BlockOrder(50, 2).indices(0, 50)
-    assert first.indices(0, 50) != first.indices(1, 50)
+    first = block_indices(50, 1, 0, batch_size=50)
+    assert first == block_indices(50, 1, 0, batch_size=50)
+    assert first != block_indices(50, 2, 0, batch_size=50)
+    assert first != block_indices(50, 1, 1, batch_size=50)
 
 
 def test_unequal_shares_are_refused():
     with pytest.raises(ConfigError, match="multiple of the number of ranks"):
-        BlockOrder(9, 0).indices(0, 16, 0, 3)
+        block_indices(9, 0, 0, batch_size=16, world=3)
 
 
 def test_too_little_text_says_how_much_is_needed():

@@ -11,11 +11,11 @@ from wide.evaluation.routing_behaviour import (
     MAX_MATRIX_GROUPS,
     MAX_SAMPLE_TOKENS,
     HalfCounter,
+    behaviour_records,
     mean_by_distance,
     routing_behaviour,
     token_texts,
 )
-from wide.evaluation.routing_records import behaviour_records
 from wide.models.attach import attach, attachment, detach
 from wide.models.observe import capture_routing, force_routing
 from wide.plan import Dense, LayerPlan, Plan

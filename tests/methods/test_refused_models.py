@@ -14,7 +14,7 @@ from wide.methods.apply import apply
 from wide.methods.catalogue import get
 from wide.methods.method import Target
 from wide.models.attach import detach, is_attached
-from wide.training.rehearsal import rehearsal
+from wide.training.modes import rehearsal
 
 EVERYWHERE_BUT_ROUTED_HALVES = set(ROWS) - {"skipgpt", "skipgpt-original", "wide"}
 REFUSED = {

@@ -21,7 +21,7 @@ from wide.training.activations import in_passes
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
 from wide.training.router_fit import fit_routers, fitted_margins, group_energy
 from wide.training.stages import prune
-from wide.training.text_source import first_batches
+from wide.training.text_source import read_batches
 
 CLUSTERED = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=256)
 FITTED = WideConfig(ffn_group_size=16, router_rank=4, router_start="fitted", router_bias=True, start_tokens=512)
@@ -29,7 +29,7 @@ UNFITTED = dataclasses.replace(FITTED, router_start="random")
 
 
 def batches():
-    return first_batches(RandomSource(), batch_size=8, micro_batch_size=4, tokens=512)
+    return read_batches(RandomSource(), batch_size=8, micro_batch_size=4, tokens=512)
 
 
 @given(
@@ -303,7 +303,7 @@ def test_the_smooth_distance_joins_the_absolute_one(smoothing):
 
 @pytest.mark.parametrize(("tokens", "shapes"), [(1, [1]), (16, [1]), (17, [2]), (100, [4, 3]), (129, [4, 4, 1])])
 def test_the_start_reads_as_many_whole_sequences_as_it_was_allowed(tokens, shapes):
-    pieces = first_batches(RandomSource(), batch_size=8, micro_batch_size=4, tokens=tokens)
+    pieces = read_batches(RandomSource(), batch_size=8, micro_batch_size=4, tokens=tokens)
     assert [len(piece.input_ids) for piece in pieces] == shapes
     whole = torch.cat([RandomSource().batch_at(step, batch_size=8).input_ids for step in range(2)])
     assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), whole[: sum(shapes)])

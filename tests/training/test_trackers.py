@@ -7,10 +7,9 @@ import pytest
 from tiny import CONFIG, RandomSource, dense_model, routed_model, stage
 
 from wide.errors import ConfigError, MissingExtraError
-from wide.training import trackers
-from wide.training.progress_log import ProgressLog
+from wide.training import progress_log
+from wide.training.progress_log import ProgressLog, require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
-from wide.training.trackers import require_tensorboard, require_tracker
 
 POINT = {"loss": 1.0, "lm_loss": 1.0, "sparsity.attention": 0.5, "sparsity.ffn": 0.5, "sparsity.target": 0.5}
 POINT |= {"temperature": 1.0, "tokens_per_second": 10.0}
@@ -29,7 +28,7 @@ def library(monkeypatch):
         return run
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(progress_log.importlib.util, "find_spec", lambda name: object())
     return seen
 
 
@@ -52,7 +51,7 @@ def test_a_run_that_failed_is_not_called_finished(name, options, monkeypatch):
     ends = []
     run = SimpleNamespace(log=lambda values, step: None, finish=lambda **found: ends.append(found))
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=lambda **_: run))
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(progress_log.importlib.util, "find_spec", lambda name: object())
 
     class Failing(RandomSource):
         fails = True
@@ -71,7 +70,7 @@ def test_a_run_that_failed_is_not_called_finished(name, options, monkeypatch):
 
 
 def test_a_tracker_is_refused_before_a_model_is_loaded_or_text_read(monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(progress_log.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install wandb"):
         prune("no/such/model", "no-such-text", tracker="wandb")
     model = routed_model()
@@ -80,7 +79,7 @@ def test_a_tracker_is_refused_before_a_model_is_loaded_or_text_read(monkeypatch)
 
 
 def test_what_is_not_installed_or_unknown_is_refused(monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(progress_log.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install wandb"):
         require_tracker("wandb")
     with pytest.raises(ConfigError, match="TensorBoard is --tensorboard"):
@@ -90,10 +89,10 @@ def test_what_is_not_installed_or_unknown_is_refused(monkeypatch):
 
 def test_tensorboard_is_refused_or_named_before_anything_is_trained(monkeypatch):
     assert require_tensorboard(False) is None
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(progress_log.importlib.util, "find_spec", lambda name: object())
     assert require_tensorboard(True) is None
     assert require_tensorboard(None) is None
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(progress_log.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"wide\[log\].*leave --tensorboard out"):
         require_tensorboard(True)
     assert "metrics.jsonl" in (require_tensorboard(None) or "")

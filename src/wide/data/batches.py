@@ -78,33 +78,31 @@ class BatchSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOrder:
-    """A new permutation of the blocks each epoch, a function of the seed alone.
+def block_indices(
+    num_blocks: int, seed: int, step: int, *, batch_size: int, rank: int = 0, world: int = 1
+) -> list[int]:
+    """Return the blocks of a rank's share of a step (`BatchSource.batch_at`); each epoch has a permutation of its own.
 
     Args:
         num_blocks: Blocks in an epoch.
         seed: Of the permutations.
+        step: Optimiser step, from 0.
+        batch_size: Blocks in the global batch.
+        rank: Which share, in [0, world).
+        world: Number of equal shares.
+
+    Raises:
+        ConfigError: If the batch cannot be shared equally or the rank does not exist.
     """
-
-    num_blocks: int
-    seed: int
-
-    def indices(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> list[int]:
-        """Return the blocks of a rank's share of a step, see `BatchSource.batch_at`.
-
-        Raises:
-            ConfigError: If the batch cannot be shared equally or the rank does not exist.
-        """
-        if batch_size % world or not 0 <= rank < world:
-            raise ConfigError(
-                f"a batch of {batch_size} cannot be shared by rank {rank} of {world}; "
-                "batch_size must be a multiple of the number of ranks"
-            )
-        share = batch_size // world
-        first = step * batch_size + rank * share
-        positions = [divmod(sample, self.num_blocks) for sample in range(first, first + share)]
-        return [int(_permutation(self.num_blocks, self.seed, epoch)[place]) for epoch, place in positions]
+    if batch_size % world or not 0 <= rank < world:
+        raise ConfigError(
+            f"a batch of {batch_size} cannot be shared by rank {rank} of {world}; "
+            "batch_size must be a multiple of the number of ranks"
+        )
+    share = batch_size // world
+    first = step * batch_size + rank * share
+    positions = [divmod(sample, num_blocks) for sample in range(first, first + share)]
+    return [int(_permutation(num_blocks, seed, epoch)[place]) for epoch, place in positions]
 
 
 @lru_cache(maxsize=2)
@@ -128,9 +126,7 @@ class TokenBlocks:
         """Cut the stream; nothing is copied."""
         self.sequence_length = sequence_length
         self.largest_id = stream.largest_id
-        self._tokens = stream.tokens
-        self._starts = stream.starts
-        self._order = BlockOrder(len(stream.tokens) // sequence_length, seed)
+        self._stream, self._seed = stream, seed
         if not len(self):
             raise DataError(
                 f"the text has {len(stream.tokens)} tokens, and one block needs {sequence_length}; "
@@ -139,7 +135,7 @@ class TokenBlocks:
 
     def __len__(self) -> int:
         """Return the number of blocks."""
-        return len(self._tokens) // self.sequence_length
+        return len(self._stream.tokens) // self.sequence_length
 
     @property
     def num_tokens(self) -> int:
@@ -148,8 +144,7 @@ class TokenBlocks:
 
     def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
         """Return the same text in blocks of another length and order; nothing is copied."""
-        stream = TokenStream(tokens=self._tokens, starts=self._starts, largest_id=self.largest_id)
-        return TokenBlocks(stream, sequence_length, seed=seed)
+        return TokenBlocks(self._stream, sequence_length, seed=seed)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.
@@ -157,16 +152,16 @@ class TokenBlocks:
         Raises:
             IndexError: If an index lies outside [0, len).
         """
-        length = self.sequence_length
+        length, tokens, starts = self.sequence_length, self._stream.tokens, self._stream.starts
         input_ids = torch.empty(len(indices), length, dtype=torch.int64)
         is_start = torch.zeros(len(indices), length, dtype=torch.bool)
         for row, index in enumerate(indices):
             if not 0 <= index < len(self):
                 raise IndexError(f"block {index} of {len(self)}")
             begin = index * length
-            input_ids[row] = torch.from_numpy(self._tokens[begin : begin + length].astype(np.int64))
-            low, high = np.searchsorted(self._starts, [begin, begin + length])
-            is_start[row, torch.from_numpy(self._starts[low:high] - begin)] = True
+            input_ids[row] = torch.from_numpy(tokens[begin : begin + length].astype(np.int64))
+            low, high = np.searchsorted(starts, [begin, begin + length])
+            is_start[row, torch.from_numpy(starts[low:high] - begin)] = True
         return TokenBatch(
             input_ids=input_ids,
             labels=input_ids.masked_fill(is_start, IGNORED),
@@ -175,7 +170,7 @@ class TokenBlocks:
 
     def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
         """Return a rank's share of the global batch of a step, see `BatchSource.batch_at`."""
-        return self.batch(self._order.indices(step, batch_size, rank, world))
+        return self.batch(block_indices(len(self), self._seed, step, batch_size=batch_size, rank=rank, world=world))
 
     def in_order(self, batch_size: int, *, max_blocks: int | None = None) -> Iterator[TokenBatch]:
         """Yield all blocks once in the order of the text; the last batch may be smaller."""

@@ -1,6 +1,6 @@
 """How a model routes text: by group, from group to group and token to token, under rounding, and token by token."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from wide.errors import EvaluationError
 from wide.evaluation.inference import HALVES, masks_of, watch_routing
 from wide.models.attach import attachment
 from wide.models.router import EXECUTE, SKIP, Router
+from wide.records import Record
 from wide.routing import Routing
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ MAX_MATRIX_GROUPS = 32
 """Most groups whose correlation matrix is kept; of more, evenly spaced ones."""
 MAX_SAMPLE_TOKENS = 160
 """Most tokens of the sample."""
+_RATE_DIGITS, _PHI_DIGITS = 4, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,3 +371,64 @@ def mean_of_defined(values: Tensor) -> float | None:
     """Return the mean of what is not NaN, None if nothing is left."""
     defined = values[~values.isnan()]
     return float(defined.mean()) if defined.numel() else None
+
+
+def behaviour_records(subject: str, found: RoutingBehaviour, where: str) -> Iterator[Record]:
+    """Yield the records of a model's routing: figures as numbers, series and tables as compact JSON of bounded size.
+
+    Correlation matrices are kept of two layers of attention and FFN each, the one that skips least and the one that
+    skips most.
+
+    Args:
+        subject: What was measured.
+        found: How it routes.
+        where: Name of the text.
+    """
+    text = f"{where}, {found.tokens} tokens"
+
+    def record(metric: str, value: Any, unit: str = "json", *, layer: int | None = None, where: str = text) -> Record:
+        return Record(subject=subject, metric=f"routing.{metric}", value=value, unit=unit, where=where, layer=layer)
+
+    yield record("tokens", found.tokens, "token")
+    for half in HALVES:
+        entries = found.of(half)
+        if not entries:
+            continue
+        for entry in entries:
+            for name in ("same_as_previous", "same_by_chance"):
+                if (value := getattr(entry, name)) is not None:
+                    yield record(f"{half}.{name}", value, "share", layer=entry.layer)
+            rates = {"groups": entry.num_groups, "shares": _rounded(entry.by_group, _RATE_DIGITS)}
+            yield record(f"{half}.by_group", rates, layer=entry.layer)
+        for name in ("same_as_previous", "same_by_chance"):
+            (mean,) = _mean_series([[getattr(entry, name)] for entry in entries])
+            if mean is not None:
+                yield record(f"{half}.{name}", mean, "share")
+        for name in ("token_correlation", "group_correlation"):
+            series = _mean_series([getattr(entry, name) for entry in entries])
+            yield record(f"{half}.{name}", _rounded(series, _PHI_DIGITS))
+        ordered = sorted(entries, key=lambda entry: entry.execute_rate)
+        for chosen in [ordered[-1], ordered[0]][: len(ordered)]:
+            matrix = {"groups": chosen.matrix_groups, "phi": [_rounded(row, _PHI_DIGITS) for row in chosen.matrix]}
+            yield record(f"{half}.group_matrix", matrix, layer=chosen.layer)
+    for half, share in found.flips.items():
+        yield record(f"{half}.flips_bfloat16", share, "share")
+    percent = {
+        half: [[None if share is None else round(100 * share) for share in row] for row in rows]
+        for half, rows in found.sample.shares.items()
+    }
+    words = f"beginning of the text, {len(found.sample.tokens)} tokens; percent of groups by token and layer"
+    yield record("sample", {"tokens": found.sample.tokens} | percent, where=words)
+
+
+def _mean_series(series: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Return the mean over layers at each place; layers may be of different lengths."""
+    means: list[float | None] = []
+    for place in range(max(map(len, series))):
+        values = [value for row in series if place < len(row) and (value := row[place]) is not None]
+        means.append(sum(values) / len(values) if values else None)
+    return means
+
+
+def _rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else round(value, digits) for value in values]

@@ -256,7 +256,7 @@ ROUTING_FIGURES: tuple[Figure[Selection], ...] = (
         about="Share of decisions equal to the previous token's, in percent",
     ),
 )
-"""Figures of the records that `wide.evaluation.routing_records` writes."""
+"""Figures of the records that `wide.evaluation.routing_behaviour` writes."""
 FIGURES = (PERPLEXITY, LAYERS, *ROUTING_FIGURES, TRAINING)
 """All figures of a run, in the order of the page."""
 

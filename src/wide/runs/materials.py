@@ -12,8 +12,7 @@ from wide.data.documents import Document
 from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.report import EvaluationReport
-from wide.evaluation.routing_behaviour import routing_behaviour
-from wide.evaluation.routing_records import behaviour_records
+from wide.evaluation.routing_behaviour import behaviour_records, routing_behaviour
 from wide.models.attach import detach, is_attached
 from wide.models.pretrained import device_name
 from wide.records import RecordFile, Subject

@@ -31,9 +31,9 @@ from wide.runs.settings import GenerationOptions, PruneRequest, RunRequest, flag
 from wide.runs.sources import find_adapter, require_lora
 from wide.runs.text import continue_prompt
 from wide.training.checkpoint import has_checkpoint
-from wide.training.rehearsal import rehearsal
+from wide.training.modes import rehearsal
+from wide.training.progress_log import require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
-from wide.training.trackers import require_tensorboard, require_tracker
 from wide.training.trainer import micro_batch_size
 
 _DIAL_BLOCKS = 16

@@ -1,8 +1,8 @@
 """After training: how much is skipped at inference, and the threshold that meets the target.
 
 Training samples with Gumbel noise, inference does not, so the two skip rates differ. What inference skips is measured
-on training text, a dial is made of it, and where it misses the target by more than half a point, the threshold is
-moved from 0 (the paper's argmax) to the dial's. A target for attention and FFN each is met by a threshold for each.
+on training text, thresholds are calibrated there, and where argmax (the paper's threshold, 0) misses the target by more
+than half a point, the calibrated one takes its place. A target for attention and FFN each is met by a threshold each.
 """
 
 import warnings
@@ -18,6 +18,7 @@ from wide.models.cost import Measure, static_sparsity
 from wide.models.dial import DEFAULT_POINTS, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
 from wide.training.activations import TokensRead, counting
 from wide.training.parallel import DataParallel
+from wide.training.text_source import read_batches
 
 # Of the tokens that the stage read, one in so many is read again to calibrate, within these bounds.
 _SHARE = 32
@@ -111,14 +112,11 @@ def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micr
         batch_size: Sequences that each of them read.
         micro_batch_size: Sequences in a piece.
     """
-    batches: list[TokenBatch] = []
-    tokens, wanted = 0, _MIN_TOKENS
-    while tokens < wanted:
-        batch = source.batch_at(step + len(batches), batch_size=batch_size)
-        batches.append(batch)
-        tokens += batch.input_ids.numel()
-        wanted = min(max(step * batch.input_ids.numel() // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
-    return [piece for batch in batches for piece in batch.split(micro_batch_size)]
+    read = step * source.batch_at(step, batch_size=batch_size).input_ids.numel()
+    tokens = min(max(read // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
+    return read_batches(
+        source, batch_size=batch_size, micro_batch_size=micro_batch_size, tokens=tokens, step=step, whole=True
+    )
 
 
 def _agree(value: float, parallel: DataParallel) -> float:

@@ -1,13 +1,17 @@
-"""What a model looks like while it is trained, and the way back: who is trainable, who samples, who recomputes."""
+"""What a model looks like while it is trained, and the way back: who is trainable, who samples, who recomputes.
+
+Also a rehearsal of what runs until it reads text.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from wide.data.progress import without_bars
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 
@@ -121,3 +125,32 @@ def recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
 def _is_not_reentrant(layer: nn.Module) -> bool:
     function = getattr(layer, "_gradient_checkpointing_func", None)
     return isinstance(function, partial) and not function.keywords.get("use_reentrant", True)
+
+
+class _TextIsReadError(Exception):
+    """Raised in the place of the first embedding."""
+
+
+@contextmanager
+def rehearsal(model: Any) -> Iterator[None]:
+    """Leave the block quietly where the model would embed its first tokens.
+
+    What raises before that does so as ever; layers may be probed on numbers of their own. Whatever runs inside must
+    take back on an exception what it changed. A compiled model cannot be rehearsed. No progress bar is shown: it would
+    never move.
+
+    Args:
+        model: The Hugging Face model that the block works on.
+    """
+    handle = model.get_input_embeddings().register_forward_pre_hook(_stop)
+    try:
+        with without_bars():
+            yield
+    except _TextIsReadError:
+        return
+    finally:
+        handle.remove()
+
+
+def _stop(_module: object, _args: object) -> NoReturn:
+    raise _TextIsReadError

@@ -1,15 +1,19 @@
 """What a run shows and keeps of its course: a bar or plain lines, records, and optionally TensorBoard or a tracker."""
 
+import importlib
+import importlib.util
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from wide.data.progress import shows_bars
-from wide.errors import MissingExtraError
+from wide.errors import ConfigError, MissingExtraError
 from wide.records import Record, RecordFile, read_records
-from wide.training.trackers import Tracker, TrackerName
+
+TrackerName = Literal["wandb", "trackio"]
+_PROJECT = "wide"
 
 _UNITS = {
     "loss": "nat/token",
@@ -25,6 +29,40 @@ _UNITS = {
     "tokens_per_second": "token/s",
 }
 _PLAIN_LINES = 20
+
+
+def require_tracker(name: TrackerName | None) -> None:
+    """Refuse a tracker that cannot be used before anything has been trained; None is always fine.
+
+    Raises:
+        ConfigError: If there is no such tracker.
+        MissingExtraError: If its library is not installed.
+    """
+    if name is None:
+        return
+    if name not in get_args(TrackerName):
+        raise ConfigError(f"tracker {name!r} is not one of {list(get_args(TrackerName))}; TensorBoard is --tensorboard")
+    if importlib.util.find_spec(name) is None:
+        raise MissingExtraError(f"the tracker {name} is not installed: pip install {name}, or leave --tracker out")
+
+
+def require_tensorboard(wanted: bool | None) -> str | None:
+    """Refuse TensorBoard that is wanted and cannot be used before anything has been trained.
+
+    Args:
+        wanted: True insists on it, None takes it where it is installed, False does without.
+
+    Returns:
+        What to say where it is left out because it is not installed, else None.
+
+    Raises:
+        MissingExtraError: If it is insisted on and not installed.
+    """
+    if wanted is False or importlib.util.find_spec("tensorboard") is not None:
+        return None
+    if wanted:
+        raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]', or leave --tensorboard out")
+    return "TensorBoard is not installed (pip install 'wide[log]'): curves go to metrics.jsonl and the report alone"
 
 
 class ProgressLog:
@@ -62,7 +100,8 @@ class ProgressLog:
         self._on_terminal = sys.stderr.isatty()
         has_bar = self._on_terminal and not silent and shows_bars()
         self._bar = tqdm(total=steps, initial=first_step, desc=title, unit="step", disable=not has_bar)
-        self._records, self._board, self._tracker = None, None, None
+        self._records, self._board = None, None
+        self._tracker: Any = None
         self._lines_at = max(1, steps // _PLAIN_LINES)
         self._last_line = first_step
         if folder is not None and not silent:
@@ -70,9 +109,19 @@ class ProgressLog:
             _forget_from(path, title, first_step)
             self._records = RecordFile(path, config_fingerprint=fingerprint, device=device)
         if tensorboard is not None and not silent:
-            self._board = _tensorboard(tensorboard, first_step)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]'") from error
+            # Steps that are done again replace those of the interrupted run.
+            self._board = SummaryWriter(str(tensorboard), purge_step=first_step or None)
         if tracker is not None and not silent:
-            self._tracker = Tracker(tracker, title, folder)
+            # Where curves go and who owns them is the library's own configuration.
+            name = title if folder is None else f"{folder.resolve().parent.name}, {title}"
+            library: Any = importlib.import_module(tracker)
+            self._tracker = library.init(project=_PROJECT, name=name)
+            # trackio has no word for a run that failed.
+            self._failure = {"exit_code": 1} if tracker == "wandb" else {}
 
     def add(self, points: list[tuple[int, dict[str, float]]]) -> None:
         """Show the last point and record all of them; a point is (step, name -> value)."""
@@ -102,7 +151,7 @@ class ProgressLog:
                 for name, value in values.items():
                     self._board.add_scalar(f"{self._title}/{name}", value, at)
             if self._tracker is not None:
-                self._tracker.add(at, values)
+                self._tracker.log(values, step=at)
 
     def close(self, *, failed: bool = False) -> None:
         """Finish the bar and the files.
@@ -114,7 +163,7 @@ class ProgressLog:
         if self._board is not None:
             self._board.close()
         if self._tracker is not None:
-            self._tracker.close(failed=failed)
+            self._tracker.finish(**(self._failure if failed else {}))
 
 
 def _summary(values: dict[str, float]) -> str:
@@ -135,12 +184,3 @@ def _forget_from(path: Path, subject: str, first_step: int) -> None:
         temporary = path.with_name(f".{path.name}.rewriting")
         temporary.write_text("".join(json.dumps(asdict(r), sort_keys=True) + "\n" for r in kept), encoding="utf-8")
         temporary.replace(path)
-
-
-def _tensorboard(folder: str | Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]'") from error
-    # Steps that are done again replace those of the interrupted run.
-    return SummaryWriter(str(folder), purge_step=first_step or None)

@@ -25,9 +25,9 @@ from wide.training.inference_target import calibration_batches, meet_target
 from wide.training.modes import own_randomness
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.start import Start
+from wide.training.progress_log import TrackerName, require_tracker
+from wide.training.start import attach_started, start_settings
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
-from wide.training.trackers import TrackerName, require_tracker
 from wide.training.trainer import RunOptions, Trainer, micro_batch_size
 
 if TYPE_CHECKING:
@@ -111,21 +111,20 @@ def prune(
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
-    start = None
-    if not is_attached(model):
+    options = RunOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
+    came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
+    if came_bare:
         _check_reach(model, plan, objective)
-        start = Start(model, plan, config, source, objective, stage, parallel, folder, resume=resume)
     try:
-        if start is not None:
+        if came_bare:
             with own_randomness(_device(model)):
                 torch.manual_seed(stage.seed)
-                attach(model, _without_fit(config), orders=start.orders())
-                start.fit()
-        options = RunOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
-        _run("prune", model, source, objective, stage, options, parallel, calibrate=calibrate_threshold, start=start)
+                start = attach_started(model, plan, config, source, objective, stage, parallel, folder, resume=resume)
+        settings = start_settings(config)
+        _run("prune", model, source, objective, stage, options, parallel, calibrate=calibrate, start=(settings, start))
     except BaseException:
         # Ctrl-C, too: with routers of a run that did not end, the model could not be pruned again.
-        if start is not None and is_attached(model):
+        if came_bare and is_attached(model):
             detach(model)
         raise
     return model
@@ -216,9 +215,13 @@ def _run(
     parallel: DataParallel,
     *,
     calibrate: bool,
-    start: Start | None = None,
+    start: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
 ) -> None:
-    """Train one stage, make the dial, record what happened, and write the adapter."""
+    """Train one stage, calibrate thresholds, record what happened, and write the adapter.
+
+    `start` holds the settings and the facts of what was done before the first step.
+    """
+    settings, facts = start
     data, provenance = describe_source(source), attachment(model).provenance
     earlier = provenance.get("prune", {}) if name == "recover" else {}
     if earlier.get("data") == data:
@@ -228,7 +231,7 @@ def _run(
     if options.train_routers:
         # What training samples has nothing to do with the threshold of an earlier calibration.
         set_sparsity(model, threshold=0.0)
-    key = _fingerprint(name, model, objective, stage, [data, parallel.world], start)
+    key = _fingerprint(name, model, objective, stage, [data, parallel.world], settings)
     options = dataclasses.replace(options, fingerprint=key)
     outcome = Trainer(model, loss, source, stage, options, parallel=parallel).train()
     size = micro_batch_size(stage, parallel.world)
@@ -246,8 +249,8 @@ def _run(
         "device": device_name(model),
         "versions": versions(),
     }
-    if start is not None and start.settings:
-        provenance[name]["start"] = start.facts()
+    if facts:
+        provenance[name]["start"] = facts
     if options.output is not None and parallel.is_first:
         save(model, options.output / "adapter")
     parallel.barrier()
@@ -259,7 +262,7 @@ def _fingerprint(
     objective: ObjectiveConfig,
     stage: StageConfig,
     others: list[Any],
-    start: Start | None,
+    start: dict[str, Any],
 ) -> str:
     """Return a hash of everything that the course of a run depends on."""
     state = attachment(model)
@@ -269,8 +272,8 @@ def _fingerprint(
     settings.pop("checkpoint_every")
     facts = [name, base, state.plan.to_json(), dataclasses.asdict(objective), settings, *others]
     facts = _without_later(facts)
-    if start is not None and start.settings:
-        facts.append(start.settings)
+    if start:
+        facts.append(start)
     if state.regrouped is not None:
         facts.append({name: order.tolist() for name, order in state.regrouped.orders().items()})
     static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
@@ -301,11 +304,6 @@ def _check_reach(model: nn.Module, plan: Plan, objective: ObjectiveConfig) -> No
             Objective(model, objective)
         finally:
             detach(model)
-
-
-def _without_fit(config: WideConfig | Plan | None) -> WideConfig | Plan | None:
-    """Return what is attached before the routers are fitted."""
-    return dataclasses.replace(config, router_start="random") if isinstance(config, WideConfig) else config
 
 
 def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:

@@ -77,20 +77,24 @@ def batch_source(
     return source
 
 
-def first_batches(source: BatchSource, *, batch_size: int, micro_batch_size: int, tokens: int) -> list[TokenBatch]:
-    """Return the sequences that training reads first, in pieces that fit in memory.
+def read_batches(
+    source: BatchSource, *, batch_size: int, micro_batch_size: int, tokens: int, step: int = 0, whole: bool = False
+) -> list[TokenBatch]:
+    """Return the sequences that training reads from a step on, in pieces that fit in memory.
 
     Args:
         source: The training text.
         batch_size: Sequences of an optimiser step.
         micro_batch_size: Sequences of a piece, at most.
         tokens: Budget; the sequence that reaches it is the last one, whole.
+        step: The first step that is read.
+        whole: Whether the rest of the last step is read, too.
     """
     pieces: list[TokenBatch] = []
-    step = 0
     while tokens > 0:
         batch = source.batch_at(step, batch_size=batch_size)
-        batch = batch.split(-(-tokens // batch.input_ids.shape[1]))[0]
+        if not whole:
+            batch = batch.split(-(-tokens // batch.input_ids.shape[1]))[0]
         pieces += batch.split(micro_batch_size)
         tokens -= batch.input_ids.numel()
         step += 1

@@ -27,10 +27,9 @@ from wide.training.checkpoint import CheckpointFolder, restore
 from wide.training.modes import own_randomness, trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import ProgressLog
+from wide.training.progress_log import ProgressLog, TrackerName
 from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
 from wide.training.token_loss import num_targets
-from wide.training.trackers import TrackerName
 
 # Looking at losses makes the host wait for the device.
 _LOOK_EVERY = 10
