@@ -15,7 +15,8 @@ from tiny import RandomSource, routed_model, stage
 from wide.config import ObjectiveConfig
 from wide.training import checkpoint
 from wide.training.objective import Objective
-from wide.training.trainer import RunOptions, Trainer
+from wide.training.progress_log import RunOptions
+from wide.training.trainer import Trainer
 
 STEPS = 7
 

@@ -13,8 +13,9 @@ from wide.models.attach import attachment
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
+from wide.training.progress_log import RunOptions
 from wide.training.stages import prune
-from wide.training.trainer import RunOptions, Trainer
+from wide.training.trainer import Trainer
 
 
 def joint_steps(parallel):

@@ -14,8 +14,9 @@ from tiny import RandomSource, dense_model, freeze_noise, routed_model, stage
 from wide.config import ObjectiveConfig, WideConfig
 from wide.models.attach import attachment
 from wide.training.objective import Objective
+from wide.training.progress_log import RunOptions
 from wide.training.stages import prune
-from wide.training.trainer import RunOptions, Trainer
+from wide.training.trainer import Trainer
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 

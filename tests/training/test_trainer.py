@@ -20,7 +20,8 @@ from wide.training import checkpoint
 from wide.training.checkpoint import CheckpointFolder
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective
-from wide.training.trainer import RunOptions, Trainer, micro_batch_size
+from wide.training.progress_log import RunOptions
+from wide.training.trainer import Trainer, micro_batch_size
 
 
 def trainer(model, folder=None, *, source=None, config=None, resume=False, fingerprint="same", **changes):

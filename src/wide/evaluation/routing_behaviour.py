@@ -40,7 +40,7 @@ class HalfBehaviour:
     Args:
         layer: Decoder layer, from 0.
         half: 'attention' or 'ffn'.
-        num_groups: Groups of the half, N_G.
+        num_groups: Groups of the sublayer, N_G.
         execute_rate: Share of (token, group) pairs that execute.
         by_group: Share of tokens that execute each group; of more than `MAX_BINS` groups, means over neighbours.
         same_as_previous: Share of decisions equal to the previous token's.
@@ -71,8 +71,8 @@ class Sample:
 
     Args:
         tokens: Texts that join to the beginning of the text; empty for the first tokens of a split character.
-        shares: By half, for each token the share of groups that each layer executes, in [0, 1]; None in layers whose
-            half is not routed.
+        shares: By kind, 'attention' or 'ffn': for each token the share of groups that each layer executes, in [0, 1];
+            None in layers where that sublayer is not routed.
     """
 
     tokens: tuple[str, ...]
@@ -86,7 +86,7 @@ class RoutingBehaviour:
     Args:
         halves: One entry per routed sublayer, first layer first, attention before FFN.
         sample: The beginning of the text.
-        flips: By half, the share of decisions that change when hidden states are rounded to bfloat16 before the
+        flips: By kind, the share of decisions that change when hidden states are rounded to bfloat16 before the
             router reads them, layer by layer; empty for models that run in bfloat16.
         tokens: Tokens that were counted.
     """
@@ -97,7 +97,7 @@ class RoutingBehaviour:
     tokens: int
 
     def of(self, half: str) -> list[HalfBehaviour]:
-        """Return the entries of one half, first layer first."""
+        """Return the entries of one kind, 'attention' or 'ffn', first layer first."""
         return [entry for entry in self.halves if entry.half == half]
 
 
@@ -137,7 +137,7 @@ class HalfCounter:
     """Sums over the masks of one sublayer, on their device, exact.
 
     Args:
-        num_groups: Groups of the half, N_G.
+        num_groups: Groups of the sublayer, N_G.
         device: Of the masks.
     """
 
@@ -325,7 +325,7 @@ class _Rounding:
     """Counts the decisions of forwards that rounding hidden states to bfloat16 would change."""
 
     def __init__(self) -> None:
-        # Of the latest forward, by half: flipped decisions of each token `[B, T]`, and groups of the half.
+        # Of the latest forward: kind, flipped decisions of each token `[B, T]`, and groups of the sublayer.
         self._latest: list[tuple[str, Tensor, int]] = []
         self._flipped: dict[str, Tensor] = {}
         self._decisions: dict[str, Tensor] = {}

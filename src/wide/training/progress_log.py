@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -65,37 +65,49 @@ def require_tensorboard(wanted: bool | None) -> str | None:
     return "TensorBoard is not installed (pip install 'wide[log]'): curves go to metrics.jsonl and the report alone"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What surrounds a training run.
+
+    Args:
+        title: Name of the stage, e.g. 'stage 1'.
+        output: Folder for checkpoints and metrics; None writes nothing.
+        resume: Continue from the newest checkpoint in `output`, if there is one.
+        fingerprint: Hash of everything that the course of the run depends on.
+        train_routers: Otherwise only LoRA is trained, on the routing of inference.
+        anneal: Follow the temperature schedule; otherwise stay at its end.
+        tensorboard: Folder for TensorBoard's files; None writes none.
+        tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
+    """
+
+    title: str
+    output: Path | None = None
+    resume: bool = False
+    fingerprint: str = ""
+    train_routers: bool = True
+    anneal: bool = True
+    tensorboard: str | Path | None = None
+    tracker: TrackerName | None = None
+
+
 class ProgressLog:
     """Shows and records steps; silent on all processes but the first.
 
     Args:
-        title: Of the stage, also the subject of its records, e.g. 'stage 1'.
+        options: What the run is called, where it writes and who else is told; the title is the subject of its records.
         steps: Of the whole stage.
         first_step: Steps that were done before (resumed).
-        folder: Where `metrics.jsonl` goes; None keeps nothing.
-        tensorboard: Where TensorBoard's files go; None writes none.
-        tracker: Name of a service that keeps the curves, too; None = none.
-        fingerprint: Of the run, written into every record.
         device: Name of the device, written into every record.
         silent: Whether this process shows and writes nothing.
     """
 
     def __init__(
-        self,
-        title: str,
-        *,
-        steps: int,
-        first_step: int,
-        folder: Path | None = None,
-        tensorboard: str | Path | None = None,
-        tracker: TrackerName | None = None,
-        fingerprint: str = "",
-        device: str = "",
-        silent: bool = False,
+        self, options: RunOptions, *, steps: int, first_step: int, device: str = "", silent: bool = False
     ) -> None:
         """Open the bar and continue the records of a resumed run."""
         from tqdm import tqdm
 
+        title, folder, tracker = options.title, options.output, options.tracker
         self._title, self._steps, self._silent = title, steps, silent
         self._on_terminal = sys.stderr.isatty()
         has_bar = self._on_terminal and not silent and shows_bars()
@@ -107,14 +119,14 @@ class ProgressLog:
         if folder is not None and not silent:
             path = folder / "metrics.jsonl"
             _forget_from(path, title, first_step)
-            self._records = RecordFile(path, config_fingerprint=fingerprint, device=device)
-        if tensorboard is not None and not silent:
+            self._records = RecordFile(path, config_fingerprint=options.fingerprint, device=device)
+        if options.tensorboard is not None and not silent:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]'") from error
             # Steps that are done again replace those of the interrupted run.
-            self._board = SummaryWriter(str(tensorboard), purge_step=first_step or None)
+            self._board = SummaryWriter(str(options.tensorboard), purge_step=first_step or None)
         if tracker is not None and not silent:
             # Where curves go and who owns them is the library's own configuration.
             name = title if folder is None else f"{folder.resolve().parent.name}, {title}"

@@ -1,6 +1,6 @@
 """Routers that begin by predicting which groups matter, instead of at random.
 
-What skipping group g of a sublayer changes is the loss, by about |gradient at the half's output| times the size of
+What skipping group g of a sublayer changes is the loss, by about |gradient at its output| times the size of
 what the group adds to it, ||W_g h_g||, for the share of the work that the group is. The logarithm of that is predicted
 from what the router reads by ridge regression of reduced rank, in closed form; margins are the distance of the
 prediction from the threshold at which the model skips its target, in units of the prediction's error, so that the
@@ -41,7 +41,7 @@ _LOGISTIC = 1.7
 _SMALLEST = 1e-30
 _TOKENS_WITH_GRADIENT = 4_096
 _VALUES_SORTED = 1 << 22
-# Float32 inputs of one half that are multiplied at a time: 256 MiB, and as much again for the products.
+# Float32 inputs of one sublayer that are multiplied at a time: 256 MiB, and as much again for the products.
 _VALUES_AT_ONCE = 1 << 26
 _BYTES_PER_FLOAT = 4
 
@@ -191,7 +191,7 @@ def _gradient_sizes(
     *,
     recompute: bool,
 ) -> dict[int, float]:
-    """Return the logarithm of the median size of the loss's gradient at the output of each half, per token."""
+    """Return the logarithm of the median size of the loss's gradient at the output of each sublayer, per token."""
     found: dict[int, list[Tensor]] = {key: [] for key in outputs}
     running: dict[int, Tensor] = {}
 
@@ -213,7 +213,7 @@ def _gradient_sizes(
         for key, output in outputs.items():
             hooks.callback(output.register_forward_hook(note(key)).remove)
         tokens = 0
-        for batch in progress(batches, title="gradients of the halves", unit="batch"):
+        for batch in progress(batches, title="gradients of the sublayers", unit="batch"):
             # One sequence at a time: a model that fits only as a dense teacher must hold a backward here.
             for sequence in batch.split(1):
                 moved = sequence.to(device)

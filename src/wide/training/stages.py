@@ -25,10 +25,10 @@ from wide.training.inference_target import calibration_batches, meet_target
 from wide.training.modes import own_randomness
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import TrackerName, require_tracker
+from wide.training.progress_log import RunOptions, TrackerName, require_tracker
 from wide.training.start import attach_started, start_settings
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
-from wide.training.trainer import RunOptions, Trainer, micro_batch_size
+from wide.training.trainer import Trainer, micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from wide.training.checkpoint import CheckpointFolder, restore
 from wide.training.modes import own_randomness, trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import ProgressLog, TrackerName
+from wide.training.progress_log import ProgressLog, RunOptions
 from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
 from wide.training.token_loss import num_targets
 
@@ -38,31 +37,6 @@ _LOOK_EVERY = 10
 _LOSSES = ("loss", "lm_loss", "distillation")
 _RATES = {"sparsity": "sparsity.mean", "attention": "sparsity.attention", "ffn": "sparsity.ffn"}
 _NAMES = (*_LOSSES, *_RATES.values(), "gradient_norm")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """What surrounds a training run.
-
-    Args:
-        title: Name of the stage, e.g. 'stage 1'.
-        output: Folder for checkpoints and metrics; None writes nothing.
-        resume: Continue from the newest checkpoint in `output`, if there is one.
-        fingerprint: Hash of everything that the course of the run depends on.
-        train_routers: Otherwise only LoRA is trained, on the routing of inference.
-        anneal: Follow the temperature schedule; otherwise stay at its end.
-        tensorboard: Folder for TensorBoard's files; None writes none.
-        tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
-    """
-
-    title: str
-    output: Path | None = None
-    resume: bool = False
-    fingerprint: str = ""
-    train_routers: bool = True
-    anneal: bool = True
-    tensorboard: str | Path | None = None
-    tracker: TrackerName | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,13 +126,9 @@ class Trainer:
         first = self._resume()
         options, stage = self._options, self._stage
         log = ProgressLog(
-            options.title,
+            options,
             steps=stage.steps,
             first_step=first,
-            folder=options.output,
-            tensorboard=options.tensorboard,
-            tracker=options.tracker,
-            fingerprint=options.fingerprint,
             device=device_name(self._model),
             silent=not self._parallel.is_first,
         )
