@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.targets import fill, main, targets
+from wide.errors import DataError
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEASUREMENTS = DOCS / "measurements"
@@ -101,6 +102,7 @@ def _content():
     start = {"candidate": "routed 0.5/0.5", "optimize_s": 2.0, "first_call_s": 3.5, "bare_step_us": 2600.0}
     return {
         "device": "GPU",
+        "model": "llama-3.1-8b",
         "records": [*_race("decode", 2080, steps), *_race("decode", 4128, steps), *_race("prefill", 4096, forwards)],
         "starts": [{**start, "memory_beyond_dense_bytes": 2**29}],
     }
@@ -114,7 +116,7 @@ def folders(tmp_path):
         for name, rate in zip(names, (300.0, 1000.0, 1120.0), strict=True)
     ]
     several = _race("decode", 1056, {"dense": 5000.0, "routed 0.5/0.5": 5100.0}, batch=4)
-    for name, content in (("a", _content()), ("b", {"device": "GPU", "records": several, "batched": batches})):
+    for name, content in (("a", _content()), ("b", {**_content(), "records": several, "batched": batches})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "endtoend.json").write_text(json.dumps(content))
     return [tmp_path / "a", tmp_path / "b"]
@@ -152,6 +154,12 @@ def test_rows_that_are_not_measured_again_stay_as_they_are(folders, tmp_path, ca
     assert _row(rows, "strongest dense peer")["commit"] == "abcdef0"
     assert _row(rows, "8 requests")["commit"] == "abcdef1"
     assert "not measured" in capsys.readouterr().out
+
+
+def test_records_of_another_model_are_refused(tmp_path):
+    (tmp_path / "endtoend.json").write_text(json.dumps({**_content(), "model": "tiny"}))
+    with pytest.raises(DataError, match=r"records of tiny"):
+        fill([tmp_path], commit="abcdef0", date="2026-01-02")
 
 
 def test_the_committed_rows_are_the_targets():
