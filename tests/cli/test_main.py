@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from wide.cli.main import COMMANDS, main
 from wide.version import __version__
@@ -45,6 +46,17 @@ def test_every_command_has_help(command, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"wide {__version__}\n"
+
+
+def test_env_tells_versions_and_devices(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("WIDE_CACHE", str(tmp_path))
+    assert main(["env"]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["wide"] == __version__
+    assert facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert facts["WIDE_CACHE"] == str(tmp_path)
+    assert {"gpu", "gpu-0"} & set(facts)
+    assert main(["env", "all"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ COMMANDS = {
     "profile": "time a whole model on a GPU, dense beside routed: TTFT, TPOT, TTLT, energy, memory",
     "report": "draw reports again from the records of runs, comparisons and benches; several on one page",
     "inspect": "what a model can be pruned to, or what an adapter holds",
+    "env": "versions, GPUs and tables of measurements, to be pasted into a report of a defect",
     "recipes": "list, show or copy the configurations that ship with wide",
 }
 _MODULES = {"eval": "evaluate"}
