@@ -35,15 +35,6 @@ SHORT = [
 LORA = ["--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_calibration():
-    """Make the dial from little text: thousands of tiny batches would take most of the time of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
-        patch.setattr("wide.runs.run._DIAL_BLOCKS", 4)
-        yield
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_model_folder, prose_folder):
     """Return the folder of a finished run of both stages."""

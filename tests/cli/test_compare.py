@@ -21,14 +21,6 @@ SHORT = [
 METHODS = "--methods=wanda,wide"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_calibration():
-    """Make the dial from little text: thousands of tiny batches would take most of the time of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
-        yield
-
-
 @pytest.fixture(scope="module")
 def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
     """Return a command line; the settings of methods stand in a file, so that it serves any of them."""

@@ -32,13 +32,6 @@ SHORT = [
 A, B, C = (Cell(name, 0.5, 1) for name in "abc")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_calibration():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
-        yield
-
-
 @pytest.fixture(scope="module")
 def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
     settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
