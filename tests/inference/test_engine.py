@@ -1,5 +1,6 @@
 """`generate` and direct calls of an optimised model: the tokens and logits of the masked one, through the engine."""
 
+import copy
 import gc
 import warnings
 
@@ -9,6 +10,9 @@ from families import STRAIGHT, make, stirred, tokens
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from wide.config import WideConfig
+from wide.errors import NotAttachedError
+from wide.inference import visible_keys
+from wide.inference.decoder import Decoder
 from wide.inference.engine import Engine, EngineCache
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
@@ -248,3 +252,116 @@ def test_inference_mode_before_and_after():
             model(ids[:, :1], past_key_values=out.past_key_values)
             assert torch.equal(out.logits, wanted)
             assert model.generate(ids, **GREEDY).shape == (2, 18)
+
+
+def turns(model, ids, second, **more):
+    """Return the logits of a first turn by `generate` and of a second one over its cache, and the tokens after it."""
+    first = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    cache, sequence = first.past_key_values, torch.cat([first.sequences, ids[:, :3]], 1)
+    return model.generate(sequence, attention_mask=second(sequence), past_key_values=cache, **GREEDY, **more)
+
+
+def holes(sequence):
+    mask = torch.ones_like(sequence)
+    mask[1, 14:17] = 0
+    return mask
+
+
+def hidden_left(sequence):
+    mask = torch.ones_like(sequence)
+    mask[0, :5] = 0
+    return mask
+
+
+@pytest.mark.parametrize("second", [torch.ones_like, holes, hidden_left])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_second_turn_under_another_mask(second, reads, monkeypatch):
+    model, ids = routed(), tokens(2, 12)
+    wanted = turns(model, ids, second).tolist()
+    optimize(model, backend="torch")
+    # As on a GPU, where the masks of steps are not read.
+    monkeypatch.setattr(visible_keys, "is_free_to_read", lambda tensor: reads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert turns(model, ids, second).tolist() == wanted
+
+
+def test_trust_ends_with_generate():
+    model, ids = routed(), tokens(2, 12)
+    places = torch.arange(12)[None].expand(2, 12) * 2
+
+    def call():
+        found = [model.generate(ids, position_ids=places, **GREEDY)]
+        cache = model.generate(ids, **GREEDY, return_dict_in_generate=True).past_key_values
+        with torch.no_grad():
+            first = model(ids[:, :1], past_key_values=cache).logits
+            kept = first.clone()
+            model(ids[:, 1:2], past_key_values=cache)
+        assert torch.equal(first, kept)
+        return [*found, first.argmax(-1)]
+
+    wanted = call()
+    optimize(model, backend="torch")
+    assert [each.tolist() for each in call()] == [each.tolist() for each in wanted]
+
+
+def test_caches_are_copied_emptied_and_kept_on_disk(tmp_path):
+    model, ids = routed(), tokens(1, 12)
+    optimize(model, backend="torch")
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        twin = copy.deepcopy(cache)
+        torch.save(cache, tmp_path / "cache")
+        read = torch.load(tmp_path / "cache", weights_only=False)
+        wanted = model(ids[:, :2], past_key_values=cache).logits
+        for other in (twin, read):
+            torch.testing.assert_close(model(ids[:, :2], past_key_values=other).logits, wanted, **CLOSE)
+        cache.crop(-14)
+        assert cache.get_seq_length() == 0
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, **CLOSE)
+    with pytest.raises(NotAttachedError, match="deoptimize first"):
+        copy.deepcopy(model)
+    deoptimize(model)
+    copy.deepcopy(model)
+
+
+def test_a_prompt_that_fails_leaves_an_empty_cache(monkeypatch):
+    model, ids = routed(), tokens(1, 12)
+    optimize(model, backend="torch")
+    cache = EngineCache(model.config)
+    with torch.no_grad():
+        wanted = model(ids[:, :1]).logits
+        monkeypatch.setattr(Decoder, "logits", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=cache)
+        monkeypatch.undo()
+        torch.testing.assert_close(model(ids[:, :1], past_key_values=cache).logits, wanted, **CLOSE)
+
+
+def test_thresholds_between_turns_autocast_and_numpy():
+    model, ids = routed(), tokens(1, 12)
+    more = tokens(1, 4, seed=3)
+
+    def talk():
+        with torch.no_grad():
+            cache = model(ids).past_key_values
+            for router in attachment(model).routers():
+                router.threshold = 0.3
+            found = model(more, past_key_values=cache).logits
+        for router in attachment(model).routers():
+            router.threshold = 0.0
+        return found
+
+    wanted = talk()
+    optimize(model, backend="torch")
+    torch.testing.assert_close(talk(), wanted, **CLOSE)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), pytest.warns(UserWarning, match="autocast"):
+        model(ids)
+    model.requires_grad_(False)
+    model(ids).logits.numpy()
+
+
+def test_much_room_is_asked_for_and_little_is_taken():
+    model = optimize(routed(max_position_embeddings=65536), backend="torch")
+    model.generate(tokens(1, 12), **(GREEDY | {"max_new_tokens": 30000, "eos_token_id": list(range(97))}))
+    assert engine_of(model)._slots[0].cache.room <= 3072

@@ -102,9 +102,10 @@ class Decoder:
                 raise
 
     def unstack(self) -> None:
-        """Give the model's query, key and value projections memory of their own again."""
+        """Give the projections that were laid together memory of their own again."""
         for spec in self._specs:
-            parts = (spec.attention.query, spec.attention.key, spec.attention.value)
+            parts = [spec.attention.query, spec.attention.key, spec.attention.value]
+            parts += [] if spec.ffn is None else [spec.ffn.gate, spec.ffn.up]
             unstack_linears([part for part in parts if isinstance(part, nn.Linear)])
 
     @property

@@ -5,8 +5,10 @@ run of causal keys a sequence with left padding, over memory of its own; everyth
 modules, whose hooks run the same operators, with one warning that names the reason.
 """
 
+import copy
 import functools
 import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from wide.errors import UnsupportedModelError
+from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.cache import KvCache
 from wide.inference.decoder import Decoder
 from wide.inference.graphs import GraphPool, capture_prompt, capture_step
@@ -40,6 +42,8 @@ _MAX_LENGTH = 131072
 _SMALLEST_ROOM = 256
 # Room beyond a prompt where nobody says how many tokens will follow.
 _SPARE_ROOM = 256
+# Room beyond a prompt that is made at once, however long a text may become.
+_FIRST_ROOM = 2048
 # Freed memory of earlier calls, with its graphs, that is kept for calls to come.
 _KEPT_SLOTS = 2
 # Rows of a prompt below which its kernels take less time than their launches.
@@ -92,7 +96,7 @@ class _Slot:
         that one graph serves a range of lengths, and it is captured when such a length comes a second time.
         """
         length = _prompt_bucket(ids.shape[1])
-        if pool is None or not ids.is_cuda or ids.shape[0] * length > _GRAPH_ROWS or length > self.cache.room:
+        if pool is None or length > self.cache.room:
             return None
         key = length, routed
         if key not in self._prompts:
@@ -112,13 +116,13 @@ class EngineCache(DynamicCache):
     Args:
         config: The model's.
         room: Tokens of a sequence that it will have to hold; None = unknown.
-        is_trusted: Whether `generate` made it, whose masks and positions follow from those of the prompt.
     """
 
-    def __init__(self, config: Any, room: int | None = None, *, is_trusted: bool = False) -> None:
+    def __init__(self, config: Any, room: int | None = None) -> None:
         """Hold nothing yet."""
         self.slot: _Slot | None = None
-        self.room, self.is_trusted = room, is_trusted
+        self._config = config
+        self.room = room
         self.tokens = 0
         self.padding: list[int] | None = None
         self._layers: list[Any] = []
@@ -127,8 +131,7 @@ class EngineCache(DynamicCache):
     @property
     def layers(self) -> list[Any]:
         """Transformers' layers; asked for, they are made, and the engine's memory is free again."""
-        if self.slot is not None:
-            self._leave_engine()
+        self.leave_engine()
         return self._layers
 
     @layers.setter
@@ -153,13 +156,49 @@ class EngineCache(DynamicCache):
         """Whether it holds anything."""
         return self.slot is not None or super().is_initialized
 
-    def _leave_engine(self) -> None:
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Of each layer, whether it keeps a window of keys only once it has left the engine."""
+        return [bool(getattr(layer, "is_sliding", False)) for layer in self._layers]
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back."""
+        return all(getattr(layer, "is_croppable", True) for layer in self._layers)
+
+    def __repr__(self) -> str:
+        """Say how much it holds."""
+        return f"EngineCache(tokens={self.get_seq_length()}, layers={len(self._layers)})"
+
+    def leave_engine(self) -> None:
         """Copy keys and values into ordinary layers, behind the padding that the prompt had."""
-        assert self.slot is not None
         slot, self.slot = self.slot, None
-        mark_left_padded(self)
-        for layer, pair in zip(self._layers, zip(slot.cache.k, slot.cache.v, strict=True), strict=False):
+        if slot is not None:
+            self._fill(self._layers, slot)
+            mark_left_padded(self)
+            self.tokens, self.padding = 0, None
+
+    def _fill(self, layers: list[Any], slot: _Slot) -> None:
+        for layer, pair in zip(layers, zip(slot.cache.k, slot.cache.v, strict=True), strict=False):
             layer.update(*(_padded(part[:, :, : self.tokens], self.padding) for part in pair))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EngineCache":
+        """Return an ordinary cache with keys and values of its own."""
+        twin = EngineCache(self._config, self.room)
+        if self.slot is None:
+            twin._layers = copy.deepcopy(self._layers, memo)
+        else:
+            self._fill(twin._layers, self.slot)
+            mark_left_padded(twin)
+        return twin
+
+    def __copy__(self) -> "EngineCache":
+        """Return a deep copy: two caches cannot share the engine's memory."""
+        return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a file can hold: ordinary layers."""
+        return dict(vars(self)) if self.slot is None else dict(vars(copy.deepcopy(self)))
 
 
 _Found = tuple[Tensor, EngineCache | None]
@@ -187,22 +226,34 @@ class Engine:
         self._stream: Any = None
         self._said: set[str] = set()
         self.why_not: str | None = None
+        parts = [part for part in model.modules() if part is not model]
+        self._hooked = [(part, _hung_on(part)) for part in parts]
+        self._learns = False
         self._decoder: Decoder | None = self._read()
         self._made_of = self._fingerprint()
         if self.why_not is not None and next(model.parameters()).is_cuda:
             warnings.warn(
                 f"wide: the layers of this model run one by one, without graphs, since {self.why_not}", stacklevel=3
             )
-        parts = [part for part in model.modules() if part is not model]
-        self._hooked = [(part, _count_hooks(part)) for part in parts]
+        self._lock = threading.RLock()
+        # Caches of the running `generate`, whose masks and positions follow from those of the prompt.
+        self._trusted: weakref.WeakSet[EngineCache] | None = None
 
         @functools.wraps(self._plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._forward(args, kwargs)
 
-        model.forward = forward
+        def refuse(_memo: dict[int, Any]) -> Any:
+            raise NotAttachedError("a copy of an optimised model would run the original; call wide.deoptimize first")
+
+        named: dict[str, Any] = {"forward": forward, "__deepcopy__": refuse}
         if self._prepare_cache is not None and self._decoder is not None:
-            model._prepare_cache_for_generation = self._prepare_engine_cache  # type: ignore[assignment]
+            named["_prepare_cache_for_generation"] = self._prepare_engine_cache
+            generate: Any = model.generate
+            named["generate"] = self._trusting(generate)
+        # What stood there before, such as a forward of the user's own, comes back.
+        self._before = {name: vars(model).get(name) for name in named}
+        vars(model).update(named)
 
     @property
     def decoder(self) -> Decoder | None:
@@ -211,8 +262,14 @@ class Engine:
 
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs."""
-        for name in ("forward", "_prepare_cache_for_generation"):
+        for name, before in self._before.items():
             vars(self._model).pop(name, None)
+            if before is not None:
+                vars(self._model)[name] = before
+        for slot in self._slots:
+            owner = None if slot.owner is None else slot.owner()
+            if owner is not None and owner.slot is slot:
+                owner.leave_engine()
         self._slots, self._pool = [], None
         if self._decoder is not None:
             self._decoder.unstack()
@@ -237,9 +294,13 @@ class Engine:
 
     def _fingerprint(self) -> tuple[Any, ...]:
         """Return what the decoder has copied from the model, or points at; steps trust that it stays."""
+        found = (parameter for part, _ in self._hooked for parameter in part._parameters.values())
+        parameters = [parameter for parameter in found if parameter is not None]
+        self._learns = any(parameter.requires_grad for parameter in parameters)
         routers = self._state.routers()
-        places = [parameter.data_ptr() for parameter in self._model.parameters()]
-        versions = [parameter._version for router in routers for parameter in router.parameters()]
+        matrices = [matrix for router in routers for matrix in router._parameters.values() if matrix is not None]
+        versions = [None if matrix.is_inference() else matrix._version for matrix in matrices]
+        places = [parameter.data_ptr() for parameter in parameters]
         return (*places, *versions, *(float(router.threshold) for router in routers))
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,12 +308,17 @@ class Engine:
         out: _Found | str = ""
         if not torch.compiler.is_compiling():
             # Memory that is made under inference mode could not be written outside of it.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+            normal = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            with self._lock, normal, torch.no_grad():
                 out = self._run(given)
         if not isinstance(out, str):
             return self._output(*out, given)
         if out:
             self._say(out)
+        cache = given.get("past_key_values")
+        if isinstance(cache, EngineCache) and not torch.compiler.is_compiling():
+            # Before its masks are read: what it then knows of them must not be forgotten.
+            cache.leave_engine()
         # VisibleKeys decides, for the layers' own modules, what wide's attention may take.
         self._keys.before(self._model, args, kwargs)
         found = None
@@ -273,6 +339,8 @@ class Engine:
             return ""
         if is_being_recorded(x) and not is_paged:
             return ""
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast"
         known = _BATCHED if is_paged else HARMLESS
         if any(name not in known and value is not None and value is not False for name, value in given.items()):
             return ""
@@ -285,12 +353,12 @@ class Engine:
         cache = given.get("past_key_values")
         if isinstance(cache, EngineCache):
             if cache.slot is None and cache.get_seq_length():
-                return ""
+                return "a cache whose layers were asked for"
             if cache.slot is not None and cache.slot.decoder is not self._decoder:
                 return ""
         elif cache is not None:
             return "" if hasattr(cache, _PLAIN) else f"a {type(cache).__name__} of the caller's own as past_key_values"
-        if cache is not None and cache.slot is not None and ids is not None and x.shape[1] == 1:
+        if cache is not None and cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1:
             return self._step(ids, cache, given)
         return self._prompt(x, cache, given)
 
@@ -299,9 +367,8 @@ class Engine:
         obstacle = self._obstacle()
         if obstacle is not None:
             return obstacle
-        if not is_being_recorded(ids):
-            self._renew()
-        if self._decoder is None:
+        if self._decoder is None or (not is_being_recorded(ids) and self._fingerprint() != self._made_of):
+            # The next prompt reads the model again; here its attention is that of continuous batching.
             return ""
         step = PagedStep(given, self._decoder.max_length)
         if not step.fits:
@@ -315,7 +382,7 @@ class Engine:
         """Return what of the model's modules keeps the engine from computing them."""
         if any(part.training for part, _ in self._hooked):
             return ""
-        is_changed = any(_count_hooks(part) != count for part, count in self._hooked)
+        is_changed = any(_hung_on(part) != known for part, known in self._hooked)
         return "a hook on one of its modules" if is_changed else None
 
     def _step(self, ids: Tensor, cache: "EngineCache", given: Mapping[str, Any]) -> _Found | str:
@@ -326,20 +393,19 @@ class Engine:
             return f"more than {self._decoder.max_length} tokens" if ids.shape[0] == slot.cache.batch else ""
         if cache.tokens >= slot.cache.room:
             slot = self._grown(cache)
-        broken = None if cache.is_trusted else _broken(given, slot.cache.lengths + 1)
+        broken = None if self._trusts(cache) else _broken(given, slot.cache.lengths + 1)
         if isinstance(broken, str):
             return broken
         self._join_stream(ids)
         logits = slot.step(ids[:, 0], routed=self._state.control.enabled, pool=self._pool)
         cache.tokens += 1
-        if not cache.is_trusted:
-            # The caller may keep what the next step overwrites.
-            logits = logits.clone() if broken is None else logits.masked_fill(broken[:, None], torch.nan)
+        # The caller may keep what the next step overwrites.
+        logits = logits.clone() if broken is None else logits.masked_fill(broken[:, None], torch.nan)
         return logits[:, None], cache
 
     def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> _Found | str:
-        batch, length = x.shape[:2]
-        past = 0 if cache is None else cache.tokens
+        length = x.shape[1]
+        past = 0 if cache is None or cache.slot is None else cache.tokens
         obstacle = self._obstacle()
         if obstacle is not None:
             return obstacle
@@ -350,15 +416,28 @@ class Engine:
         padding = self._padding(x, past, cache, given)
         if isinstance(padding, str):
             return padding
-        if past == 0:
-            self._renew()
+        self._renew()
         decoder = self._decoder
-        if decoder is None:
+        if decoder is None or (past and cache is not None and cache.slot is not None and cache.slot.decoder != decoder):
             return ""
         if past + length > decoder.max_length:
             return f"more than {decoder.max_length} tokens"
         self._join_stream(x)
-        slot = None if cache is None else self._room(cache, batch, past + length)
+        try:
+            return self._fill(x, past, padding, cache, given), cache
+        except BaseException:
+            # What was begun must not be taken for a prompt.
+            if cache is not None and not past:
+                cache.slot = None
+            raise
+
+    def _fill(
+        self, x: Tensor, past: int, padding: Tensor | None, cache: "EngineCache | None", given: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the logits that are asked for of a prompt, and keep its keys and values."""
+        decoder = self._decoder
+        assert decoder is not None
+        batch, length = x.shape[:2]
         if padding is not None and length > 1:
             # The engine pads on the right: each row begins with its first real token.
             places = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
@@ -368,20 +447,23 @@ class Engine:
         if padding is not None:
             lengths -= padding.to(torch.int32)
         kept = given.get("logits_to_keep", 0)
+        slot = None if cache is None else self._room(cache, batch, past + length)
         logits = None
-        if slot is not None and past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1:
-            logits = slot.prompt(x, lengths, routed=run.routed, pool=self._pool)
+        if past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1 and _has_graph(x):
+            # A call that keeps nothing borrows memory, for the sake of its graph.
+            lent = self._free(batch, length) if slot is None else slot
+            logits = lent.prompt(x, lengths, routed=run.routed, pool=self._pool)
         if logits is None:
             memory = decoder.scratch(batch, length) if slot is None else slot.cache
             hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
             rows = _rows(batch, length, kept, padding, x.device)
             logits = decoder.logits(hidden, run, None if rows is None else rows.flatten())
-        elif cache is None or not cache.is_trusted:
+        else:
             # The caller may keep what the next prompt overwrites.
             logits = logits.clone()
         if cache is not None:
             cache.tokens = past + length
-        return logits.view(batch, -1, logits.shape[-1]), cache
+        return logits.view(batch, -1, logits.shape[-1])
 
     def _padding(
         self, x: Tensor, past: int, cache: "EngineCache | None", given: Mapping[str, Any]
@@ -393,7 +475,7 @@ class Engine:
         found = read_left_padding(mask, past + x.shape[1])
         if isinstance(found, str):
             return ""
-        trusted = cache is not None and cache.is_trusted
+        trusted = self._trusts(cache)
         if positions is not None and not trusted:
             wanted = torch.arange(past, past + x.shape[1], device=x.device)
             wanted = wanted if found is None else wanted - found.to(x.device)[:, None]
@@ -402,8 +484,8 @@ class Engine:
         if cache is not None and not trusted and found is not None and positions is None:
             # Where the caller counts padding as positions, keys that leave the engine would stand elsewhere.
             return ""
-        if past and (cache is None or cache.padding is not None):
-            return ""
+        if past and (cache is None or found is not None or cache.padding is not None):
+            return "more tokens at once behind left padding"
         if cache is not None:
             cache.padding = None if found is None else found.tolist()
         return None if found is None else found.to(x.device)
@@ -413,7 +495,9 @@ class Engine:
         assert self._decoder is not None
         if cache.slot is not None:
             return cache.slot if needed <= cache.slot.cache.room else self._grown(cache, needed)
-        wanted = min(max(needed, cache.room or needed + _SPARE_ROOM), self._decoder.max_length)
+        # Memory grows with the text: many a call ends long before its longest text.
+        room = needed + _SPARE_ROOM if cache.room is None else min(cache.room, needed + _FIRST_ROOM)
+        wanted = min(max(needed, room), self._decoder.max_length)
         slot = self._free(batch, wanted)
         cache.slot, slot.owner = slot, weakref.ref(cache)
         return slot
@@ -430,7 +514,13 @@ class Engine:
             for old in free[: max(0, len(free) - _KEPT_SLOTS + 1)]:
                 self._slots.remove(old)
             room = min(_bucket(wanted), self._decoder.max_length)
-            slot = _Slot(self._decoder, self._decoder.new_cache(batch, room))
+            try:
+                memory = self._decoder.new_cache(batch, room)
+            except torch.OutOfMemoryError:
+                self._slots = [each for each in self._slots if not each.is_free]
+                torch.cuda.empty_cache()
+                memory = self._decoder.new_cache(batch, room)
+            slot = _Slot(self._decoder, memory)
         # The last one is the latest used.
         self._slots.append(slot)
         return slot
@@ -439,7 +529,9 @@ class Engine:
         """Move a cache into larger memory."""
         assert cache.slot is not None
         old = cache.slot.cache
-        slot = self._free(old.batch, max(needed, cache.tokens + 1, 3 * old.room // 2))
+        assert self._decoder is not None
+        wanted = min(max(needed, cache.tokens + 1, 3 * old.room // 2), self._decoder.max_length)
+        slot = self._free(old.batch, wanted)
         for source, target in ((old.k, slot.cache.k), (old.v, slot.cache.v)):
             target[:, :, :, : cache.tokens] = source[:, :, :, : cache.tokens]
         slot.cache.lengths.copy_(old.lengths)
@@ -466,7 +558,7 @@ class Engine:
             self._stream = stream
 
     def _output(self, logits: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._learns:
             # The operators have no gradients: whoever asks for one is told so.
             logits = logits.detach().requires_grad_()
             logits.register_hook(refuse_gradients)
@@ -488,8 +580,29 @@ class Engine:
             self._say(str(getattr(mode, "value", mode)).replace("_", " "))
             setattr(cache, _PLAIN, True)
             return out
-        inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"), is_trusted=True)
+        inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"))
+        if self._trusted is not None:
+            self._trusted.add(inputs["past_key_values"])
         return out
+
+    def _trusts(self, cache: "EngineCache | None") -> bool:
+        """Whether masks and positions of a running `generate` need not be compared again."""
+        return cache is not None and self._trusted is not None and cache in self._trusted
+
+    def _trusting(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `generate`, which makes masks and positions itself unless it is told otherwise."""
+
+        @functools.wraps(generate)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self._trusted
+            is_plain = kwargs.get("custom_generate") is None and kwargs.get("position_ids") is None
+            self._trusted = weakref.WeakSet() if is_plain else None
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._trusted = before
+
+        return run
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -501,8 +614,9 @@ class Engine:
             )
 
 
-def _count_hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+def _hung_on(module: nn.Module) -> tuple[int, bool]:
+    """Return how many hooks a module has, and whether it has a forward of its own."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks), "forward" in vars(module)
 
 
 def _padded(part: Tensor, padding: list[int] | None) -> Tensor:
@@ -534,6 +648,11 @@ def _rows(batch: int, length: int, kept: int | Tensor, padding: Tensor | None, d
     # Padded places have no row; what they give is never used.
     columns = places[None] if padding is None else (places - padding[:, None]).clamp(min=0)
     return torch.arange(batch, device=device)[:, None] * length + columns
+
+
+def _has_graph(ids: Tensor) -> bool:
+    """Return whether prompts [B, T] are short enough that a graph is worth it."""
+    return ids.is_cuda and ids.shape[0] * _prompt_bucket(ids.shape[1]) <= _GRAPH_ROWS
 
 
 def _prompt_bucket(length: int) -> int:
