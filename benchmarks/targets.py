@@ -141,7 +141,8 @@ def targets() -> list[Target]:
     for requests, floor, goal in ((1, 1.35, 1.5), (8, 1.0, 1.1), (32, 1.05, 1.2), (64, 1.15, 1.35)):
         what = f"`generate_batch`, {requests} request{'' if requests == 1 else 's'} at once, prompt of 1024"
         find = _against(_DENSE, "batched", "tokens_per_s", "tokens/s", requests=requests, prompt=1024)
-        rows.append(Target(what=what, floor=floor, goal=goal, unit="ratio", command=_BATCHES, find=find, shown=what))
+        shown = f"`generate_batch`, {'one request' if requests == 1 else f'{requests} requests'}"
+        rows.append(Target(what=what, floor=floor, goal=goal, unit="ratio", command=_BATCHES, find=find, shown=shown))
     for what, command in (("one sequence, 0 to 70 %", _ALONE), ("2 to 64 sequences, 50 %", _BATCHES)):
         find = _one_sequence if command == _ALONE else _several
         rows.append(

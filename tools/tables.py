@@ -208,9 +208,12 @@ def operators() -> Table:
     return Table(header=("operator", "size", "dense peer", "speed-up", "ideal"), rows=rows)
 
 
-def speed() -> Table:
-    """Return what a user gets through the public API."""
+def speed(rows_at_most: int | None = None) -> Table:
+    """Return what a user gets through the public API; of few rows, one for each door."""
     shown = [row for row in targets("user") if row.get("shown") and row.get("ours") is not None]
+    if rows_at_most is not None:
+        doors = {row["shown"].split(",")[0].split(" of ")[0]: row for row in reversed(shown)}
+        shown = [row for row in shown if row in doors.values()][:rows_at_most]
     rows = tuple((row["shown"], *(_with_unit(row.get(key), row["unit_shown"]) for key in _SPEED)) for row in shown)
     return Table(header=("", *_SPEED.values()), rows=rows)
 
@@ -235,6 +238,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-parts": parts,
     "quality-groups": groups,
     "speed": speed,
+    "speed-short": lambda: speed(3),
     "speed-operators": operators,
     "house": house,
 }
