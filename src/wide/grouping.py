@@ -42,5 +42,5 @@ class Grouping:
 
     @classmethod
     def whole(cls, width: int) -> "Grouping":
-        """Return the grouping with one group, i.e. token-wise depth routing of a half-layer."""
+        """Return the grouping with one group, i.e. token-wise depth routing of a sublayer."""
         return cls(width, width)

@@ -1,4 +1,4 @@
-"""The Plan: what each half-layer of a model runs. Whoever decides writes one, the executor reads it."""
+"""The Plan: what each sublayer of a model runs. Whoever decides writes one, the executor reads it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ EMBEDDING_BASIS = "stream.embedding"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """The half-layer runs as it is."""
+    """The sublayer runs as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """The half-layer is left out for every token: its output is zero."""
+    """The sublayer is left out for every token: its output is zero."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """The same units of the half-layer are kept for every token, each scaled by a constant; the others are pruned.
+    """The same units of the sublayer are kept for every token, each scaled by a constant; the others are pruned.
 
     The scales are float32 `[units]` in the tensor `layers.<i>.<half>.scale`; 0 prunes the unit, 1 leaves it as it is.
 
@@ -43,7 +43,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Following:
-    """The half-layer executes for the tokens that the attention half of its layer executes for.
+    """The sublayer executes for the tokens that the attention of its layer executes for.
 
     Only for an FFN beside a routed attention of one group: one router decides for the whole layer.
     """
@@ -51,7 +51,7 @@ class Following:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """The residual stream is projected onto a subspace at the embedding and after every half-layer but the last.
+    """The residual stream is projected onto a subspace at the embedding and after every sublayer but the last.
 
     The bases have orthonormal columns, `[width, kept]` float32, in the tensors `stream.embedding` and
     `layers.<i>.<half>.basis`.
@@ -67,7 +67,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """A router decides per token which channel groups of the half-layer execute.
+    """A router decides per token which channel groups of the sublayer execute.
 
     Args:
         grouping: Query channels (attention) or intermediate channels (FFN) cut into groups.
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def is_routed(self) -> bool:
-        """Whether any half-layer has a router."""
+        """Whether any sublayer has a router."""
         return any(isinstance(half, Routed) for layer in self.layers for _, half in layer.halves())
 
     @property

@@ -135,11 +135,11 @@ def _dial(config: dict[str, Any]) -> list[str]:
     if not config["thresholds"]:
         return ["  no routers: what it prunes is the same for every token"]
     if not dial:
-        return ["  no dial: --sparsity cannot be set"]
+        return ["  no calibrated thresholds: --sparsity cannot be set"]
     step = max(1, len(dial) // 10)
     shown = [*dial[::step], dial[-1]] if (len(dial) - 1) % step else dial[::step]
     points = ", ".join(f"{float(sparsity):.0%}: {float(threshold):+.3g}" for sparsity, threshold in shown)
-    return [f"  dial of {len(dial)} points, sparsity: threshold of the margin, logits", f"    {points}"]
+    return [f"  {len(dial)} calibrated thresholds, sparsity: threshold of the margin, logits", f"    {points}"]
 
 
 def _files(folder: Path) -> list[str]:
@@ -197,7 +197,7 @@ def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
     from wide.models.attach import plan_for
     from wide.models.cost import costs
 
-    # One group per half-layer always divides, and shares do not depend on the group size.
+    # One group per sublayer always divides, and shares do not depend on the group size.
     whole = None if specs[0].ffn is None else specs[0].ffn.width
     plan = plan_for(WideConfig(ffn_group_size=whole or 1, attention_group_size=specs[0].attention.query_width), specs)
     found = costs(specs, plan, vocab_size)

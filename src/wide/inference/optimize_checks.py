@@ -21,7 +21,7 @@ _SOME_ROWS = tuple(1 << power for power in range(3, 21))
 
 
 def require_plain(model: nn.Module, state: Attachment) -> None:
-    """Refuse projections that are not plain linear layers in memory, of one dtype and device a half-layer.
+    """Refuse projections that are not plain linear layers in memory, of one dtype and device a sublayer.
 
     Raises:
         UnsupportedModelError: The message names layer, projection, what it is and the way out.

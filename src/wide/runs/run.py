@@ -231,7 +231,7 @@ class Run:
                 blocks.in_order(self._request.scoring.batch_size, max_blocks=_DIAL_BLOCKS),
                 measure="linear_flops" if objective.target == "linear_flops" else "mean",
                 include_fixed=objective.include_fixed,
-                # Neighbours on both sides, so that the target lies inside the dial.
+                # Neighbours on both sides, so that the target lies between calibrated ones.
                 sparsities=[point for point in (target / 2, target, (1 + target) / 2) if point > 0],
             )
             set_sparsity(self._model, target)

@@ -47,7 +47,7 @@ def load_base(options: ModelOptions, *, pruned_too: bool = False) -> Any:
 
 
 def load_routed(options: AdapterOptions) -> Any:
-    """Return the base model with its adapter, if one is named, and the dial set, if asked for."""
+    """Return the base model with its adapter, if one is named, and the threshold set, if asked for."""
     model = load_base(options, pruned_too=options.adapter is None)
     if options.adapter is not None:
         attach_adapter(model, options)
@@ -55,7 +55,7 @@ def load_routed(options: AdapterOptions) -> Any:
 
 
 def attach_adapter(model: Any, options: AdapterOptions) -> None:
-    """Attach the adapter that is named, and set the dial, if asked for.
+    """Attach the adapter that is named, and set the threshold, if asked for.
 
     Raises:
         AdapterError: If the adapter is incomplete or damaged, or does not fit the model.

@@ -34,7 +34,7 @@ def meet_target(
     adjust: bool,
     parallel: DataParallel,
 ) -> dict[str, Any]:
-    """Make the dial, set the threshold, and return JSON-ready facts about both.
+    """Calibrate thresholds, set one of them, and return JSON-ready facts about both.
 
     A plan without routers has neither; the facts are then what it prunes.
 
@@ -82,11 +82,11 @@ def _chosen(
     """Return the threshold of each router with which inference meets the target.
 
     Args:
-        model: An attached model with a dial.
+        model: An attached model with calibrated thresholds.
         batches: Calibration text.
         objective: Whose target is to be met.
         argmax: What thresholds of 0 skip.
-        ends: What the dial's first and last point skip.
+        ends: What the first and last calibrated threshold skip.
     """
     target, routers = objective.sparsity, attachment(model).routers()
     kinds = {router.half_layer for router in routers}

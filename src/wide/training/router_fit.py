@@ -56,7 +56,7 @@ def fit_routers(
     """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
 
     Args:
-        model: An attached model whose routers are bottlenecks with a bias; thresholds are 0 and the dial empty after.
+        model: An attached model whose routers are bottlenecks with a bias; thresholds are 0 and uncalibrated after.
         batches: Text, on the CPU.
         objective: Target and measure; 'uniform' is taken for the mean.
         gradient_checkpointing: Whether layers are recomputed where gradients are taken, one sequence at a time.
@@ -265,7 +265,7 @@ def _meet(
     if not sparsity:
         return
     reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
-    # Neighbours on both sides, so that the target lies inside the dial.
+    # Neighbours on both sides, so that the target lies between calibrated ones.
     points = [sparsity / 2, sparsity, (reachable + sparsity) / 2]
     calibrate_dial(model, batches, measure=measure, include_fixed=include_fixed, sparsities=points)
     threshold = set_sparsity(model, sparsity)
