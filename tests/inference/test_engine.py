@@ -11,6 +11,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError
+from wide.inference import engine as engine_module
 from wide.inference import visible_keys
 from wide.inference.decoder import Decoder
 from wide.inference.engine import Engine, EngineCache
@@ -365,3 +366,12 @@ def test_much_room_is_asked_for_and_little_is_taken():
     model = optimize(routed(max_position_embeddings=65536), backend="torch")
     model.generate(tokens(1, 12), **(GREEDY | {"max_new_tokens": 30000, "eos_token_id": list(range(97))}))
     assert engine_of(model)._slots[0].cache.room <= 3072
+
+
+def test_much_memory_is_not_kept(monkeypatch):
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    monkeypatch.setattr(engine_module, "_KEPT_BYTES", 1)
+    wanted = model.generate(ids, **GREEDY).tolist()
+    gc.collect()
+    assert engine_of(model)._slots == []
+    assert model.generate(ids, **GREEDY).tolist() == wanted

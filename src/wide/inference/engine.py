@@ -46,6 +46,7 @@ _SPARE_ROOM = 256
 _FIRST_ROOM = 2048
 # Freed memory of earlier calls, with its graphs, that is kept for calls to come.
 _KEPT_SLOTS = 2
+_KEPT_BYTES = 1 << 30
 # Rows of a prompt below which its kernels take less time than their launches.
 _GRAPH_ROWS = 4096
 _LENGTHS = "attention_mask", "position_ids"
@@ -499,7 +500,7 @@ class Engine:
         room = needed + _SPARE_ROOM if cache.room is None else min(cache.room, needed + _FIRST_ROOM)
         wanted = min(max(needed, room), self._decoder.max_length)
         slot = self._free(batch, wanted)
-        cache.slot, slot.owner = slot, weakref.ref(cache)
+        self._lend(slot, cache)
         return slot
 
     def _free(self, batch: int, wanted: int) -> _Slot:
@@ -525,6 +526,15 @@ class Engine:
         self._slots.append(slot)
         return slot
 
+    def _lend(self, slot: _Slot, cache: "EngineCache") -> None:
+        """Give memory to a cache; much of it is not kept when the cache is gone."""
+
+        def gone(_cache: object) -> None:
+            if 2 * slot.cache.k.nbytes > _KEPT_BYTES and slot in self._slots:
+                self._slots.remove(slot)
+
+        cache.slot, slot.owner = slot, weakref.ref(cache, gone)
+
     def _grown(self, cache: "EngineCache", needed: int = 0) -> _Slot:
         """Move a cache into larger memory."""
         assert cache.slot is not None
@@ -535,7 +545,7 @@ class Engine:
         for source, target in ((old.k, slot.cache.k), (old.v, slot.cache.v)):
             target[:, :, :, : cache.tokens] = source[:, :, :, : cache.tokens]
         slot.cache.lengths.copy_(old.lengths)
-        cache.slot, slot.owner = slot, weakref.ref(cache)
+        self._lend(slot, cache)
         return slot
 
     def _renew(self) -> None:
