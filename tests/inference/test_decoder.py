@@ -41,7 +41,7 @@ def test_dense_and_routed_logits_are_the_models(family):
     for table in TABLES:
         found = decoder.prefill_logits(ids, cache, Run(table=table, forced=forced))
         torch.testing.assert_close(found, masked, **CLOSE)
-    # The projections now view the runtime's buffers, and the model still computes the same.
+    # The projections now view the engine's buffers, and the model still computes the same.
     with torch.no_grad(), bypass(model):
         torch.testing.assert_close(model(ids).logits, dense, **CLOSE)
 
@@ -141,7 +141,7 @@ def test_parts_that_nobody_reads_are_refused_by_name(monkeypatch):
     refused(lambda base, layer: setattr(layer.self_attn, "is_causal", False), "looks ahead")
     refused(lambda base, layer: setattr(layer, "post_attention_layernorm", layer.input_layernorm), "side by side")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", _turned_backwards)
-    refused(lambda base, layer: None, "in a way that the runtime does not know")
+    refused(lambda base, layer: None, "in a way that the engine does not know")
 
 
 def test_training_mode_and_overlong_prompts_are_refused():

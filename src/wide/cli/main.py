@@ -23,7 +23,7 @@ COMMANDS = {
     "export": "an adapter and its base as one Hugging Face checkpoint; a static plan is cut out of the matrices",
     "bench": "time the operators against dense peers on a GPU, agreement first",
     "tune": "measure which operator pays at a model's own shapes on this GPU, for wide.optimize",
-    "profile": "time a whole model on a GPU, dense beside routed: TTFT, TPOT, TTLT, energy, memory",
+    "profile": "time a model on a GPU by public calls (forward, generate, generate_batch), dense beside routed",
     "report": "draw reports again from the records of runs, comparisons and benches; several on one page",
     "inspect": "what a model can be pruned to, or what an adapter holds",
     "env": "versions, GPUs and tables of measurements, to be pasted into a report of a defect",

@@ -50,7 +50,7 @@ def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
         where: For messages.
 
     Raises:
-        UnsupportedModelError: If it cannot be called on its own, asks for something that the runtime does not compute,
+        UnsupportedModelError: If it cannot be called on its own, asks for something that the engine does not compute,
             or turns queries in another way.
     """
     module: Any = part.module
@@ -58,14 +58,14 @@ def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
     plain, _ = _call(part, torch.ones_like(cos), torch.zeros_like(sin), where)
     query, options = _call(part, cos, sin, where)
     if options.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{where} looks ahead (is_causal=False); the runtime attends causally")
+        raise UnsupportedModelError(f"{where} looks ahead (is_causal=False); the engine attends causally")
     unknown = [name for name, value in options.items() if name not in _KNOWN and value is not None]
     if unknown:
-        raise UnsupportedModelError(f"{where} asks its attention function for {unknown[0]}, which the runtime ignores")
+        raise UnsupportedModelError(f"{where} asks its attention function for {unknown[0]}, which the engine ignores")
     is_turned = not torch.equal(query, plain)
     forms = [form for form in (False, True) if _is_close(rotate(plain, cos, sin, interleaved=form), query)]
     if is_turned and not forms:
-        raise UnsupportedModelError(f"{where} turns queries by their positions in a way that the runtime does not know")
+        raise UnsupportedModelError(f"{where} turns queries by their positions in a way that the engine does not know")
     scale = options.get("scaling")
     return Asked(
         scale=part.head_dim**-0.5 if scale is None else float(scale),

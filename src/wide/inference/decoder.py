@@ -69,7 +69,7 @@ class Decoder:
         checked: Compare a short dense forward with the model's own and refuse a model that differs.
 
     Raises:
-        UnsupportedModelError: If a part of the model is none that the runtime computes; the message names it.
+        UnsupportedModelError: If a part of the model is none that the engine computes; the message names it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Decoder:
     ) -> None:
         """Read the model; see the class."""
         if model.training:
-            raise UnsupportedModelError("the runtime is for inference; call model.eval() first")
+            raise UnsupportedModelError("the engine is for inference; call model.eval() first")
         ends = read_ends(model, max_length)
         self._specs = ends.specs
         self.embedding, self.head, self.norm = ends.embedding, ends.head, ends.norm

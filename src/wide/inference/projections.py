@@ -1,4 +1,4 @@
-"""The projections of a layer as the runtime's weights hold them: query, key and value rows in one matrix."""
+"""The projections of a layer as the engine's weights hold them: query, key and value rows in one matrix."""
 
 from torch import Tensor
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""How one forward of the runtime is to be carried out."""
+"""How one forward of the engine is to be carried out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Run:
 
 
 def force(layers: Sequence[LayerWeights], masks: Masks) -> Masks:
-    """Return masks with the always-executing groups that the runtime's routers add."""
+    """Return masks with the always-executing groups that the engine's routers add."""
     return [
         (_extend(layer.attention.router, attention), _extend(layer.ffn.router, ffn))
         for layer, (attention, ffn) in zip(layers, masks, strict=True)

@@ -1,4 +1,4 @@
-"""The ends of a causal LM (embedding, last norm, head, positions), and the proof that the runtime computes the same."""
+"""The ends of a causal LM (embedding, last norm, head, positions), and the proof that the engine computes the same."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -66,20 +66,20 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
         require_routing_alone(state)
         if any(router.reads_layer_input for router in state.routers()):
             raise UnsupportedModelError(
-                "the runtime's routers read the stream of their own half; for router_input='layer_input' use "
+                "the engine's routers read the stream of their own sublayer; for router_input='layer_input' use "
                 "wide.optimize(model) instead"
             )
         if state.lora is not None and not state.lora.merged:
-            raise UnsupportedModelError("the runtime reads plain weights; merge LoRA first: wide.merge_lora(model)")
+            raise UnsupportedModelError("the engine reads plain weights; merge LoRA first: wide.merge_lora(model)")
         specs = state.specs
     else:
         specs = discover(model)
     base = whole.base_model
     for name in ("norm", "rotary_emb"):
         if getattr(base, name, None) is None:
-            raise UnsupportedModelError(f"{type(base).__name__} has no {name}; the runtime runs Llama-like models")
+            raise UnsupportedModelError(f"{type(base).__name__} has no {name}; the engine runs Llama-like models")
     if len({(spec.attention.num_kv_heads, spec.attention.head_dim) for spec in specs}) > 1:
-        raise UnsupportedModelError("the layers' keys differ in shape, and the runtime's cache holds one shape")
+        raise UnsupportedModelError("the layers' keys differ in shape, and the engine's cache holds one shape")
     embed, head, config = whole.get_input_embeddings(), whole.get_output_embeddings(), base.config
     layers = [part for part in base.children() if specs[0].layer in part.children()]
     require_known(base, (embed, base.norm, *layers), type(base).__name__, _INPUT_MULTIPLIER)
@@ -115,8 +115,8 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
     error = ((runs(ids).float() - wanted).norm() / wanted.norm()).item()
     if not error <= _TOLERANCE[weight.dtype]:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes something that the runtime does not know: logits differ by {error:.1%}; "
-            "use wide.optimize(model) instead"
+            f"{type(model).__name__} computes something that the engine does not know: logits differ by {error:.1%}; "
+            "its layers run one by one"
         )
 
 
@@ -125,7 +125,7 @@ def _kind(config: Any, index: int) -> str | None:
     kinds: Any = getattr(config, "layer_types", None)
     if kinds is not None and kinds[index] not in _LAYER_KINDS:
         raise UnsupportedModelError(
-            f"layer {index} is of the kind {kinds[index]!r}; the runtime knows {_LAYER_KINDS[1:]}"
+            f"layer {index} is of the kind {kinds[index]!r}; the engine knows {_LAYER_KINDS[1:]}"
         )
     return None if kinds is None else str(kinds[index])
 
@@ -142,7 +142,7 @@ def _angles(
         found = found[kind] if isinstance(found, dict) else found
         if found not in _ROPE_TYPES:
             raise UnsupportedModelError(
-                f"positions of type {found!r} depend on the length; the runtime takes {_ROPE_TYPES}"
+                f"positions of type {found!r} depend on the length; the engine takes {_ROPE_TYPES}"
             )
         with torch.no_grad():
             cos, sin = rotary(like[:1], position_ids=places, **({"layer_type": kind} if by_kind else {}))

@@ -1,4 +1,4 @@
-"""What the runtime reads of a Hugging Face model: the same tensors, arranged for the operators, never copied twice."""
+"""What the engine reads of a Hugging Face model: the same tensors, arranged for the operators, never copied twice."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -154,18 +154,16 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
         angles: Cosines and sines by position, [max_length, r].
 
     Raises:
-        UnsupportedModelError: If the layer has a part that the runtime does not know; the message names it.
+        UnsupportedModelError: If the layer has a part that the engine does not know; the message names it.
     """
     where = f"layer {spec.index}"
     if spec.ffn is None:
-        raise UnsupportedModelError(f"the runtime needs a plain FFN in every layer: {spec.ffn_reason}")
+        raise UnsupportedModelError(f"the engine needs a plain FFN in every layer: {spec.ffn_reason}")
     attention, ffn, layer = spec.attention, spec.ffn, spec.layer
     parts: tuple[AttentionSpec | FeedForwardSpec, ...] = attention, ffn
     pre_norms = [part.pre_norm for part in parts if part.pre_norm is not None]
     if len(set(pre_norms)) < len(pre_norms):
-        raise UnsupportedModelError(
-            f"{where}: both sublayers read one norm side by side; the runtime runs them in turn"
-        )
+        raise UnsupportedModelError(f"{where}: both sublayers read one norm side by side; the engine runs them in turn")
     found = [[getattr(layer, name, None) for name in names] for names in _POST_NORMS]
     post_norms = [next((norm for norm in norms if norm not in (None, ffn.pre_norm)), None) for norms in found]
     require_known(layer, (attention.module, ffn.module, *pre_norms, *post_norms), where, _MULTIPLIER)
@@ -204,7 +202,7 @@ def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbe
         if isinstance(value, float) and value != 1 and name not in numbers and not name.endswith("dropout"):
             names.append(name)
     if names:
-        raise UnsupportedModelError(f"{where} has {names[0]}, which the runtime does not compute")
+        raise UnsupportedModelError(f"{where} has {names[0]}, which the engine does not compute")
 
 
 def read_norm(module: nn.Module | None, where: str) -> Norm:
@@ -216,7 +214,7 @@ def read_norm(module: nn.Module | None, where: str) -> Norm:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if module is None or not isinstance(weight, Tensor) or eps is None:
-        raise UnsupportedModelError(f"{where}: the runtime needs an RMSNorm here, found {type(module).__name__}")
+        raise UnsupportedModelError(f"{where}: the engine needs an RMSNorm here, found {type(module).__name__}")
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, weight.numel(), generator=generator).to(device=weight.device, dtype=weight.dtype)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 A group is a run of adjacent channels, and which channels are neighbours in a trained model means nothing. Permuting the
 rows of gate and up and the columns of down alike leaves the FFN's function as it is (its sum is rounded in another
-order) and lets any set of channels be a group, for every executor: masks, fused operators and the runtime.
+order) and lets any set of channels be a group, for every executor: masks, fused operators and the engine.
 """
 
 from collections.abc import Mapping, Sequence

@@ -165,16 +165,16 @@ class AdapterOptions(ModelOptions):
 
     Args:
         adapter: Folder of an adapter (or a run's folder that holds one); null leaves the model dense.
-        sparsity: Share of groups to skip, set by the adapter's dial; null keeps what the adapter says.
+        sparsity: Share of groups to skip, by the adapter's calibrated thresholds; null keeps what the adapter says.
     """
 
     adapter: str | None = None
     sparsity: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a dial without an adapter, or beyond its range."""
+        """Refuse a sparsity without an adapter, or beyond its range."""
         if self.sparsity is not None and self.adapter is None:
-            raise ConfigError("sparsity is set by an adapter's dial: give --adapter, too")
+            raise ConfigError("sparsity is set by an adapter's calibrated thresholds: give --adapter, too")
         if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
 
