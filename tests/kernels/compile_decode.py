@@ -1,15 +1,11 @@
-"""Compiles attention and decode kernels without a GPU; prints one JSON object per kernel. Run as a program."""
+"""Attention and decode kernels, compiled for a target; `compile_targets.py` runs it."""
 
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import triton
-
-sys.path.insert(0, str(Path(__file__).parent))
 import compile_kernels
+import triton
 
 from wide.kernels.attention_decode import _triton as decode
 from wide.kernels.attention_decode import tiles as decode_tiles
@@ -28,13 +24,17 @@ FLOATS = dict.fromkeys(("scale", "cap_in", "cap_out"), "fp32") | dict.fromkeys(
 INTS = dict.fromkeys(("STARTS", "LENGTHS", "ENDS", "RUNS", "PAGES"), "*i32")
 TYPES = VALUES | FLOATS | INTS
 WEIGHTS = dict.fromkeys(("WEIGHT", "UP_WEIGHT"), "*bf16")
-WEIGHT_STRIDES = ("stride_xm", "stride_hm", "stride_wn", "stride_un", "stride_wg")
+WEIGHT_STRIDES = ("stride_xm", "stride_hm", "stride_wn", "stride_un")
 STRIDES = (*(f"stride_{tensor}{dim}" for tensor in "qkv" for dim in "bth"), *WEIGHT_STRIDES)
+build = functools.partial(compile_kernels.build, divisible=STRIDES)
 HEADS = {"NUM_UNITS": 8, "NUM_GROUPS": 8, "NUM_KV_HEADS": 8, "HEADS": 4}
 
 
-def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
-    """Compile prefill attention with its default tile; `edges` asks for window, padding and soft cap."""
+def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = False) -> dict[str, Any]:
+    """Compile prefill attention with its default tile.
+
+    `edges` asks for window, padding and soft cap; `runs` for runs and soft cap, since runs exclude the others.
+    """
     tile = prefill_tiles.default_tile(facts, head_dim, uses_tma=facts.capability in (90, 100))
     block_d = triton.next_power_of_2(head_dim)
     constants = HEADS | {
@@ -42,19 +42,16 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, A
         "BLOCK_D": block_d,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "IS_CAUSAL": True,
         "HAS_WINDOW": edges,
         "HAS_STARTS": edges,
-        "HAS_CAP": edges,
-        "HAS_RUNS": edges,
+        "HAS_CAP": edges or runs,
+        "HAS_RUNS": runs,
         "USES_TMA": tile.uses_tma,
     }
     types = dict(TYPES)
     if tile.uses_tma:
         types["K"] = types["V"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {block_d}]>"
-    return compile_kernels.build(
-        prefill._attention_prefill, facts.capability, constants, tile.num_warps, tile.num_stages, **types
-    )
+    return build(prefill._attention_prefill, facts.capability, constants, tile.num_warps, tile.num_stages, **types)
 
 
 def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
@@ -73,15 +70,13 @@ def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, An
         "HAS_CAP": edges,
         "PAGE": 256 if edges else 0,
     }
-    return compile_kernels.build(
-        decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **TYPES
-    )
+    return build(decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **TYPES)
 
 
 def merge_at(facts: DeviceFacts) -> dict[str, Any]:
     """Compile the merge of decode attention."""
     constants = {"HEADS": 4, "D": 128, "BLOCK_D": 128, "BLOCK_P": 16, "MIN_BLOCKS": 2}
-    return compile_kernels.build(decode._merge_parts, facts.capability, constants, 4, 3, **TYPES)
+    return build(decode._merge_parts, facts.capability, constants, 4, 3, **TYPES)
 
 
 def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
@@ -90,27 +85,21 @@ def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
     tile = gemv_tiles.default_mn_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
     constants = rows_of | wide | {"ZERO_SKIPPED": False, "ROWS_PAD": triton.next_power_of_2(rows)}
-    yield compile_kernels.build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
+    yield build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
     for is_long in (False, True):
         tile = gemv_tiles.default_k_tile(facts, is_long=is_long)
         constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "UNROLL": tile.block_k // 128}
-        yield compile_kernels.build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
+        yield build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
 
 
-def main() -> None:
-    """Compile everything for the targets named on the command line."""
-    compile_kernels.DIVISIBLE = (*compile_kernels.DIVISIBLE, *STRIDES)
-    for target in (int(word) for word in sys.argv[1:]):
-        facts = DeviceFacts(
-            name="target", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=50 * 2**20
-        )
-        for head_dim in (64, 96, 128, 256):
-            for edges in (False, True):
-                for result in (prefill_at(facts, head_dim, edges=edges), decode_at(facts, head_dim, edges=edges)):
-                    sys.stdout.write(json.dumps(result | {"head_dim": head_dim, "edges": edges}) + "\n")
-        for result in (merge_at(facts), *gemv_at(facts, 1), *gemv_at(facts, 4)):
-            sys.stdout.write(json.dumps(result | {"head_dim": 0, "edges": False}) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def kernels_at(target: int, head_dims: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Compile all of them, attention for each size of heads, without and with what is rare."""
+    facts = DeviceFacts(
+        name="target", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=50 * 2**20
+    )
+    for head_dim in head_dims:
+        yield prefill_at(facts, head_dim, edges=False, runs=True) | {"head_dim": head_dim, "edges": True}
+        for edges in (False, True):
+            for result in (prefill_at(facts, head_dim, edges=edges), decode_at(facts, head_dim, edges=edges)):
+                yield result | {"head_dim": head_dim, "edges": edges}
+    yield from (merge_at(facts), *gemv_at(facts, 1), *gemv_at(facts, 4))

@@ -1,12 +1,9 @@
-"""Compiles norm, rope and router kernels without a GPU; prints one JSON object per kernel. Run as a program."""
+"""Norm, rope and router kernels, compiled for a target; `compile_targets.py` runs it."""
 
-import json
-import sys
+import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import compile_kernels
 
 from wide.kernels.clear_skipped import _triton as clear_skipped
@@ -29,7 +26,7 @@ STRIDES = ("stride_xm", "stride_ym", *(f"stride_{tensor}{dim}" for tensor in "qk
 
 def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile each kernel for shapes of an 8B model."""
-    build = compile_kernels.build
+    build = functools.partial(compile_kernels.build, divisible=STRIDES)
     for pairs, size, block in ((32, 512, 512), (128, 128, 128)):
         sizes = {"G": size, "PAIRS": pairs, "BLOCK_C": block}
         yield build(clear_skipped._clear_skipped, target, sizes, 4, 3, **TYPES)
@@ -55,15 +52,3 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     few = {"BLOCK_D": 4096, "BLOCK_G": 128, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
     flags = {"HAS_NORM": True, "HAS_ADDEND": True, "UNIT_OFFSET": False, "READS_RESIDUAL": False}
     yield build(route._route_few, target, router | few | flags, 4, 3, **TYPES)
-
-
-def main() -> None:
-    """Compile everything for the targets named on the command line."""
-    compile_kernels.DIVISIBLE = (*compile_kernels.DIVISIBLE, *STRIDES)
-    for target in (int(word) for word in sys.argv[1:]):
-        for result in kernels_at(target):
-            sys.stdout.write(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,11 @@
-"""Compiles kernels for targets without a GPU; prints one JSON object per kernel. Run as a program, not under pytest.
+"""Products and sorts, compiled for a target; `compile_targets.py` runs it."""
 
-Triton decides at import whether it interprets or compiles, so this needs a process of its own.
-"""
-
-import json
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import triton
+from machine_code import described
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -20,7 +13,6 @@ from wide.kernels.gemm_k import _triton as gemm_k
 from wide.kernels.gemm_mn import _triton as gemm_mn
 from wide.kernels.reorder import _triton as reorder
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "CHUNK_COUNTS", "HISTOGRAM")
 INT_POINTERS += ("ITEMS", "NUM_ITEMS", "UNIONS", "PLACES", "FOUND")
 BYTE_POINTERS = ("MASK", "COLUMNS", "CODES")
@@ -39,15 +31,23 @@ DIVISIBLE = (
 )
 
 
-def build(kernel: Any, target: int, constants: dict[str, Any], warps: int, stages: int, **types: str) -> dict[str, Any]:
-    """Compile one kernel and read what it uses from its machine code."""
+def build(
+    kernel: Any,
+    target: int,
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    divisible: Sequence[str] = (),
+    **types: str,
+) -> dict[str, Any]:
+    """Compile one kernel and read what it uses from its machine code; `divisible` names further multiples of 16."""
     pointers = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16")
     pointers |= dict.fromkeys(BYTE_POINTERS, "*u8") | types
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], Any] = {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
-        if signature[name].startswith("*") or name in DIVISIBLE:
+        if signature[name].startswith("*") or name in (*DIVISIBLE, *divisible):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=kernel,
@@ -57,11 +57,7 @@ def build(kernel: Any, target: int, constants: dict[str, Any], warps: int, stage
     )
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        code = _tool("nvdisasm", "-c", file.name)
-        usage = _tool("cuobjdump", "-res-usage", file.name)
+    code, usage = described(compiled.asm["cubin"])
     found = re.search(r"STACK:(\d+)", usage)
     return {
         "kernel": kernel.fn.__name__,
@@ -72,10 +68,6 @@ def build(kernel: Any, target: int, constants: dict[str, Any], warps: int, stage
         "order": "".join(re.findall(r"\b(LDG|STG|BAR)\b", code)),
         "code": {word: len(re.findall(word, code)) for word in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "F32x4")},
     }
-
-
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def gemm_mn_at(target: int) -> dict[str, Any]:
@@ -150,21 +142,11 @@ def drain_at(target: int) -> dict[str, Any]:
     return build(gemm_k._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
 
 
-def _all_at(target: int) -> Iterator[dict[str, Any]]:
+def kernels_at(target: int) -> Iterator[dict[str, Any]]:
+    """Compile all of them."""
     yield gemm_mn_at(target)
     yield gemm_k_at(target, False, 1)
     yield gemm_k_at(target, True, 4)
     yield drain_at(target)
     yield from reorder_at(target)
     yield from items_at(target)
-
-
-def main() -> None:
-    """Compile everything for the targets named on the command line."""
-    for target in (int(word) for word in sys.argv[1:]):
-        for result in _all_at(target):
-            sys.stdout.write(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()

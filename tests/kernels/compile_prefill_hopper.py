@@ -1,30 +1,26 @@
-"""Compiles the Hopper kernel of prefill attention without a GPU; prints a JSON object per variant. Run as a program."""
+"""The Hopper kernel of prefill attention, compiled; `compile_targets.py` runs it."""
 
-import json
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import triton
+from machine_code import described
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from wide.kernels.attention_prefill import _gluon as prefill
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"Q": "*bf16", "OUT": "*bf16", "INDEX": "*i32", "COUNTS": "*i32", "scale": "fp32"}
 HEADS = {"NUM_UNITS": 8, "NUM_GROUPS": 8, "NUM_KV_HEADS": 8, "HEADS": 4, "BLOCK_M": 128}
 
 
-def build(head_dim: int, block_n: int, stages: int, *, is_causal: bool, takes_turns: bool) -> dict[str, Any]:
+def build(head_dim: int, block_n: int, stages: int, *, takes_turns: bool) -> dict[str, Any]:
     """Compile one variant and read what it uses from its machine code."""
     kernel = prefill._attention_prefill
     constants = HEADS | {"D": head_dim, "BLOCK_N": block_n, "STAGES": stages}
-    constants |= {"IS_CAUSAL": is_causal, "TAKES_TURNS": takes_turns}
+    constants |= {"TAKES_TURNS": takes_turns}
     layout = gl.NVMMASharedLayout.get_default_for([1, block_n, 1, head_dim], gl.bfloat16)
     box = f"tensordesc<bf16[1, {block_n}, 1, {head_dim}],{layout!r}>"
     known = TYPES | {"K": box, "V": box}
@@ -37,14 +33,10 @@ def build(head_dim: int, block_n: int, stages: int, *, is_causal: bool, takes_tu
         {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        code = _tool("nvdisasm", "-c", file.name)
-        usage = _tool("cuobjdump", "-res-usage", file.name)
+    code, usage = described(compiled.asm["cubin"])
     found = re.search(r"STACK:(\d+)", usage)
     return {
-        "variant": [head_dim, block_n, stages, is_causal, takes_turns],
+        "variant": [head_dim, block_n, stages, takes_turns],
         "shared": compiled.metadata.shared,
         "stack": int(found.group(1)) if found else -1,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
@@ -55,20 +47,9 @@ def build(head_dim: int, block_n: int, stages: int, *, is_causal: bool, takes_tu
     }
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def main() -> None:
+def kernels() -> Iterator[dict[str, Any]]:
     """Compile the default tile of both head sizes, and the variants that the bench times."""
     for head_dim in (64, 128):
-        for is_causal in (True, False):
-            result = build(head_dim, 128, 2, is_causal=is_causal, takes_turns=False)
-            sys.stdout.write(json.dumps(result) + "\n")
+        yield build(head_dim, 128, 2, takes_turns=False)
     for block_n, stages, takes_turns in ((128, 2, True), (64, 4, False)):
-        result = build(128, block_n, stages, is_causal=True, takes_turns=takes_turns)
-        sys.stdout.write(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        yield build(128, block_n, stages, takes_turns=takes_turns)

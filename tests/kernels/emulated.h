@@ -1,5 +1,6 @@
 // Enough of CUDA C++ to run a kernel's source on a CPU: the threads of a block take turns wherever they wait for each other, blocks run
 // one after the other. It finds wrong logic and many races; what only a GPU does (limits of a launch, machine code, memory) it cannot.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 using std::max;
 using std::min;
 
+#ifndef __VECTOR_TYPES_H__
 struct uint2 {
   unsigned x, y;
 };
@@ -20,6 +22,7 @@ struct uint4 {
 };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+#endif
 
 struct Place {
   int x;
@@ -33,16 +36,19 @@ static Place threadIdx, blockIdx;
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 // Stands for `extern __shared__`.
-static char dynamic_shared[232448];
+alignas(1024) static char dynamic_shared[232448];
+static int poison = 0xa5;
 static unsigned offered[32][32];
 
+// A thread begins in its own context and from then on jumps: a swap of contexts asks the system twice, which is most of the time.
 struct Thread {
-  ucontext_t state;
+  ucontext_t begin;
+  jmp_buf place;
   std::vector<char> stack = std::vector<char>(1 << 16);
-  bool ended;
+  bool began, ended;
 };
 static std::vector<Thread> block_threads(1024);
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::function<void()> running;
 
 struct Barrier {
@@ -53,7 +59,8 @@ struct Barrier {
       waiting = 0;
       ++times;
     }
-    while (times == now) swapcontext(&block_threads[threadIdx.x].state, &scheduler);
+    while (times == now)
+      if (!_setjmp(block_threads[threadIdx.x].place)) _longjmp(scheduler, 1);
   }
 };
 static Barrier whole_block, whole_warp[32];
@@ -110,22 +117,23 @@ static void atomicAdd(unsigned* at, unsigned value) { __atomic_fetch_add(at, val
 static void run_thread() {
   running();
   block_threads[threadIdx.x].ended = true;
+  _longjmp(scheduler, 1);
 }
 
 static void launch(int blocks, int threads, std::function<void()> kernel) {
   running = kernel;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-    memset(dynamic_shared, 0xa5, sizeof dynamic_shared);
+    memset(dynamic_shared, poison, sizeof dynamic_shared);
     whole_block = {threads};
     for (Barrier& warp : whole_warp) warp = {32};
     for (int i = 0; i < threads; ++i) {
       Thread& thread = block_threads[i];
-      thread.ended = false;
-      getcontext(&thread.state);
-      thread.state.uc_stack.ss_sp = thread.stack.data();
-      thread.state.uc_stack.ss_size = thread.stack.size();
-      thread.state.uc_link = &scheduler;
-      makecontext(&thread.state, run_thread, 0);
+      thread.began = thread.ended = false;
+      getcontext(&thread.begin);
+      thread.begin.uc_stack.ss_sp = thread.stack.data();
+      thread.begin.uc_stack.ss_size = thread.stack.size();
+      thread.begin.uc_link = nullptr;
+      makecontext(&thread.begin, run_thread, 0);
     }
     std::vector<int> turns(threads);
     for (int i = 0; i < threads; ++i) turns[i] = i;
@@ -136,7 +144,11 @@ static void launch(int blocks, int threads, std::function<void()> kernel) {
       for (int thread : turns)
         if (!block_threads[thread].ended) {
           threadIdx.x = thread;
-          swapcontext(&scheduler, &block_threads[thread].state);
+          if (!_setjmp(scheduler)) {
+            if (block_threads[thread].began) _longjmp(block_threads[thread].place, 1);
+            block_threads[thread].began = true;
+            setcontext(&block_threads[thread].begin);
+          }
           left += !block_threads[thread].ended;
         }
     }

@@ -48,7 +48,6 @@ def test_backend_agrees_with_reference(operator: Operator, backend: str, case: C
 def test_contract_is_complete(operator: Operator) -> None:
     assert {"torch", "cuda" if operator.name in SPECIAL else "triton"} <= set(operator.backends)
     assert all(case.dtype in operator.tolerance for case in operator.cases)
-    assert operator.work(operator.cases[0]).bytes_read > 0
 
 
 def test_all_operators_are_here() -> None:

@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
 TILES = st.builds(
     Tiles, clusters=st.integers(1, 20), whole=st.integers(0, 60), short=st.integers(0, 60), parts=st.integers(1, 3)
 )
-repeated = settings(max_examples=150, deadline=None)
+repeated = settings(max_examples=150)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])

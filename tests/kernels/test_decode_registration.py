@@ -30,17 +30,18 @@ def test_opcheck(backend: str) -> None:
     lengths = torch.tensor([9, 4], dtype=torch.int32, device=DEVICE)
     order = reorder_sequences(torch.ones(2, 8, 2, dtype=torch.bool, device=DEVICE), backend="torch")
     q, k, x, weight = _values(2, 8, 4, 16), _values(2, 9, 2, 16), _values(2, 64), _values(32, 64)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (
             torch.ops.wide.attention_prefill,
-            (q, k, k, *order, lengths - 4, None, True, 5, None, None, True, backend, []),
+            (q, k, k, *order),
+            {"starts": lengths - 4, "window": 5, "zero_skipped": True},
         ),
-        (torch.ops.wide.attention_decode, (q[:, 0], k, k, lengths, mask, None, None, None, 3.0, None, backend, [])),
-        (torch.ops.wide.gemv_mn, (x, weight, mask, weight, None, None, "silu", True, backend, [])),
-        (torch.ops.wide.gemv_k, (x, weight, mask, None, backend, [])),
+        (torch.ops.wide.attention_decode, (q[:, 0], k, k, lengths, mask), {"soft_cap": 3.0}),
+        (torch.ops.wide.gemv_mn, (x, weight, mask), {"up_weight": weight, "activation": "silu", "zero_skipped": True}),
+        (torch.ops.wide.gemv_k, (x, weight, mask), {"tile": []}),
     ]
-    for operator, arguments in calls:
-        torch.library.opcheck(operator.default, arguments)
+    for operator, arguments, options in calls:
+        torch.library.opcheck(operator.default, arguments, options | {"backend": backend})
 
 
 def test_decode_step_traces_as_one_graph_and_gives_the_same() -> None:

@@ -27,35 +27,17 @@ def test_opcheck(backend: str) -> None:
     table, cache = torch.randn(9, 16, device=DEVICE).half(), torch.zeros(3, 9, 2, 16, device=DEVICE).half()
     heads = torch.randn(3, 1, 4, 16, device=DEVICE).half()
     places = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (torch.ops.wide.rms_norm, (x, weight, x + 1, 1e-6, False, backend)),
-        (torch.ops.wide.rms_norm, (x, weight, None, 1e-6, True, backend)),
-        (torch.ops.wide.route, (x, *_router(), 0.0, backend)),
-        (torch.ops.wide.norm_route, (x, weight, x + 1, *_router(), 0.0, 1e-6, False, False, backend)),
-        (
-            torch.ops.wide.rope_to_cache,
-            (
-                heads,
-                heads[:, :, :2],
-                heads[:, :, 2:],
-                table,
-                table,
-                places,
-                cache,
-                cache + 1,
-                None,
-                torch.ones(3, 2, dtype=torch.bool, device=DEVICE),
-                None,
-                None,
-                1e-6,
-                False,
-                True,
-                backend,
-            ),
-        ),
+    mask = torch.ones(3, 2, dtype=torch.bool, device=DEVICE)
+    rope = (heads, heads[:, :, :2], heads[:, :, 2:], table, table, places, cache, cache + 1)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (torch.ops.wide.rms_norm, (x, weight, x + 1, 1e-6, False, backend), {}),
+        (torch.ops.wide.rms_norm, (x, weight, None, 1e-6, True, backend), {}),
+        (torch.ops.wide.route, (x, *_router()), {"backend": backend}),
+        (torch.ops.wide.norm_route, (x, weight, x + 1, *_router(), 0.0, 1e-6, False, False, backend), {}),
+        (torch.ops.wide.rope_to_cache, rope, {"mask": mask, "interleaved": True, "backend": backend}),
     ]
-    for operator, arguments in calls:
-        torch.library.opcheck(operator.default, arguments)
+    for operator, arguments, options in calls:
+        torch.library.opcheck(operator.default, arguments, options)
 
 
 def _glue(
@@ -183,30 +165,36 @@ def test_wrong_inputs_are_named() -> None:
         norm_route(x, x[0], weights, backend="torch")
     with pytest.raises(ShapeError, match="split_weights"):
         route(x.float(), weights, backend="torch")
-    with pytest.raises(ShapeError, match="rms_norm wants a weight"):
+    with pytest.raises(ShapeError, match="rms_norm: weight must be"):
         rms_norm(x, x[0, :32], backend="torch")
     heads, place = x.view(17, 1, 4, 16), torch.zeros(17, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ShapeError, match="both caches"):
         rope_to_cache(heads, heads, heads, x, x, place, heads[:4], heads[:4], backend="torch")
     table, cache = x[:, :16].contiguous(), heads.clone()
     for mask in (torch.ones(17, 3, dtype=torch.bool), torch.ones(16, 4, dtype=torch.bool), torch.ones(17, 4)):
-        with pytest.raises(ShapeError, match="wants a bool mask"):
+        with pytest.raises(ShapeError, match=r"mask must be bool|3 groups do not divide 4 query heads"):
             rope_to_cache(heads, heads, heads, table, table, place, cache, cache, mask=mask.to(DEVICE), backend="torch")
 
 
-@pytest.mark.parametrize("length", [5, 1200])
-def test_turned_heads_are_those_that_execute_however_many_tokens(length: int) -> None:
+@pytest.mark.parametrize("many", [10, 11])
+def test_turned_heads_are_those_that_execute_however_many_tokens(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wide.kernels.rope import _triton
+
+    # As many tokens as count as many, and one fewer.
+    monkeypatch.setattr(_triton, "_MANY_TOKENS", many)
+    length = 5
     generator = torch.Generator().manual_seed(4)
-    heads = torch.randn(2, length, 6, 16, generator=generator).half().to(DEVICE)
-    q, k, v = heads[:, :, :2], heads[:, :, 2:4], heads[:, :, 4:]
+    heads = torch.randn(2, length, 20, 16, generator=generator).half().to(DEVICE)
+    q, k, v = heads.split([12, 4, 4], dim=2)
     table = torch.randn(length + 3, 16, generator=generator).half().to(DEVICE)
     places = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE)
     # A slice, as where the router has groups of its own for keys and values.
     mask = (torch.rand(2 * length, 4, generator=generator) < 0.5).to(DEVICE)[:, :2]
     found = []
     for backend in ("torch", "triton"):
-        caches = [torch.zeros(2, length + 3, 2, 16, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+        caches = [torch.zeros(2, length + 3, 4, 16, dtype=torch.float16, device=DEVICE) for _ in range(2)]
         turned = rope_to_cache(q, k, v, table, table, places, *caches, mask=mask, backend=backend)
-        found.append((torch.where(mask.view(2, length, 2, 1), turned, 0), *caches))
+        executes = mask.view(2, length, 2, 1).repeat_interleave(6, dim=2)
+        found.append((torch.where(executes, turned, 0), *caches))
     for wanted, got in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, atol=2e-3, rtol=2e-3)

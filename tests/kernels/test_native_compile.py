@@ -1,25 +1,22 @@
 """Products in CUDA C++ compile without a GPU, to the instructions they are written for; code is kept on disk."""
 
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import triton
+from machine_code import described
 
 from wide.errors import UnsupportedBackendError
 from wide.kernels.gemm_k import _cuda as gemm_k_cuda
-from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows_cuda
 from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
 from wide.kernels.native import build
 from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, product_code
-from wide.kernels.reorder_rows import _cuda as reorder_rows_cuda
+from wide.kernels.reorder import _cuda as reorder_rows_cuda
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Largest shared memory of one block in bytes, and registers of a multiprocessor.
 SHARED, REGISTERS = 232448, 65536
 
@@ -52,21 +49,21 @@ VARIANTS = {
 }
 
 
-def _tool(name: str, *arguments: str | Path) -> str:
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def kept(request: pytest.FixtureRequest) -> Path:
+    """Return the folder in which machine code lies from one run of the tests to the next."""
+    assert request.config.cache is not None
+    return request.config.cache.mkdir("machine-code")
 
 
 @needs_compiler
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_variants_fit_spill_nothing_and_share_weights(variant: dict[str, int], tmp_path: Path) -> None:
-    image = tmp_path / "kernel.cubin"
-    image.write_bytes(machine_code(variant, tmp_path))
-    usage = _tool("cuobjdump", "-res-usage", image)
+def test_variants_fit_spill_nothing_and_share_weights(variant: dict[str, int], kept: Path) -> None:
+    code, usage = described(machine_code(variant, kept))
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] * PRODUCT_THREADS <= REGISTERS
     assert used["SHARED"] + PRODUCT_BYTES <= SHARED
-    code = _tool("nvdisasm", "-c", image)
     assert not re.findall(r"\b(?:STL|LDL)\b", code)
     # Whole tiles and the pieces of short ones, four products of 16 in a row.
     products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
@@ -84,17 +81,14 @@ def test_variants_fit_spill_nothing_and_share_weights(variant: dict[str, int], t
 @needs_compiler
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("float16", [False, True])
-def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, float16: bool, tmp_path: Path) -> None:
-    image = tmp_path / "kernel.cubin"
+def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, float16: bool, kept: Path) -> None:
     variant = {"HAS_BIAS": int(biased), "FLOAT16": int(float16)}
-    image.write_bytes(product_code(gemm_k_cuda.SOURCE, variant, tmp_path))
-    usage = _tool("cuobjdump", "-res-usage", image)
+    code, usage = described(product_code(gemm_k_cuda.SOURCE, variant, kept))
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     assert used["STACK"] == used["LOCAL"] == 0
     # What warp groups ask for beyond the launch's registers they wait for in vain; the source is refused then.
     assert used["REG"] == 168
     assert used["SHARED"] + PRODUCT_BYTES <= SHARED
-    code = _tool("nvdisasm", "-c", image)
     assert not re.findall(r"\b(?:STL|LDL)\b", code)
     products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
     assert set(products) == {("256", "" if float16 else ".BF16")}
@@ -106,10 +100,8 @@ def test_the_product_over_input_groups_fits_and_waits_once_a_step(biased: bool, 
 
 @needs_compiler
 @pytest.mark.parametrize("words", [2, 3, 4])
-def test_the_order_of_rows_fits_and_spills_nothing(words: int, tmp_path: Path) -> None:
-    image = tmp_path / "kernel.cubin"
-    image.write_bytes(reorder_rows_cuda.machine_code(words, tmp_path))
-    usage = _tool("cuobjdump", "-res-usage", image)
+def test_the_order_of_rows_fits_and_spills_nothing(words: int, kept: Path) -> None:
+    code, usage = described(reorder_rows_cuda.machine_code(words, kept))
     functions = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert {name for name, *_ in functions} == set(reorder_rows_cuda.LAUNCHES)
     for name, *numbers in functions:
@@ -118,24 +110,19 @@ def test_the_order_of_rows_fits_and_spills_nothing(words: int, tmp_path: Path) -
         assert stack == local == 0
         assert registers * launch.threads <= REGISTERS
         assert shared + launch.shared_bytes <= SHARED
-    assert not re.findall(r"\b(?:STL|LDL)\b", _tool("nvdisasm", "-c", image))
+    assert not re.findall(r"\b(?:STL|LDL)\b", code)
 
 
 @needs_compiler
 @pytest.mark.parametrize("words", [2, 3, 4])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_product_over_rows_in_one_order_fits_and_waits_once_a_step(
-    words: int, biased: bool, tmp_path: Path
-) -> None:
-    image = tmp_path / "kernel.cubin"
+def test_the_product_over_rows_in_one_order_fits_and_waits_once_a_step(words: int, biased: bool, kept: Path) -> None:
     variant = {"WORDS": words, "HAS_BIAS": int(biased), "FLOAT16": int(biased)}
-    image.write_bytes(product_code(gemm_k_rows_cuda.SOURCE, variant, tmp_path))
-    usage = _tool("cuobjdump", "-res-usage", image)
+    code, usage = described(product_code(gemm_k_cuda.ROWS_SOURCE, variant, kept))
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] == 168
     assert used["SHARED"] + PRODUCT_BYTES <= SHARED
-    code = _tool("nvdisasm", "-c", image)
     assert not re.findall(r"\b(?:STL|LDL)\b", code)
     products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
     assert set(products) == {("256", "" if biased else ".BF16")}

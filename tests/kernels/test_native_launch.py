@@ -97,8 +97,8 @@ def test_maps_describe_strided_matrices_and_are_made_once(calls):
 REFUSED = {
     "code": ("cuLibraryLoadData", "gemm_mn", "triton"),
     "function": ("cuKernelGetFunction", "gemm_k", "triton"),
-    "launch": ("cuLaunchKernel", "gemm_k_rows", "dense"),
-    "tensor map": ("cuTensorMapEncodeTiled", "gemm_k_rows", "dense"),
+    "launch": ("cuLaunchKernel", "gemm_k_rows", "torch"),
+    "tensor map": ("cuTensorMapEncodeTiled", "gemm_k_rows", "torch"),
 }
 
 

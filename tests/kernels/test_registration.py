@@ -7,11 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.kernels.device import interprets_triton
-from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_k_rows import gemm_k_rows
+from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
-from wide.kernels.reorder_rows import reorder_rows
+from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows, reorder_sequences
 
 INTERPRETED = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 
@@ -41,34 +39,23 @@ def test_opcheck(backend: str) -> None:
     data = {**_inputs(), "mask": torch.ones(32, 3, dtype=torch.bool), "x": torch.randn(32, 32)}
     order = reorder(data["mask"], block_m=16, backend=backend)
     patterns = reorder_patterns(data["mask"], groups_per_block=2, block_m=16, backend=backend)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (torch.ops.wide.reorder, (data["mask"], 16, backend)),
-        (torch.ops.wide.reorder_sequences, (data["mask"].unsqueeze(0), backend)),
-        (torch.ops.wide.reorder_patterns, (data["mask"], 16, 2, False, backend)),
-        (torch.ops.wide.reorder_rows, (data["mask"], "torch")),
-        (
-            torch.ops.wide.gemm_k_rows,
-            (
-                data["x"].new_ones(32, 48),
-                data["down"],
-                None,
-                *reorder_rows(data["mask"], backend="torch"),
-                16,
-                None,
-                "torch",
-            ),
-        ),
+    rows = reorder_rows(data["mask"], backend="torch")
+    sums = data["x"].new_ones(32, 48), data["down"]
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (torch.ops.wide.reorder, (data["mask"], 16, backend), {}),
+        (torch.ops.wide.reorder_sequences, (data["mask"].unsqueeze(0), backend), {}),
+        (torch.ops.wide.reorder_patterns, (data["mask"], 16, 2, False, backend), {}),
+        (torch.ops.wide.reorder_rows, (data["mask"], "torch"), {}),
+        (torch.ops.wide.gemm_k_rows, (*sums, *rows), {"group_size": 16, "backend": "torch"}),
         (
             torch.ops.wide.gemm_mn,
-            (data["x"], data["gate"], data["up"], None, None, *order, None, "silu", backend, []),
+            (data["x"], data["gate"], *order),
+            {"up_weight": data["up"], "activation": "silu", "backend": backend},
         ),
-        (
-            torch.ops.wide.gemm_k,
-            (data["x"].new_zeros(32, 48), data["down"], None, *patterns, 16, None, backend, []),
-        ),
+        (torch.ops.wide.gemm_k, (*sums, *patterns), {"group_size": 16, "backend": backend, "tile": []}),
     ]
-    for operator, arguments in calls:
-        torch.library.opcheck(operator.default, arguments)
+    for operator, arguments, options in calls:
+        torch.library.opcheck(operator.default, arguments, options)
 
 
 @INTERPRETED

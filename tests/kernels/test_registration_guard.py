@@ -58,12 +58,15 @@ def _value(kind: str, tensor: Callable[[], torch.Tensor]) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_operator_runs_with_its_tensors_device_current(name: str, switched: list[str]) -> None:
     operator = getattr(torch.ops.wide, name.removeprefix("wide::")).default
-    arguments = [
-        _value(str(a.type), lambda: torch.zeros(1).as_subclass(_OnSecondGpu)) for a in operator._schema.arguments
-    ]
+    given = {
+        a: _value(str(a.type), lambda: torch.zeros(1).as_subclass(_OnSecondGpu)) for a in operator._schema.arguments
+    }
     # What it does with such arguments does not matter here.
     with contextlib.suppress(Exception):
-        operator(*arguments)
+        operator(
+            *(value for a, value in given.items() if not a.kwarg_only),
+            **{a.name: value for a, value in given.items() if a.kwarg_only},
+        )
     assert switched[:1] == ["enter cuda:1"]
     assert switched[-1] == "leave"
 

@@ -28,7 +28,7 @@ def masks(draw: st.DrawFn) -> torch.Tensor:
 
 
 @INTERPRETED
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
 def test_lists_are_the_active_rows_ascending(mask: torch.Tensor, backend: str, block_m: int) -> None:
     order = reorder(mask, block_m=block_m, backend=backend)
@@ -39,7 +39,7 @@ def test_lists_are_the_active_rows_ascending(mask: torch.Tensor, backend: str, b
 
 
 @INTERPRETED
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
 def test_tiles_cover_every_active_row_once(mask: torch.Tensor, backend: str, block_m: int) -> None:
     order = reorder(mask, block_m=block_m, backend=backend)
@@ -50,7 +50,7 @@ def test_tiles_cover_every_active_row_once(mask: torch.Tensor, backend: str, blo
 
 
 @INTERPRETED
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(mask=masks(), backend=BACKENDS, num_sequences=st.integers(1, 3))
 def test_sequences_are_reordered_each_for_itself(mask: torch.Tensor, backend: str, num_sequences: int) -> None:
     batch = torch.stack([mask.roll(step, 0) for step in range(num_sequences)])
@@ -63,7 +63,7 @@ def test_sequences_are_reordered_each_for_itself(mask: torch.Tensor, backend: st
 
 
 @INTERPRETED
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(mask=masks(), backend=BACKENDS, groups_per_block=st.integers(1, 8), keeps_empty=st.booleans())
 def test_pattern_sort_is_a_stable_sort_by_gray_rank(
     mask: torch.Tensor, backend: str, groups_per_block: int, keeps_empty: bool

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import wide.kernels
-from wide.kernels.contract import Backend, anywhere
+from wide.kernels.contract import Backend
 from wide.kernels.device import interprets_triton
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
@@ -40,7 +40,7 @@ def test_right_results_are_counted_and_wrong_ones_are_red(
     assert sanitize.main(given) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "6 cases, 0 red"
     right = sanitize.OPERATORS["clear_skipped"]
-    reference = Backend(run=lambda values, mask: values + 1, supports=anywhere)
+    reference = Backend(run=lambda values, mask: values + 1, supports=lambda device, case: None)
     wrong = dataclasses.replace(right, backends={**right.backends, "torch": reference})
     monkeypatch.setitem(sanitize.OPERATORS, "clear_skipped", wrong)
     assert sanitize.main([*given, "--limit", "0"]) == 1
@@ -57,11 +57,10 @@ def test_kernels_whose_programs_come_in_pairs_get_two_pairs(
     sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wide.kernels.gemm_k import _cuda as gemm_k
-    from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows
     from wide.kernels.gemm_mn import _cuda
 
     # Put back by the fixture after the program has replaced them.
-    for module in (_cuda, gemm_k, gemm_k_rows):
+    for module in (_cuda, gemm_k):
         monkeypatch.setattr(module, "device_facts", module.device_facts)
     for given, wanted in ((1, 4), (3, 4), (6, 6)):
         sanitize.limit_programs(given)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from wide.errors import ShapeError
+from wide.kernels.registration import check_tensor
 
 _LOG2_E = 1.4426950408889634
 
@@ -63,43 +64,13 @@ def check_keys_and_values(
         is_paged: Whether K and V are pages, which no sequence owns.
 
     Raises:
-        ShapeError: If shapes, dtypes, devices or strides do not fit.
+        ShapeError: If shapes, dtypes or strides do not fit.
     """
-    if k.dim() != 4 or k.shape != v.shape or 0 in k.shape:
-        raise ShapeError(f"{operator} wants k and v of one shape [B, T_k, H_k, d], got {_of(k)} and {_of(v)}")
-    if (not is_paged and q.shape[0] != k.shape[0]) or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[2]:
-        raise ShapeError(
-            f"{operator}: q {_of(q)} and k {_of(k)} must agree in batch and head size, "
-            "and the query heads must be a multiple of the KV heads"
-        )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ShapeError(
-                f"{operator}: {name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; "
-                "convert them to one dtype and device"
-            )
-        if tensor.stride(-1) != 1:
-            raise ShapeError(f"{operator}: the last dimension of {name} must have stride 1, got {tensor.stride()}")
-
-
-def check_per_sequence(operator: str, name: str, tensor: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Refuse a per-sequence number that is not int32 [B], contiguous, on the device of `q`.
-
-    Args:
-        operator: Name for messages.
-        name: Of the number, for messages.
-        tensor: int32 [B], or None, which is never refused.
-        q: Queries, [B, ...].
-
-    Raises:
-        ShapeError: If shape, dtype, device or strides do not fit.
-    """
-    if tensor is None:
-        return
-    if tensor.shape != q.shape[:1] or tensor.dtype != torch.int32 or tensor.device != q.device:
-        raise ShapeError(f"{operator}: {name} must be int32 [{q.shape[0]}] on {q.device}, got {_of(tensor)}")
-    if not tensor.is_contiguous():
-        raise ShapeError(f"{operator}: {name} must be contiguous")
+    if k.dim() != 4 or 0 in k.shape:
+        raise ShapeError(f"{operator} wants k and v [B, T_k, H_k, d], got {tuple(k.shape)} and {tuple(v.shape)}")
+    wanted = (k.shape[0] if is_paged else q.shape[0], *k.shape[1:3], q.shape[-1])
+    for name, tensor, shape in (("q", q, q.shape), ("k", k, wanted), ("v", v, wanted)):
+        check_tensor(operator, name, tensor, q.dtype, shape, "last stride 1")
 
 
 def check_score_options(operator: str, window: int | None, soft_cap: float | None, scale: float | None) -> None:
@@ -129,7 +100,3 @@ def score_factors(scale: float | None, soft_cap: float | None, head_dim: int) ->
     if soft_cap is None:
         return factor * _LOG2_E, 1.0, 1.0
     return _LOG2_E, 2.0 * _LOG2_E * factor / soft_cap, soft_cap
-
-
-def _of(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import backend_obstacle, half_misfit
 
 Run = Callable[..., Any]
 
@@ -32,24 +32,6 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What a case needs at least, for rates and the roofline.
-
-    Args:
-        flop: Floating-point operations of active pairs (a multiply-add counts two).
-        bytes_read: Bytes read once from device memory.
-        bytes_written: Bytes written once to device memory.
-    """
-
-    flop: int
-    bytes_read: int
-    bytes_written: int
-
-
-Supports = Callable[[torch.device, Case], str | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """One implementation of an operator.
 
@@ -59,7 +41,7 @@ class Backend:
     """
 
     run: Run
-    supports: Supports
+    supports: Callable[[torch.device, Case], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +52,10 @@ class Operator:
         name: As in messages, records and the tuning table.
         backends: Implementations by name; `torch`, plain PyTorch with float32 accumulation, is the reference.
         cases: Inputs on which every backend must agree with the reference.
+        large_cases: Further ones for kernels of one kind of GPU, too large for Triton's interpreter.
         build: Makes the keyword arguments of all backends for a case on a device; skipped places hold NaN.
         compare: Returns the relative error of a result against the reference's on executed places only.
         tolerance: Largest relative error by dtype.
-        work: The least work of a case.
     """
 
     name: str
@@ -82,7 +64,7 @@ class Operator:
     build: Callable[[Case, torch.device], dict[str, Any]]
     compare: Callable[[Mapping[str, Any], Any, Any], float]
     tolerance: Mapping[torch.dtype, float]
-    work: Callable[[Case], Work]
+    large_cases: tuple[Case, ...] = ()
 
     @property
     def reference(self) -> Run:
@@ -96,24 +78,31 @@ class Operator:
         return self.backends[backend].supports(device, case)
 
 
-def backends(run: Run, **supports: Supports) -> dict[str, Backend]:
-    """Return the backends of a function that chooses by its argument `backend`; 'torch' runs every case anywhere."""
+def backends(
+    run: Run, names: Sequence[str], misfit: Callable[[str, Case], str | None] | None = None, *, multiplies: bool = True
+) -> dict[str, Backend]:
+    """Return the backends of a function that chooses by its argument `backend`; 'torch' runs every case anywhere.
+
+    Args:
+        run: The function.
+        names: Backends beside 'torch'.
+        misfit: Returns why a backend does not take a case, on whatever device, or None; None takes all.
+        multiplies: Whether kernels multiply matrices by one another, which Triton's interpreter cannot in bfloat16.
+    """
+
+    def supports(name: str, device: torch.device, case: Case) -> str | None:
+        obstacle = backend_obstacle(name, device, case.dtype if multiplies else None)
+        return obstacle or (None if misfit is None else misfit(name, case))
+
     return {
-        name: Backend(run=functools.partial(run, backend=name), supports=fits)
-        for name, fits in {"torch": anywhere, **supports}.items()
+        name: Backend(run=functools.partial(run, backend=name), supports=functools.partial(supports, name))
+        for name in ("torch", *names)
     }
 
 
-def anywhere(device: torch.device, case: Case) -> str | None:
-    """Return None: plain PyTorch runs every case on every device."""
-    del device, case
-    return None
-
-
-def on_triton(device: torch.device, case: Case) -> str | None:
-    """Return why kernels in Triton that multiply no matrices cannot run on a device, or None."""
-    del case
-    return triton_obstacle(device)
+def halves_only(backend: str, case: Case) -> str | None:
+    """Return why Triton kernels for half precision do not take a case, or None."""
+    return half_misfit(case.dtype) if backend == "triton" else None
 
 
 def make_case(names: Sequence[str], sizes: Sequence[int], **more: Any) -> Case:

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from wide.kernels.native.build import obstacle as native_obstacle
+from wide.kernels.native.cute import obstacle as cute_obstacle
+from wide.kernels.native.tilelang import obstacle as tilelang_obstacle
+
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes that the kernels take."""
 HOPPER_STEP = 64
@@ -82,10 +86,13 @@ def half_obstacle(device: torch.device, dtype: torch.dtype, *, multiplies: bool 
         dtype: Theirs.
         multiplies: Whether the kernels multiply matrices by one another.
     """
-    obstacle = triton_obstacle(device, dtype if multiplies else None)
-    if obstacle is None and dtype not in HALF and not (interprets_triton() and dtype == torch.float32):
-        return f"the kernels take float16 and bfloat16, got {dtype}"
-    return obstacle
+    return triton_obstacle(device, dtype if multiplies else None) or half_misfit(dtype)
+
+
+def half_misfit(dtype: torch.dtype) -> str | None:
+    """Return why Triton kernels for half precision do not take a dtype, or None; float32 in the interpreter, too."""
+    fits = dtype in HALF or (interprets_triton() and dtype == torch.float32)
+    return None if fits else f"the kernels take float16 and bfloat16, got {dtype}"
 
 
 def hopper_obstacle(device: torch.device) -> str | None:
@@ -94,3 +101,30 @@ def hopper_obstacle(device: torch.device) -> str | None:
         return f"this kernel needs a Hopper GPU (sm_90), not {device.type}"
     capability = device_facts(device).capability
     return None if capability == 90 else f"this kernel is for Hopper (sm_90), this is sm_{capability}"
+
+
+def ampere_obstacle(device: torch.device) -> str | None:
+    """Return why kernels written for Ampere and newer GPUs cannot run on `device`, or None if they can."""
+    if device.type != "cuda":
+        return f"this kernel needs a CUDA device, not {device.type}"
+    capability = device_facts(device).capability
+    return None if capability >= 80 else f"this kernel is for sm_80 and newer, this is sm_{capability}"
+
+
+def backend_obstacle(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Return why kernels of a backend cannot run on a device, or None; which shapes they take is the operators' affair.
+
+    Args:
+        backend: Its name.
+        device: Of the tensors.
+        dtype: Of the matrices that the kernels multiply; None if they multiply none.
+    """
+    if backend == "triton":
+        return triton_obstacle(device, dtype)
+    if backend == "gluon":
+        return hopper_obstacle(device)
+    if backend == "tilelang":
+        return ampere_obstacle(device) or tilelang_obstacle()
+    if backend == "cute":
+        return ampere_obstacle(device) or cute_obstacle()
+    return hopper_obstacle(device) or native_obstacle() if backend == "cuda" else None

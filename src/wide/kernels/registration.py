@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 
@@ -11,43 +11,82 @@ from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.tuning import SPECIAL_BACKENDS
 
 Implementation = Callable[..., Any]
+FunctionT = TypeVar("FunctionT", bound=Implementation)
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
 
 
-def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Callable[[Implementation], Implementation]:
-    """Declare a function as the operator of torch that bears its name, less leading underscores: `torch.ops.wide.name`.
+def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
+    """Make a function the operator of torch that bears its name, less leading underscores: `torch.ops.wide.name`.
 
-    Its annotations are the schema. Triton launches on the current device, whatever the tensors' is: the function runs
-    with theirs made current. This costs a comparison, in eager calls only; graphs replay launches, not Python.
-    `torch.library.custom_op` costs microseconds more in every call, which decoding feels.
+    Its annotations and defaults are the schema; one argument may be a NamedTuple, of which the schema has the fields.
+    Triton launches on the current device, whatever the tensors' is: the function runs with theirs made current. This
+    costs a comparison, in eager calls only; graphs replay launches, not Python. `torch.library.custom_op` costs
+    microseconds more in every call, which decoding feels.
 
     Args:
         outputs: Makes empty tensors like those that the function returns, which tracing needs; it takes those of the
-            function's arguments that it names. Outputs never alias inputs.
+            schema's arguments that it names. Outputs never alias inputs.
         mutates: Names of the arguments that the function writes to.
 
     Returns:
-        A decorator; what it returns is called with positional arguments only, and raises `ShapeError` for tensors of
-        several devices.
+        A decorator; what it returns takes what the function takes, and raises `ShapeError` for tensors of several
+        devices.
     """
 
-    def declare(function: Implementation) -> Implementation:
-        name = function.__name__.lstrip("_")
+    def declare(function: FunctionT) -> FunctionT:
+        name, given = function.__name__.lstrip("_"), inspect.signature(function)
+        place, kind = next(((i, p.annotation) for i, p in enumerate(_parameters(given)) if _is_tuple(p)), (0, None))
+        run: Any = function if kind is None else _gathering(function, place, kind)
+        flat = inspect.signature(run)
         # Sizes are plain integers: nothing here is worth tracing for symbolic ones.
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates)).replace("SymInt", "int")
+        schema = torch.library.infer_schema(run, mutates_args=tuple(mutates)).replace("SymInt", "int")
         _LIBRARY.define(name + schema)
-        torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")(on_device_of_tensors(name, function))
-        names = list(inspect.signature(function).parameters)
-        places = [names.index(wanted) for wanted in inspect.signature(outputs).parameters]
+        torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")(on_device_of_tensors(name, run))
 
-        def fake(*arguments: Any) -> Any:
-            return outputs(*(arguments[place] for place in places))
+        def fake(*arguments: Any, **options: Any) -> Any:
+            known = flat.bind(*arguments, **options)
+            known.apply_defaults()
+            return outputs(*(known.arguments[wanted] for wanted in inspect.signature(outputs).parameters))
 
         torch.library.register_fake(f"wide::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.wide, name).default  # type: ignore[no-any-return]
+        overload: Any = getattr(torch.ops.wide, name).default
+        whole = list(given.parameters)[place]
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if kind is None:
+                return overload(*arguments, **options)
+            if len(arguments) > place:
+                return overload(*arguments[:place], *arguments[place], *arguments[place + 1 :], **options)
+            return overload(*arguments, **options.pop(whole)._asdict(), **options)
+
+        return call  # type: ignore[return-value]
 
     return declare
+
+
+def _parameters(signature: inspect.Signature) -> Collection[inspect.Parameter]:
+    return signature.parameters.values()
+
+
+def _is_tuple(parameter: inspect.Parameter) -> bool:
+    return hasattr(parameter.annotation, "_fields")
+
+
+def _gathering(function: Implementation, place: int, kind: Any) -> Implementation:
+    """Return a function that takes the fields of a NamedTuple in its place, as torch hands them over."""
+    end = place + len(kind._fields)
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments[:place], kind(*arguments[place:end]), *arguments[end:], **options)
+
+    parameters = list(_parameters(inspect.signature(function)))
+    form = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    fields = [inspect.Parameter(field, form, annotation=of) for field, of in get_type_hints(kind).items()]
+    parameters[place : place + 1] = fields
+    vars(run)["__signature__"] = inspect.signature(function).replace(parameters=parameters)
+    return run
 
 
 def check_backend(operator: str, backend: str, names: Collection[str], reason: str | None) -> None:
@@ -68,6 +107,41 @@ def check_backend(operator: str, backend: str, names: Collection[str], reason: s
         others = [repr(name) for name in names if name != backend and name not in SPECIAL_BACKENDS]
         instead = " or ".join(([", ".join(others[:-1])] if others[1:] else []) + others[-1:])
         raise UnsupportedBackendError(f"{operator}: {reason}; choose backend={instead}")
+
+
+def check_tensor(
+    operator: str,
+    name: str,
+    tensor: torch.Tensor | None,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    layout: Literal["contiguous", "last stride 1", "any strides"] = "contiguous",
+) -> None:
+    """Refuse a tensor that is not what an operator wants.
+
+    Args:
+        operator: Its name, for messages.
+        name: Of the argument, for messages.
+        tensor: What was given; None is never refused. That all lie on one device has been checked before.
+        dtype: That is wanted.
+        shape: That is wanted.
+        layout: That is wanted.
+
+    Raises:
+        ShapeError: The message names what is wanted and what was given.
+    """
+    if tensor is None:
+        return
+    lies = tensor.is_contiguous() if layout == "contiguous" else layout == "any strides" or tensor.stride(-1) == 1
+    if tensor.dtype != dtype or tensor.shape != torch.Size(shape) or not lies:
+        raise ShapeError(
+            f"{operator}: {name} must be {_words(dtype, shape)}, {layout}; got {_words(tensor.dtype, tensor.shape)}, "
+            f"strides {tensor.stride()}"
+        )
+
+
+def _words(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def on_device_of_tensors(name: str, function: Implementation) -> Implementation:

@@ -17,6 +17,7 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels.contract import Case
 from wide.kernels.device import device_facts
+from wide.kernels.native.build import cache_folder
 
 # Sizes that a choice decides, so that they name no shape.
 _CHOSEN = ("block_m", "groups_per_block")
@@ -30,7 +31,7 @@ _CLEAR = 1.25
 _NEARLY_ALL = 0.95
 
 
-SPECIAL_BACKENDS = ("gluon", "cuda")
+SPECIAL_BACKENDS = ("gluon", "cuda", "tilelang", "cute")
 """Backends of single operators on one kind of GPU, which a table names beside the backend of all others."""
 
 
@@ -56,6 +57,11 @@ class Choice:
     median_us: float = 0.0
     dense_us: float = 0.0
     left_to_tiles: float = 1.0
+
+    @property
+    def kernel(self) -> "Choice":
+        """The choice without what was measured of it."""
+        return dataclasses.replace(self, median_us=0.0, dense_us=0.0, left_to_tiles=1.0)
 
 
 def bucket(num_rows: int) -> int:
@@ -102,19 +108,11 @@ def shipped_path(device_name: str) -> Path:
     return Path(__file__).parent / "tuned" / f"{device_name.lower().replace(' ', '-')}.json"
 
 
-def default_path() -> Path:
-    """Return where measurements are kept: $WIDE_CACHE, else wide/ in the user's cache folder."""
-    folder = os.environ.get("WIDE_CACHE")
-    if folder is not None:
-        return Path(folder) / "tuning.json"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wide" / "tuning.json"
-
-
 class TuningTable:
     """Measured choices on disk.
 
     Args:
-        path: The JSON file; it need not exist. None means `default_path()`.
+        path: The JSON file; it need not exist. None means tuning.json in `cache_folder()`.
 
     Raises:
         ConfigError: If the file is not a table of choices.
@@ -122,19 +120,15 @@ class TuningTable:
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file, if there is one."""
-        self.path = path or default_path()
+        self.path = path or cache_folder() / "tuning.json"
         self._choices = _read_choices(self.path)
-
-    def lookup(self, key: str) -> Choice | None:
-        """Return the measured choice for a key, or None."""
-        return self._choices.get(key)
 
     def knows(self, device: torch.device) -> bool:
         """Return whether anything was measured here, or ships for this kind of device."""
         start = machine_key(device) + " | "
         return bool(_shipped(device_facts(device).name)) or any(key.startswith(start) for key in self._choices)
 
-    def nearest(self, operator: str, device: torch.device, case: Case, *, fewer_rows: bool) -> Choice | None:
+    def nearest(self, operator: str, case: Case, device: torch.device, *, fewer_rows: bool) -> Choice | None:
         """Return the choice for a case, or that of the most similar case whose choice carries over, or None.
 
         Dtype and options must be the same and no width may differ more than twofold. If more pairs execute in the case
@@ -144,8 +138,8 @@ class TuningTable:
 
         Args:
             operator: Its name.
-            device: Where it runs.
             case: The shape.
+            device: Where it runs.
             fewer_rows: Whether measurements of fewer rows count; otherwise those of more rows do.
         """
         start = machine_key(device) + " | "
@@ -158,12 +152,8 @@ class TuningTable:
                 best = far, choice
         return None if best is None else best[1]
 
-    def store(self, key: str, choice: Choice) -> None:
-        """Keep a choice, in memory and on disk; readers see the old file or the new one, never a part."""
-        self.store_all({key: choice})
-
-    def store_all(self, choices: Mapping[str, Choice]) -> None:
-        """Keep several choices at once."""
+    def store(self, choices: Mapping[str, Choice]) -> None:
+        """Keep choices by key, in memory and on disk; readers see the old file or the new one, never a part."""
         # Read again: another process may have added entries since.
         self._choices = {**_read_choices(self.path), **self._choices, **choices}
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,142 +20,6 @@ _MERGE_BLOCK = 16
 
 
 @triton.jit
-def _range_of(
-    pair,
-    is_pair,
-    LENGTHS,
-    STARTS,
-    MASK,
-    stride_mb,
-    window,
-    NUM_UNITS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """Return first key, end of keys and number of blocks of (a tile of) pairs."""
-    b = pair // NUM_UNITS
-    high = tl.load(LENGTHS + b, mask=is_pair, other=0)
-    low = tl.zeros_like(high)
-    if HAS_STARTS:
-        low = tl.load(STARTS + b, mask=is_pair, other=0)
-    if HAS_WINDOW:
-        low = tl.maximum(low, high - window)
-    blocks = tl.cdiv(high, BLOCK_N) - low // BLOCK_N
-    blocks = tl.where(high > low, blocks, 0)
-    if HAS_MASK:
-        group = pair % NUM_UNITS * NUM_GROUPS // NUM_UNITS
-        runs = tl.load(MASK + b * stride_mb + group, mask=is_pair, other=0)
-        blocks = tl.where(runs != 0, blocks, 0)
-    return low, high, blocks
-
-
-@triton.jit
-def _attend_part(
-    Q,
-    K,
-    V,
-    PART_OUT,
-    PART_MAX,
-    PART_SUM,
-    LENGTHS,
-    STARTS,
-    PAGES,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_pb,
-    pair,
-    slot,
-    begin,
-    end,
-    window,
-    scale,
-    cap_in,
-    cap_out,
-    NUM_UNITS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """Attend to the blocks [begin, end) of a pair's keys and store the partial result."""
-    b = pair // NUM_UNITS
-    unit = pair % NUM_UNITS
-    kv_head = unit * NUM_KV_HEADS // NUM_UNITS
-    high = tl.load(LENGTHS + b)
-    low = 0
-    if HAS_STARTS:
-        low = tl.load(STARTS + b)
-    if HAS_WINDOW:
-        low = tl.maximum(low, high - window)
-    first_block = low // BLOCK_N
-    rows = tl.arange(0, ROWS)
-    offsets_n = tl.arange(0, BLOCK_N)
-    offsets_d = tl.arange(0, BLOCK_D)
-    cell = (rows[:, None] < HEADS) & (offsets_d[None, :] < D)
-    q_row = Q + b.to(tl.int64) * stride_qb + (unit * HEADS + rows) * stride_qh
-    q = tl.load(q_row[:, None] + offsets_d[None, :], mask=cell, other=0.0)
-    k_base = K + b.to(tl.int64) * stride_kb + kv_head * stride_kh
-    v_base = V + b.to(tl.int64) * stride_vb + kv_head * stride_vh
-    row_max = tl.full([ROWS], -1.0e30, tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    pages = PAGES + b.to(tl.int64) * stride_pb
-    page = begin
-    if PAGE and PAGE % BLOCK_N == 0:
-        page = tl.load(pages + (first_block + begin) * BLOCK_N // PAGE)
-    for block in tl.range(first_block + begin, first_block + end):
-        n = block * BLOCK_N
-        real = (n + offsets_n >= low) & (n + offsets_n < high)
-        cells = real[:, None] & (offsets_d[None, :] < D)
-        if PAGE % BLOCK_N:
-            # A block of keys spans pages.
-            place = n + offsets_n
-            own = tl.load(pages + place // PAGE, mask=real, other=0)
-            row = own.to(tl.int64) * PAGE + place % PAGE
-            tile_k = k_base + row[:, None] * stride_kt + offsets_d[None, :]
-            tile_v = v_base + row[:, None] * stride_vt + offsets_d[None, :]
-        else:
-            first = tl.cast(n, tl.int64)
-            if PAGE:
-                first = page.to(tl.int64) * PAGE + n % PAGE
-                # Read a block ahead: loads that wait for another in the same turn are pipelined less deeply.
-                page = tl.load(pages + tl.minimum(n + BLOCK_N, high - 1) // PAGE)
-            tile_k = k_base + first * stride_kt + offsets_n[:, None] * stride_kt + offsets_d[None, :]
-            tile_v = v_base + first * stride_vt + offsets_n[:, None] * stride_vt + offsets_d[None, :]
-        k = tl.load(tile_k, mask=cells, other=0.0)
-        scores = tl.dot(q, tl.trans(k))  # [ROWS, BLOCK_N]
-        if HAS_CAP:
-            scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
-        scores = tl.where(real[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_max[:, None])
-        correction = tl.exp2(row_max - new_max)
-        row_sum = row_sum * correction + tl.sum(weights, 1)
-        v = tl.load(tile_v, mask=cells, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None])
-        row_max = new_max
-    part = slot.to(tl.int64) * HEADS + rows
-    tl.store(PART_MAX + part, row_max, mask=rows < HEADS)
-    tl.store(PART_SUM + part, row_sum, mask=rows < HEADS)
-    tl.store(PART_OUT + part[:, None] * D + offsets_d[None, :], acc, mask=cell)
-
-
-@triton.jit
 def _attend_share(
     Q,
     K,
@@ -202,21 +66,18 @@ def _attend_share(
     pid = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     is_pair = pair < num_pairs
-    _, _, blocks = _range_of(
-        pair,
-        is_pair,
-        LENGTHS,
-        STARTS,
-        MASK,
-        stride_mb,
-        window,
-        NUM_UNITS,
-        NUM_GROUPS,
-        BLOCK_N,
-        HAS_MASK,
-        HAS_STARTS,
-        HAS_WINDOW,
-    )
+    # Blocks of keys of every pair; none of those that are skipped.
+    highs = tl.load(LENGTHS + pair // NUM_UNITS, mask=is_pair, other=0)
+    lows = tl.zeros_like(highs)
+    if HAS_STARTS:
+        lows = tl.load(STARTS + pair // NUM_UNITS, mask=is_pair, other=0)
+    if HAS_WINDOW:
+        lows = tl.maximum(lows, highs - window)
+    blocks = tl.where(highs > lows, tl.cdiv(highs, BLOCK_N) - lows // BLOCK_N, 0)
+    if HAS_MASK:
+        group = pair % NUM_UNITS * NUM_GROUPS // NUM_UNITS
+        runs = tl.load(MASK + pair // NUM_UNITS * stride_mb + group, mask=is_pair, other=0)
+        blocks = tl.where(runs != 0, blocks, 0)
     ends = tl.cumsum(blocks, 0)
     if pid == 0:
         tl.store(ENDS + pair, ends, mask=is_pair)
@@ -224,52 +85,74 @@ def _attend_share(
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_BLOCKS)
     at = tl.minimum(pid * share, total)
     stop = tl.minimum(at + share, total)
+    rows = tl.arange(0, ROWS)
+    offsets_n = tl.arange(0, BLOCK_N)
+    offsets_d = tl.arange(0, BLOCK_D)
+    cell = (rows[:, None] < HEADS) & (offsets_d[None, :] < D)
     while at < stop:
         # The pair whose blocks hold `at`; pairs without blocks end where their predecessor ends and are passed over.
         here = tl.sum((ends <= at).to(tl.int32), 0)
         here_end = tl.sum(tl.where(pair == here, ends, 0), 0)
         here_begin = here_end - tl.sum(tl.where(pair == here, blocks, 0), 0)
         part_stop = tl.minimum(stop, here_end)
+        b = here // NUM_UNITS
+        unit = here % NUM_UNITS
+        kv_head = unit * NUM_KV_HEADS // NUM_UNITS
+        high = tl.load(LENGTHS + b)
+        low = 0
+        if HAS_STARTS:
+            low = tl.load(STARTS + b)
+        if HAS_WINDOW:
+            low = tl.maximum(low, high - window)
+        first_block = low // BLOCK_N + at - here_begin
+        last_block = low // BLOCK_N + part_stop - here_begin
+        q_row = Q + b.to(tl.int64) * stride_qb + (unit * HEADS + rows) * stride_qh
+        q = tl.load(q_row[:, None] + offsets_d[None, :], mask=cell, other=0.0)
+        k_base = K + b.to(tl.int64) * stride_kb + kv_head * stride_kh
+        v_base = V + b.to(tl.int64) * stride_vb + kv_head * stride_vh
+        row_max = tl.full([ROWS], -1.0e30, tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        pages = PAGES + b.to(tl.int64) * stride_pb
+        page = first_block
+        if PAGE and PAGE % BLOCK_N == 0:
+            page = tl.load(pages + first_block * BLOCK_N // PAGE)
+        for block in tl.range(first_block, last_block):
+            n = block * BLOCK_N
+            real = (n + offsets_n >= low) & (n + offsets_n < high)
+            cells = real[:, None] & (offsets_d[None, :] < D)
+            if PAGE % BLOCK_N:
+                # A block of keys spans pages.
+                place = n + offsets_n
+                own = tl.load(pages + place // PAGE, mask=real, other=0)
+                row = own.to(tl.int64) * PAGE + place % PAGE
+                tile_k = k_base + row[:, None] * stride_kt + offsets_d[None, :]
+                tile_v = v_base + row[:, None] * stride_vt + offsets_d[None, :]
+            else:
+                first = tl.cast(n, tl.int64)
+                if PAGE:
+                    first = page.to(tl.int64) * PAGE + n % PAGE
+                    # Read a block ahead: loads that wait for another in the same turn are pipelined less deeply.
+                    page = tl.load(pages + tl.minimum(n + BLOCK_N, high - 1) // PAGE)
+                tile_k = k_base + first * stride_kt + offsets_n[:, None] * stride_kt + offsets_d[None, :]
+                tile_v = v_base + first * stride_vt + offsets_n[:, None] * stride_vt + offsets_d[None, :]
+            k = tl.load(tile_k, mask=cells, other=0.0)
+            scores = tl.dot(q, tl.trans(k))  # [ROWS, BLOCK_N]
+            if HAS_CAP:
+                scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
+            scores = tl.where(real[None, :], scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - new_max[:, None])
+            correction = tl.exp2(row_max - new_max)
+            row_sum = row_sum * correction + tl.sum(weights, 1)
+            v = tl.load(tile_v, mask=cells, other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None])
+            row_max = new_max
         # Neighbouring partial results differ in program or pair, and both only grow: their sum is a free slot.
-        _attend_part(
-            Q,
-            K,
-            V,
-            PART_OUT,
-            PART_MAX,
-            PART_SUM,
-            LENGTHS,
-            STARTS,
-            PAGES,
-            stride_qb,
-            stride_qh,
-            stride_kb,
-            stride_kt,
-            stride_kh,
-            stride_vb,
-            stride_vt,
-            stride_vh,
-            stride_pb,
-            here,
-            pid + here,
-            at - here_begin,
-            part_stop - here_begin,
-            window,
-            scale,
-            cap_in,
-            cap_out,
-            NUM_UNITS,
-            NUM_KV_HEADS,
-            HEADS,
-            ROWS,
-            D,
-            BLOCK_D,
-            BLOCK_N,
-            HAS_STARTS,
-            HAS_WINDOW,
-            HAS_CAP,
-            PAGE,
-        )
+        part = (pid + here).to(tl.int64) * HEADS + rows
+        tl.store(PART_MAX + part, row_max, mask=rows < HEADS)
+        tl.store(PART_SUM + part, row_sum, mask=rows < HEADS)
+        tl.store(PART_OUT + part[:, None] * D + offsets_d[None, :], acc, mask=cell)
         at = part_stop
 
 

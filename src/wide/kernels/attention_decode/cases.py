@@ -5,9 +5,20 @@ from typing import Any
 
 import torch
 
-from wide.kernels.attention_decode.op import attention_decode
-from wide.kernels.contract import Case, Operator, Work, backends, make_case, random_mask, random_values, relative_error
-from wide.kernels.device import half_obstacle
+from wide.kernels.attention_decode.op import attention_decode, misfit
+from wide.kernels.contract import (
+    Case,
+    Operator,
+    backends,
+    make_case,
+    random_mask,
+    random_values,
+    relative_error,
+)
+
+
+def _misfit(backend: str, case: Case) -> str | None:
+    return misfit(backend, case.dtype, head_dim=case.sizes["head_dim"], is_paged=bool(case.sizes.get("page")))
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -55,18 +66,6 @@ def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tens
     return relative_error(got[heads], wanted[heads])
 
 
-def _work(case: Case) -> Work:
-    sizes = case.sizes
-    pairs = case.active * sizes["batch"] * sizes["key_len"]
-    width = sizes["head_dim"] * case.dtype.itemsize
-    ends = sizes["batch"] * sizes["num_query_heads"] * width
-    return Work(
-        flop=int(4 * pairs * sizes["num_query_heads"] * sizes["head_dim"]),
-        bytes_read=int(2 * pairs * sizes["num_kv_heads"] * width + ends),
-        bytes_written=ends,
-    )
-
-
 _NAMES = "batch", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "ragged", "padding", "page"
 
 
@@ -77,7 +76,7 @@ def _case(batch: int, room: int, heads: tuple[int, int, int], head_dim: int, **m
 
 ATTENTION_DECODE = Operator(
     name="attention_decode",
-    backends=backends(attention_decode, triton=lambda device, case: half_obstacle(device, case.dtype)),
+    backends=backends(attention_decode, ("triton", "tilelang"), _misfit),
     cases=(
         _case(1, 1, (4, 2, 2), 64, active=1.0),
         _case(2, 3, (4, 1, 1), 128, active=1.0),
@@ -95,5 +94,4 @@ ATTENTION_DECODE = Operator(
     build=_build,
     compare=_compare,
     tolerance={torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5},
-    work=_work,
 )

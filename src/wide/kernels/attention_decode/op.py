@@ -8,15 +8,16 @@ import torch
 from wide.errors import ShapeError
 from wide.kernels.attention_decode.reference import attention_decode_reference
 from wide.kernels.attention_decode.tiles import DecodeTile, default_tile
-from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, check_per_sequence, check_score_options
-from wide.kernels.device import device_facts, half_obstacle
-from wide.kernels.registration import check_backend, operator
+from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, check_score_options
+from wide.kernels.device import HALF, backend_obstacle, device_facts, half_misfit
+from wide.kernels.registration import check_backend, check_tensor, operator
 
 _NAME = "attention_decode"
 # Every program counts all (sequence, unit) pairs in its registers.
 _MAX_PAIRS = 16384
 
 
+@operator(lambda q: q.new_empty(q.shape))
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -47,8 +48,8 @@ def attention_decode(
         window: Keys that the query sees at most, itself included (sliding window); None = all.
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
-        backend: 'torch' or 'triton'.
-        tile: A `DecodeTile`, how the Triton kernels share out the work; None takes a default for the device.
+        backend: 'torch', 'triton' or 'tilelang' (d a multiple of 16, no pages).
+        tile: A `DecodeTile`, how the kernels share out the work; None takes a default for the device.
 
     Returns:
         [B, H_q, d] in the dtype of `q`, accumulated in float32; zeros for skipped pairs and empty caches.
@@ -57,71 +58,56 @@ def attention_decode(
         ShapeError: If tensors or options do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    return _attention_decode(q, k, v, lengths, mask, starts, pages, window, soft_cap, scale, backend, tile or ())
-
-
-def _check_mask(q: torch.Tensor, mask: torch.Tensor | None, num_kv_heads: int) -> None:
-    num_groups = 1
-    if mask is not None:
-        if mask.dim() != 2 or mask.dtype != torch.bool or mask.shape[0] != q.shape[0] or mask.device != q.device:
-            raise ShapeError(
-                f"{_NAME} wants a bool mask [{q.shape[0]}, N_G] on {q.device}, "
-                f"got {mask.dtype} {tuple(mask.shape)} on {mask.device}"
-            )
-        if mask.stride(1) != 1:
-            raise ShapeError(f"{_NAME}: the groups of the mask must have stride 1, got {mask.stride()}")
-        num_groups = mask.shape[1]
-    units = HeadUnits(num_query_heads=q.shape[1], num_kv_heads=num_kv_heads, num_groups=num_groups)
+    if q.dim() != 3 or 0 in q.shape:
+        raise ShapeError(f"{_NAME} wants q [B, H_q, d], got {tuple(q.shape)}")
+    check_keys_and_values(_NAME, q, k, v, is_paged=pages is not None)
+    check_tensor(_NAME, "lengths", lengths, torch.int32, q.shape[:1])
+    check_tensor(_NAME, "starts", starts, torch.int32, q.shape[:1])
+    check_score_options(_NAME, window, soft_cap, scale)
+    num_groups = 1 if mask is None else mask.shape[-1]
+    check_tensor(_NAME, "mask", mask, torch.bool, (q.shape[0], num_groups), "last stride 1")
+    units = HeadUnits(num_query_heads=q.shape[1], num_kv_heads=k.shape[2], num_groups=num_groups)
     if q.shape[0] * units.num_units > _MAX_PAIRS:
         raise ShapeError(
             f"{_NAME}: {q.shape[0]} sequences of {units.num_units} head units are more than {_MAX_PAIRS} pairs; "
             "split the batch"
         )
-
-
-def _check_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor | None) -> None:
-    if pages is None:
-        return
-    if pages.dim() != 2 or pages.shape[0] != q.shape[0] or pages.dtype != torch.int32 or pages.device != q.device:
-        raise ShapeError(
-            f"{_NAME} wants pages int32 [{q.shape[0]}, N] on {q.device}, "
-            f"got {pages.dtype} {tuple(pages.shape)} on {pages.device}"
-        )
-    if pages.stride(1) != 1 or any(part.stride(0) != part.shape[1] * part.stride(1) for part in (k, v)):
-        raise ShapeError(f"{_NAME}: a sequence's pages must have stride 1, and pages of K and V lie without gaps")
-
-
-@operator(lambda q: q.new_empty(q.shape))
-def _attention_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    pages: torch.Tensor | None,
-    window: int | None,
-    soft_cap: float | None,
-    scale: float | None,
-    backend: str,
-    tile: Sequence[int],
-) -> torch.Tensor:
-    if q.dim() != 3 or 0 in q.shape:
-        raise ShapeError(f"{_NAME} wants q [B, H_q, d], got {tuple(q.shape)}")
-    check_keys_and_values(_NAME, q, k, v, is_paged=pages is not None)
-    _check_pages(q, k, v, pages)
-    check_per_sequence(_NAME, "lengths", lengths, q)
-    check_per_sequence(_NAME, "starts", starts, q)
-    check_score_options(_NAME, window, soft_cap, scale)
-    _check_mask(q, mask, k.shape[2])
-    reason = half_obstacle(q.device, q.dtype) if backend == "triton" else None
-    check_backend(_NAME, backend, ("torch", "triton"), reason)
+    if pages is not None:
+        check_tensor(_NAME, "pages", pages, torch.int32, (q.shape[0], pages.shape[-1]), "last stride 1")
+        if any(part.stride(0) != part.shape[1] * part.stride(1) for part in (k, v)):
+            raise ShapeError(f"{_NAME}: pages of K and V must lie without gaps")
+    reason = backend_obstacle(backend, q.device, q.dtype)
+    reason = reason or misfit(backend, q.dtype, head_dim=q.shape[2], is_paged=pages is not None)
+    check_backend(_NAME, backend, ("torch", "triton", "tilelang"), reason)
+    options: dict[str, Any] = {"starts": starts, "window": window, "soft_cap": soft_cap, "scale": scale}
     if backend == "torch":
-        return attention_decode_reference(
-            q, k, v, lengths, mask, starts=starts, pages=pages, window=window, soft_cap=soft_cap, scale=scale
-        )
+        return attention_decode_reference(q, k, v, lengths, mask, pages=pages, **options)
+    facts = device_facts(q.device)
+    chosen = DecodeTile(*tile) if tile else default_tile(facts, q.shape[-1], q.shape[0] * k.shape[2])
+    if backend == "tilelang":
+        from wide.kernels.attention_decode import _tilelang
+
+        options["num_blocks"] = facts.num_sms * chosen.programs_per_sm
+        return _tilelang.attention_decode(q, k, v, lengths, mask, tile=chosen, **options)
     from wide.kernels.attention_decode import _triton
 
-    chosen = DecodeTile(*tile) if tile else default_tile(device_facts(q.device), q.shape[-1], q.shape[0] * k.shape[2])
-    options: dict[str, Any] = {"starts": starts, "pages": pages, "window": window, "soft_cap": soft_cap, "scale": scale}
-    return _triton.attention_decode(q, k, v, lengths, mask, tile=chosen, **options)
+    return _triton.attention_decode(q, k, v, lengths, mask, tile=chosen, pages=pages, **options)
+
+
+def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, is_paged: bool = False) -> str | None:
+    """Return why a backend does not take a shape, on whatever device, or None.
+
+    Args:
+        backend: Its name.
+        dtype: Of queries, keys and values.
+        head_dim: d.
+        is_paged: Whether keys and values lie in pages.
+    """
+    if backend == "triton":
+        return half_misfit(dtype)
+    if backend == "tilelang" and (dtype not in HALF or head_dim % 16 or is_paged):
+        return (
+            "the kernel in TileLang takes half precision, head sizes that 16 divides and caches without pages, got "
+            f"{dtype}, head size {head_dim}{' and pages' if is_paged else ''}"
+        )
+    return None

@@ -36,7 +36,11 @@ def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTil
     if facts.capability == 0:
         return DecodeTile(block_n=16, min_blocks=2, programs_per_sm=5, num_warps=4, num_stages=1)
     block_n = 64 if head_dim <= 128 else 32
-    stages = 3 if facts.shared_memory_bytes >= 160 * 1024 else 2
+    has_room = facts.shared_memory_bytes >= 160 * 1024
     # Few pairs: half as many programs with twice the keys each measured 16 % faster over 16384 keys.
-    programs = 2 if facts.shared_memory_bytes >= 160 * 1024 and num_pairs > _FEW_PAIRS else 1
-    return DecodeTile(block_n=block_n, min_blocks=2, programs_per_sm=programs, num_warps=4, num_stages=stages)
+    programs = 2 if has_room and num_pairs > _FEW_PAIRS else 1
+    # Large heads would spill registers on sm_89 and sm_120.
+    warps = 4 if has_room or head_dim <= 128 else 8
+    return DecodeTile(
+        block_n=block_n, min_blocks=2, programs_per_sm=programs, num_warps=warps, num_stages=3 if has_room else 2
+    )

@@ -149,13 +149,11 @@ def _consume(
     first_head,
     num_blocks,
     scale,
-    T_k,
     WHICH: gl.constexpr,
     HEADS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -176,12 +174,8 @@ def _consume(
         fence_async_shared()
 
         own = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-        if IS_CAUSAL:
-            position = gl.load(places + own // HEADS, mask=own // HEADS < left, other=-(1 << 30)) + shift
-            first = gl.load(places + gl.minimum(WHICH * 64 // HEADS, left - 1)) + shift
-        else:
-            position = gl.full([64], 0, gl.int32, layout=gl.SliceLayout(1, MMA)) + (T_k - 1)
-            first = T_k - 1
+        position = gl.load(places + own // HEADS, mask=own // HEADS < left, other=-(1 << 30)) + shift
+        first = gl.load(places + gl.minimum(WHICH * 64 // HEADS, left - 1)) + shift
         # Blocks whose every key is seen by every row of this warpgroup.
         num_masked = gl.minimum(gl.maximum(num_blocks - (first + 1) // BLOCK_N, 1), num_blocks)
 
@@ -244,7 +238,6 @@ def _attention_prefill(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
     # Within a band of units, the last tile of each comes first: longest first, and the empty ones last.
@@ -262,10 +255,8 @@ def _attention_prefill(
     places = INDEX + column.to(gl.int64) * T_q + tile * TOKENS
     left = gl.minimum(count - tile * TOKENS, TOKENS)
     shift = T_k - T_q
-    num_blocks = gl.cdiv(T_k, BLOCK_N)
-    if IS_CAUSAL:
-        last = gl.load(places + left - 1, mask=tile >= 0, other=0) + shift
-        num_blocks = last // BLOCK_N + 1
+    last = gl.load(places + left - 1, mask=tile >= 0, other=0) + shift
+    num_blocks = last // BLOCK_N + 1
     num_blocks = gl.where(tile >= 0, num_blocks, 0)
 
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], Q.dtype.element_ty)
@@ -297,16 +288,16 @@ def _attention_prefill(
                 _consume,
                 (
                     q_base, out_base, places, left, shift, k_tiles, v_tiles, q_tiles, k_full, v_full, k_empty, v_empty,
-                    turns, stride_qt, stride_qh, out_stride_t, first_head, num_blocks, scale, T_k, 0, HEADS, BLOCK_N, D,
-                    STAGES, IS_CAUSAL, TAKES_TURNS,
+                    turns, stride_qt, stride_qh, out_stride_t, first_head, num_blocks, scale, 0, HEADS, BLOCK_N, D,
+                    STAGES, TAKES_TURNS,
                 ),
             ),
             (
                 _consume,
                 (
                     q_base, out_base, places, left, shift, k_tiles, v_tiles, q_tiles, k_full, v_full, k_empty, v_empty,
-                    turns, stride_qt, stride_qh, out_stride_t, first_head, num_blocks, scale, T_k, 1, HEADS, BLOCK_N, D,
-                    STAGES, IS_CAUSAL, TAKES_TURNS,
+                    turns, stride_qt, stride_qh, out_stride_t, first_head, num_blocks, scale, 1, HEADS, BLOCK_N, D,
+                    STAGES, TAKES_TURNS,
                 ),
             ),
             (
@@ -327,7 +318,6 @@ def attention_prefill(
     counts: torch.Tensor,
     *,
     tile: HopperTile,
-    is_causal: bool,
     scale: float | None,
     zero_skipped: bool,
 ) -> torch.Tensor:
@@ -361,7 +351,6 @@ def attention_prefill(
         BLOCK_M=_BLOCK_M,
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
-        IS_CAUSAL=is_causal,
         TAKES_TURNS=bool(tile.takes_turns),
         num_warps=4,
     )

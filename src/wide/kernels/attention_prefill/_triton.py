@@ -51,76 +51,6 @@ def _load_block(
 
 
 @triton.jit
-def _attend(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    K,
-    V,
-    position,
-    lows,
-    low,
-    high,
-    first,
-    T_k,
-    kv_head,
-    b,
-    stride_k,
-    stride_v,
-    window,
-    scale,
-    cap_in,
-    cap_out,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
-    USES_TMA: tl.constexpr,
-):
-    """Take the keys of [low, high) into the running softmax."""
-    offsets_n = tl.arange(0, BLOCK_N)
-    offsets_d = tl.arange(0, BLOCK_D)
-    for n in tl.range(low, high, BLOCK_N):
-        k = _load_block(
-            K, n, offsets_n, offsets_d, stride_k, first, T_k, kv_head, b, D, BLOCK_N, BLOCK_D, MASKED, USES_TMA
-        )
-        scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
-        if HAS_CAP:
-            # cap * tanh(x) with x = score * scale / cap, already in units of log2.
-            scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
-        if MASKED:
-            columns = n + offsets_n
-            seen = ((columns >= first) & (columns < T_k))[None, :]
-            if IS_CAUSAL:
-                seen = seen & (columns[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                seen = seen & (columns[None, :] > position[:, None] - window)
-            if HAS_RUNS:
-                seen = seen & (columns[None, :] >= lows[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_max[:, None])
-        correction = tl.exp2(row_max - new_max)
-        row_sum = row_sum * correction + tl.sum(weights, 1)
-        acc = acc * correction[:, None]
-        v = _load_block(
-            V, n, offsets_n, offsets_d, stride_v, first, T_k, kv_head, b, D, BLOCK_N, BLOCK_D, MASKED, USES_TMA
-        )
-        if MASKED and USES_TMA:
-            # Padding may hold anything, and 0 * NaN is NaN.
-            real = (n + offsets_n >= first) & (n + offsets_n < T_k)
-            v = tl.where(real[:, None], v, tl.zeros_like(v))
-        acc = tl.dot(weights.to(v.dtype), v, acc)
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
-@triton.jit
 def _attention_prefill(
     Q,
     K,
@@ -156,7 +86,6 @@ def _attention_prefill(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -185,6 +114,7 @@ def _attention_prefill(
     is_row = rows // HEADS < left
     token = tl.load(places + rows // HEADS, mask=is_row, other=0)
     head = unit * HEADS + rows % HEADS
+    offsets_n = tl.arange(0, BLOCK_N)
     offsets_d = tl.arange(0, BLOCK_D)
     q_base = Q + b.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head * stride_qh
     cell = is_row[:, None] & (offsets_d[None, :] < D)
@@ -213,11 +143,8 @@ def _attention_prefill(
     if HAS_RUNS:
         low = tl.load(RUNS + first_token)
         low_full = tl.load(RUNS + last_token)
-    high = T_k
-    high_full = T_k
-    if IS_CAUSAL:
-        high = last_position + 1
-        high_full = first_position + 1
+    high = last_position + 1
+    high_full = first_position + 1
     end_of_keys = T_k
     if HAS_RUNS:
         # What lies outside of a tile's runs may hold anything.
@@ -241,37 +168,39 @@ def _attention_prefill(
     for phase in tl.static_range(0 if HAS_STARTS or HAS_WINDOW or HAS_RUNS else 1, 3):
         begin = low if phase == 0 else (middle if phase == 1 else high_full)
         end = middle if phase == 0 else (high_full if phase == 1 else high)
-        acc, row_max, row_sum = _attend(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            K,
-            V,
-            position,
-            lows,
-            begin,
-            end,
-            first,
-            end_of_keys,
-            kv_head,
-            b,
-            stride_kt,
-            stride_vt,
-            window,
-            scale,
-            cap_in,
-            cap_out,
-            D,
-            BLOCK_N,
-            BLOCK_D,
-            phase != 1,
-            IS_CAUSAL,
-            HAS_WINDOW,
-            HAS_CAP,
-            HAS_RUNS,
-            USES_TMA,
-        )
+        for n in tl.range(begin, end, BLOCK_N):
+            k = _load_block(
+                K, n, offsets_n, offsets_d, stride_kt, first, end_of_keys, kv_head, b,
+                D, BLOCK_N, BLOCK_D, phase != 1, USES_TMA,
+            )  # fmt: skip
+            scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+            if HAS_CAP:
+                # cap * tanh(x) with x = score * scale / cap, already in units of log2.
+                scores = cap_out - 2.0 * cap_out / (tl.exp2(scores * cap_in) + 1.0)
+            if phase != 1:
+                columns = n + offsets_n
+                seen = ((columns >= first) & (columns < end_of_keys))[None, :]
+                seen = seen & (columns[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    seen = seen & (columns[None, :] > position[:, None] - window)
+                if HAS_RUNS:
+                    seen = seen & (columns[None, :] >= lows[:, None])
+                scores = tl.where(seen, scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - new_max[:, None])
+            correction = tl.exp2(row_max - new_max)
+            row_sum = row_sum * correction + tl.sum(weights, 1)
+            acc = acc * correction[:, None]
+            v = _load_block(
+                V, n, offsets_n, offsets_d, stride_vt, first, end_of_keys, kv_head, b,
+                D, BLOCK_N, BLOCK_D, phase != 1, USES_TMA,
+            )  # fmt: skip
+            if phase != 1 and USES_TMA:
+                # Padding may hold anything, and 0 * NaN is NaN.
+                real = (n + offsets_n >= first) & (n + offsets_n < end_of_keys)
+                v = tl.where(real[:, None], v, tl.zeros_like(v))
+            acc = tl.dot(weights.to(v.dtype), v, acc)
+            row_max = new_max
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     out_row = (b.to(tl.int64) * T_q + token) * (NUM_UNITS * HEADS) + head
     tl.store(OUT + out_row[:, None] * D + offsets_d[None, :], acc.to(OUT.dtype.element_ty), mask=cell)
@@ -287,7 +216,6 @@ def attention_prefill(
     tile: PrefillTile,
     starts: torch.Tensor | None,
     runs: torch.Tensor | None,
-    is_causal: bool,
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
@@ -330,7 +258,6 @@ def attention_prefill(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
-        IS_CAUSAL=is_causal,
         HAS_WINDOW=window is not None,
         HAS_STARTS=starts is not None,
         HAS_CAP=soft_cap is not None,

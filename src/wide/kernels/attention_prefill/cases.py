@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 
-from wide.kernels.attention_prefill.op import attention_prefill, fits
+from wide.kernels.attention_prefill.op import attention_prefill, misfit
 from wide.kernels.attention_prefill.reference import executed
 from wide.kernels.contract import (
     Case,
     Operator,
-    Supports,
-    Work,
     backends,
     make_case,
     random_mask,
@@ -21,14 +19,9 @@ from wide.kernels.contract import (
 from wide.kernels.reordering import SequenceReordering
 
 
-def _supports(backend: str) -> Supports:
-    def supports(device: torch.device, case: Case) -> str | None:
-        limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding") or case.sizes.get("requests")
-        has_offset = case.options.get("is_causal", True) and case.sizes["query_len"] != case.sizes["key_len"]
-        options = {"is_plain": not limited, "has_offset": has_offset}
-        return fits(backend, device, case.dtype, head_dim=case.sizes["head_dim"], **options)
-
-    return supports
+def _misfit(backend: str, case: Case) -> str | None:
+    limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding") or case.sizes.get("requests")
+    return misfit(backend, case.dtype, head_dim=case.sizes["head_dim"], is_plain=not limited)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -80,19 +73,6 @@ def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tens
     return relative_error(got[heads], wanted[heads])
 
 
-def _work(case: Case) -> Work:
-    sizes = case.sizes
-    queries, keys = sizes["query_len"], sizes["key_len"]
-    seen = queries * keys - (queries * (queries - 1) // 2 if case.options.get("is_causal", True) else 0)
-    rows = case.active * sizes["batch"] * sizes["num_query_heads"]
-    width = case.dtype.itemsize * sizes["head_dim"]
-    return Work(
-        flop=int(4 * sizes["head_dim"] * rows * seen),
-        bytes_read=int(width * (rows * queries + 2 * sizes["batch"] * keys * sizes["num_kv_heads"])),
-        bytes_written=int(width * rows * queries),
-    )
-
-
 _HEADS = "num_query_heads", "num_kv_heads", "num_groups"
 
 
@@ -104,7 +84,7 @@ def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, 
 
 ATTENTION_PREFILL = Operator(
     name="attention_prefill",
-    backends=backends(attention_prefill, **{name: _supports(name) for name in ("triton", "gluon", "dense")}),
+    backends=backends(attention_prefill, ("triton", "gluon"), _misfit),
     cases=(
         _case((1, 1), (4, 2, 2), 64),
         _case((3, 3), (4, 1, 1), 128, active=1.0),
@@ -116,7 +96,7 @@ ATTENTION_PREFILL = Operator(
         _case((40, 73), (4, 2, 2), 64, padding=33, window=21),
         _case((127, 127), (2, 1, 1), 64, window=8, active=0.9),
         _case((33, 50), (2, 1, 2), 64, soft_cap=2.0, scale=0.3),
-        _case((33, 20), (3, 1, 1), 64, is_causal=False, padding=5),
+        _case((20, 33), (3, 1, 1), 64, padding=5),
         _case((20, 20), (2, 1, 1), 256, active=0.7),
         _case((50, 50), (12, 4, 6), 64, dtype=torch.float32),
         _case((30, 45), (14, 2, 1), 64, active=0.3),
@@ -126,5 +106,4 @@ ATTENTION_PREFILL = Operator(
     build=_build,
     compare=_compare,
     tolerance={torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5},
-    work=_work,
 )

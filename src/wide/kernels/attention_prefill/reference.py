@@ -24,7 +24,6 @@ def attention_prefill_reference(
     *,
     starts: torch.Tensor | None = None,
     runs: torch.Tensor | None = None,
-    is_causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -44,11 +43,9 @@ def attention_prefill_reference(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     positions = torch.arange(num_queries, device=q.device)[:, None] + (num_keys - num_queries)
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+    seen = keys <= positions
     if runs is not None:
         seen = (keys >= runs[0][:, None]) & (keys < runs[1][:, None])
-    elif is_causal:
-        seen = keys <= positions
     if window is not None:
         seen = seen & (keys > positions - window)
     seen_by = (seen & real[:, None, :]).unsqueeze(1)  # [B, 1, T_q, T_k]

@@ -8,15 +8,12 @@ import torch
 from wide.kernels.clear_skipped.op import clear_skipped
 from wide.kernels.clear_skipped.reference import clear_skipped_reference
 from wide.kernels.contract import (
-    Backend,
     Case,
     Operator,
-    Work,
-    anywhere,
+    backends,
     compare_exactly,
     make_case,
     named,
-    on_triton,
     random_mask,
     random_values,
 )
@@ -25,10 +22,12 @@ _SIZES = ("num_rows", "num_groups", "group_size")
 _case = functools.partial(make_case, _SIZES)
 
 
-def _run_triton(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _run(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> torch.Tensor:
+    if backend == "torch":
+        return clear_skipped_reference(values, mask)
     # The contract compares what is returned, and all backends get the same arguments.
     copy = values.clone()
-    clear_skipped(copy, mask, backend="triton")
+    clear_skipped(copy, mask, backend=backend)
     return copy
 
 
@@ -40,18 +39,9 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     return {"values": values, "mask": mask}
 
 
-def _work(case: Case) -> Work:
-    pairs = case.sizes["num_rows"] * case.sizes["num_groups"]
-    written = int((1 - case.active) * pairs * case.sizes["group_size"] * case.dtype.itemsize)
-    return Work(flop=0, bytes_read=pairs, bytes_written=written)
-
-
 CLEAR_SKIPPED = Operator(
     name="clear_skipped",
-    backends={
-        "torch": Backend(run=clear_skipped_reference, supports=anywhere),
-        "triton": Backend(run=_run_triton, supports=on_triton),
-    },
+    backends=backends(_run, ("triton",), multiplies=False),
     cases=(
         _case((1, 1, 1)),
         _case((3, 8, 512), active=0.0),
@@ -63,5 +53,4 @@ CLEAR_SKIPPED = Operator(
     build=_build,
     compare=compare_exactly,
     tolerance=dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0),
-    work=_work,
 )

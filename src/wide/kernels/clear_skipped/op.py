@@ -4,11 +4,12 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.device import triton_obstacle
-from wide.kernels.registration import check_backend, operator
+from wide.kernels.registration import check_backend, check_tensor, operator
 
 _NAME = "clear_skipped"
 
 
+@operator(lambda: None, mutates=["values"])
 def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> None:
     """Write zeros into the channels of skipped groups, in place; executing channels are neither read nor written.
 
@@ -21,7 +22,23 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> 
         ShapeError: If tensors do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    _clear_skipped(values, mask, backend)
+    if values.dim() != 2 or 0 in values.shape or values.stride(1) != 1:
+        raise ShapeError(
+            f"{_NAME} wants values [M, C] with last stride 1, got {tuple(values.shape)} with strides {values.stride()}"
+        )
+    check_tensor(_NAME, "mask", mask, torch.bool, (values.shape[0], mask.shape[-1]), "any strides")
+    if values.shape[1] % max(mask.shape[1], 1):
+        raise ShapeError(f"{_NAME}: {mask.shape[1]} groups of one size do not make up {values.shape[1]} channels")
+    if mask.numel() >= 2**31:
+        raise ShapeError(f"{_NAME}: {mask.shape[0]} rows x {mask.shape[1]} groups exceed 2^31 entries; split the rows")
+    reason = triton_obstacle(values.device) if backend == "triton" else None
+    check_backend(_NAME, backend, ("torch", "triton"), reason)
+    if backend == "torch":
+        values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
+        return
+    from wide.kernels.clear_skipped import _triton
+
+    _triton.clear_skipped(values, mask)
 
 
 def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -36,29 +53,3 @@ def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     clear_skipped(values, mask, backend="torch" if triton_obstacle(values.device) else "triton")
     return values
-
-
-@operator(lambda: None, mutates=["values"])
-def _clear_skipped(values: torch.Tensor, mask: torch.Tensor, backend: str) -> None:
-    if values.dim() != 2 or 0 in values.shape or values.stride(1) != 1:
-        raise ShapeError(
-            f"{_NAME} wants values [M, C] with last stride 1, got {tuple(values.shape)} with strides {values.stride()}"
-        )
-    fits = mask.dim() == 2 and mask.shape[0] == values.shape[0] and mask.shape[1] > 0
-    if not fits or values.shape[1] % mask.shape[1]:
-        raise ShapeError(
-            f"{_NAME}: a mask {tuple(mask.shape)} does not fit values {tuple(values.shape)}; it has a column for each "
-            "group, and groups are of one size"
-        )
-    if mask.dtype != torch.bool or mask.device != values.device:
-        raise ShapeError(f"{_NAME}: mask must be bool on {values.device}, got {mask.dtype} on {mask.device}")
-    if mask.numel() >= 2**31:
-        raise ShapeError(f"{_NAME}: {mask.shape[0]} rows x {mask.shape[1]} groups exceed 2^31 entries; split the rows")
-    reason = triton_obstacle(values.device) if backend == "triton" else None
-    check_backend(_NAME, backend, ("torch", "triton"), reason)
-    if backend == "torch":
-        values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
-        return
-    from wide.kernels.clear_skipped import _triton
-
-    _triton.clear_skipped(values, mask)

@@ -1,4 +1,7 @@
-"""GEMM-K for Hopper in CUDA C++ (gemm_k.cu), over one sort of all groups: stored once, nothing is reduced."""
+"""GEMM-K for Hopper in CUDA C++: each row is stored once, and nothing is reduced through memory.
+
+Over one sort of few groups (gemm_k.cu), or over rows in one order of many (gemm_k_rows.cu).
+"""
 
 from pathlib import Path
 
@@ -7,20 +10,31 @@ import torch
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_k._triton import describe
 from wide.kernels.native.launch import product
-from wide.kernels.reordering import PatternReordering
+from wide.kernels.reordering import PatternReordering, RowReordering
 
-SOURCE = Path(__file__).with_name("gemm_k.cu")
+SOURCE, ROWS_SOURCE = (Path(__file__).with_name(name) for name in ("gemm_k.cu", "gemm_k_rows.cu"))
 # A box of weights in shared memory: rows, and elements of a 128-byte line.
 _BOX = (256, 64)
 
 
 def gemm_k(
-    h: torch.Tensor, weight: torch.Tensor, order: PatternReordering, *, group_size: int, bias: torch.Tensor | None
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    order: PatternReordering | RowReordering,
+    *,
+    group_size: int,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run `gemm_k_reference` where `order` has one super-block that keeps empty rows."""
-    num_rows, width = order.index.shape[1], weight.shape[0]
+    """Run `gemm_k_reference`; rows by patterns are in one super-block, which keeps empty ones."""
+    num_rows, width = h.shape[0], weight.shape[0]
     out = h.new_empty(num_rows, width)
-    kernel = product(SOURCE, "triton", HAS_BIAS=int(bias is not None), FLOAT16=int(h.dtype == torch.float16))
+    variant = {"HAS_BIAS": int(bias is not None), "FLOAT16": int(h.dtype == torch.float16)}
+    if isinstance(order, RowReordering):
+        kernel = product(ROWS_SOURCE, "torch", WORDS=order.words.shape[0], **variant)
+        lists = tuple(order)
+    else:
+        kernel = product(SOURCE, "triton", **variant)
+        lists = order.index, order.patterns, *describe(order)
     kernel(
         h.device,
         device_facts(h.device).num_sms,
@@ -28,9 +42,7 @@ def gemm_k(
         h,
         out,
         out if bias is None else bias,
-        order.index,
-        order.patterns,
-        *describe(order),
+        *lists,
         num_rows,
         width,
         group_size,

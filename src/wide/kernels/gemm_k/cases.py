@@ -1,5 +1,6 @@
-"""What `gemm_k` promises: its cases, and what a right result is."""
+"""What `gemm_k` and `gemm_k_rows` promise: their cases, and what a right result is."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,65 +8,43 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    Supports,
-    Work,
-    anywhere,
     backends,
     compare_all,
+    make_case,
     named,
     random_mask,
     random_values,
 )
-from wide.kernels.gemm_k.op import fits, gemm_k
-from wide.kernels.reorder import reorder_patterns
-from wide.kernels.reordering import PATTERN_GROUPS
+from wide.kernels.gemm_k.op import gemm_k, gemm_k_rows, misfit, rows_misfit
+from wide.kernels.reorder import reorder_patterns, reorder_rows
 
-SIZES = ("num_rows", "num_groups", "group_size", "width")
-
-
-def least_work(case: Case) -> Work:
-    """Return the least work of GEMM-K, over super-blocks of groups or over rows in one order.
-
-    Args:
-        case: With the sizes `num_rows` (M), `num_groups` (N_G), `group_size` (G) and `width` (N).
-
-    Returns:
-        Products of the executing pairs; their channels and the weights [N, N_G * G] are read, [M, N] is written.
-    """
-    rows, groups, size, width = named(case, *SIZES)
-    bytes_each = case.dtype.itemsize
-    pairs = case.active * rows * groups
-    return Work(
-        flop=int(2 * pairs * size * width),
-        bytes_read=int((pairs + width * groups) * size * bytes_each),
-        bytes_written=rows * width * bytes_each,
-    )
+_SIZES = ("num_rows", "num_groups", "group_size", "width")
 
 
-def build_product(case: Case, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of GEMM-K over any order of rows: h with NaN where skipped, weight, bias, mask, group size.
+def _build_product(case: Case, device: torch.device) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the mask and the arguments of GEMM-K but the order: h with NaN where skipped, weight, bias, group size.
 
     Args:
-        case: With the sizes of `least_work`; the option `biased` asks for a bias.
+        case: With the sizes `num_rows` (M), `num_groups` (N_G), `group_size` (G) and `width` (N); the option `biased`
+            asks for a bias.
         device: Of the tensors.
     """
-    rows, groups, size, width = named(case, *SIZES)
+    rows, groups, size, width = named(case, *_SIZES)
     mask = random_mask(case, (rows, groups), device)
     h = torch.where(mask.unsqueeze(2), random_values(case, (rows, groups, size), device, salt=1), float("nan"))
-    return {
+    return mask, {
         "h": h.view(rows, groups * size),
         "weight": random_values(case, (width, groups * size), device, salt=2) / (groups * size) ** 0.5,
         "group_size": size,
         "bias": random_values(case, (width,), device, salt=3) if case.options.get("biased") else None,
-        "mask": mask,
     }
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
-    arguments = build_product(case, device)
+    mask, arguments = _build_product(case, device)
     groups_per_block, block_m = named(case, "groups_per_block", "block_m")
     order = reorder_patterns(
-        arguments["mask"],
+        mask,
         groups_per_block=groups_per_block,
         block_m=block_m,
         keeps_empty=case.options.get("keeps_empty", False),
@@ -74,14 +53,20 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     return {**arguments, "order": order}
 
 
-def _supports(backend: str) -> Supports:
-    def supports(device: torch.device, case: Case) -> str | None:
-        _, groups, size, width = named(case, *SIZES)
-        per_block = case.sizes.get("groups_per_block", PATTERN_GROUPS)
-        is_stored = bool(case.options.get("keeps_empty")) and groups <= per_block
-        return fits(backend, device, case.dtype, group_size=size, width=width, is_stored=is_stored)
+def _misfit(backend: str, case: Case) -> str | None:
+    _, groups, size, width = named(case, *_SIZES)
+    is_stored = bool(case.options.get("keeps_empty")) and groups <= case.sizes["groups_per_block"]
+    return misfit(backend, case.dtype, group_size=size, width=width, is_stored=is_stored)
 
-    return supports
+
+def _rows_misfit(backend: str, case: Case) -> str | None:
+    _, groups, size, width = named(case, *_SIZES)
+    return rows_misfit(backend, case.dtype, group_size=size, num_groups=groups, width=width)
+
+
+def _build_rows(case: Case, device: torch.device) -> dict[str, Any]:
+    mask, arguments = _build_product(case, device)
+    return {**arguments, "order": reorder_rows(mask, backend="torch")}
 
 
 def _cases() -> tuple[Case, ...]:
@@ -94,7 +79,7 @@ def _cases() -> tuple[Case, ...]:
     return tuple(
         Case(
             sizes={
-                **dict(zip(SIZES, (rows, groups, size, 48), strict=True)),
+                **dict(zip(_SIZES, (rows, groups, size, 48), strict=True)),
                 "block_m": 32,
                 "groups_per_block": groups_per_block,
             },
@@ -107,12 +92,50 @@ def _cases() -> tuple[Case, ...]:
     )
 
 
+_large = functools.partial(make_case, (*_SIZES, "block_m", "groups_per_block"), dtype=torch.bfloat16)
+_LARGE_CASES = (
+    _large((1, 1, 128, 512, 128, 1), active=1.0),
+    _large((127, 3, 128, 512, 128, 2)),
+    _large((200, 5, 64, 512, 128, 4), biased=True),
+    _large((130, 4, 128, 512, 128, 4), active=0.0),
+    _large((300, 3, 512, 512, 128, 8), keeps_empty=True),
+    # Stored: units of 64 rows of which one or none executes a group, several tiles a program, nothing executing.
+    _large((1, 8, 64, 512, 128, 8), keeps_empty=True, biased=True),
+    _large((700, 8, 128, 512, 128, 8), keeps_empty=True),
+    _large((190, 5, 192, 512, 128, 5), active=0.1, keeps_empty=True, biased=True),
+    _large((65, 2, 64, 512, 128, 2), active=0.0, keeps_empty=True, biased=True),
+    _large((128, 4, 64, 512, 128, 4), active=1.0, keeps_empty=True),
+    _large((300, 4, 256, 512, 128, 4), active=1.0),
+)
 GEMM_K = Operator(
     name="gemm_k",
-    backends=backends(gemm_k, triton=_supports("triton"), cuda=_supports("cuda"), dense=anywhere),
+    backends=backends(gemm_k, ("triton", "cuda", "tilelang", "cute"), _misfit),
     cases=_cases(),
+    large_cases=_LARGE_CASES,
     build=_build,
     compare=compare_all,
     tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
-    work=least_work,
+)
+_rows = functools.partial(make_case, _SIZES, dtype=torch.bfloat16)
+GEMM_K_ROWS = Operator(
+    name="gemm_k_rows",
+    backends=backends(gemm_k_rows, ("cuda", "cute"), _rows_misfit),
+    cases=(
+        _rows((1, 1, 16, 32), active=1.0, dtype=torch.float32),
+        _rows((3, 2, 8, 16), biased=True, dtype=torch.float32),
+        _rows((70, 40, 8, 24), dtype=torch.float32),
+        _rows((130, 5, 16, 16), active=0.0, biased=True, dtype=torch.float32),
+        # Of the kernel in CUDA C++: two to four words, rows, units and tiles that are not full, nothing and everything.
+        _rows((1, 9, 64, 256)),
+        _rows((65, 12, 128, 512), biased=True),
+        _rows((127, 33, 64, 256), active=0.1),
+        _rows((200, 70, 64, 256)),
+        _rows((300, 112, 64, 512), active=0.02, biased=True),
+        _rows((130, 40, 64, 256), active=0.0, biased=True),
+        _rows((129, 128, 64, 256), active=1.0),
+        _rows((190, 112, 64, 256), biased=True, dtype=torch.float16),
+    ),
+    build=_build_rows,
+    compare=compare_all,
+    tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
 )

@@ -9,7 +9,9 @@ from wide.kernels.gemm_mn.tiles import largest_tile
 
 
 class KTile(NamedTuple):
-    """Tile of the Triton kernel; the rows of a tile come from `PatternReordering.block_m`.
+    """Tile of the kernels in Triton and in TileLang, for which the first four fields and `slab` count.
+
+    The rows of a tile come from `PatternReordering.block_m`.
 
     Args:
         block_n: Output columns of a tile; divides the output width.
@@ -35,16 +37,8 @@ class KTile(NamedTuple):
     run: int = 1
 
 
-class StoredKTile(NamedTuple):
-    """Tile of the kernel of sm_90 in CUDA C++, which stores each row once; it has only this one.
-
-    Args:
-        rows: Of two consumers.
-        columns: Of the output.
-    """
-
-    rows: int = 128
-    columns: int = 256
+STORED_TILE = (128, 256)
+"""Rows of two consumers, and columns of the output: the one tile of the kernels in CUDA C++, which store rows once."""
 
 
 def default_tile(

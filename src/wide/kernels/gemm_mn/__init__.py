@@ -1,7 +1,7 @@
 """GEMM-MN: gathered rows times the weight rows of their groups (Q, up, gate)."""
 
 from wide.kernels.gemm_mn.cases import GEMM_MN
-from wide.kernels.gemm_mn.op import fits, gemm_mn
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, MnTile
+from wide.kernels.gemm_mn.op import gemm_mn, misfit
+from wide.kernels.gemm_mn.tiles import MnTile
 
-__all__ = ["GEMM_MN", "ClusterMnTile", "MnTile", "fits", "gemm_mn"]
+__all__ = ["GEMM_MN", "MnTile", "gemm_mn", "misfit"]

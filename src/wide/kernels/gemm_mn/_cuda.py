@@ -7,13 +7,12 @@ import torch
 from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
+from wide.kernels.gemm_mn.tiles import CLUSTER_TILE
 from wide.kernels.native.launch import product
 from wide.kernels.reorder._triton import row_tiles
 from wide.kernels.reordering import Reordering
 
 SOURCE = Path(__file__).with_name("gemm_mn.cu")
-# Rows of a tile: two programs of two consumers of 64.
-TILE_ROWS = 256
 # A box of weights in shared memory: rows, and elements of a 128-byte line.
 _BOX = (64, 64)
 
@@ -52,7 +51,7 @@ def gemm_mn(
         out if up_bias is None else up_bias,
         order.index,
         order.counts,
-        *row_tiles(order, TILE_ROWS),
+        *row_tiles(order, CLUSTER_TILE[0]),
         num_rows,
         depth,
         weight.shape[0] // order.counts.numel(),

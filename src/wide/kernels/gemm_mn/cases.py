@@ -1,5 +1,6 @@
 """What `gemm_mn` promises: its cases, and what a right result is."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,27 +9,22 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    Supports,
-    Work,
     backends,
+    make_case,
     named,
     random_mask,
     random_values,
     relative_error,
 )
-from wide.kernels.gemm_mn.op import fits, gemm_mn
+from wide.kernels.gemm_mn.op import gemm_mn, misfit
 from wide.kernels.reorder import reorder
 from wide.kernels.reordering import Reordering
 
 
-def _supports(backend: str) -> Supports:
-    def supports(device: torch.device, case: Case) -> str | None:
-        size, depth = named(case, "group_size", "depth")
-        block_m = case.sizes.get("block_m", 128)
-        options: dict[str, Any] = {"gated": bool(case.options.get("gated")), "block_m": block_m}
-        return fits(backend, device, case.dtype, group_size=size, depth=depth, **options)
-
-    return supports
+def _misfit(backend: str, case: Case) -> str | None:
+    size, depth, block_m = named(case, "group_size", "depth", "block_m")
+    gated = bool(case.options.get("gated"))
+    return misfit(backend, case.dtype, group_size=size, depth=depth, gated=gated, block_m=block_m)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -66,18 +62,6 @@ def _compare(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tens
     return relative_error(executed(arguments, got), executed(arguments, wanted))
 
 
-def _work(case: Case) -> Work:
-    rows, groups, size, depth = named(case, "num_rows", "num_groups", "group_size", "depth")
-    weights = 2 if case.options.get("gated") else 1
-    bytes_each = case.dtype.itemsize
-    pairs = case.active * rows * groups
-    return Work(
-        flop=int(2 * weights * pairs * size * depth),
-        bytes_read=(rows + weights * groups * size) * depth * bytes_each,
-        bytes_written=int(pairs * size * bytes_each),
-    )
-
-
 def _cases() -> tuple[Case, ...]:
     variants: tuple[dict[str, Any], ...] = (
         {},
@@ -99,12 +83,38 @@ def _cases() -> tuple[Case, ...]:
     )
 
 
+_GATED: dict[str, Any] = {"gated": True, "activation": "silu"}
+_large = functools.partial(
+    make_case, ("num_rows", "num_groups", "group_size", "depth", "block_m"), dtype=torch.bfloat16
+)
+_LARGE_CASES = (
+    _large((1, 1, 128, 320, 128), active=1.0, **_GATED),
+    _large((127, 3, 128, 320, 128), zeroed=True, **_GATED),
+    _large((200, 2, 64, 320, 128), gated=True, activation="gelu_tanh", biased=True),
+    _large((130, 2, 128, 320, 128), active=0.0, zeroed=True, **_GATED),
+    _large((300, 2, 512, 320, 128)),
+    _large((127, 2, 256, 320, 128), active=1.0, biased=True),
+    # Rows sorted into the tiles that two programs share: whole ones of 256 rows, and remainders of at most 64, at most
+    # 128 and more; one part or two.
+    _large((300, 2, 256, 320, 256), active=1.0, **_GATED),
+    _large((356, 3, 512, 320, 256), active=1.0),
+    _large((436, 3, 128, 320, 128), active=1.0, gated=True, activation="gelu_tanh", biased=True),
+    _large((700, 3, 256, 320, 256), activation="relu2", biased=True),
+    _large((600, 5, 128, 320, 128), zeroed=True, **_GATED),
+    # Short ones alone, and most groups empty.
+    _large((1, 5, 128, 320, 256), **_GATED),
+    _large((90, 9, 256, 320, 256), active=0.02),
+    # One step of 64 and an even number of them.
+    _large((40, 3, 128, 64, 256), **_GATED),
+    _large((300, 2, 512, 384, 256), active=1.0, activation="relu2"),
+    _large((260, 2, 256, 320, 256), active=0.0, zeroed=True),
+)
 GEMM_MN = Operator(
     name="gemm_mn",
-    backends=backends(gemm_mn, **{name: _supports(name) for name in ("triton", "cuda", "dense")}),
+    backends=backends(gemm_mn, ("triton", "cuda", "tilelang", "cute", "dense"), _misfit),
     cases=_cases(),
+    large_cases=_LARGE_CASES,
     build=_build,
     compare=_compare,
     tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
-    work=_work,
 )

@@ -8,10 +8,14 @@ from wide.kernels.device import device_facts
 
 # How the Triton kernel reads weights: `MnTile.weights_by`.
 POINTERS, TMA, TMA_STACKED = 0, 1, 2
+CLUSTER_TILE = (256, 256)
+"""Rows of a cluster of two programs and weight rows, gate and up together: the one tile of the kernel in CUDA C++."""
 
 
 class MnTile(NamedTuple):
-    """Tile of the Triton kernel; the rows of a tile come from `Reordering.block_m`.
+    """Tile of the kernels in Triton and in TileLang, for which the first four fields count.
+
+    The rows of a tile come from `Reordering.block_m`.
 
     Args:
         block_n: Channels of a tile (of gate and up each); divides the group size.
@@ -33,18 +37,6 @@ class MnTile(NamedTuple):
     weights_by: int = 0
 
 
-class ClusterMnTile(NamedTuple):
-    """Tile of the kernel of sm_90 in CUDA C++, whose programs share weights; it has only this one.
-
-    Args:
-        rows: Of a cluster of two programs.
-        weight_rows: Gate and up together.
-    """
-
-    rows: int = 256
-    weight_rows: int = 256
-
-
 def largest_tile(size: int, limit: int) -> int:
     """Return the largest power of two that divides `size` and is at most `limit`."""
     return min(size & -size, limit)
@@ -62,3 +54,14 @@ def default_tile(
     block_n = largest_tile(group_size, 64 if gated else 128)
     block_k = 32 if dtype == torch.float32 or facts.capability in (89, 120) else 64
     return MnTile(block_n, block_k, 3, 8 if block_m >= 128 else 4)
+
+
+def tilelang_tile(device: torch.device, *, group_size: int, block_m: int, gated: bool) -> MnTile:
+    """Return a tile of the kernel in TileLang that fits the device and spills nothing."""
+    capability = device_facts(device).capability
+    # On sm_90 those who multiply have the registers of those who load; elsewhere 512 threads share them alike.
+    block_n = largest_tile(group_size, 64 if gated and capability != 90 else 128)
+    warps = 8 if block_m >= 128 else 4
+    if capability in (89, 120):
+        return MnTile(block_n, 32, 3, warps)
+    return MnTile(block_n, 64, 4 if capability >= 90 else 3, warps)

@@ -125,7 +125,6 @@ def _gemv_k(
     OUT,
     stride_hm,
     stride_wn,
-    stride_wg,
     stride_mm,
     N,
     num_segments,
@@ -161,11 +160,10 @@ def _gemv_k(
                 inside = bits != 0
                 segment = first + _lowest(bits)
                 bits = bits & (bits - 1)
-                group = segment * SEGMENT // G
                 at = segment * SEGMENT
-                place = group.to(tl.int64) * stride_wg + at - group * G
+                group = at // G
                 w = tl.load(
-                    weight + place, mask=is_channel[:, None] & inside, other=0.0, eviction_policy="evict_first"
+                    weight + at, mask=is_channel[:, None] & inside, other=0.0, eviction_policy="evict_first"
                 ).to(tl.float32)
                 sums0 += w * _input(H, MASK, 0, group, inside, spread + at, stride_hm, stride_mm, ROWS)
                 if ROWS > 1:
@@ -242,8 +240,7 @@ def gemv_k(
     """Run `gemv_k_reference` in one kernel."""
     num_rows, width_in = h.shape
     group_size = width_in // mask.shape[1]
-    is_grouped = weight.dim() == 3
-    width = weight.shape[1] if is_grouped else weight.shape[0]
+    width = weight.shape[0]
     # The largest power of two that divides a group.
     segment = min(group_size & -group_size, _MAX_SEGMENT, tile.block_k)
     num_segments = width_in // segment
@@ -255,8 +252,7 @@ def gemv_k(
         mask.view(torch.uint8),
         out,
         h.stride(0),
-        weight.stride(-2),
-        weight.stride(0) if is_grouped else group_size,
+        weight.stride(0),
         mask.stride(0),
         width,
         num_segments,

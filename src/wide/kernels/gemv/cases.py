@@ -8,20 +8,14 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    Work,
-    anywhere,
     backends,
     compare_all,
+    halves_only,
     random_mask,
     random_values,
     relative_error,
 )
-from wide.kernels.device import half_obstacle
-from wide.kernels.gemv.op import gemv_k, gemv_mn
-
-
-def _triton_supports(device: torch.device, case: Case) -> str | None:
-    return half_obstacle(device, case.dtype, multiplies=False)
+from wide.kernels.gemv.op import gemv_k, gemv_mn, misfit
 
 
 def _build_mn(case: Case, device: torch.device) -> dict[str, Any]:
@@ -54,10 +48,13 @@ def _build_k(case: Case, device: torch.device) -> dict[str, Any]:
     h = random_values(case, (sizes["num_rows"], num_groups * group_size), device, salt=1)
     weight = random_values(case, (width, num_groups * group_size), device, salt=2) * (num_groups * group_size) ** -0.5
     h[~mask.repeat_interleave(group_size, 1)] = float("nan")
-    if options.pop("is_grouped", False):
-        weight = weight.view(width, num_groups, group_size).transpose(0, 1).contiguous()
     bias = random_values(case, (width,), device, salt=3) if options.pop("has_bias", False) else None
     return {"h": h, "weight": weight, "mask": mask, "bias": bias}
+
+
+def _misfit(backend: str, case: Case) -> str | None:
+    size = case.sizes.get("width_in") or case.sizes["group_size"]
+    return halves_only(backend, case) or misfit(backend, case.dtype, size)
 
 
 def _compare_mn(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -65,19 +62,6 @@ def _compare_mn(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.T
     if arguments.get("zero_skipped") and not torch.equal(got[~executes], torch.zeros_like(got[~executes])):
         return float("inf")
     return relative_error(got[executes], wanted[executes])
-
-
-def _work(case: Case) -> Work:
-    sizes = case.sizes
-    channels = sizes["num_groups"] * sizes["group_size"]
-    other = sizes.get("width_in", 0) or sizes["width_out"]
-    union = 1.0 - (1.0 - case.active) ** sizes["num_rows"]
-    weights = (2 if case.options.get("is_gated") else 1) * channels * other
-    return Work(
-        flop=int(2 * case.active * sizes["num_rows"] * weights),
-        bytes_read=int(case.dtype.itemsize * union * weights),
-        bytes_written=case.dtype.itemsize * sizes["num_rows"] * (channels if "width_in" in sizes else other),
-    )
 
 
 def _case(num_rows: int, groups: tuple[int, int], active: float, **more: Any) -> Case:
@@ -90,7 +74,7 @@ _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
 GEMV_MN = Operator(
     name="gemv_mn",
-    backends=backends(gemv_mn, triton=_triton_supports, dense=anywhere),
+    backends=backends(gemv_mn, ("triton", "tilelang", "cute"), _misfit, multiplies=False),
     cases=(
         _case(1, (1, 16), 1.0, width_in=64),
         _case(1, (5, 32), 0.5, width_in=100, has_bias=True),
@@ -103,22 +87,20 @@ GEMV_MN = Operator(
     build=_build_mn,
     compare=_compare_mn,
     tolerance=_TOLERANCE,
-    work=_work,
 )
 GEMV_K = Operator(
     name="gemv_k",
-    backends=backends(gemv_k, triton=_triton_supports, dense=anywhere),
+    backends=backends(gemv_k, ("triton", "tilelang", "cute"), _misfit, multiplies=False),
     cases=(
         _case(1, (1, 64), 1.0, width_out=16),
         _case(1, (7, 32), 0.5, width_out=33, has_bias=True),
         _case(2, (5, 128), 0.5, width_out=20),
-        _case(3, (6, 16), 0.5, width_out=24, is_grouped=True),
-        _case(4, (3, 24), 0.3, width_out=9, is_grouped=True, has_bias=True),
+        _case(3, (6, 16), 0.5, width_out=24),
+        _case(4, (3, 24), 0.3, width_out=9, has_bias=True),
         _case(4, (3, 16), 0.0, width_out=8),
         _case(1, (4, 6), 0.5, width_out=5, dtype=torch.float32),
     ),
     build=_build_k,
     compare=compare_all,
     tolerance=_TOLERANCE,
-    work=_work,
 )

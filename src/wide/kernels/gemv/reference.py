@@ -28,8 +28,6 @@ def gemv_k_reference(
     h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Zero what is skipped, then multiply by every channel; arguments as in `gemv_k`."""
-    if weight.dim() == 3:
-        weight = weight.transpose(0, 1).flatten(1)
     # Skipped channels may hold anything, and 0 * NaN is NaN.
     executes = mask.repeat_interleave(h.shape[1] // mask.shape[1], 1)
     return _product(torch.where(executes, h, 0.0), weight, bias).to(h.dtype)

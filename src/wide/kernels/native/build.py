@@ -20,6 +20,14 @@ PRODUCT_BYTES = 4 * 48 * 1024 + 32 * 1024 + 64
 _NEEDS = "kernels in CUDA C++ need cuda-bindings and NVRTC, which CUDA builds of PyTorch depend on"
 
 
+def cache_folder() -> Path:
+    """Return where machine code and measurements are kept: $WIDE_CACHE, else wide/ in the user's cache folder."""
+    folder = os.environ.get("WIDE_CACHE")
+    if folder is not None:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wide"
+
+
 @functools.cache
 def obstacle() -> str | None:
     """Return why CUDA C++ cannot be compiled and run in this installation, or None if it can."""

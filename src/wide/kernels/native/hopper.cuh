@@ -85,3 +85,46 @@ __device__ __forceinline__ u32 packed(float low, float high) {
   asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+
+constexpr u32 STORED_LINE = 128 * 2;  // bytes of a row of half a tile
+// Store a warp's 16 rows of 256 sums, each where `target` of its lane says (-1: nowhere), through shared memory 128 columns
+// at a time: a lane stores 16 bytes, 16 lanes the same row. Without `used` sums are zero.
+__device__ __forceinline__ void store_rows(float (&acc)[128], int used, u32 buffer, int lane, int first_column, int target, const u16* bias, u16* out,
+                                           int stride_out) {
+#pragma unroll
+  for (int piece = 0; piece < 2; ++piece) {
+    __syncwarp();  // what was there has been read out
+    // 8 columns of rows lane / 4 and + 8 are acc[4 c ..]. Sixteen bytes move by the row's number against bank conflicts.
+    const u32 put = buffer + (lane & 15) * STORED_LINE + (((lane >> 4) ^ (lane & 7)) * 16);
+    const int column = first_column + piece * 128;
+#pragma unroll
+    for (int c = 0; c < 16; c += 2) {
+      u32 part[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q = 64 * piece + 4 * c + 2 * i;
+        float low = used ? acc[q] : 0.0f, high = used ? acc[q + 1] : 0.0f;
+#if HAS_BIAS
+        const int at = column + (c + (i >> 1)) * 8 + (lane & 3) * 2;
+        low += widened(bias + at);
+        high += widened(bias + at + 1);
+#endif
+        part[i] = packed(low, high);
+      }
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(put ^ (c * 16)), "r"(part[0]), "r"(part[1]), "r"(part[2]), "r"(part[3])
+                   : "memory");
+    }
+    __syncwarp();
+    u16* const to = out + column + lane % 16 * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = 2 * i + lane / 16;
+      const int target_row = __shfl_sync(0xffffffff, target, r);
+      u32 v0, v1, v2, v3;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
+                   : "r"(buffer + r * STORED_LINE + ((lane % 16 ^ (r & 7)) * 16)) : "memory");
+      if (target_row >= 0)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (u64)target_row * (u32)stride_out), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+    }
+  }
+}

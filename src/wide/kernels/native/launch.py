@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from wide.errors import UnsupportedBackendError
-from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, product_code
-from wide.kernels.tuning import default_path
+from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, cache_folder, product_code
 
 # Elements of 16 bytes, which copies and maps are aligned to.
 _LINE = 8
@@ -128,12 +127,12 @@ def product(source: Path, instead: str, **variant: int) -> Kernel:
 
 @functools.cache
 def _product(source: Path, instead: str, variant: tuple[tuple[str, int], ...]) -> Kernel:
-    code = product_code(source, dict(variant), default_path().parent / "kernels")
+    code = product_code(source, dict(variant), cache_folder() / "kernels")
     return Kernel(code, source.stem, threads=PRODUCT_THREADS, shared_bytes=PRODUCT_BYTES, instead=instead)
 
 
 def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[torch.Tensor | None]) -> str | None:
-    """Return why the products in CUDA C++ cannot read or write tensors, or None.
+    """Return why the products in CUDA C++ and on CuTe cannot read or write tensors, or None.
 
     Args:
         matrices: By name, with contiguous rows; the first one's dtype is that of all.
@@ -143,7 +142,7 @@ def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[
     dtype = next(iter(given.values())).dtype
     steps = tuple(matrix.stride(0) for matrix in given.values())
     if any(step % _LINE for step in steps):
-        return f"rows {steps} elements apart do not fit; the kernel in CUDA C++ wants multiples of {_LINE}"
+        return f"rows {steps} elements apart do not fit; the kernel wants multiples of {_LINE}"
     every = (*given.values(), *(vector for vector in vectors if vector is not None))
     if any(tensor.dtype != dtype or tensor.stride(-1) != 1 for tensor in every):
         return f"weights and biases must be contiguous {dtype}, got {[tensor.dtype for tensor in every]}"

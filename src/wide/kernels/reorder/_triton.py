@@ -176,22 +176,12 @@ def _place_kernel(
     else:
         band = (wide - num_wide) * N_G + group
         if band < bands:
-            _describe_band(
-                CHUNK_COUNTS, OFFSETS, TILES, NUM_TILES, band, N_G, num_chunks, ALL_GROUPS, BLOCK_M, BAND
-            )  # fmt: skip
-
-
-@triton.jit
-def _describe_band(
-    CHUNK_COUNTS, OFFSETS, TILES, NUM_TILES, band, N_G, num_chunks,
-    ALL_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
-    groups = tl.arange(0, ALL_GROUPS)
-    total = _sum_of_chunks(CHUNK_COUNTS, num_chunks, groups, N_G, ALL_GROUPS)
-    _list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M, BAND)
-    if band == 0:
-        tl.store(OFFSETS + groups + 1, tl.cumsum(total, 0), mask=groups < N_G)
-        tl.store(OFFSETS, 0)
+            groups = tl.arange(0, ALL_GROUPS)
+            total = _sum_of_chunks(CHUNK_COUNTS, num_chunks, groups, N_G, ALL_GROUPS)
+            _list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M, BAND)
+            if band == 0:
+                tl.store(OFFSETS + groups + 1, tl.cumsum(total, 0), mask=groups < N_G)
+                tl.store(OFFSETS, 0)
 
 
 @triton.jit
@@ -398,20 +388,25 @@ def _sort_kernel(
             if start + STEP < CHUNK:
                 base += tl.histogram(key, BINS, mask=rows < M)
     else:
-        _describe_blocks(
-            HISTOGRAM,
-            COUNTS,
-            TILES,
-            NUM_TILES,
-            M,
-            num_chunks,
-            num_blocks,
-            block,
-            ALL_BLOCKS,
-            BLOCK_M,
-            KEEPS_EMPTY,
-            BINS,
-        )
+        blocks = tl.arange(0, ALL_BLOCKS)
+        count = tl.where(blocks < num_blocks, M, 0)
+        if not KEEPS_EMPTY:
+            # Bin 0 of every histogram holds the rows that execute nothing.
+            for first in range(0, num_chunks, 64):
+                chunks = first + tl.arange(0, 64)
+                parts = HISTOGRAM + (blocks[:, None] * num_chunks + chunks[None, :]) * BINS
+                inside = (blocks < num_blocks)[:, None] & (chunks < num_chunks)[None, :]
+                count -= tl.sum(tl.load(parts, mask=inside, other=0), 1)
+        row_tiles = (count + BLOCK_M - 1) // BLOCK_M
+        mine = tl.sum(tl.where(blocks == block, row_tiles, 0), 0)
+        first_tile = tl.sum(tl.where(blocks < block, row_tiles, 0), 0)
+        for start in range(0, mine, 128):
+            steps = start + tl.arange(0, 128)
+            tl.store(TILES + 2 * (first_tile + steps), tl.zeros_like(steps) + block, mask=steps < mine)
+            tl.store(TILES + 2 * (first_tile + steps) + 1, steps, mask=steps < mine)
+        if block == 0:
+            tl.store(NUM_TILES, tl.sum(row_tiles, 0))
+            tl.store(COUNTS + blocks, count, mask=blocks < num_blocks)
 
 
 @triton.jit
@@ -432,39 +427,3 @@ def _first_places(HISTOGRAM, block, chunk, num_chunks, BINS: tl.constexpr, KEEPS
     if not KEEPS_EMPTY:
         total = tl.where(bins == 0, 0, total)
     return tl.cumsum(total, 0) - total + before
-
-
-@triton.jit
-def _describe_blocks(
-    HISTOGRAM,
-    COUNTS,
-    TILES,
-    NUM_TILES,
-    M,
-    num_chunks,
-    num_blocks,
-    block,
-    ALL_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    KEEPS_EMPTY: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    blocks = tl.arange(0, ALL_BLOCKS)
-    count = tl.where(blocks < num_blocks, M, 0)
-    if not KEEPS_EMPTY:
-        # Bin 0 of every histogram holds the rows that execute nothing.
-        for first in range(0, num_chunks, 64):
-            chunks = first + tl.arange(0, 64)
-            parts = HISTOGRAM + (blocks[:, None] * num_chunks + chunks[None, :]) * BINS
-            inside = (blocks < num_blocks)[:, None] & (chunks < num_chunks)[None, :]
-            count -= tl.sum(tl.load(parts, mask=inside, other=0), 1)
-    row_tiles = (count + BLOCK_M - 1) // BLOCK_M
-    mine = tl.sum(tl.where(blocks == block, row_tiles, 0), 0)
-    first_tile = tl.sum(tl.where(blocks < block, row_tiles, 0), 0)
-    for start in range(0, mine, 128):
-        steps = start + tl.arange(0, 128)
-        tl.store(TILES + 2 * (first_tile + steps), tl.zeros_like(steps) + block, mask=steps < mine)
-        tl.store(TILES + 2 * (first_tile + steps) + 1, steps, mask=steps < mine)
-    if block == 0:
-        tl.store(NUM_TILES, tl.sum(row_tiles, 0))
-        tl.store(COUNTS + blocks, count, mask=blocks < num_blocks)

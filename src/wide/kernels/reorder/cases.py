@@ -1,12 +1,13 @@
 """What `reorder` and its kin promise: their cases, and what a right result is."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, Work, backends, compare_exactly, on_triton, random_mask
-from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.contract import Case, Operator, backends, compare_exactly, make_case, random_mask
+from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_rows, reorder_sequences
 from wide.kernels.reordering import PatternReordering, Reordering
 
 Tensors = tuple[torch.Tensor, ...]
@@ -24,6 +25,10 @@ def _build_sequences(case: Case, device: torch.device) -> dict[str, Any]:
 
 def _build_patterns(case: Case, device: torch.device) -> dict[str, Any]:
     return {**_build(case, device), "groups_per_block": case.sizes["groups_per_block"]}
+
+
+def _build_rows(case: Case, device: torch.device) -> dict[str, Any]:
+    return {"mask": random_mask(case, (case.sizes["num_rows"], case.sizes["num_groups"]), device)}
 
 
 def _prefixes(lists: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -52,11 +57,6 @@ def _compare_patterns(arguments: Mapping[str, Any], got: PatternReordering, want
     return compare_exactly(arguments, meaning(got), meaning(wanted))
 
 
-def _work(case: Case) -> Work:
-    pairs = case.sizes.get("num_sequences", 1) * case.sizes["num_rows"] * case.sizes["num_groups"]
-    return Work(flop=0, bytes_read=pairs, bytes_written=int(4 * case.active * pairs))
-
-
 def _cases(more: Mapping[str, int], options: Mapping[str, Any]) -> tuple[Case, ...]:
     shapes = ((1, 1, 0.5), (3, 2, 0.5), (17, 8, 0.5), (64, 5, 0.0), (127, 33, 0.5), (300, 20, 0.3), (130, 7, 1.0))
     return tuple(
@@ -67,30 +67,47 @@ def _cases(more: Mapping[str, int], options: Mapping[str, Any]) -> tuple[Case, .
 
 REORDER = Operator(
     name="reorder",
-    backends=backends(reorder, triton=on_triton),
+    backends=backends(reorder, ("triton",)),
     cases=_cases({"block_m": 16}, {}) + _cases({"block_m": 64}, {}),
     build=_build,
     compare=_compare,
     tolerance={torch.bool: 0.0},
-    work=_work,
 )
 REORDER_SEQUENCES = Operator(
     name="reorder_sequences",
-    backends=backends(reorder_sequences, triton=on_triton),
+    backends=backends(reorder_sequences, ("triton",)),
     cases=_cases({"num_sequences": 3}, {}),
     build=_build_sequences,
     compare=_compare_sequences,
     tolerance={torch.bool: 0.0},
-    work=_work,
 )
 REORDER_PATTERNS = Operator(
     name="reorder_patterns",
-    backends=backends(reorder_patterns, triton=on_triton),
+    backends=backends(reorder_patterns, ("triton",)),
     cases=_cases({"block_m": 16, "groups_per_block": 4}, {"keeps_empty": False})
     + _cases({"block_m": 32, "groups_per_block": 8}, {"keeps_empty": True})
     + _cases({"block_m": 16, "groups_per_block": 1}, {"keeps_empty": False}),
     build=_build_patterns,
     compare=_compare_patterns,
     tolerance={torch.bool: 0.0},
-    work=_work,
+)
+_rows = functools.partial(make_case, ("num_rows", "num_groups"), dtype=torch.bool)
+REORDER_ROWS = Operator(
+    name="reorder_rows",
+    backends=backends(reorder_rows, ("cuda",)),
+    cases=(
+        _rows((1, 1)),
+        _rows((3, 9)),
+        _rows((64, 33), active=0.0),
+        _rows((65, 64), active=1.0),
+        _rows((127, 40), active=0.3),
+        _rows((300, 112)),
+        _rows((520, 128), active=0.9),
+        _rows((4096, 96), active=0.2),
+        # More than one chunk.
+        _rows((16900, 40), active=0.1),
+    ),
+    build=_build_rows,
+    compare=compare_exactly,
+    tolerance={torch.bool: 0.0},
 )

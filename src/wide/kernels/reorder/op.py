@@ -1,17 +1,29 @@
 """Reorder as operators of torch."""
 
+import functools
 from typing import Any
 
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import backend_obstacle, triton_obstacle
 from wide.kernels.registration import check_backend, operator
 from wide.kernels.reorder.reference import reorder_patterns_reference, reorder_reference, reorder_sequences_reference
-from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, Reordering, SequenceReordering
+from wide.kernels.reorder.rows_reference import TILE_ROWS, UNIT_ROWS, num_words, reorder_rows_reference
+from wide.kernels.reordering import (
+    PATTERN_GROUPS,
+    PatternReordering,
+    Reordering,
+    RowReordering,
+    SequenceReordering,
+)
 
 Two = tuple[torch.Tensor, torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+MAX_GROUPS = 128
+"""Groups that rows in one order may have; what four words hold."""
 
 
 def reorder(mask: torch.Tensor, *, block_m: int = 128, backend: str) -> Reordering:
@@ -56,6 +68,22 @@ def reorder_patterns(
     """
     index, patterns, counts, tiles, num_tiles = _reorder_patterns(mask, block_m, groups_per_block, keeps_empty, backend)
     return PatternReordering(index, patterns, counts, tiles, num_tiles, block_m, groups_per_block, keeps_empty)
+
+
+def reorder_rows(mask: torch.Tensor, *, backend: str) -> RowReordering:
+    """Return rows in one order over all groups, with what rows and units of 64 rows execute.
+
+    Args:
+        mask: True = execute, bool [M, N_G] with N_G up to 128, any strides.
+        backend: 'torch' or 'cuda' (CUDA C++, sm_90).
+
+    Raises:
+        ShapeError: If the mask does not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+
+    Source: docs/results/operators.md (rare groups first).
+    """
+    return RowReordering(*_reorder_rows(mask, backend))
 
 
 def _check(mask: torch.Tensor, dimensions: int, backend: str, block_m: int = 1) -> None:
@@ -122,3 +150,24 @@ def _reorder_patterns(mask: torch.Tensor, block_m: int, groups_per_block: int, k
     from wide.kernels.reorder import _triton
 
     return _triton.reorder_patterns(mask, **options)
+
+
+def _rows_outputs(mask: torch.Tensor) -> Four:
+    num_rows, num_groups = mask.shape
+    tiles, words = (num_rows + TILE_ROWS - 1) // TILE_ROWS, num_words(num_groups)
+    new = functools.partial(mask.new_empty, dtype=torch.int32)
+    return new((num_rows,)), new((words, num_rows)), new((TILE_ROWS // UNIT_ROWS * tiles, words)), new((tiles,))
+
+
+@operator(_rows_outputs)
+def _reorder_rows(mask: torch.Tensor, backend: str) -> Four:
+    if mask.dtype != torch.bool or mask.dim() != 2 or 0 in mask.shape or mask.shape[1] > MAX_GROUPS:
+        raise ShapeError(
+            f"reorder_rows wants a bool mask [M, N_G] of 1 to {MAX_GROUPS} groups, got {mask.dtype} {tuple(mask.shape)}"
+        )
+    check_backend("reorder_rows", backend, ("torch", "cuda"), backend_obstacle(backend, mask.device))
+    if backend == "torch":
+        return reorder_rows_reference(mask)
+    from wide.kernels.reorder import _cuda
+
+    return _cuda.reorder_rows(mask)

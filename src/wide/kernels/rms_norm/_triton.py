@@ -9,15 +9,6 @@ _ELEMENTS_PER_WARP = 1024
 
 
 @triton.jit
-def norm_row(total, weight, eps, D: tl.constexpr, UNIT_OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """Return the normed row of float32 `total`, rounded where transformers rounds."""
-    scaled = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
-    if UNIT_OFFSET:
-        return (scaled * (1.0 + weight.to(tl.float32))).to(dtype)
-    return (scaled.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
-
-
-@triton.jit
 def _rms_norm(
     X,
     ADDEND,
@@ -41,8 +32,14 @@ def _rms_norm(
         addend = tl.load(ADDEND + row * stride_ym + columns, mask=inside, other=0.0)
         total = (total.to(tl.float32) + addend.to(tl.float32)).to(dtype)
         tl.store(TOTAL + row * D + columns, total, mask=inside)
-    weight = tl.load(WEIGHT + columns, mask=inside, other=0.0)
-    normed = norm_row(total.to(tl.float32), weight, eps, D, UNIT_OFFSET, dtype)
+    weight = tl.load(WEIGHT + columns, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(tl.float32)
+    scaled = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
+    # Rounded where transformers rounds.
+    if UNIT_OFFSET:
+        normed = (scaled * (1.0 + weight)).to(dtype)
+    else:
+        normed = (scaled.to(dtype).to(tl.float32) * weight).to(dtype)
     tl.store(OUT + row * D + columns, normed, mask=inside)
 
 

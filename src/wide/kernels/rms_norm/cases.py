@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, Work, backends, compare_all, make_case, on_triton, random_values
+from wide.kernels.contract import Case, Operator, backends, compare_all, make_case, random_values
 from wide.kernels.rms_norm.op import rms_norm
 
 _case = functools.partial(make_case, ("num_rows", "width"))
@@ -23,16 +23,9 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _work(case: Case) -> Work:
-    values = case.sizes["num_rows"] * case.sizes["width"]
-    tensors = 2 if case.options.get("has_addend", True) else 1
-    size = tensors * values * case.dtype.itemsize
-    return Work(flop=(3 + tensors) * values, bytes_read=size, bytes_written=size)
-
-
 RMS_NORM = Operator(
     name="rms_norm",
-    backends=backends(rms_norm, triton=on_triton),
+    backends=backends(rms_norm, ("triton",), multiplies=False),
     cases=(
         _case((1, 64)),
         _case((3, 100), has_addend=False),
@@ -43,5 +36,4 @@ RMS_NORM = Operator(
     build=_build,
     compare=compare_all,
     tolerance={torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3},
-    work=_work,
 )

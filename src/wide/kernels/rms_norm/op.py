@@ -4,7 +4,7 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.device import triton_obstacle
-from wide.kernels.registration import check_backend, operator
+from wide.kernels.registration import check_backend, check_tensor, operator
 from wide.kernels.rms_norm.reference import rms_norm_reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -55,10 +55,8 @@ def check_norm(name: str, x: torch.Tensor, weight: torch.Tensor, addend: torch.T
     """
     if x.dim() != 2 or x.stride(1) != 1 or not 1 <= x.shape[1] <= _MAX_WIDTH:
         raise ShapeError(f"{name} wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")
-    if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise ShapeError(f"{name} wants a weight {x.dtype} [{x.shape[1]}], got {weight.dtype} {tuple(weight.shape)}")
-    if addend is not None and (addend.shape != x.shape or addend.dtype != x.dtype or addend.stride(1) != 1):
-        raise ShapeError(f"{name}: addend must be {x.dtype} {tuple(x.shape)} with last stride 1")
+    check_tensor(name, "weight", weight, x.dtype, x.shape[1:])
+    check_tensor(name, "addend", addend, x.dtype, x.shape, "last stride 1")
 
 
 def _outputs(x: torch.Tensor, addend: torch.Tensor | None) -> Pair:

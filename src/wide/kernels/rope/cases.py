@@ -7,15 +7,12 @@ from typing import Any
 import torch
 
 from wide.kernels.contract import (
-    Backend,
     Case,
     Operator,
-    Work,
-    anywhere,
+    backends,
     compare_all,
     make_case,
     named,
-    on_triton,
     random_mask,
     random_values,
 )
@@ -63,14 +60,10 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _in_copies(backend: str) -> Any:
-    """Return a run on copies of the caches, which it returns, too, so that what was written can be compared."""
-
-    def runs(**arguments: Any) -> tuple[torch.Tensor, ...]:
-        caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
-        return rope_to_cache(**{**arguments, **caches}, backend=backend), *caches.values()
-
-    return runs
+def _in_copies(*, backend: str, **arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Run on copies of the caches, and return them, too, so that what was written can be compared."""
+    caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    return rope_to_cache(**{**arguments, **caches}, backend=backend), *caches.values()
 
 
 def _heads_of(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -87,19 +80,9 @@ def _compare(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
     return compare_all(arguments, got, wanted)
 
 
-def _work(case: Case) -> Work:
-    tokens = case.sizes["batch"] * case.sizes["length"]
-    heads = case.sizes["num_query_heads"] * (case.active if case.options.get("num_groups") else 1.0)
-    values = int(tokens * (heads + 2 * case.sizes["num_kv_heads"]) * case.sizes["head_dim"])
-    return Work(flop=3 * values, bytes_read=values * case.dtype.itemsize, bytes_written=values * case.dtype.itemsize)
-
-
 ROPE = Operator(
     name="rope_to_cache",
-    backends={
-        "torch": Backend(run=_in_copies("torch"), supports=anywhere),
-        "triton": Backend(run=_in_copies("triton"), supports=on_triton),
-    },
+    backends=backends(_in_copies, ("triton",), multiplies=False),
     cases=(
         _case((1, 1, 1, 4, 2, 16)),
         _case((3, 1, 9, 14, 2, 64)),
@@ -120,5 +103,4 @@ ROPE = Operator(
     build=_build,
     compare=_compare,
     tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
-    work=_work,
 )

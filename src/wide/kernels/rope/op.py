@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.attention_inputs import check_per_sequence
 from wide.kernels.device import triton_obstacle
-from wide.kernels.registration import check_backend, operator
+from wide.kernels.registration import check_backend, check_tensor, operator
 from wide.kernels.rope.reference import rope_to_cache_reference
 
 _NAME = "rope_to_cache"
 
 
+@operator(lambda q: q.new_empty(q.shape), mutates=["k_cache", "v_cache"])
 def rope_to_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -65,8 +65,31 @@ def rope_to_cache(
         ShapeError: If tensors do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    norms = q_norm, k_norm, eps, unit_offset
-    return _rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, places, mask, *norms, interleaved, backend)
+    _check_shapes(q, k, v, k_cache, v_cache, places)
+    tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]
+    check_tensor(_NAME, "places", places, torch.int64, (tokens,))
+    check_tensor(_NAME, "positions", positions, torch.int32, q.shape[:1])
+    fits = cos.shape == sin.shape and cos.dim() == 2 and cos.shape[1] <= q.shape[3] and cos.shape[1] % 2 == 0
+    if not fits or not cos.is_contiguous() or not sin.is_contiguous():
+        raise ShapeError(
+            f"{_NAME} wants contiguous cos and sin [positions, an even number up to {q.shape[3]}], got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if (q_norm is None) != (k_norm is None):
+        raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
+    if mask is not None:
+        check_tensor(_NAME, "mask", mask, torch.bool, (tokens, mask.shape[-1]), "last stride 1")
+        if num_heads % max(mask.shape[-1], 1):
+            raise ShapeError(f"{_NAME}: {mask.shape[-1]} groups do not divide {num_heads} query heads")
+    reason = triton_obstacle(q.device) if backend == "triton" else None
+    check_backend(_NAME, backend, ("torch", "triton"), reason)
+    options: dict[str, Any] = {"places": places, "mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    options |= {"unit_offset": unit_offset, "interleaved": interleaved}
+    if backend == "torch":
+        return rope_to_cache_reference(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
+    from wide.kernels.rope import _triton
+
+    return _triton.rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
 
 
 def _check_shapes(
@@ -91,72 +114,3 @@ def _check_shapes(
             f"{_NAME}: both caches must be [{room[0]}, T_max >= {q.shape[1]}, {k.shape[2]}, {head_dim}] with equal "
             f"strides, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
-
-
-def _check_places(places: torch.Tensor | None, q: torch.Tensor) -> None:
-    if places is None:
-        return
-    tokens = q.shape[0] * q.shape[1]
-    if (
-        places.shape != (tokens,)
-        or places.dtype != torch.int64
-        or not places.is_contiguous()
-        or places.device != q.device
-    ):
-        raise ShapeError(
-            f"{_NAME} wants contiguous places int64 [{tokens}] on {q.device}, got {places.dtype} {tuple(places.shape)} "
-            f"on {places.device}"
-        )
-
-
-def _check_mask(mask: torch.Tensor, q: torch.Tensor) -> None:
-    tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]
-    fits = mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] == tokens and mask.shape[1] > 0
-    if not fits or num_heads % mask.shape[1] or mask.stride(1) != 1 or mask.device != q.device:
-        raise ShapeError(
-            f"{_NAME} wants a bool mask [{tokens}, a divisor of {num_heads}] with contiguous rows on {q.device}, got "
-            f"{mask.dtype} {tuple(mask.shape)} with strides {mask.stride()} on {mask.device}"
-        )
-
-
-@operator(lambda q: q.new_empty(q.shape), mutates=["k_cache", "v_cache"])
-def _rope_to_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    places: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    interleaved: bool,
-    backend: str,
-) -> torch.Tensor:
-    _check_shapes(q, k, v, k_cache, v_cache, places)
-    _check_places(places, q)
-    check_per_sequence(_NAME, "positions", positions, q)
-    fits = cos.shape == sin.shape and cos.dim() == 2 and cos.shape[1] <= q.shape[3] and cos.shape[1] % 2 == 0
-    if not fits or not cos.is_contiguous() or not sin.is_contiguous():
-        raise ShapeError(
-            f"{_NAME} wants contiguous cos and sin [positions, an even number up to {q.shape[3]}], got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if (q_norm is None) != (k_norm is None):
-        raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
-    if mask is not None:
-        _check_mask(mask, q)
-    reason = triton_obstacle(q.device) if backend == "triton" else None
-    check_backend(_NAME, backend, ("torch", "triton"), reason)
-    options: dict[str, Any] = {"places": places, "mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-    options |= {"unit_offset": unit_offset, "interleaved": interleaved}
-    if backend == "torch":
-        return rope_to_cache_reference(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
-    from wide.kernels.rope import _triton
-
-    return _triton.rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, **options)

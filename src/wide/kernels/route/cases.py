@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, Work, backends, compare_all, make_case, named, random_values
-from wide.kernels.device import half_obstacle
+from wide.kernels.contract import Case, Operator, backends, compare_all, halves_only, make_case, named, random_values
 from wide.kernels.route.op import Three, norm_route, route
 from wide.kernels.route.reference import margins
 from wide.kernels.route.tiles import RouteWeights, split_weights
@@ -16,10 +15,6 @@ from wide.kernels.route.tiles import RouteWeights, split_weights
 _NEAR = 1e-3
 _SIZES = ("num_rows", "width", "rank", "num_groups")
 _case = functools.partial(make_case, _SIZES)
-
-
-def _triton_supports(device: torch.device, case: Case) -> str | None:
-    return half_obstacle(device, case.dtype)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -70,20 +65,11 @@ def _compare_norm(arguments: Mapping[str, Any], got: Three, wanted: Three) -> fl
     return max(flips, compare_all(arguments, got[:2], wanted[:2]))
 
 
-def _work(case: Case) -> Work:
-    rows, width, rank, groups = named(case, *_SIZES)
-    return Work(
-        flop=2 * rows * rank * (width + groups),
-        bytes_read=rows * width * case.dtype.itemsize + 4 * rank * (width + groups),
-        bytes_written=rows * groups,
-    )
-
-
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 ROUTE = Operator(
     name="route",
-    backends=backends(route, triton=_triton_supports),
+    backends=backends(route, ("triton",), halves_only),
     cases=(
         _case((1, 64, 4, 8)),
         _case((3, 200, 16, 7), has_bias=True, threshold=0.3),
@@ -94,11 +80,10 @@ ROUTE = Operator(
     build=_build,
     compare=_compare,
     tolerance=dict.fromkeys(_TOLERANCE, 0.0),
-    work=_work,
 )
 NORM_ROUTE = Operator(
     name="norm_route",
-    backends=backends(norm_route, triton=_triton_supports),
+    backends=backends(norm_route, ("triton",), halves_only),
     cases=(
         _case((1, 64, 4, 8)),
         _case((4, 300, 16, 140), has_addend=True, has_bias=True),
@@ -110,5 +95,4 @@ NORM_ROUTE = Operator(
     build=_build_norm,
     compare=_compare_norm,
     tolerance=_TOLERANCE,
-    work=_work,
 )

@@ -16,6 +16,7 @@ MAX_FEW_ROWS = 16
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
 def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, backend: str) -> torch.Tensor:
     """Return which groups each row executes, bool [M, N_G]: margin >= threshold.
 
@@ -31,7 +32,19 @@ def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, bac
 
     Source: paper, section 3.1 (routing components).
     """
-    return _route(x, *weights, threshold, backend)
+    _check(x, weights, backend)
+    down, difference, offset, counter = weights
+    if backend == "torch":
+        return route_reference(x, down, difference, offset, threshold=threshold)
+    from wide.kernels.route import _triton
+
+    tile = default_tile(device_facts(x.device), x.shape[0])
+    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
+        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold)
+    if x.shape[0] > MAX_FEW_ROWS:
+        return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
+    options: dict[str, Any] = {"addend": None, "eps": 0.0, "unit_offset": False, "reads_residual": True}
+    return _triton.norm_route_few(x, None, down, difference, offset, counter, threshold=threshold, **options)[2]
 
 
 def norm_route(
@@ -63,7 +76,7 @@ def norm_route(
         ShapeError: If tensors do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    total, normed, mask = _norm_route(x, weight, addend, *weights, threshold, eps, unit_offset, reads_residual, backend)
+    total, normed, mask = _norm_route(x, weight, addend, weights, threshold, eps, unit_offset, reads_residual, backend)
     return (x if addend is None else total), normed, mask
 
 
@@ -83,30 +96,6 @@ def _check(x: torch.Tensor, weights: RouteWeights, backend: str) -> None:
     check_backend("route", backend, ("torch", "triton"), reason)
 
 
-@operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
-def _route(
-    x: torch.Tensor,
-    down: torch.Tensor,
-    difference: torch.Tensor,
-    offset: torch.Tensor | None,
-    counter: torch.Tensor,
-    threshold: float,
-    backend: str,
-) -> torch.Tensor:
-    _check(x, RouteWeights(down, difference, offset, counter), backend)
-    if backend == "torch":
-        return route_reference(x, down, difference, offset, threshold=threshold)
-    from wide.kernels.route import _triton
-
-    tile = default_tile(device_facts(x.device), x.shape[0])
-    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
-        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold)
-    if x.shape[0] > MAX_FEW_ROWS:
-        return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
-    options: dict[str, Any] = {"addend": None, "eps": 0.0, "unit_offset": False, "reads_residual": True}
-    return _triton.norm_route_few(x, None, down, difference, offset, counter, threshold=threshold, **options)[2]
-
-
 def _norm_route_outputs(x: torch.Tensor, addend: torch.Tensor | None, difference: torch.Tensor) -> Three:
     total = x.new_empty(0 if addend is None else x.shape)
     return total, x.new_empty(x.shape), x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool)
@@ -117,17 +106,15 @@ def _norm_route(
     x: torch.Tensor,
     weight: torch.Tensor,
     addend: torch.Tensor | None,
-    down: torch.Tensor,
-    difference: torch.Tensor,
-    offset: torch.Tensor | None,
-    counter: torch.Tensor,
+    weights: RouteWeights,
     threshold: float,
     eps: float,
     unit_offset: bool,
     reads_residual: bool,
     backend: str,
 ) -> Three:
-    _check(x, RouteWeights(down, difference, offset, counter), backend)
+    _check(x, weights, backend)
+    down, difference, offset, counter = weights
     if not 1 <= x.shape[0] <= MAX_FEW_ROWS:
         raise ShapeError(f"norm_route takes 1 to {MAX_FEW_ROWS} rows, got {x.shape[0]}; use rms_norm, then route")
     check_norm("norm_route", x, weight, addend)

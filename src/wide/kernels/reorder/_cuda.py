@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from wide.kernels.native.build import cubin
+from wide.kernels.native.build import cache_folder, cubin
 from wide.kernels.native.launch import Kernel
-from wide.kernels.reorder_rows.reference import CHUNK_ROWS, SORTED_GROUPS, TILE_ROWS, UNIT_ROWS, num_words
-from wide.kernels.tuning import default_path
+from wide.kernels.reorder.rows_reference import CHUNK_ROWS, SORTED_GROUPS, TILE_ROWS, UNIT_ROWS, num_words
 
 # As reorder_rows.cu has them.
 _PACK_ROWS, _RANK_ROWS, _ITEM_TILES, _MAX_GROUPS, _THREADS = 128, 256, 256, 128, 1024
@@ -46,7 +45,7 @@ def machine_code(words: int, folder: Path) -> bytes:
 
 @functools.cache
 def _kernels(words: int) -> dict[str, Kernel]:
-    code = machine_code(words, default_path().parent / "kernels")
+    code = machine_code(words, cache_folder() / "kernels")
     return {
         name: Kernel(code, name, threads=launch.threads, shared_bytes=launch.shared_bytes, instead="torch")
         for name, launch in LAUNCHES.items()

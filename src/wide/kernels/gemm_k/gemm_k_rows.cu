@@ -11,7 +11,7 @@
 constexpr int STAGES = 4, BK = 64, COLUMNS = 256, ROWS = 128;
 constexpr u32 B_STAGE = COLUMNS * BK * 2, A_UNIT = 64 * BK * 2, A_STAGE = 2 * A_UNIT;
 constexpr u32 A_OFFSET = STAGES * B_STAGE, OUT_OFFSET = A_OFFSET + STAGES * A_STAGE;
-constexpr u32 LINE = 128 * 2, BUFFER = 16 * LINE;  // of a finished row; of a warp's rows
+constexpr u32 BUFFER = 16 * STORED_LINE;  // of a warp's finished rows
 constexpr u32 BAR_OFFSET = OUT_OFFSET + 8 * BUFFER;
 constexpr u32 SMEM = BAR_OFFSET + 16 * STAGES;
 static_assert(SMEM == SHARED_BYTES, "the launch must ask for as much shared memory");
@@ -204,43 +204,7 @@ gemm_k_rows(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u
       }
       finish();
       const int target = item.first + place < M ? listed : -1;
-      // Through shared memory 128 columns at a time: a lane stores 16 bytes, 16 lanes the same row.
-#pragma unroll
-      for (int piece = 0; piece < 2; ++piece) {
-        __syncwarp();  // what was there has been read out
-        // 8 columns of rows lane / 4 and + 8 are acc[4 c ..]. Sixteen bytes move by the row's number against bank conflicts.
-        const u32 put = buffer + (lane & 15) * LINE + (((lane >> 4) ^ (lane & 7)) * 16);
-        const int column = item.column + piece * 128;
-#pragma unroll
-        for (int c = 0; c < 16; c += 2) {
-          u32 part[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int q = 64 * piece + 4 * c + 2 * i;
-            float low = used ? acc[q] : 0.0f, high = used ? acc[q + 1] : 0.0f;
-#if HAS_BIAS
-            const int at = column + (c + (i >> 1)) * 8 + (lane & 3) * 2;
-            low += widened(bias + at);
-            high += widened(bias + at + 1);
-#endif
-            part[i] = packed(low, high);
-          }
-          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(put ^ (c * 16)), "r"(part[0]), "r"(part[1]), "r"(part[2]), "r"(part[3])
-                       : "memory");
-        }
-        __syncwarp();
-        u16* const to = out + column + lane % 16 * 8;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int r = 2 * i + lane / 16;
-          const int target_row = __shfl_sync(0xffffffff, target, r);
-          u32 v0, v1, v2, v3;
-          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
-                       : "r"(buffer + r * LINE + ((lane % 16 ^ (r & 7)) * 16)) : "memory");
-          if (target_row >= 0)
-            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (u64)target_row * (u32)stride_out), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-        }
-      }
+      store_rows(acc, used, buffer, lane, item.column, target, bias, out, stride_out);
       item = next;
       next = after;
     }

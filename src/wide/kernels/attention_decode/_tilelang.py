@@ -1,0 +1,202 @@
+"""Decode attention in TileLang: several blocks share the keys of a pair, and a second launch merges what they found.
+
+Blocks of skipped (sequence, unit) pairs, and those for which a cache holds too few keys, end at once.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_inputs import HeadUnits, score_factors
+from wide.kernels.native.tilelang import kernel
+
+# Rows of the smallest matrix fragment.
+_MIN_ROWS = 16
+_LOWEST = -1.0e30
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    tile: DecodeTile,
+    num_blocks: int,
+    starts: torch.Tensor | None,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Run `attention_decode_reference`; a multiprocessor's programs of the tile are shared out over `num_blocks`."""
+    batch, num_heads, head_dim = q.shape
+    num_groups = 1 if mask is None else mask.shape[1]
+    units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
+    pairs = batch * units.num_units
+    most = max(1, k.shape[1] // (tile.block_n * tile.min_blocks))
+    # A power of two, so that few kernels are compiled.
+    splits = min(1 << (max(1, num_blocks // pairs) - 1).bit_length(), 1 << (most - 1).bit_length())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    found = torch.empty(batch, num_heads, splits, head_dim, **new)
+    heights = torch.empty(batch, num_heads, splits, 2, **new)
+    shape = {
+        "num_heads": num_heads,
+        "num_units": units.num_units,
+        "num_groups": num_groups,
+        "head_dim": head_dim,
+        "splits": splits,
+        "dtype": str(q.dtype).removeprefix("torch."),
+    }
+    run = kernel(
+        make_attention_decode,
+        q.device,
+        num_kv_heads=k.shape[2],
+        # A cache has room for all places from its beginning.
+        room=k.shape[1],
+        strides=(q.stride(), k.stride(), v.stride()),
+        factors=score_factors(scale, soft_cap, head_dim),
+        has=(starts is not None, mask is not None, soft_cap is not None),
+        window=window or 0,
+        tile=(tile.block_n, tile.num_warps, tile.num_stages),
+        **shape,
+    )
+    raw = lengths.view(torch.uint8).view(batch, -1)[:, :1] if mask is None else mask.view(torch.uint8)
+    run(q, k, v, lengths, lengths if starts is None else starts, raw.contiguous(), found, heights)
+    kernel(make_merge, q.device, **shape)(found, heights, out)
+    return out
+
+
+def make_attention_decode(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    room: int,
+    num_units: int,
+    num_groups: int,
+    head_dim: int,
+    splits: int,
+    dtype: str,
+    strides: tuple[tuple[int, ...], ...],
+    factors: tuple[float, float, float],
+    has: tuple[bool, bool, bool],
+    window: int,
+    tile: tuple[int, int, int],
+) -> Any:
+    """Return the kernel that leaves sums, maxima and weights of each part; the number of sequences varies."""
+    block_n, num_warps, num_stages = tile
+    batch = T.dynamic("batch")
+    heads = num_heads // num_units
+    rows = max(_MIN_ROWS, 1 << (heads - 1).bit_length())
+    scale, cap_in, cap_out = factors
+    has_starts, has_mask, has_cap = has
+    policy = T.GemmWarpPolicy.FullCol
+
+    @T.prim_func
+    def attention_decode(
+        Q: T.StridedTensor((batch, num_heads, head_dim), strides[0], dtype),
+        K: T.StridedTensor((batch, room, num_kv_heads, head_dim), strides[1], dtype),
+        V: T.StridedTensor((batch, room, num_kv_heads, head_dim), strides[2], dtype),
+        LENGTHS: T.Tensor((batch,), "int32"),
+        STARTS: T.Tensor((batch,), "int32"),
+        MASK: T.Tensor((batch, num_groups), "uint8"),
+        FOUND: T.Tensor((batch, num_heads, splits, head_dim), "float32"),
+        HEIGHTS: T.Tensor((batch, num_heads, splits, 2), "float32"),
+    ):
+        with T.Kernel(splits, num_units, batch, threads=32 * num_warps) as (split, unit, b):
+            q = T.alloc_shared((rows, head_dim), dtype)
+            k = T.alloc_shared((block_n, head_dim), dtype)
+            v = T.alloc_shared((block_n, head_dim), dtype)
+            weights = T.alloc_shared((rows, block_n), dtype)
+            scores = T.alloc_fragment((rows, block_n), "float32")
+            acc = T.alloc_fragment((rows, head_dim), "float32")
+            top = T.alloc_fragment((rows,), "float32")
+            before = T.alloc_fragment((rows,), "float32")
+            total = T.alloc_fragment((rows,), "float32")
+            added = T.alloc_fragment((rows,), "float32")
+            kv_head = unit * num_kv_heads // num_units
+            high = LENGTHS[b]
+            low = STARTS[b] if has_starts else 0
+            if window:
+                low = T.max(low, high - window)
+            blocks = T.max(T.ceildiv(high, block_n) - low // block_n, 0)
+            if has_mask:
+                blocks = T.if_then_else(MASK[b, unit * num_groups // num_units] != 0, blocks, 0)
+            share = T.ceildiv(blocks, splits)
+            begin = T.min(split * share, blocks)
+            number = T.min(share, blocks - begin)
+            T.fill(top, _LOWEST)
+            T.clear(total)
+            T.clear(acc)
+            if number > 0:
+                for i, j in T.Parallel(rows, head_dim):
+                    q[i, j] = T.if_then_else(i < heads, Q[b, unit * heads + T.min(i, heads - 1), j], 0)
+                for step in T.Pipelined(number, num_stages=num_stages):
+                    n = (low // block_n + begin + step) * block_n
+                    # Places that hold no key may hold anything.
+                    for i, j in T.Parallel(block_n, head_dim):
+                        k[i, j] = T.if_then_else((n + i >= low) & (n + i < high), K[b, n + i, kv_head, j], 0)
+                    for i, j in T.Parallel(block_n, head_dim):
+                        v[i, j] = T.if_then_else((n + i >= low) & (n + i < high), V[b, n + i, kv_head, j], 0)
+                    T.clear(scores)
+                    T.gemm(q, k, scores, transpose_B=True, policy=policy)
+                    T.copy(top, before)
+                    for i, j in T.Parallel(rows, block_n):
+                        if has_cap:
+                            scores[i, j] = cap_out - 2.0 * cap_out / (T.exp2(scores[i, j] * cap_in) + 1.0)
+                    for i, j in T.Parallel(rows, block_n):
+                        scores[i, j] = T.if_then_else(
+                            (n + j >= low) & (n + j < high), scores[i, j] * scale, -T.infinity("float32")
+                        )
+                    T.reduce_max(scores, top, dim=1, clear=False)
+                    for i, j in T.Parallel(rows, block_n):
+                        scores[i, j] = T.exp2(scores[i, j] - top[i])
+                    T.reduce_sum(scores, added, dim=1)
+                    for i in T.Parallel(rows):
+                        before[i] = T.exp2(before[i] - top[i])
+                        total[i] = total[i] * before[i] + added[i]
+                    for i, j in T.Parallel(rows, head_dim):
+                        acc[i, j] *= before[i]
+                    T.copy(scores, weights)
+                    T.gemm(weights, v, acc, policy=policy)
+                for i, j in T.Parallel(rows, head_dim):
+                    if i < heads:
+                        FOUND[b, unit * heads + i, split, j] = acc[i, j]
+            for i in T.Parallel(rows):
+                if i < heads:
+                    HEIGHTS[b, unit * heads + i, split, 0] = top[i]
+                    HEIGHTS[b, unit * heads + i, split, 1] = total[i]
+
+    return attention_decode
+
+
+def make_merge(*, num_heads: int, num_units: int, num_groups: int, head_dim: int, splits: int, dtype: str) -> Any:
+    """Return the kernel that merges the parts of each head; one without any gets zeros."""
+    batch = T.dynamic("batch")
+
+    @T.prim_func
+    def merge(
+        FOUND: T.Tensor((batch, num_heads, splits, head_dim), "float32"),
+        HEIGHTS: T.Tensor((batch, num_heads, splits, 2), "float32"),
+        OUT: T.Tensor((batch, num_heads, head_dim), dtype),
+    ):
+        with T.Kernel(num_heads, batch, threads=128) as (head, b):
+            acc = T.alloc_fragment((head_dim,), "float32")
+            top = T.alloc_var("float32", _LOWEST)
+            total = T.alloc_var("float32", 0.0)
+            T.clear(acc)
+            for split in T.serial(splits):
+                top = T.max(top, HEIGHTS[b, head, split, 0])
+            for split in T.serial(splits):
+                # What was not written may hold anything.
+                if HEIGHTS[b, head, split, 1] > 0:
+                    total += HEIGHTS[b, head, split, 1] * T.exp2(HEIGHTS[b, head, split, 0] - top)
+                    for i in T.Parallel(head_dim):
+                        acc[i] += FOUND[b, head, split, i] * T.exp2(HEIGHTS[b, head, split, 0] - top)
+            for i in T.Parallel(head_dim):
+                OUT[b, head, i] = acc[i] / T.if_then_else(total == 0, 1.0, total)
+
+    return merge

@@ -1,0 +1,63 @@
+"""GEMM-K on CuTe (gemm_k_cute.cu), over rows by patterns of some groups or in one order over all of them."""
+
+from pathlib import Path
+
+import torch
+
+from wide.kernels.native.cute import CuteTile, function
+from wide.kernels.reorder.rows_reference import TILE_ROWS
+from wide.kernels.reordering import PatternReordering, RowReordering
+
+SOURCE = Path(__file__).with_name("gemm_k_cute.cu")
+
+
+def variant(
+    tile: CuteTile, dtype: torch.dtype, *, group_size: int, width: int, block_m: int, is_stored: bool
+) -> dict[str, int]:
+    """Return what is compiled in for a shape.
+
+    Args:
+        tile: How it skips and loads.
+        dtype: Of rows and weights.
+        group_size: Channels of a group, G.
+        width: Of the output, N.
+        block_m: Rows that the order's tiles were made for.
+        is_stored: Whether each row is in one tile.
+    """
+    return {
+        "FLOAT16": int(dtype == torch.float16),
+        "LEVEL": tile.level,
+        "STORES": int(is_stored),
+        "BM": 128 if block_m >= 128 else 64,
+        "BN": 128 if width > 64 else 64,
+        "BK": 64 if group_size > 32 else 32,
+        "STAGES": tile.num_stages,
+    }
+
+
+def gemm_k(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    order: PatternReordering | RowReordering,
+    *,
+    group_size: int,
+    bias: torch.Tensor | None,
+    tile: CuteTile,
+) -> torch.Tensor:
+    """Run `gemm_k_reference`; what several tiles have of a row is added up in float32, in any order."""
+    shape = h.shape[0], weight.shape[0]
+    lists: tuple[object, ...]
+    if isinstance(order, RowReordering):
+        block_m, is_stored = TILE_ROWS, True
+        lists = order.index, order.words, None, order.items, None, order.words.shape[0], block_m, 0
+    else:
+        block_m, is_stored = order.block_m, order.counts.numel() == 1 and order.keeps_empty
+        many = order.tiles, order.num_tiles, 1, block_m, order.groups_per_block
+        lists = order.index, order.patterns, order.counts, *many
+    compiled = variant(tile, h.dtype, group_size=group_size, width=shape[1], block_m=block_m, is_stored=is_stored)
+    out = h.new_empty(shape) if is_stored else h.new_zeros(shape, dtype=torch.float32)
+    run = function(SOURCE, h.device, **compiled)
+    run(h, weight, bias if is_stored else None, out, *lists, group_size)
+    if is_stored:
+        return out
+    return (out if bias is None else out.add_(bias)).to(h.dtype)

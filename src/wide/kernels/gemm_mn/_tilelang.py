@@ -1,0 +1,140 @@
+"""GEMM-MN in TileLang: one block a row tile and part of a group; blocks beyond the listed tiles end at once.
+
+On sm_90 its compiler makes half of the threads load: rows by gathering copies, weights by tensor-memory access.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from wide.kernels.clear_skipped import cleared
+from wide.kernels.gemm_mn.tiles import MnTile
+from wide.kernels.native.tilelang import activate, is_for_hopper, kernel
+from wide.kernels.reordering import Reordering
+
+
+def gemm_mn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Reordering,
+    *,
+    up_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    mask: torch.Tensor | None,
+    tile: MnTile,
+) -> torch.Tensor:
+    """Run `gemm_mn_reference`; of the tile the first four fields count."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    run = kernel(
+        make_gemm_mn,
+        x.device,
+        width=weight.shape[0],
+        depth=x.shape[1],
+        num_groups=order.counts.numel(),
+        strides=(x.stride(0), weight.stride(0)),
+        dtype=str(x.dtype).removeprefix("torch."),
+        gated=up_weight is not None,
+        biased=(bias is not None, up_bias is not None),
+        activation=activation,
+        block_m=order.block_m,
+        tile=tuple(tile[:4]),
+    )
+    run(
+        x,
+        weight,
+        weight if up_weight is None else up_weight,
+        out[0] if bias is None else bias,
+        out[0] if up_bias is None else up_bias,
+        order.index,
+        order.counts,
+        order.tiles,
+        order.num_tiles,
+        out,
+    )
+    return out if mask is None else cleared(out, mask)
+
+
+def make_gemm_mn(
+    *,
+    width: int,
+    depth: int,
+    num_groups: int,
+    strides: tuple[int, int],
+    dtype: str,
+    gated: bool,
+    biased: tuple[bool, bool],
+    activation: str,
+    block_m: int,
+    tile: tuple[int, int, int, int],
+) -> Any:
+    """Return the kernel; the numbers of rows and of tiles are its arguments' to say."""
+    block_n, block_k, num_stages, num_warps = tile
+    num_rows, capacity = T.dynamic("num_rows"), T.dynamic("capacity")
+    size = width // num_groups
+    parts = size // block_n
+    splits = is_for_hopper()
+    policy = T.GemmWarpPolicy.FullRow if block_m >= 16 * num_warps else T.GemmWarpPolicy.Square
+
+    @T.prim_func
+    def gemm_mn(
+        X: T.StridedTensor((num_rows, depth), (strides[0], 1), dtype),
+        W: T.StridedTensor((width, depth), (strides[1], 1), dtype),
+        W_UP: T.StridedTensor((width, depth), (strides[1], 1), dtype),
+        BIAS: T.Tensor((width,), dtype),
+        UP_BIAS: T.Tensor((width,), dtype),
+        INDEX: T.Tensor((num_groups, num_rows), "int32"),
+        COUNTS: T.Tensor((num_groups,), "int32"),
+        TILES: T.Tensor((capacity, 2), "int32"),
+        NUM_TILES: T.Tensor((2,), "int32"),
+        OUT: T.Tensor((num_rows, width), dtype),
+    ):
+        with T.Kernel(capacity * parts, threads=32 * num_warps) as program:
+            a = T.alloc_shared((block_m, block_k), dtype)
+            b = T.alloc_shared((block_n, block_k), dtype)
+            b_up = T.alloc_shared((block_n, block_k), dtype)
+            acc = T.alloc_fragment((block_m, block_n), "float32")
+            acc_up = T.alloc_fragment((block_m, block_n), "float32")
+            done = T.alloc_shared((block_m, block_n), dtype)
+            if program // parts < NUM_TILES[0]:
+                group = TILES[program // parts, 0]
+                first = TILES[program // parts, 1] * block_m
+                column = group * size + program % parts * block_n
+                if splits:
+                    T.annotate_producer_reg_dealloc(40)
+                    T.annotate_consumer_reg_alloc(208)
+                T.clear(acc)
+                if gated:
+                    T.clear(acc_up)
+                for k in T.Pipelined(T.ceildiv(depth, block_k), num_stages=num_stages):
+                    for i, j in T.Parallel(block_m, block_k):
+                        # Rows beyond the count read the last one and are never stored.
+                        row = INDEX[group, T.min(first + i, COUNTS[group] - 1)]
+                        if depth % block_k:
+                            a[i, j] = T.if_then_else(k * block_k + j < depth, X[row, k * block_k + j], 0)
+                        else:
+                            a[i, j] = X[row, k * block_k + j]
+                    T.copy(W[column, k * block_k], b)
+                    T.gemm(a, b, acc, transpose_B=True, policy=policy)
+                    if gated:
+                        T.copy(W_UP[column, k * block_k], b_up)
+                        T.gemm(a, b_up, acc_up, transpose_B=True, policy=policy)
+                if biased[0]:
+                    for i, j in T.Parallel(block_m, block_n):
+                        acc[i, j] += BIAS[column + j]
+                for i, j in T.Parallel(block_m, block_n):
+                    acc[i, j] = activate(acc[i, j], activation)
+                if gated:
+                    if biased[1]:
+                        for i, j in T.Parallel(block_m, block_n):
+                            acc_up[i, j] += UP_BIAS[column + j]
+                    for i, j in T.Parallel(block_m, block_n):
+                        acc[i, j] *= acc_up[i, j]
+                T.copy(acc, done)
+                for i, j in T.Parallel(block_m, block_n):
+                    if first + i < COUNTS[group]:
+                        OUT[INDEX[group, first + i], column + j] = done[i, j]
+
+    return gemm_mn

@@ -1,0 +1,81 @@
+"""Compiles kernels in TileLang when they are first used, and keeps them on disk."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wide.kernels.native.build import cache_folder
+
+PASSES = {"tl.disable_safe_memory_legalize": True}
+"""Kernels guard what may lie outside; the compiler's own guards would keep it from loading gathered rows ahead."""
+_INSTALL = "install it with: pip install 'wide[tilelang]'"
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Return why TileLang cannot compile in this installation, or None if it can."""
+    # What it reads when it is imported; whoever set one of them keeps it.
+    os.environ.setdefault("TILELANG_CACHE_DIR", str(cache_folder() / "tilelang"))
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    try:
+        import tilelang
+    # Whatever a package that is missing in part raises.
+    except Exception as error:
+        return (
+            f"kernels in TileLang need its package, which was not found ({type(error).__name__}: {error}); {_INSTALL}"
+        )
+    if not tilelang.env.CUDA_HOME:
+        return f"TileLang needs nvcc, which was not found on PATH or in CUDA_HOME; {_INSTALL}"
+    return None
+
+
+def kernel(make: Callable[..., Any], device: torch.device, **constants: Any) -> Callable[..., None]:
+    """Return a kernel, compiled and loaded when it is first asked for; it launches on PyTorch's current stream.
+
+    Args:
+        make: Makes its TileLang function.
+        device: A GPU, where it runs.
+        constants: Arguments of `make`: what is compiled in.
+    """
+    return _compiled(make, _architecture(device), tuple(constants.items()))
+
+
+def _architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+@functools.cache
+def _compiled(
+    make: Callable[..., Any], architecture: str, constants: tuple[tuple[str, Any], ...]
+) -> Callable[..., None]:
+    import tilelang
+
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": architecture})
+    with target:
+        function = make(**dict(constants))
+    return tilelang.compile(function, target=target, execution_backend="tvm_ffi", pass_configs=PASSES)
+
+
+def is_for_hopper() -> bool:
+    """Return, while a kernel is made, whether it is for sm_90, where the compiler splits threads by what they do."""
+    import tilelang
+
+    return tilelang.tvm.target.Target.current().attrs.get("arch") == "sm_90a"
+
+
+def activate(value: Any, activation: str) -> Any:
+    """Return the activation of a float32 expression of a kernel."""
+    import tilelang.language as T
+
+    if activation == "silu":
+        return value / (1.0 + T.exp(-value))
+    if activation == "gelu_tanh":
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        return value / (1.0 + T.exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
+    if activation == "relu2":
+        return T.max(value, 0.0) * T.max(value, 0.0)
+    return value

@@ -1,0 +1,128 @@
+"""Kernels on CuTe, their sources compiled for the CPU: every case of their operators, called as on a GPU."""
+
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wide.kernels import device as kernel_device
+from wide.kernels.contract import Case, Operator
+from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
+from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.native import cute
+from wide.kernels.native.cute import CuteTile
+
+FOLDER = Path(__file__).parent
+CPU = torch.device("cpu")
+_TOOLKIT = Path("/usr/local/cuda/include")
+
+pytestmark = pytest.mark.skipif(
+    cute.obstacle() is not None or shutil.which("g++") is None or not _TOOLKIT.exists(),
+    reason=cute.obstacle() or "no compiler of C++ (g++), or no headers of CUDA in /usr/local/cuda",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have kernels on CuTe built for the CPU, and its tensors taken."""
+    folder = tmp_path_factory.mktemp("emulated")
+
+    def build(source: Path, variant: dict[str, int], architecture: str, _: Path) -> Path:
+        words = "-".join(str(value) for value in variant.values())
+        made = folder / f"{source.stem}-{words}.so"
+        paths = [f"-I{path}" for path in (FOLDER, *cute.includes(), _TOOLKIT, _TOOLKIT / "cccl")]
+        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-fPIC", "-shared", "-x", "c++"]
+        macros = [f"-D{name}={value}" for name, value in variant.items()]
+        command = ["g++", *options, *paths, *macros, "-include", "emulated_cute.h", str(source), "-o", str(made)]
+        subprocess.run(command, check=True)
+        return made
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cute, "build", build)
+        patched.setattr(kernel_device, "ampere_obstacle", lambda device: None)
+        yield
+    cute._function.cache_clear()
+
+
+def _name(case: Case) -> str:
+    return "-".join(str(fact) for fact in (*case.sizes.values(), case.active, *case.options.values()))
+
+
+def _shared_out(operator: Operator, is_quick: Callable[[Case], bool]) -> list[Any]:
+    """Return the cases as parameters; those that would compile one more variant are slow."""
+    return [
+        pytest.param(
+            dataclasses.replace(case, dtype=torch.bfloat16),
+            id=_name(case),
+            marks=() if is_quick(case) else pytest.mark.slow,
+        )
+        for case in operator.cases
+    ]
+
+
+def _is_gated(case: Case) -> bool:
+    return bool(case.options.get("gated")) and case.sizes["group_size"] == 32
+
+
+@pytest.mark.parametrize("case", _shared_out(GEMM_MN, _is_gated))
+def test_gemm_mn(case: Case) -> None:
+    _agrees(GEMM_MN, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [CuteTile(0, 2), CuteTile(1, 4), CuteTile(2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_levels_of_gemm_mn(tile: CuteTile, dtype: torch.dtype) -> None:
+    # Tiles of 256 rows are two of the kernel's; the last has fewer rows than a fragment.
+    sizes = {"num_rows": 300, "num_groups": 2, "group_size": 64, "depth": 200, "block_m": 256}
+    options = {"gated": True, "activation": "silu", "biased": True}
+    _agrees(GEMM_MN, Case(sizes=sizes, dtype=dtype, active=0.9, options=options), tile=tile)
+
+
+def _is_stored(case: Case) -> bool:
+    return bool(case.options.get("keeps_empty")) and case.sizes["group_size"] == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _shared_out(GEMM_K, _is_stored))
+def test_gemm_k(case: Case) -> None:
+    _agrees(GEMM_K, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _shared_out(GEMM_K_ROWS, bool))
+def test_gemm_k_rows(case: Case) -> None:
+    _agrees(GEMM_K_ROWS, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [GEMV_MN, GEMV_K], ids=lambda operator: operator.name)
+@pytest.mark.parametrize("place", range(7))
+def test_gemv(operator: Operator, place: int) -> None:
+    _agrees(operator, dataclasses.replace(operator.cases[place], dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps_empty", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_levels_of_gemm_k(keeps_empty: bool, dtype: torch.dtype) -> None:
+    # Ragged in rows, groups and width.
+    names = ("num_rows", "num_groups", "group_size", "width", "block_m", "groups_per_block")
+    sizes = dict(zip(names, (200, 5, 72, 136, 128, 5), strict=True))
+    case = Case(sizes=sizes, dtype=dtype, active=0.4, options={"keeps_empty": keeps_empty, "biased": True})
+    for tile in (CuteTile(1, 2), CuteTile(2, 3)):
+        _agrees(GEMM_K, case, tile=tile)
+
+
+def _agrees(operator: Operator, case: Case, **options: Any) -> None:
+    if operator.supports("cute", CPU, case) is not None:
+        pytest.skip(str(operator.supports("cute", CPU, case)))
+    arguments = operator.build(case, CPU)
+    got = operator.backends["cute"].run(**arguments, **options)
+    assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
