@@ -1,8 +1,13 @@
 """`generate` and direct calls of an optimised model: the tokens and logits of the masked one, through the engine."""
 
 import copy
+import dataclasses
 import gc
+import math
+import threading
 import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +16,6 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError
-from wide.inference import engine as engine_module
 from wide.inference import visible_keys
 from wide.inference.decoder import Decoder
 from wide.inference.engine import Engine, EngineCache
@@ -24,7 +28,13 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
+# Its routers read what the engine's cannot: the layers' own modules run.
+BY_LAYERS = "llama by layers"
+
+
 def routed(family="llama", **changes):
+    if family == BY_LAYERS:
+        return attach(stirred(make("llama")), dataclasses.replace(CONFIG, router_input="layer_input"))
     return attach(stirred(make(family, **(STRAIGHT.get(family, {}) | changes))), CONFIG)
 
 
@@ -38,20 +48,21 @@ def padded(ids):
     return {"attention_mask": mask}
 
 
-def asked(model, ids):
+def asked(model, ids, *, in_every_way=True):
     """Return what `generate` gives for many ways to ask."""
     torch.manual_seed(0)
     found = [model.generate(ids, **GREEDY), model.generate(ids, **padded(ids), **GREEDY)]
-    found.append(model.generate(ids[:1, :1], **GREEDY))
     found.append(model.generate(ids, **(GREEDY | {"cache_implementation": "static"})))
-    found.append(model.generate(ids, **(GREEDY | {"use_cache": False})))
-    found.append(model.generate(ids, **(GREEDY | {"do_sample": True, "top_k": 5, "temperature": 0.7})))
-    found.append(model.generate(ids, **(GREEDY | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2})))
-    found.append(model.generate(ids, **(GREEDY | {"num_return_sequences": 2, "do_sample": True})))
-    found.append(model.generate(ids, **padded(ids), **(GREEDY | {"eos_token_id": int(found[1][0, -3])})))
-    found.append(model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY))
-    found.append(model.generate(ids, **(GREEDY | {"num_beams": 3})))
-    found.append(model.generate(ids, **(GREEDY | {"prompt_lookup_num_tokens": 2}))) if len(ids) == 1 else None
+    if in_every_way:
+        found.append(model.generate(ids[:1, :1], **GREEDY))
+        found.append(model.generate(ids, **(GREEDY | {"use_cache": False})))
+        found.append(model.generate(ids, **(GREEDY | {"do_sample": True, "top_k": 5, "temperature": 0.7})))
+        found.append(model.generate(ids, **(GREEDY | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2})))
+        found.append(model.generate(ids, **(GREEDY | {"num_return_sequences": 2, "do_sample": True})))
+        found.append(model.generate(ids, **padded(ids), **(GREEDY | {"eos_token_id": int(found[1][0, -3])})))
+        found.append(model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY))
+        found.append(model.generate(ids, **(GREEDY | {"num_beams": 3})))
+        found.append(model.generate(ids, **(GREEDY | {"prompt_lookup_num_tokens": 2}))) if len(ids) == 1 else None
     scored = model.generate(ids, **GREEDY, return_dict_in_generate=True, output_scores=True, output_logits=True)
     runs = attachment(model).fused and engine_of(model).why_not is None
     assert (getattr(scored.past_key_values, "slot", None) is not None) == runs
@@ -62,16 +73,18 @@ def asked(model, ids):
 
 @pytest.mark.parametrize(
     ("family", "batch"),
-    [*((family, 2) for family in [*STRAIGHT, "cohere2"]), ("llama", 1), ("mistral", 1), ("cohere2", 1)],
+    [*((family, 2) for family in [*STRAIGHT, BY_LAYERS]), ("llama", 1), ("mistral", 1), (BY_LAYERS, 1)],
 )
 def test_generate_gives_the_masked_models_tokens(family, batch):
     model, ids = routed(family), tokens(batch, 12)
-    wanted, scores = asked(model, ids)
+    # What differs between families is in the layers; how they are asked is the same code.
+    ways = {"in_every_way": family in ("llama", "mistral", "gemma3_text", BY_LAYERS)}
+    wanted, scores = asked(model, ids, **ways)
     optimize(model, backend="torch")
     assert (engine_of(model).why_not is None) == (family in STRAIGHT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, found_scores = asked(model, ids)
+        found, found_scores = asked(model, ids, **ways)
     assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
     torch.testing.assert_close(found_scores, scores, **CLOSE)
     deoptimize(model)
@@ -287,6 +300,107 @@ def test_a_second_turn_under_another_mask(second, reads, monkeypatch):
         assert turns(model, ids, second).tolist() == wanted
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_turns_behind_left_padding_stay_in_the_engine(family):
+    model, ids = routed(family), tokens(3, 12)
+    mask = torch.ones(3, 60, dtype=torch.long)
+    mask[0, :4], mask[2, :7] = 0, 0
+
+    def talk():
+        cache, found, text = None, [], ids
+        for more in (3, 1, 5):
+            out = model.generate(
+                text,
+                attention_mask=mask[:, : text.shape[1]],
+                past_key_values=cache,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **GREEDY,
+            )
+            cache = out.past_key_values
+            found += out.logits
+            text = torch.cat([out.sequences, tokens(3, more, seed=more)], 1)
+        length = text.shape[1]
+        with torch.no_grad():
+            given = {"attention_mask": mask[:, :length], "past_key_values": cache}
+            places = (mask[:, :length].cumsum(-1) - 1).clamp(min=0)[:, -6:]
+            # The last token of the text and those behind it.
+            out = model(text[:, -6:], position_ids=places, **given)
+        return cache, torch.stack([*found, *out.logits.unbind(1)])
+
+    wanted = talk()[1]
+    optimize(model, backend="torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cache, found = talk()
+    assert cache.slot is not None
+    torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+class Met(StoppingCriteria):
+    """Says that a text has begun, and waits once for another moment."""
+
+    def __init__(self, here, there):
+        self.here, self.there = here, there
+
+    def __call__(self, ids, scores, **kwargs):
+        self.here.set()
+        assert self.there.wait(30)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def test_trust_ends_with_generate_in_each_thread():
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    wanted = model.generate(ids, **GREEDY).tolist()
+    first, second, ended = (threading.Event() for _ in range(3))
+
+    def ask(here, there):
+        kinds = {"return_dict_in_generate": True, "stopping_criteria": [Met(here, there)]}
+        return model.generate(ids, **GREEDY, **kinds)
+
+    # The second begins within the first and ends after it.
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(ask, first, second)
+        assert first.wait(30)
+        late = pool.submit(ask, second, ended)
+        out = early.result()
+        ended.set()
+        assert out.sequences.tolist() == late.result().sequences.tolist() == wanted
+    mask = torch.ones(1, 18, dtype=torch.long)
+    mask[0, 3] = 0
+    with torch.no_grad():
+        cache = out.past_key_values
+        assert model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits.isnan().all()
+
+
+@pytest.mark.parametrize("family", ["llama", BY_LAYERS])
+def test_threads_take_turns(family):
+    model = routed(family)
+    asked = [tokens(1, length, seed=length) for length in (5, 9, 12, 20)] * 2
+    wanted = [model.generate(ids, **GREEDY).tolist() for ids in asked]
+    optimize(model, backend="torch")
+    with ThreadPoolExecutor(4) as pool:
+        assert [each.tolist() for each in pool.map(lambda ids: model.generate(ids, **GREEDY), asked)] == wanted
+
+
+def test_kept_memory_is_given_up_before_a_call_fails(monkeypatch):
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    wanted = model.generate(ids, **GREEDY).tolist()
+    gc.collect()
+    kept = weakref.ref(engine_of(model)._slots[0])
+    make, calls = Decoder.new_cache, []
+
+    def failing(self, *given):
+        calls.append(kept() is None)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return make(self, *given)
+
+    monkeypatch.setattr(Decoder, "new_cache", failing)
+    assert model.generate(ids.expand(2, -1), **GREEDY).tolist() == wanted * 2
+    assert calls == [False, True]
+
+
 def test_trust_ends_with_generate():
     model, ids = routed(), tokens(2, 12)
     places = torch.arange(12)[None].expand(2, 12) * 2
@@ -370,8 +484,95 @@ def test_much_room_is_asked_for_and_little_is_taken():
 
 def test_much_memory_is_not_kept(monkeypatch):
     model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
-    monkeypatch.setattr(engine_module, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(engine_of(model), "_most_kept", 1)
     wanted = model.generate(ids, **GREEDY).tolist()
     gc.collect()
     assert engine_of(model)._slots == []
     assert model.generate(ids, **GREEDY).tolist() == wanted
+
+
+def test_nothing_to_skip_runs_no_router(monkeypatch):
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    with bypass(model):
+        wanted = model.generate(ids, **GREEDY).tolist()
+    for router in attachment(model).routers():
+        router.threshold = -math.inf
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a router ran")
+
+    for name in ("route", "norm_route"):
+        monkeypatch.setattr(f"wide.inference.decoder.{name}", refuse)
+    assert model.generate(ids, **GREEDY).tolist() == wanted
+
+
+def test_first_layers_alone_and_then_all_again():
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    wanted = model(ids).logits
+    with engine_of(model).shortened(1):
+        assert not torch.allclose(model(ids).logits, wanted)
+        model.generate(ids, **GREEDY)
+    assert torch.equal(model(ids).logits, wanted)
+
+
+def thresholds(model, value):
+    for router in attachment(model).routers():
+        router.threshold = value
+
+
+class Change(StoppingCriteria):
+    """Moves thresholds after some tokens."""
+
+    def __init__(self, model, values):
+        self.model, self.values = model, list(values)
+
+    def __call__(self, ids, scores, **kwargs):
+        thresholds(self.model, self.values.pop(0))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def test_thresholds_count_from_the_next_step_on():
+    model, ids = routed(), tokens(2, 12)
+    values = [0.2, -math.inf, -math.inf, 0.4, math.inf, 0.0]
+
+    def asked():
+        thresholds(model, 0.0)
+        kinds = {"output_logits": True, "return_dict_in_generate": True}
+        out = model.generate(ids, **GREEDY, **kinds, stopping_criteria=[Change(model, values)])
+        thresholds(model, 0.3)
+        # All but one token are cached: this turn begins with a step.
+        again = model.generate(out.sequences, past_key_values=out.past_key_values, **GREEDY, **kinds)
+        found = [*out.logits, *again.logits]
+        cache = again.past_key_values
+        with torch.no_grad():
+            for value in (1e9, -0.2, -math.inf):
+                thresholds(model, value)
+                found.append(model(ids[:, :1], past_key_values=cache).logits[:, -1])
+        return torch.stack(found)
+
+    wanted = asked()
+    assert len({tuple(each.flatten().tolist()) for each in wanted}) == len(wanted)
+    optimize(model, backend="torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.testing.assert_close(asked(), wanted, **CLOSE)
+
+
+def test_a_threshold_moves_in_the_memory_that_graphs_read():
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    engine = engine_of(model)
+    out = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    decoder, slot, step = engine.decoder, out.past_key_values.slot, dict(out.past_key_values.slot._steps)
+    memory = [part.router.weights.offset for layer in decoder.layers for part in (layer.attention, layer.ffn)]
+    before = [part.clone() for part in memory]
+    thresholds(model, 0.5)
+    model(ids[:, :1], past_key_values=out.past_key_values)
+    assert engine.decoder is decoder
+    assert slot._steps == step
+    for now, old, layer in zip(memory[1::2], before[1::2], decoder.layers, strict=True):
+        torch.testing.assert_close(now, old - 0.5)
+        assert layer.ffn.router.weights.offset is now
+    # Another set of kernels runs where nothing is skipped.
+    thresholds(model, -math.inf)
+    model(ids[:, :1], past_key_values=out.past_key_values)
+    assert slot._steps[True] is not step[True]

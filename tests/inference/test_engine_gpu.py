@@ -23,7 +23,7 @@ SIZES = {
     "head_dim": 64,
     "max_position_embeddings": 16384,
 }
-TABLE = OperatorTable(query=5, attention=5, output=5, gate_up=5, down=5)
+TABLE = OperatorTable.fixed(query=5, attention=5, output=5, gate_up=5, down=5)
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -107,3 +107,25 @@ def test_two_streams():
     for turn in range(6):
         with torch.cuda.stream(streams[turn % 2]):
             assert model.generate(ids, max_new_tokens=20, **OPTIONS).tolist() == wanted
+
+
+def test_captured_steps_and_prompts_follow_thresholds(monkeypatch):
+    model, ids = routed(), tokens(1, 30).cuda()
+
+    def asked():
+        found = []
+        for value in (0.0, 0.4, float("-inf"), -0.3, 1e9, 0.1):
+            for router in attachment(model).routers():
+                router.threshold = value
+            # The second prompt of a length is a graph, too.
+            out = model.generate(ids, max_new_tokens=4, output_logits=True, return_dict_in_generate=True, **OPTIONS)
+            found += out.logits
+            for router in attachment(model).routers():
+                router.threshold = value + 0.2
+            with torch.no_grad():
+                found.append(model(ids[:, :1], past_key_values=out.past_key_values).logits[:, -1])
+        return torch.stack(found).float()
+
+    with_graphs = asked()
+    without_graphs(monkeypatch)
+    torch.testing.assert_close(with_graphs, asked(), atol=0.05, rtol=0.05)

@@ -16,7 +16,7 @@ from wide.models.observe import bypass, capture_routing, force_routing
 
 CONFIG = WideConfig(ffn_group_size=16)
 # Small enough that twelve tokens take the gathered operators and six the dense product.
-SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 WITHOUT_KERNEL = {"apertus"}
 
 
@@ -33,7 +33,9 @@ def test_fused_layers_give_the_masked_outputs(family):
     with torch.no_grad(), force_routing(model, routing):
         torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
     with torch.no_grad(), bypass(model):
-        assert torch.equal(model(ids).logits, dense)
+        # LayerNorms are the library's, which rounds elsewhere.
+        allowed = {"atol": 1e-6, "rtol": 0.0} if family == "cohere2" else {"atol": 0.0, "rtol": 0.0}
+        torch.testing.assert_close(model(ids).logits, dense, **allowed)
     for cache in ("dynamic", "static"):
         with force_routing(model, steps):
             found = model.generate(

@@ -13,7 +13,7 @@ from wide.routing import LayerRouting
 
 PROMPT, STEPS = 9, 3
 # The prompt takes the gathered operators; steps take those for few tokens, and attention over the cache skips.
-TABLE = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+TABLE = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 
 
 def test_steps_over_a_static_cache_compile_as_one_graph():

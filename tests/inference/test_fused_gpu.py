@@ -25,7 +25,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 # Skips from few tokens on; decode steps and caches skip, too.
-TABLE = OperatorTable(query=5, attention=5, output=5, gate_up=5, down=5)
+TABLE = OperatorTable.fixed(query=5, attention=5, output=5, gate_up=5, down=5)
 CONFIG = WideConfig(ffn_group_size=64, router_rank=16)
 BATCH, LENGTH, STEPS = 2, 200, 4
 PADDING = {"none": [], "left": [(0, 0, 70)], "right": [(1, 150, LENGTH)], "hole": [(0, 30, 60), (1, 0, 9)]}

@@ -10,8 +10,10 @@ import torch
 
 from wide.errors import ConfigError
 from wide.inference import measured
-from wide.inference.measured import LayerSizes, dense_table, gemm_case, gemv_case, measured_table
+from wide.inference.layer_sizes import LayerSizes, operator_case
+from wide.inference.measured import dense_table, measured_table
 from wide.inference.operator_table import DENSE, OPERATORS, OperatorTable
+from wide.kernels.contract import Case
 from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
 
 CPU = torch.device("cpu")
@@ -24,9 +26,12 @@ LLAMA = LayerSizes(
     ffn_width=14336,
     ffn_groups=112,
     is_gated=True,
-    is_stacked=True,
 )
 SPARSE = Choice(backend="triton", tile=(128, 64, 4, 8, 1, 2), block_m=128)
+
+
+def gemm_case(name: Any, sizes: LayerSizes, rows: int, active: float) -> Case:
+    return operator_case(name, sizes, rows, active)[1]
 
 
 @pytest.fixture
@@ -42,10 +47,10 @@ def _table(tuning: TuningTable, executed: tuple[float, float] = (0.5, 0.5), **ch
 def _measured(tmp_path: Path) -> TuningTable:
     tuning = TuningTable(tmp_path / "tuning.json")
     gate_up, down = (gemm_case(name, LLAMA, 4096, 0.5) for name in ("gate_up", "down"))
-    one = gemv_case("down", LLAMA, 1, 0.5)
-    tuning.store(tuning_key("gemm_mn", CPU, gate_up), SPARSE)
-    tuning.store(tuning_key("gemm_k", CPU, down), Choice(backend="dense"))
-    tuning.store(tuning_key("gemv_k", CPU, one), Choice(backend="triton", tile=(4, 1024, 2)))
+    one = gemm_case("down", LLAMA, 1, 0.5)
+    tuning.store({tuning_key("gemm_mn", CPU, gate_up): SPARSE})
+    tuning.store({tuning_key("gemm_k", CPU, down): Choice(backend="dense")})
+    tuning.store({tuning_key("gemv_k", CPU, one): Choice(backend="triton", tile=(4, 1024, 2))})
     return tuning
 
 
@@ -65,7 +70,7 @@ def test_rates_decide(tmp_path: Path) -> None:
     for share in (0.7, 1.0):
         assert _table(tuning, (0.5, share)).how("gate_up", 4096) == "dense"
     known = dataclasses.replace(SPARSE, median_us=3.0, dense_us=5.0)
-    tuning.store(tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5)), known)
+    tuning.store({tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5)): known})
     assert [_table(tuning, (0.5, share)).how("gate_up", 4096) for share in (0.7, 0.8, 1.0)] == [
         "many",
         "many",
@@ -83,7 +88,6 @@ def test_similar_models_share_measurements_and_other_groups_do_not(tmp_path: Pat
     assert _table(tuning, ffn_width=12288, ffn_groups=96).how("gate_up", 4096) == "many"
     assert _table(tuning, hidden_size=1024).how("gate_up", 4096) == "dense"
     assert _table(tuning, ffn_groups=224).how("gate_up", 4096) == "dense"
-    assert _table(tuning, is_stacked=False).how("gate_up", 4096) == "dense"
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -91,7 +95,7 @@ def test_a_clear_win_carries_over_to_groups_twice_as_large_and_no_other(tmp_path
     tuning = _measured(tmp_path)
     key = tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5))
     for median_us, how in ((7.0, "many"), (9.0, "dense")):
-        tuning.store(key, dataclasses.replace(SPARSE, median_us=median_us, dense_us=10.0))
+        tuning.store({key: dataclasses.replace(SPARSE, median_us=median_us, dense_us=10.0)})
         assert _table(tuning).how("gate_up", 4096) == "many"
         assert _table(tuning, ffn_groups=56).how("gate_up", 4096) == how
         assert _table(tuning, ffn_width=12288, ffn_groups=48).how("gate_up", 4096) == how
@@ -106,7 +110,7 @@ def _with_clusters(tmp_path: Path, **changes: Any) -> OperatorTable:
     """Return the table of a layer for which the kernel in CUDA C++ was measured as the fastest."""
     tuning, sizes = TuningTable(tmp_path / "tuning.json"), dataclasses.replace(LLAMA, **changes)
     for name in ("gate_up", "query"):
-        tuning.store(tuning_key("gemm_mn", CPU, gemm_case(name, sizes, 4096, 0.5)), CLUSTER)
+        tuning.store({tuning_key("gemm_mn", CPU, gemm_case(name, sizes, 4096, 0.5)): CLUSTER})
     return _table(tuning, **changes)
 
 
@@ -119,7 +123,7 @@ def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(
     assert table.choice("gate_up", 4096) == table.choice("query", 4096) == CLUSTER
     # Groups of 64 channels, of a gated product, and of 128 of one that is not.
     smaller = _with_clusters(tmp_path, ffn_groups=224, attention_groups=32)
-    plain = _with_clusters(tmp_path, is_gated=False, is_stacked=False)
+    plain = _with_clusters(tmp_path, is_gated=False)
     triton = Choice(backend="triton")
     assert smaller.choice("gate_up", 4096) == smaller.choice("query", 4096) == plain.choice("gate_up", 4096) == triton
     assert plain.choice("query", 4096) == CLUSTER
@@ -140,7 +144,7 @@ def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
         sizes = {"hidden_size": hidden, "attention_groups": groups}
         tuning = TuningTable(tmp_path / f"{hidden}-{groups}.json")
         case = gemm_case("output", dataclasses.replace(LLAMA, **sizes), 4096, 0.5)
-        tuning.store(tuning_key("gemm_k", CPU, case), stored)
+        tuning.store({tuning_key("gemm_k", CPU, case): stored})
         found = _table(tuning, **sizes).choice("output", 4096)
         assert dataclasses.replace(found, block_m=wanted.block_m) == wanted
 
@@ -155,7 +159,7 @@ def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_
     def chosen(**sizes: int) -> Choice:
         tuning = TuningTable(tmp_path / f"{len(list(tmp_path.iterdir()))}.json")
         case = gemm_case("down", dataclasses.replace(LLAMA, **sizes), 4096, 0.5)
-        tuning.store(tuning_key("gemm_k", CPU, case), rows)
+        tuning.store({tuning_key("gemm_k", CPU, case): rows})
         return _table(tuning, **sizes).choice("down", 4096)
 
     assert chosen() == rows
@@ -177,7 +181,7 @@ def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monk
         backend="cuda", tile=(128, 256), block_m=128, groups_per_block=112, median_us=102.0, dense_us=100.0,
         left_to_tiles=0.97,
     )  # fmt: skip
-    tuning.store(tuning_key("gemm_k_rows", CPU, gemm_case("down", LLAMA, 4096, 0.5)), rows)
+    tuning.store({tuning_key("gemm_k_rows", CPU, gemm_case("down", LLAMA, 4096, 0.5)): rows})
 
     def at(left: float | None, num_rows: int = 4096, *, active: float = 0.5, **sizes: int) -> str:
         layer = dataclasses.replace(LLAMA, **sizes)
@@ -186,14 +190,14 @@ def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monk
 
     # Of the down product alone; other products along K have their own measurements.
     o_rows = gemm_case("output", dataclasses.replace(LLAMA, attention_groups=32), 4096, 0.5)
-    tuning.store(tuning_key("gemm_k_rows", CPU, o_rows), dataclasses.replace(rows, groups_per_block=32))
+    tuning.store({tuning_key("gemm_k_rows", CPU, o_rows): dataclasses.replace(rows, groups_per_block=32)})
     split = dataclasses.replace(LLAMA, attention_groups=32)
     both = measured_table(split, device=CPU, dtype=torch.bfloat16, left=0.5, tuning=tuning)
     assert (both.choice("down", 4096).backend, both.choice("output", 4096).backend) == ("cuda", "dense")
     assert at(None) == at(1.0) == at(0.91) == "dense"
     assert at(0.89) == at(0.0) == at(0.89, 16384) == "cuda"
     # A choice that won under the measured masks must pay under these, too.
-    tuning.store(tuning_key("gemm_k", CPU, gemm_case("down", LLAMA, 4096, 0.5)), rows)
+    tuning.store({tuning_key("gemm_k", CPU, gemm_case("down", LLAMA, 4096, 0.5)): rows})
     assert at(None) == at(0.89) == "cuda"
     assert at(0.91) == "dense"
     # However many pairs execute: what is left to tiles decides.
@@ -211,8 +215,8 @@ def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "native_obstacle", lambda: None)
-    # The general kernel's stages of 256 rows do not fit into shared memory.
-    assert _with_clusters(tmp_path, hidden_size=960).choice("gate_up", 4096) == Choice(backend="triton")
+    # No whole number of steps of 64; the general kernel's stages of 256 rows do not fit into shared memory.
+    assert _with_clusters(tmp_path, hidden_size=992).choice("gate_up", 4096) == Choice(backend="triton")
     # Groups of 160 channels: no multiple of 64, which all of them want.
     sizes = {"ffn_width": 160 * 90, "ffn_groups": 90}
     assert _with_clusters(tmp_path, **sizes).choice("gate_up", 4096) == Choice(backend="triton")
@@ -249,9 +253,7 @@ def test_devices_without_triton_run_dense(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_shipped_measurements_serve_llama(tmp_path: Path) -> None:
     tuning = TuningTable(shipped_path("NVIDIA H200"))
     keyed = TuningTable(tmp_path / "tuning.json")
-    keyed.store_all(
-        {f"{tuning_key('x', CPU, _any_case()).split(' | x')[0]} | {k}": c for k, c in tuning._choices.items()}
-    )
+    keyed.store({f"{tuning_key('x', CPU, _any_case()).split(' | x')[0]} | {k}": c for k, c in tuning._choices.items()})
     table = _table(keyed)
     assert [table.how(name, 16384) for name in ("query", "gate_up", "attention")] == ["many"] * 3
     assert [table.how(name, 1) for name in ("query", "gate_up", "output", "down")] == ["few"] * 4
@@ -259,8 +261,7 @@ def test_the_shipped_measurements_serve_llama(tmp_path: Path) -> None:
     assert [table.how(name, 2) for name in few] == ["few", "few", "dense", "dense"]
     assert all(table.how(name, rows) == "dense" for name in few for rows in (3, 4))
     assert table.how("output", 4096) == "many"
-    for stacked in (table, _table(keyed, is_stacked=False)):
-        assert all(stacked.how("gate_up", rows) == "many" for rows in (1024, 2048, 4096, 16384))
+    assert all(table.how("gate_up", rows) == "many" for rows in (1024, 2048, 4096, 16384))
     coarse = _table(keyed, ffn_groups=56)
     assert [coarse.how(name, 1) for name in few] == ["few"] * 4
     assert [coarse.how(name, 2) for name in few] == ["few", "few", "dense", "few"]
@@ -281,22 +282,16 @@ def test_attention_over_a_cache_skips_only_where_that_was_measured(tmp_path: Pat
     assert not TuningTable(tmp_path / "none.json").knows(CPU)
 
 
-def _any_case() -> measured.Case:
+def _any_case() -> Case:
     return gemm_case("down", LLAMA, 1, 0.5)
 
 
-def test_one_operator_can_be_made_dense_for_few_rows_or_for_many() -> None:
-    ruled = OperatorTable(
-        rules=(
-            (
-                "down",
-                ((1, Choice(backend="triton")), (5, Choice(backend="triton"))),
-            ),
-        )
-    )
-    plain = OperatorTable(down=5)
-    for table in (ruled, plain):
-        assert [table.without("down", few=True).how("down", rows) for rows in (1, 4, 5)] == ["dense", "dense", "many"]
-        assert [table.without("down", few=False).how("down", rows) for rows in (1, 5, 999)] == ["few", "dense", "dense"]
+def test_tables_without_measurements_skip_from_fixed_numbers_of_rows_on() -> None:
+    table = OperatorTable.fixed(query=512, down=5, output=None, few=("down", "gate_up"))
+    assert [table.how("down", rows) for rows in (1, 4, 5)] == ["few", "few", "many"]
+    assert [table.how("gate_up", rows) for rows in (1, 4, 5, 511, 512)] == ["few", "few", "dense", "dense", "many"]
+    assert [table.how("query", rows) for rows in (1, 5, 512)] == ["dense", "dense", "many"]
+    assert [table.how("output", rows) for rows in (1, 999)] == ["dense", "dense"]
+    assert [table.how("attention", rows) for rows in (1, 255, 256)] == ["dense", "dense", "many"]
     with pytest.raises(ConfigError, match="names"):
-        OperatorTable(few=("gate",))
+        OperatorTable.fixed(few=("gate",))

@@ -19,13 +19,13 @@ from wide.inference.fused_router import FusedRouter
 from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import deoptimize, optimize
 from wide.kernels.device import DeviceFacts
-from wide.kernels.reorder_rows import left_to_tiles
+from wide.kernels.reorder import left_to_tiles
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.plan import Dense
 
 CONFIG = WideConfig(ffn_group_size=16)
-SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 
 
 def refused(model, error, match, **options):
@@ -96,16 +96,15 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     model = attach(make("llama"), CONFIG)
     match = "layer 0: attention: backend 'triton' cannot run on cpu: .*choose backend='torch' or 'auto'"
     refused(model, UnsupportedBackendError, match, backend="triton")
-    refused(model, UnsupportedBackendError, match, table=OperatorTable())
+    refused(model, UnsupportedBackendError, match, table=OperatorTable.fixed())
 
 
 def test_groups_that_the_kernels_do_not_take_are_refused(monkeypatch):
-    monkeypatch.setattr(optimize_checks, "triton_obstacle", lambda device, dtype: None)
-    monkeypatch.setattr(optimize_checks, "interprets_triton", lambda: True)
+    monkeypatch.setattr(optimize_checks, "half_obstacle", lambda device, dtype: None)
     model = attach(make("llama"), WideConfig(ffn_group_size=8))
-    match = "layer 0: gate_up: groups of 8 channels .* wants multiples of 16"
+    match = "layer 0: gate_up: the Triton backend wants groups that 16 divides .*, got groups of 8 channels"
     refused(model, UnsupportedBackendError, match, backend="triton")
-    few_only = OperatorTable(query=None, output=None, gate_up=None)
+    few_only = OperatorTable.fixed(query=None, output=None, gate_up=None)
     assert attachment(optimize(model, table=few_only)).fused
     model = attach(make("llama"), CONFIG)
     assert attachment(optimize(model, backend="triton")).fused
@@ -144,7 +143,7 @@ def test_auto_measures_what_nothing_is_known_of_or_says_so(monkeypatch, tmp_path
     on_gpu = SimpleNamespace(device=gpu, dtype=torch.bfloat16, is_cuda=True)
     monkeypatch.setattr(optimize_module, "_weight", lambda state: on_gpu)
     asked = []
-    monkeypatch.setattr(optimize_module, "tune_model", lambda model, **named: asked.append(named))
+    monkeypatch.setattr(optimize_module, "tune_layers", lambda layers, **named: asked.append(named))
     with pytest.warns(UserWarning, match="no operator that skips is faster"):
         deoptimize(optimize(model, executed=(0.34, 0.5)))
     assert [(each["executed"], each["seconds"]) for each in asked] == [((0.34, 0.5), 90.0)]

@@ -13,16 +13,16 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from wide.config import WideConfig
-from wide.inference import paged
+from wide.inference import engine, paged
 from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import deoptimize, optimize
 from wide.inference.paged import attend_paged
 from wide.inference.visible_keys import VisibleKeys
-from wide.models.attach import attach
+from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 
 CONFIG = WideConfig(ffn_group_size=16)
-SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 # The name of the size of a page has changed.
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 # The kernels run in Triton's interpreter.
@@ -116,6 +116,46 @@ def test_requests_come_and_go():
             elif not names:
                 pytest.fail(f"no answer; {len(found)} of {len(requests)} are here")
     assert found == wanted
+
+
+def _set(model, threshold):
+    for router in attachment(model).routers():
+        router.threshold = threshold
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_thresholds_count_from_the_next_batch_on(keeps):
+    model, values = attach(make("llama"), CONFIG), (0.0, 0.3, -0.3, 0.0)
+    wanted = []
+    for value in values:
+        _set(model, value)
+        wanted.append([_alone(model, prompt) for prompt in PROMPTS])
+    assert wanted[0] != wanted[1] != wanted[2]
+    optimize(model, table=SMALL)
+    managers = []
+    for value, tokens_wanted in zip(values, wanted, strict=True):
+        _set(model, value)
+        asked = {"generation_config": _greedy(), "continuous_batching_config": _settings(), "persistent_manager": keeps}
+        for _ in range(2):
+            found = model.generate_batch(PROMPTS, **asked)
+            managers.append(getattr(model, "_cached_continuous_batching_manager", None))
+            assert [output.generated_tokens for output in found.values()] == tokens_wanted
+    # One that is kept serves as long as nothing changes.
+    assert all(first is second for first, second in zip(managers[::2], managers[1::2], strict=True))
+    assert len(set(map(id, managers))) == (len(values) if keeps else 1)
+
+
+def test_a_capture_decides_as_the_step_before_it(monkeypatch):
+    model = attach(make("llama"), CONFIG)
+    _set(model, 0.3)
+    wanted = [_alone(model, prompt) for prompt in PROMPTS]
+    _set(model, 0.0)
+    optimize(model, table=SMALL)
+    _set(model, 0.3)
+    calls = []
+    # transformers runs a step once before it captures it.
+    monkeypatch.setattr(engine, "is_being_recorded", lambda ids: len(calls) > 1 or calls.append(ids))
+    assert _batch(model) == wanted
 
 
 class _OnDevice(TorchDispatchMode):

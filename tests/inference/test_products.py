@@ -13,7 +13,7 @@ from wide.kernels.tuning import Choice
 ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32
 CHOICES = [
     (Choice(backend="cuda", tile=(256, 256), block_m=256), "cuda", (256, 256), 256),
-    (Choice(backend="triton", tile=(64, 64, 4, 4, 2, 2), block_m=64), "torch", (64, 64, 4, 4, 2, 2), 64),
+    (Choice(backend="triton", tile=(64, 64, 4, 4, 2, 2), block_m=64), "triton", (64, 64, 4, 4, 2, 2), 64),
     (Choice(backend="cuda"), "cuda", (), 128),
 ]
 
@@ -38,9 +38,7 @@ def test_choices_reach_the_products_over_output_groups(
 ) -> None:
     x, gate, up = (torch.randn(rows, DEPTH) for rows in (ROWS, GROUPS * SIZE, GROUPS * SIZE))
     mask = torch.rand(ROWS, GROUPS) < 0.5
-    table = OperatorTable(backend="torch")
-    for name in ("query", "gate_up"):
-        table = table.with_rules(name, ((1, choice),))
+    table = OperatorTable(backend="torch", rules=tuple((name, ((1, choice),)) for name in ("query", "gate_up")))
     project_queries(x, gate, None, mask, table)
     gated_product(x, GatedWeights(gate, up, None, None, "silu"), mask, table)
     assert asked == [(backend, tile, block_m)] * 2
@@ -50,7 +48,7 @@ def test_choices_reach_the_products_over_output_groups(
     ("choice", "backend", "tile"),
     [
         (Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8), "cuda", (128, 256)),
-        (Choice(backend="triton", tile=(64, 64, 3, 4), block_m=64), "torch", (64, 64, 3, 4)),
+        (Choice(backend="triton", tile=(64, 64, 3, 4), block_m=64), "triton", (64, 64, 3, 4)),
         (Choice(backend="cuda"), "cuda", ()),
     ],
 )
@@ -65,7 +63,7 @@ def test_choices_reach_the_products_over_input_groups(
 
     monkeypatch.setattr(products, "gemm_k", noted)
     h, weight = torch.randn(ROWS, GROUPS * SIZE), torch.randn(DEPTH, GROUPS * SIZE)
-    table = OperatorTable(backend="torch").with_rules("output", ((1, choice),))
+    table = OperatorTable(backend="torch", rules=(("output", ((1, choice),)),))
     sum_groups("output", h, weight, None, torch.rand(ROWS, GROUPS) < 0.5, table)
     assert found == [(backend, tile, choice.block_m or 128, True)]
 
@@ -86,10 +84,7 @@ def test_more_groups_than_patterns_hold_go_by_rows_in_one_order(monkeypatch: pyt
     monkeypatch.setattr(products, "gemm_k_rows", noted)
     h, weight, mask = torch.randn(ROWS, 9 * SIZE), torch.randn(DEPTH, 9 * SIZE), torch.rand(ROWS, 9) < 0.5
     choice = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=9)
-    table = OperatorTable(backend="torch").with_many("down", choice)
-    assert table.how("down", ROWS) == "many"
-    # Few rows go as they did.
-    assert table.how("down", 1) == "few"
+    table = OperatorTable(backend="torch", rules=(("down", ((5, choice),)),))
     holes = torch.where(mask.repeat_interleave(SIZE, 1), h, float("nan"))
     got = sum_groups("down", holes, weight, None, mask, table)
     torch.testing.assert_close(got, torch.where(mask.repeat_interleave(SIZE, 1), h, 0.0) @ weight.t())

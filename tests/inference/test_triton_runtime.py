@@ -15,7 +15,7 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
 def _table(backend, attention):
-    return OperatorTable(backend=backend, query=5, attention=attention, output=5, gate_up=5, down=5, few=OPERATORS)
+    return OperatorTable.fixed(backend, query=5, attention=attention, output=5, gate_up=5, down=5, few=OPERATORS)
 
 
 # Norms of heads; a window, a soft cap and norms after the sublayers; half of a head turned, in neighbouring channels;

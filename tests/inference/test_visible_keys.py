@@ -16,7 +16,7 @@ from wide.models.gates import gate_of
 from wide.models.observe import capture_routing, force_routing
 
 CONFIG = WideConfig(ffn_group_size=16)
-SMALL = OperatorTable(backend="torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 BATCH, LENGTH = 2, 12
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 

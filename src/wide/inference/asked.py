@@ -63,7 +63,8 @@ def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
     if unknown:
         raise UnsupportedModelError(f"{where} asks its attention function for {unknown[0]}, which the engine ignores")
     is_turned = not torch.equal(query, plain)
-    forms = [form for form in (False, True) if _is_close(rotate(plain, cos, sin, interleaved=form), query)]
+    turned = {form: (paired(cos), paired(sin)) if form else (cos, sin) for form in (False, True)}
+    forms = [form for form in turned if _is_close(rotate(plain, *turned[form], interleaved=form), query)]
     if is_turned and not forms:
         raise UnsupportedModelError(f"{where} turns queries by their positions in a way that the engine does not know")
     scale = options.get("scaling")
@@ -106,6 +107,12 @@ def _call(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> tuple[Te
     if len(seen) != 1:
         raise UnsupportedModelError(f"{where} calls transformers' attention function {len(seen)} times, not once")
     return seen[0]
+
+
+def paired(angles: Tensor) -> Tensor:
+    """Return cosines or sines [..., r] of pairs twice over, the first halves first, also where neighbours are alike."""
+    pairs = angles.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2) if torch.equal(pairs[..., 0], pairs[..., 1]) else angles
 
 
 def _is_close(found: Tensor, wanted: Tensor) -> bool:

@@ -40,6 +40,11 @@ class KvCache:
         """Places of each sequence, T_max."""
         return self.k.shape[3]
 
+    def row(self, index: int) -> "KvCache":
+        """Return the part of one sequence, as views."""
+        only = slice(index, index + 1)
+        return KvCache(k=self.k[:, only], v=self.v[:, only], lengths=self.lengths[only], zeros=self.zeros[only])
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer as views [B, T_max, H_k, d]; a cache of one layer lends it to all."""
         place = index if self.k.shape[0] > 1 else 0

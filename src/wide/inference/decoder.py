@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import record_function
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.cache import KvCache
 from wide.inference.operator_table import OperatorTable
 from wide.inference.paged import PagedStep
 from wide.inference.products import GatedWeights, gated_product, sum_groups
-from wide.inference.projections import project_dense, project_routed
+from wide.inference.projections import project_routed
 from wide.inference.prompt_attention import attend_prompt
 from wide.inference.run import Run
 from wide.inference.stacking import unstack_linears
 from wide.inference.structure import read_ends, require_same_outputs
-from wide.inference.weights import AttentionWeights, FeedForwardWeights, Norm, Sublayer, read_layer
+from wide.inference.weights import (
+    AttentionWeights,
+    FeedForwardWeights,
+    RuntimeRouter,
+    Sublayer,
+    apply_norm,
+    read_layer,
+)
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import clear_skipped
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
-from wide.kernels.rms_norm import rms_norm
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import MAX_FEW_ROWS, norm_route, route
 
@@ -46,13 +50,18 @@ class _Pass:
     starts: Tensor
     past: int = 0
     ends: Tensor | None = None
+    _seen: Tensor | None = None
+
+    def seen(self) -> Tensor | None:
+        """Return which keys [T, past + T] each new place sees; None without a past, where it is plainly causal."""
+        if self.past and self._seen is None:
+            square = self.starts.new_ones(self.length, self.past + self.length, dtype=torch.bool)
+            self._seen = square.tril(self.past)
+        return self._seen
 
     def memory(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values of a layer, and where new ones go if not at their positions."""
         return self.cache.memory(index) if isinstance(self.cache, PagedStep) else (*self.cache.layer(index), None)
-
-    def part(self, name: str) -> AbstractContextManager[Any]:
-        return record_function(f"wide.{name}") if self.run.traced else nullcontext()
 
 
 class Decoder:
@@ -60,7 +69,7 @@ class Decoder:
 
     Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
     each, which their modules then view, so that memory does not double and the model keeps working. Routers are read
-    once: make a new Decoder after changing thresholds or weights.
+    once: call `follow` after changing thresholds, and make a new Decoder after changing weights.
 
     Args:
         model: A causal LM in evaluation mode, LoRA merged.
@@ -92,7 +101,7 @@ class Decoder:
         except UnsupportedModelError:
             self.unstack()
             raise
-        self.tables = tuple(tables or [OperatorTable()] * len(self.layers))
+        self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
         self.max_length = max_length
         if checked:
             try:
@@ -107,6 +116,13 @@ class Decoder:
             parts = [spec.attention.query, spec.attention.key, spec.attention.value]
             parts += [] if spec.ffn is None else [spec.ffn.gate, spec.ffn.up]
             unstack_linears([part for part in parts if isinstance(part, nn.Linear)])
+
+    def follow(self) -> None:
+        """Let all routers decide by the thresholds that the model's have now, in captured graphs, too."""
+        for layer in self.layers:
+            for router in (layer.attention.router, layer.ffn.router):
+                if router is not None:
+                    router.follow()
 
     @property
     def device(self) -> torch.device:
@@ -230,13 +246,19 @@ class Decoder:
             shared.table = shared.run.table or self.tables[index]
             forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
             residual, normed, attention_mask = self._enter(layer.attention, residual, addend, forced[0], shared)
-            addend = self._attention(layer.attention, index, normed, attention_mask, shared)
-            addend = self._leave(layer.attention, addend, shared)
-            residual, normed, ffn_mask = self._enter(layer.ffn, residual, addend, forced[1], shared)
+            attended = self._attention(layer.attention, index, normed, attention_mask, shared)
+            attended = self._leave(layer.attention, attended, shared)
+            if layer.parallel:
+                ffn_mask = self._decide(layer.ffn, residual, normed, forced[1], shared)
+                residual = residual + attended
+            else:
+                residual, normed, ffn_mask = self._enter(layer.ffn, residual, attended, forced[1], shared)
             addend = self._leave(layer.ffn, self._feed_forward(layer.ffn, normed, ffn_mask, shared), shared)
             if shared.run.record is not None:
                 router = layer.attention.router
-                own = None if attention_mask is None or router is None else attention_mask[:, : router.num_groups]
+                own = (
+                    None if attention_mask is None or router is None else attention_mask[:, : router.source.num_groups]
+                )
                 shared.run.record.append((own, ffn_mask))
         assert addend is not None
         return residual, addend
@@ -245,36 +267,37 @@ class Decoder:
         self, part: Sublayer, residual: Tensor, addend: Tensor | None, forced: Tensor | None, shared: _Pass
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add, norm and decide: return the stream, its norm, and the mask (None: everything executes)."""
-        backend, norm = shared.table.backend, part.norm
-        router = part.router if shared.run.routed else None
-        if router is not None and norm is not None and residual.shape[0] <= MAX_FEW_ROWS:
-            with shared.part("route"):
-                total, normed, mask = norm_route(
-                    residual,
-                    norm.weight,
-                    router.weights,
-                    threshold=router.threshold,
-                    reads_residual=router.reads_residual,
-                    addend=addend,
-                    eps=norm.eps,
-                    unit_offset=norm.unit_offset,
-                    backend=backend,
-                )
-        else:
-            with shared.part("norm"):
-                total, normed = _normed(norm, residual, addend, backend)
-            if router is None:
-                return total, normed, None
-            with shared.part("route"):
-                seen = total if router.reads_residual else normed
-                mask = route(seen, router.weights, threshold=router.threshold, backend=backend)
-        return total, normed, mask if forced is None else forced
+        backend, norm, router = shared.table.backend, part.norm, _deciding(part, forced, shared)
+        if router is not None and norm is not None and not norm.centered and residual.shape[0] <= MAX_FEW_ROWS:
+            total, normed, mask = norm_route(
+                residual,
+                norm.weight,
+                router.weights,
+                reads_residual=router.source.reads_residual,
+                addend=addend,
+                eps=norm.eps,
+                unit_offset=norm.unit_offset,
+                backend=backend,
+            )
+            return total, normed, mask if forced is None else forced
+        total, normed = apply_norm(norm, residual, addend, backend)
+        return total, normed, self._decide(part, total, normed, forced, shared)
+
+    def _decide(
+        self, part: Sublayer, total: Tensor, normed: Tensor, forced: Tensor | None, shared: _Pass
+    ) -> Tensor | None:
+        """Return the mask of a sublayer that reads a sum and its norm, None where nothing is skipped."""
+        router = _deciding(part, forced, shared)
+        if router is None:
+            return None
+        seen = total if router.source.reads_residual else normed
+        mask = route(seen, router.weights, backend=shared.table.backend)
+        return mask if forced is None else forced
 
     def _leave(self, part: Sublayer, out: Tensor, shared: _Pass) -> Tensor:
         """Return what a sublayer adds to the stream, given its output [M, D]."""
         if part.post_norm is not None:
-            with shared.part("norm"):
-                out = _normed(part.post_norm, out, None, shared.table.backend)[1]
+            out = apply_norm(part.post_norm, out, None, shared.table.backend)[1]
         return _times(out, part.multiplier)
 
     def _attention(
@@ -284,54 +307,49 @@ class Decoder:
         table, heads = shared.table, weights.num_query_heads
         order: Reordering | None = None
         q_norm, k_norm = weights.q_norm, weights.k_norm
-        with shared.part("query"):
-            if mask is None or weights.norms_width:
-                qkv = project_dense(x, weights)
-                q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
-            else:
-                q, kv, order = project_routed(x, weights, mask, table)
+        if mask is None or weights.norms_width:
+            qkv = functional.linear(x, weights.qkv, weights.qkv_bias)
+            q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
+        else:
+            q, kv, order = project_routed(x, weights, mask, table)
         keys, values = kv.chunk(2, 1)
         if weights.norms_width:
-            with shared.part("norm"):
-                q, keys = (_normed(*pair, None, table.backend)[1] for pair in ((q_norm, q), (k_norm, keys)))
+            q, keys = (apply_norm(*pair, None, table.backend)[1] for pair in ((q_norm, q), (k_norm, keys)))
             q_norm = k_norm = None
         shape = (shared.batch, shared.length)
         q, keys, values = (t.unflatten(1, (-1, weights.head_dim)).unflatten(0, shape) for t in (q, keys, values))
         k_cache, v_cache, places = shared.memory(index)
-        own = None if mask is None or weights.router is None else mask[:, : weights.router.num_groups]
-        with shared.part("rope"):
-            q = rope_to_cache(
-                q,
-                keys,
-                values,
-                weights.cos,
-                weights.sin,
-                shared.starts,
-                k_cache,
-                v_cache,
-                places=places,
-                # One token's skipped heads cost less than to look them up.
-                mask=own if shared.ends is None else None,
-                q_norm=None if q_norm is None else q_norm.weight,
-                k_norm=None if k_norm is None else k_norm.weight,
-                eps=1e-6 if q_norm is None else q_norm.eps,
-                unit_offset=q_norm is not None and q_norm.unit_offset,
-                interleaved=weights.asked.interleaved,
-                backend=table.backend,
-            )
-        with shared.part("attention"):
-            if isinstance(shared.cache, PagedStep):
-                needs_zeros = own is not None and table.how("output", own.shape[0]) == "dense"
-                options: dict[str, Any] = {"scale": weights.asked.scale, "soft_cap": weights.asked.soft_cap}
-                options |= {"backend": table.backend, "zero_skipped": needs_zeros}
-                mixed = shared.cache.attend(index, q[:, 0], own, **options)
-            else:
-                mixed = self._mix(weights, q, k_cache, v_cache, own, order, shared)
-            mixed = mixed.reshape(x.shape[0], -1)
-        with shared.part("output"):
-            if own is None:
-                return functional.linear(mixed, weights.output, weights.output_bias)
-            return sum_groups("output", mixed, weights.output, weights.output_bias, own, table)
+        own = None if mask is None or weights.router is None else mask[:, : weights.router.source.num_groups]
+        q = rope_to_cache(
+            q,
+            keys,
+            values,
+            weights.cos,
+            weights.sin,
+            shared.starts,
+            k_cache,
+            v_cache,
+            places=places,
+            # One token's skipped heads cost less than to look them up.
+            mask=own if shared.ends is None else None,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=1e-6 if q_norm is None else q_norm.eps,
+            unit_offset=q_norm is not None and q_norm.unit_offset,
+            interleaved=weights.asked.interleaved,
+            backend=table.backend,
+        )
+        if isinstance(shared.cache, PagedStep):
+            needs_zeros = own is not None and table.how("output", own.shape[0]) == "dense"
+            options: dict[str, Any] = {"scale": weights.asked.scale, "soft_cap": weights.asked.soft_cap}
+            options |= {"backend": table.backend, "zero_skipped": needs_zeros}
+            mixed = shared.cache.attend(index, q[:, 0], own, **options)
+        else:
+            mixed = self._mix(weights, q, k_cache, v_cache, own, order, shared)
+        mixed = mixed.reshape(x.shape[0], -1)
+        if own is None:
+            return functional.linear(mixed, weights.output, weights.output_bias)
+        return sum_groups("output", mixed, weights.output, weights.output_bias, own, table)
 
     def _mix(
         self,
@@ -363,37 +381,35 @@ class Decoder:
         if not is_plain or (mask is not None and table.how("attention", shared.length) == "many"):
             sequences = _sequences(mask, order, q, table.backend)
             return attend_prompt(q, k, v, sequences, table, length=shared.length, zero_skipped=needs_zeros, **scores)
-        return _zeroed(_dense_attention(q, k, v, asked.scale), mask if needs_zeros else None, table.backend)
+        return _zeroed(
+            _dense_attention(q, k, v, asked.scale, shared.seen()), mask if needs_zeros else None, table.backend
+        )
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.table
         gated = GatedWeights(weights.gate, weights.up, weights.gate_bias, weights.up_bias, weights.activation)
-        with shared.part("gate_up"):
-            product = gated_product(x, gated, mask, table)
-        with shared.part("down"):
-            if mask is None:
-                return functional.linear(product, weights.down, weights.down_bias)
-            return sum_groups("down", product, weights.down, weights.down_bias, mask, table)
+        product = gated_product(x, gated, mask, table)
+        if mask is None:
+            return functional.linear(product, weights.down, weights.down_bias)
+        return sum_groups("down", product, weights.down, weights.down_bias, mask, table)
 
     def _logits(self, residual: Tensor, addend: Tensor, run: Run) -> Tensor:
-        normed = _normed(self.norm, residual, addend, (run.table or self.tables[-1]).backend)[1]
+        normed = apply_norm(self.norm, residual, addend, (run.table or self.tables[-1]).backend)[1]
         logits = functional.linear(normed, self.head, self.head_bias)
-        divisor, cap = self._ends.logit_divisor, self._ends.logit_cap
-        if divisor is not None:
-            logits /= divisor
+        scale, cap = self._ends.logit_scale, self._ends.logit_cap
+        if scale is not None:
+            logits *= scale
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _deciding(part: Sublayer, forced: Tensor | None, shared: _Pass) -> RuntimeRouter | None:
+    """Return the router that has to run, None where nothing may be skipped."""
+    router = part.router if shared.run.routed else None
+    return None if router is not None and not router.decides and forced is None else router
 
 
 def _times(x: Tensor, factor: float | None) -> Tensor:
     return x if factor is None else x * factor
-
-
-def _normed(norm: Norm | None, x: Tensor, addend: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    """Return x + addend and its norm; the sum twice without a norm."""
-    if norm is None:
-        total = x if addend is None else x + addend
-        return total, total
-    return rms_norm(x, norm.weight, addend=addend, eps=norm.eps, unit_offset=norm.unit_offset, backend=backend)
 
 
 def _sequences(mask: Tensor | None, order: Reordering | None, q: Tensor, backend: str) -> SequenceReordering:
@@ -416,16 +432,13 @@ def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     return values.view(heads.shape)
 
 
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     """Return causal attention [B, T, H_q, d] of the last T places by the library's fastest kernel."""
     attend: Any = functional.scaled_dot_product_attention
     heads = [t.transpose(1, 2) for t in (q, k, v)]
-    options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
-    past = k.shape[1] - q.shape[1]
-    if past:
-        # The library's causal mask begins at the first place.
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(past)
-        options |= {"is_causal": False, "attn_mask": seen}
+    # The library's own causal mask begins at the first place.
+    options: dict[str, Any] = {"is_causal": seen is None, "attn_mask": seen, "scale": scale}
+    options["enable_gqa"] = q.shape[2] != k.shape[2]
     if not q.is_cuda:
         return attend(*heads, **options).transpose(1, 2)
     with sdpa_kernel(_SDPA_ORDER, set_priority=True):

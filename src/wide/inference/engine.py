@@ -8,11 +8,13 @@ modules, whose hooks run the same operators, with one warning that names the rea
 import copy
 import functools
 import inspect
+import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -44,9 +46,10 @@ _SMALLEST_ROOM = 256
 _SPARE_ROOM = 256
 # Room beyond a prompt that is made at once, however long a text may become.
 _FIRST_ROOM = 2048
-# Freed memory of earlier calls, with its graphs, that is kept for calls to come.
+# Freed memory of earlier calls, with its graphs, that is kept for calls to come: so many, in all this share of a GPU's.
 _KEPT_SLOTS = 2
-_KEPT_BYTES = 1 << 30
+_KEPT_SHARE = 0.125
+_HOST_MEMORY = 1 << 33
 # Rows of a prompt below which its kernels take less time than their launches.
 _GRAPH_ROWS = 4096
 _LENGTHS = "attention_mask", "position_ids"
@@ -68,14 +71,19 @@ class _Slot:
         """Nothing is captured before the first step."""
         self.decoder, self.cache = decoder, cache
         self.owner: weakref.ref[EngineCache] | None = None
-        self._steps: dict[bool, Callable[[Tensor], Tensor]] = {}
-        self._prompts: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor] | None] = {}
+        self._steps: dict[bool, Callable[[Tensor], Tensor]]
+        self._prompts: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor] | None]
+        self.forget()
 
     @property
     def is_free(self) -> bool:
         """Whether no living cache holds it."""
         owner = None if self.owner is None else self.owner()
         return owner is None or owner.slot is not self
+
+    def forget(self) -> None:
+        """Let go of all graphs; they are captured again when they are needed."""
+        self._steps, self._prompts = {}, {}
 
     def step(self, ids: Tensor, *, routed: bool, pool: GraphPool | None) -> Tensor:
         """Return the logits [B, V] after one more token [B] a sequence, in memory that the next step overwrites."""
@@ -203,6 +211,8 @@ class EngineCache(DynamicCache):
 
 
 _Found = tuple[Tensor, EngineCache | None]
+# Caches of the `generate` that this thread runs, whose masks and positions follow from those of the prompt.
+_TRUSTED: ContextVar["weakref.WeakSet[EngineCache] | None"] = ContextVar("_TRUSTED", default=None)
 
 
 class Engine:
@@ -222,7 +232,10 @@ class Engine:
         self._plain: Callable[..., Any] = model.forward
         self._prepare_cache: Callable[..., Any] | None = getattr(model, "_prepare_cache_for_generation", None)
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-        self._slots: list[_Slot] = []
+        self._slots: list[_Slot]
+        device = next(model.parameters()).device
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _HOST_MEMORY
+        self._most_kept = _KEPT_SHARE * total
         self._pool: GraphPool | None = None
         self._stream: Any = None
         self._said: set[str] = set()
@@ -230,19 +243,21 @@ class Engine:
         parts = [part for part in model.modules() if part is not model]
         self._hooked = [(part, _hung_on(part)) for part in parts]
         self._learns = False
-        self._decoder: Decoder | None = self._read()
-        self._made_of = self._fingerprint()
+        self._decoder: Decoder | None = None
+        self._read()
         if self.why_not is not None and next(model.parameters()).is_cuda:
             warnings.warn(
                 f"wide: the layers of this model run one by one, without graphs, since {self.why_not}", stacklevel=3
             )
         self._lock = threading.RLock()
-        # Caches of the running `generate`, whose masks and positions follow from those of the prompt.
-        self._trusted: weakref.WeakSet[EngineCache] | None = None
 
         @functools.wraps(self._plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._forward(args, kwargs)
+            if torch.compiler.is_compiling():
+                return self._forward(args, kwargs)
+            # Memory, and what layers know of the running forward, is that of one at a time.
+            with self._lock:
+                return self._forward(args, kwargs)
 
         def refuse(_memo: dict[int, Any]) -> Any:
             raise NotAttachedError("a copy of an optimised model would run the original; call wide.deoptimize first")
@@ -261,6 +276,21 @@ class Engine:
         """The straight-line form of the model; None where the layers' own modules run everything."""
         return self._decoder
 
+    def made_of(self) -> tuple[Any, ...]:
+        """Return what graphs hold of the model: weights, thresholds, and whether routers decide."""
+        thresholds = [router.threshold for router in self._state.routers()]
+        return self._state.control.enabled, thresholds, self._fingerprint()
+
+    @contextmanager
+    def shortened(self, num_layers: int) -> Iterator[None]:
+        """Let the first layers alone compute, for checks: behind many layers of random routers rounding decides."""
+        whole, self._slots = self._decoder, []
+        self._decoder = None if whole is None else whole.truncated(num_layers)
+        try:
+            yield
+        finally:
+            self._decoder, self._slots = whole, []
+
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs."""
         for name, before in self._before.items():
@@ -276,8 +306,10 @@ class Engine:
             self._decoder.unstack()
         self._decoder = None
 
-    def _read(self) -> Decoder | None:
-        """Return the straight-line form of the model, or say in `why_not` why there is none."""
+    def _read(self) -> None:
+        """Read the model into its straight-line form, or say in `why_not` why there is none."""
+        # Reading compares with the model's own forward, which must not come back here.
+        self._slots, self._decoder = [], None
         config = self._model.config.get_text_config(decoder=True)
         length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
         rope = getattr(config, "rope_parameters", None) or {}
@@ -288,10 +320,12 @@ class Engine:
             devices = {parameter.device for parameter in self._model.parameters()}
             if len(devices) > 1:
                 raise UnsupportedModelError(f"its weights lie on {len(devices)} devices")
-            return Decoder(self._model, max_length=length, tables=self._tables)
+            self._decoder = Decoder(self._model, max_length=length, tables=self._tables)
         except UnsupportedModelError as error:
             self.why_not = str(error)
-            return None
+        self._made_of = self._fingerprint()
+        self._routers = self._state.routers()
+        self._thresholds = [router.threshold for router in self._routers]
 
     def _fingerprint(self) -> tuple[Any, ...]:
         """Return what the decoder has copied from the model, or points at; steps trust that it stays."""
@@ -301,8 +335,20 @@ class Engine:
         routers = self._state.routers()
         matrices = [matrix for router in routers for matrix in router._parameters.values() if matrix is not None]
         versions = [None if matrix.is_inference() else matrix._version for matrix in matrices]
-        places = [parameter.data_ptr() for parameter in parameters]
-        return (*places, *versions, *(float(router.threshold) for router in routers))
+        return (*(parameter.data_ptr() for parameter in parameters), *versions)
+
+    def _follow(self, x: Tensor) -> None:
+        """Let the decoder, in captured graphs too, decide by the thresholds that the model's routers have now."""
+        before, thresholds = self._thresholds, [router.threshold for router in self._routers]
+        if thresholds != before:
+            self._thresholds = thresholds
+            self._join_stream(x)
+            if self._decoder is not None:
+                self._decoder.follow()
+            # Where nothing is skipped no router runs.
+            if [each == -math.inf for each in thresholds] != [each == -math.inf for each in before]:
+                for slot in self._slots:
+                    slot.forget()
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
@@ -310,7 +356,7 @@ class Engine:
         if not torch.compiler.is_compiling():
             # Memory that is made under inference mode could not be written outside of it.
             normal = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            with self._lock, normal, torch.no_grad():
+            with normal, torch.no_grad():
                 out = self._run(given)
         if not isinstance(out, str):
             return self._output(*out, given)
@@ -368,9 +414,11 @@ class Engine:
         obstacle = self._obstacle()
         if obstacle is not None:
             return obstacle
-        if self._decoder is None or (not is_being_recorded(ids) and self._fingerprint() != self._made_of):
+        if self._decoder is None or self._fingerprint() != self._made_of:
             # The next prompt reads the model again; here its attention is that of continuous batching.
             return ""
+        if not is_being_recorded(ids):
+            self._follow(ids)
         step = PagedStep(given, self._decoder.max_length)
         if not step.fits:
             return ""
@@ -398,6 +446,7 @@ class Engine:
         if isinstance(broken, str):
             return broken
         self._join_stream(ids)
+        self._follow(ids)
         logits = slot.step(ids[:, 0], routed=self._state.control.enabled, pool=self._pool)
         cache.tokens += 1
         # The caller may keep what the next step overwrites.
@@ -424,6 +473,7 @@ class Engine:
         if past + length > decoder.max_length:
             return f"more than {decoder.max_length} tokens"
         self._join_stream(x)
+        self._follow(x)
         try:
             return self._fill(x, past, padding, cache, given), cache
         except BaseException:
@@ -439,7 +489,7 @@ class Engine:
         decoder = self._decoder
         assert decoder is not None
         batch, length = x.shape[:2]
-        if padding is not None and length > 1:
+        if padding is not None and length > 1 and not past:
             # The engine pads on the right: each row begins with its first real token.
             places = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
             x = x.gather(1, places) if x.dim() == 2 else x.take_along_dim(places[..., None], 1)
@@ -456,7 +506,11 @@ class Engine:
             logits = lent.prompt(x, lengths, routed=run.routed, pool=self._pool)
         if logits is None:
             memory = decoder.scratch(batch, length) if slot is None else slot.cache
-            hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
+            if padding is None or not past:
+                hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
+            else:
+                hidden = self._continue(x, memory, run, [past - places for places in padding.tolist()])
+                padding = None
             rows = _rows(batch, length, kept, padding, x.device)
             logits = decoder.logits(hidden, run, None if rows is None else rows.flatten())
         else:
@@ -465,6 +519,15 @@ class Engine:
         if cache is not None:
             cache.tokens = past + length
         return logits.view(batch, -1, logits.shape[-1])
+
+    def _continue(self, x: Tensor, memory: KvCache, run: Run, pasts: list[int]) -> tuple[Tensor, Tensor]:
+        """Run more tokens of sequences that end at different places, one sequence after the other."""
+        assert self._decoder is not None
+        found = [
+            self._decoder.prompt(x[row : row + 1], memory.row(row), run, past=past) for row, past in enumerate(pasts)
+        ]
+        residuals, addends = zip(*found, strict=True)
+        return torch.cat(residuals), torch.cat(addends)
 
     def _padding(
         self, x: Tensor, past: int, cache: "EngineCache | None", given: Mapping[str, Any]
@@ -485,10 +548,11 @@ class Engine:
         if cache is not None and not trusted and found is not None and positions is None:
             # Where the caller counts padding as positions, keys that leave the engine would stand elsewhere.
             return ""
-        if past and (cache is None or found is not None or cache.padding is not None):
-            return "more tokens at once behind left padding"
+        padding = None if found is None else found.tolist()
+        if past and (cache is None or cache.padding != padding):
+            return "another left padding than that of the tokens before"
         if cache is not None:
-            cache.padding = None if found is None else found.tolist()
+            cache.padding = padding
         return None if found is None else found.to(x.device)
 
     def _room(self, cache: "EngineCache", batch: int, needed: int) -> _Slot:
@@ -510,28 +574,39 @@ class Engine:
         fits = [slot for slot in free if slot.cache.batch == batch and slot.cache.room >= wanted]
         if fits:
             slot = min(fits, key=lambda each: each.cache.room)
-            self._slots.remove(slot)
+            dropped = [slot]
         else:
-            for old in free[: max(0, len(free) - _KEPT_SLOTS + 1)]:
-                self._slots.remove(old)
+            dropped = free[: max(0, len(free) - _KEPT_SLOTS + 1)]
             room = min(_bucket(wanted), self._decoder.max_length)
-            try:
+            memory = None
+            with suppress(torch.OutOfMemoryError):
                 memory = self._decoder.new_cache(batch, room)
-            except torch.OutOfMemoryError:
-                self._slots = [each for each in self._slots if not each.is_free]
+            if memory is None:
+                # Whatever names the free memory keeps it.
+                self._slots, free, dropped = [each for each in self._slots if not each.is_free], [], []
                 torch.cuda.empty_cache()
                 memory = self._decoder.new_cache(batch, room)
             slot = _Slot(self._decoder, memory)
         # The last one is the latest used.
-        self._slots.append(slot)
+        self._slots = [*(each for each in self._slots if each not in dropped), slot]
         return slot
 
     def _lend(self, slot: _Slot, cache: "EngineCache") -> None:
         """Give memory to a cache; much of it is not kept when the cache is gone."""
 
         def gone(_cache: object) -> None:
-            if 2 * slot.cache.k.nbytes > _KEPT_BYTES and slot in self._slots:
-                self._slots.remove(slot)
+            # Garbage is collected anywhere: a forward of another thread drops what is too much when it needs memory.
+            if not self._lock.acquire(blocking=False):
+                return
+            free = [each for each in self._slots if each.is_free]
+            kept = sum(2 * each.cache.k.nbytes for each in free)
+            dropped = []
+            for old in free:
+                if kept > self._most_kept:
+                    dropped.append(old)
+                    kept -= 2 * old.cache.k.nbytes
+            self._slots = [each for each in self._slots if each not in dropped]
+            self._lock.release()
 
         cache.slot, slot.owner = slot, weakref.ref(cache, gone)
 
@@ -549,13 +624,9 @@ class Engine:
         return slot
 
     def _renew(self) -> None:
-        """Read the model again if its routers, thresholds or weights' places have changed since."""
-        made_of = self._fingerprint()
-        if made_of != self._made_of:
-            # Reading compares with the model's own forward, which must not come back here.
-            self._slots, self._decoder = [], None
-            self._decoder = self._read()
-            self._made_of = self._fingerprint()
+        """Read the model again if its routers or weights' places have changed since."""
+        if self._fingerprint() != self._made_of:
+            self._read()
 
     def _join_stream(self, tensor: Tensor) -> None:
         """Let the current stream wait for the one that used the engine's memory last."""
@@ -591,26 +662,26 @@ class Engine:
             setattr(cache, _PLAIN, True)
             return out
         inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"))
-        if self._trusted is not None:
-            self._trusted.add(inputs["past_key_values"])
+        trusted = _TRUSTED.get()
+        if trusted is not None:
+            trusted.add(inputs["past_key_values"])
         return out
 
     def _trusts(self, cache: "EngineCache | None") -> bool:
         """Whether masks and positions of a running `generate` need not be compared again."""
-        return cache is not None and self._trusted is not None and cache in self._trusted
+        return cache is not None and cache in (_TRUSTED.get() or ())
 
     def _trusting(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Return `generate`, which makes masks and positions itself unless it is told otherwise."""
 
         @functools.wraps(generate)
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._trusted
             is_plain = kwargs.get("custom_generate") is None and kwargs.get("position_ids") is None
-            self._trusted = weakref.WeakSet() if is_plain else None
+            before = _TRUSTED.set(weakref.WeakSet() if is_plain else None)
             try:
                 return generate(*args, **kwargs)
             finally:
-                self._trusted = before
+                _TRUSTED.reset(before)
 
         return run
 

@@ -67,7 +67,7 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) ->
     Args:
         decoder: Whose weights it runs.
         cache: With room for at least three tokens a sequence.
-        run: How; nothing may be recorded or traced.
+        run: How; nothing may be recorded.
         pool: Takes the graph.
     """
     ids = torch.zeros(cache.batch, dtype=torch.long, device=decoder.device)
@@ -75,10 +75,13 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) ->
     # Warming up must not run past the end of a full cache.
     cache.lengths.zero_()
     places = [tensor[:, :, :, : _WARM_UP_CALLS + 1].clone() for tensor in (cache.k, cache.v)]
-    graph, logits = pool.capture(lambda: decoder.step(ids, cache, run))
-    cache.lengths.copy_(lengths)
-    for tensor, before in zip((cache.k, cache.v), places, strict=True):
-        tensor[:, :, :, : before.shape[3]] = before
+    try:
+        graph, logits = pool.capture(lambda: decoder.step(ids, cache, run))
+    finally:
+        # Whoever was interrupted may go on with the cache.
+        cache.lengths.copy_(lengths)
+        for tensor, before in zip((cache.k, cache.v), places, strict=True):
+            tensor[:, :, :, : before.shape[3]] = before
 
     def step(tokens: Tensor) -> Tensor:
         ids.copy_(tokens)
@@ -98,7 +101,7 @@ def capture_prompt(
         decoder: Whose weights it runs.
         cache: Overwritten from its beginning, now and at every call.
         length: Tokens of a prompt, padding on the right included.
-        run: How; nothing may be recorded or traced.
+        run: How; nothing may be recorded.
         pool: Takes the graph.
     """
     ids = torch.zeros(cache.batch, length, dtype=torch.long, device=decoder.device)

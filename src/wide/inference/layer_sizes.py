@@ -1,10 +1,57 @@
-"""The sizes of a layer's operators, by which measurements are kept and found."""
+"""The sizes of a layer's operators: by them measurements are kept and found, and kernels say what they take."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from wide.inference.measured import LayerSizes
+import torch
+
+from wide.inference.operator_table import SUMS, OperatorName
+from wide.kernels.attention_prefill import misfit as prefill_misfit
+from wide.kernels.contract import Case
+from wide.kernels.gemm_k import misfit as k_misfit
+from wide.kernels.gemm_k import rows_misfit as k_rows_misfit
+from wide.kernels.gemm_mn import misfit as mn_misfit
+from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.reordering import PATTERN_GROUPS
+from wide.kernels.tuning import Choice
 from wide.models.block_spec import BlockSpec
 from wide.plan import LayerPlan, Routed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """What measurements of a layer's operators depend on.
+
+    Args:
+        hidden_size: D.
+        query_width: H_q d.
+        head_dim: d.
+        num_kv_heads: H_k.
+        attention_groups: N_G of the attention half.
+        ffn_width: F.
+        ffn_groups: N_G of the FFN half.
+        is_gated: Whether the FFN has a gate; the up weight then lies right behind the gate weight in memory.
+    """
+
+    hidden_size: int
+    query_width: int
+    head_dim: int
+    num_kv_heads: int
+    attention_groups: int
+    ffn_width: int
+    ffn_groups: int
+    is_gated: bool
+
+    def grouped(self, name: OperatorName) -> tuple[int, int, int]:
+        """Return the channels of an operator that are grouped, the number of groups, and the channels of one."""
+        width, groups = self.query_width, self.attention_groups
+        if name in ("gate_up", "down"):
+            width, groups = self.ffn_width, self.ffn_groups
+        return width, groups, width // groups
+
+    def gates(self, name: OperatorName) -> bool:
+        """Return whether an operator multiplies gate and up together."""
+        return name == "gate_up" and self.is_gated
 
 
 def layer_sizes(spec: BlockSpec, plan: LayerPlan) -> LayerSizes:
@@ -16,7 +63,6 @@ def layer_sizes(spec: BlockSpec, plan: LayerPlan) -> LayerSizes:
     """
     attention, ffn = spec.attention, spec.ffn
     groups = [half.grouping.num_groups if isinstance(half, Routed) else 1 for half in (plan.attention, plan.ffn)]
-    is_gated = ffn is not None and (ffn.gate is not None or ffn.fused_gate)
     return LayerSizes(
         hidden_size=spec.hidden_size,
         query_width=attention.query_width,
@@ -25,10 +71,56 @@ def layer_sizes(spec: BlockSpec, plan: LayerPlan) -> LayerSizes:
         attention_groups=groups[0],
         ffn_width=groups[1] if ffn is None else ffn.width,
         ffn_groups=groups[1],
-        is_gated=is_gated,
-        # Either the model fuses them or `optimize` lays them together.
-        is_stacked=is_gated,
+        is_gated=ffn is not None and (ffn.gate is not None or ffn.fused_gate),
     )
+
+
+def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> tuple[str, Case]:
+    """Return the kernels' operator that runs some rows, and the case under whose key tables keep what was measured.
+
+    Args:
+        name: Of the layer's operator.
+        sizes: Of the layer.
+        rows: Tokens; of a sequence, for attention over a prompt.
+        active: Share of (token, group) pairs that execute.
+    """
+    _, groups, size = sizes.grouped(name)
+    if name == "attention":
+        heads = {"num_query_heads": sizes.query_width // sizes.head_dim, "num_kv_heads": sizes.num_kv_heads}
+        extents = {"num_rows": rows, **heads, "num_groups": groups, "head_dim": sizes.head_dim}
+        return "attention_prefill", Case(sizes=extents, dtype=torch.bfloat16, active=active)
+    few = rows <= MAX_ROWS
+    operator, other = ("gemv", "width_in") if few else ("gemm", "depth")
+    options: dict[str, Any] = {}
+    if name in SUMS:
+        other = "width_out" if few else "width"
+    elif sizes.gates(name):
+        options = {"is_gated": True} if few else {"gated": True, "stacked": True}
+    extents = {"num_rows": rows, "num_groups": groups, "group_size": size, other: sizes.hidden_size}
+    case = Case(sizes=extents, dtype=torch.bfloat16, active=active, options=options)
+    return f"{operator}_{'k' if name in SUMS else 'mn'}", case
+
+
+def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Return why the kernel of a choice does not take many rows of a layer, on whatever device, or None.
+
+    Args:
+        name: Of the operator.
+        sizes: Of the layer.
+        choice: What is to run.
+        dtype: Of rows and weights.
+    """
+    _, groups, size = sizes.grouped(name)
+    backend, width = choice.backend, sizes.hidden_size
+    if name == "attention":
+        return prefill_misfit(backend, dtype, head_dim=sizes.head_dim)
+    if name not in SUMS:
+        return mn_misfit(backend, dtype, group_size=size, depth=width, gated=sizes.gates(name))
+    if choice.groups_per_block > PATTERN_GROUPS or (backend == "cuda" and groups > PATTERN_GROUPS):
+        if min(groups, choice.groups_per_block) <= PATTERN_GROUPS:
+            return f"one sort of {choice.groups_per_block} groups says nothing of {groups}"
+        return k_rows_misfit(backend, dtype, group_size=size, num_groups=groups, width=width)
+    return k_misfit(backend, dtype, group_size=size, width=width)
 
 
 def tune_command(model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed: tuple[float, float]) -> str:

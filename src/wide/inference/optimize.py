@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Real
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from wide.inference.optimize_checks import require_kernels, require_plain, requi
 from wide.inference.paged import PagedBatching
 from wide.inference.sample import LayerSample, sample_layers
 from wide.inference.stacking import stack_linears, unstack_linears
-from wide.inference.tuning.tune import tune_model
+from wide.inference.tuning.tune import tune_layers, tuned_layers
 from wide.inference.visible_keys import VisibleKeys
 from wide.inference.weights import ACTIVATIONS
 from wide.kernels.device import device_facts
@@ -99,7 +100,8 @@ def optimize(
             machine, kept in the cache folder. Otherwise dense products run there, with a warning.
 
     Raises:
-        ConfigError: If the backend is unknown, or a sample is given that nothing would follow.
+        ConfigError: If the backend is unknown, `executed` is not two shares, or a sample is given that nothing would
+            follow.
         ShapeError: If the sample is not of token ids.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
         UnsupportedModelError: If a layer is quantised, sharded, offloaded or of several dtypes, its FFN is not the
@@ -110,6 +112,9 @@ def optimize(
     require_routing_alone(state)
     if backend not in _BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
+    shares = executed if isinstance(executed, Sequence) else ()
+    if len(shares) != 2 or not all(isinstance(share, Real) and 0 < share <= 1 for share in shares):
+        raise ConfigError(f"executed must be two shares in (0, 1] like (0.34, 0.7), got {executed!r}")
     if state.fused:
         raise NotAttachedError("this model is optimised already; call wide.deoptimize(model) first")
     if model.training:
@@ -117,7 +122,7 @@ def optimize(
     if state.lora is not None and not state.lora.merged:
         raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
     if table is None and backend != "auto":
-        table = OperatorTable(backend=backend)
+        table = OperatorTable.fixed(backend)
     if sample is not None and (table is not None or backend != "auto"):
         raise ConfigError(
             f"a sample tells backend='auto' which operators to take, got backend={backend!r} and table={table}; "
@@ -154,10 +159,11 @@ def optimize(
             if isinstance(ffn.spec.gate, nn.Linear) and isinstance(ffn.spec.up, nn.Linear):
                 state.handles_fused.append(_Stacked((ffn.spec.gate, ffn.spec.up), f"layer {index}: FFN"))
     state.fused = True
-    state.handles_fused.append(Engine(model, state, tables, keys))
+    engine = Engine(model, state, tables, keys)
+    state.handles_fused.append(engine)
     has_sinks = any(hasattr(spec.attention.module, "sinks") for spec in state.specs)
     if keys.unusual is None and not has_sinks and hasattr(model, "init_continuous_batching"):
-        state.handles_fused.append(PagedBatching(model))
+        state.handles_fused.append(PagedBatching(model, engine.made_of))
     return model
 
 
@@ -207,7 +213,14 @@ def _require_measurements(model: nn.Module, state: Attachment, executed: tuple[f
         )
         return
     with steps(f"measuring which operators pay on {device_facts(device).name}, once") as told:
-        tune_model(model, executed=executed, seconds=_TUNING_SECONDS, progress=lambda at: told(at.done, at.total))
+        tune_layers(
+            tuned_layers(state.specs, state.plan),
+            device=device,
+            executed=executed,
+            quick=True,
+            seconds=_TUNING_SECONDS,
+            progress=lambda at: told(at.done, at.total),
+        )
 
 
 def _warn_if_nothing_pays(tables: Sequence[OperatorTable]) -> None:

@@ -3,20 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from wide.errors import UnsupportedBackendError, UnsupportedModelError
-from wide.grouping import Grouping
+from wide.inference.layer_sizes import layer_sizes, misfit
 from wide.inference.operator_table import OperatorName, OperatorTable
-from wide.kernels.device import interprets_triton, triton_obstacle
+from wide.kernels.device import half_obstacle
 from wide.models.attach import Attachment
 from wide.models.block_spec import BlockSpec
 from wide.plan import Following, LayerPlan, Routed
 
-_HALVES = (torch.float16, torch.bfloat16)
-# Tiles of the gathered products are cut in steps of it.
-_STEP = 16
+_HALF_OPERATORS: dict[str, tuple[OperatorName, ...]] = {"attention": ("query", "output"), "FFN": ("gate_up", "down")}
 _SOME_ROWS = tuple(1 << power for power in range(3, 21))
 
 
@@ -83,15 +80,15 @@ def require_kernels(state: Attachment, table: OperatorTable) -> None:
     for spec, layer in zip(state.specs, state.plan.layers, strict=True):
         for half, parts in _halves(spec, layer):
             weight: Any = next(iter(parts.values())).weight
-            reason = triton_obstacle(weight.device, weight.dtype)
-            if reason is None and weight.dtype not in _HALVES and not interprets_triton():
-                reason = f"the kernels take float16 and bfloat16, got {weight.dtype}; convert the model, or"
+            reason = half_obstacle(weight.device, weight.dtype)
             if reason is not None:
                 raise UnsupportedBackendError(
-                    f"layer {spec.index}: {half}: backend 'triton' cannot run on {weight.device}: {reason}; choose "
-                    "backend='torch' or 'auto'"
+                    f"layer {spec.index}: {half}: backend 'triton' cannot run on {weight.device}: {reason}; convert "
+                    "the model, or choose backend='torch' or 'auto'"
                 )
-        _require_tiles(spec, layer, table)
+            for name in _HALF_OPERATORS[half]:
+                if name != "query" or spec.attention.q_norm != "width":
+                    _require_fit(name, spec, layer, table)
 
 
 def _halves(spec: BlockSpec, layer: LayerPlan) -> Iterator[tuple[str, dict[str, nn.Module]]]:
@@ -136,24 +133,13 @@ def _require_alike(where: str, parts: dict[str, nn.Module]) -> None:
         raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none, got {biased}")
 
 
-def _require_tiles(spec: BlockSpec, layer: LayerPlan, table: OperatorTable) -> None:
-    """Refuse groups that the gathered products of the table would not take."""
-    for name, grouping in _grouped(spec, layer):
-        if not any(table.how(name, rows) == "many" for rows in _SOME_ROWS):
-            continue
-        size = grouping.group_size
-        if size % _STEP or (name in ("output", "down") and spec.hidden_size % _STEP):
-            raise UnsupportedBackendError(
-                f"layer {spec.index}: {name}: groups of {size} channels and {spec.hidden_size} hidden channels; "
-                f"backend 'triton' wants multiples of {_STEP}: choose backend='torch' or 'auto', or other group sizes"
-            )
-
-
-def _grouped(spec: BlockSpec, layer: LayerPlan) -> Iterator[tuple[OperatorName, Grouping]]:
-    if isinstance(layer.attention, Routed):
-        if spec.attention.q_norm != "width":
-            yield "query", layer.attention.grouping
-        yield "output", layer.attention.grouping
-    if isinstance(layer.ffn, Routed) and spec.ffn is not None:
-        yield "gate_up", layer.ffn.grouping
-        yield "down", layer.ffn.grouping
+def _require_fit(name: OperatorName, spec: BlockSpec, layer: LayerPlan, table: OperatorTable) -> None:
+    """Refuse groups that a product of the table would not take."""
+    sizes = layer_sizes(spec, layer)
+    chosen = {table.choice(name, rows) for rows in _SOME_ROWS}
+    reasons = [misfit(name, sizes, choice) for choice in chosen if choice.backend != "dense"]
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        raise UnsupportedBackendError(
+            f"layer {spec.index}: {name}: {reason}; choose backend='torch' or 'auto', or other group sizes"
+        )

@@ -321,9 +321,11 @@ class PagedBatching:
 
     Args:
         model: Optimised; `init_continuous_batching` is wrapped until `remove`.
+        made_of: What graphs and pages hold of the model. A manager that was kept for a next session ends where that
+            has changed since.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, made_of: Callable[[], Any]) -> None:
         """Register the attention and wrap the one door through which all of continuous batching goes."""
         from transformers import AttentionInterface
 
@@ -331,6 +333,7 @@ class PagedBatching:
             AttentionInterface.register(PAGED_ATTENTION, _attend_dense)
             install_attention_gates()
         self._model = model
+        made_with: Any = None
         original: Callable[..., Any] = model.init_continuous_batching
 
         @functools.wraps(original)
@@ -340,6 +343,10 @@ class PagedBatching:
             workload_hints: Any = None,
             **more: Any,
         ) -> Any:
+            nonlocal made_with
+            known, made_with = made_with, made_of()
+            if made_with != known:
+                model.destroy_cached_continuous_batching_manager()
             before = model.config._attn_implementation
             asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
             if asked:

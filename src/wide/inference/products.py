@@ -1,4 +1,4 @@
-"""The linear parts of a layer under a mask, each dense or by the operator that the table names."""
+"""The linear parts of a layer under a mask, each dense or by the operator that was chosen; races time these, too."""
 
 from typing import Any, NamedTuple
 
@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wide.inference.operator_table import OperatorName, OperatorTable
-from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_k_rows import gemm_k_rows
+from wide.inference.operator_table import DENSE, OperatorName, OperatorTable
+from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.gemv import gemv_k, gemv_mn
-from wide.kernels.gemv.tiles import GemvTile
-from wide.kernels.reorder import reorder, reorder_patterns
-from wide.kernels.reorder_rows import reorder_rows
+from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
+from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
 from wide.kernels.reordering import PATTERN_GROUPS, Reordering
-from wide.kernels.tuning import SPECIAL_BACKENDS, Choice
+from wide.kernels.tuning import Choice
 
-_BLOCK_M = 128
+BLOCK_M = 128
+"""Rows of a tile that sorts are made for where nothing else was measured."""
 
 
 class GatedWeights(NamedTuple):
@@ -42,14 +40,8 @@ def project_queries(
         mask: bool [M, N_G].
         table: Which operator runs.
     """
-    how, choice = table.how("query", x.shape[0]), table.choice("query", x.shape[0])
-    if how == "dense":
-        return functional.linear(x, weight, bias), None
-    if how == "few":
-        tile = GemvTile(*choice.tile) if choice.tile else None
-        return gemv_mn(x, weight, mask, bias=bias, backend=table.backend, tile=tile), None
-    order = reorder(mask, block_m=choice.block_m or _BLOCK_M, backend=table.backend)
-    return gemm_mn(x, weight, order, bias=bias, backend=_backend(choice, table), tile=choice.tile), order
+    weights = GatedWeights(weight, None, bias, None, "none")
+    return output_groups(x, weights, mask, table.choice("query", x.shape[0]), sorts=table.backend)
 
 
 def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: OperatorTable) -> Tensor:
@@ -61,26 +53,9 @@ def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: 
         mask: bool [M, N_G]; None = everything executes.
         table: Which operator runs.
     """
-    options: dict[str, Any] = {
-        "up_weight": weights.up,
-        "bias": weights.gate_bias,
-        "up_bias": weights.up_bias,
-        "activation": weights.activation,
-    }
-    rows = x.shape[0]
-    if mask is None:
-        return gemm_mn(x, weights.gate, _no_order(x, 1), backend="dense", **options)
-    how, choice = table.how("gate_up", rows), table.choice("gate_up", rows)
-    needs_zeros = table.how("down", rows) == "dense"
-    if how == "few":
-        tile = GemvTile(*choice.tile) if choice.tile else None
-        return gemv_mn(x, weights.gate, mask, zero_skipped=needs_zeros, backend=table.backend, tile=tile, **options)
-    zeroing = mask if needs_zeros else None
-    if how == "dense":
-        return gemm_mn(x, weights.gate, _no_order(x, mask.shape[1]), mask=zeroing, backend="dense", **options)
-    order = reorder(mask, block_m=choice.block_m or _BLOCK_M, backend=table.backend)
-    options |= {"mask": zeroing, "backend": _backend(choice, table), "tile": choice.tile}
-    return gemm_mn(x, weights.gate, order, **options)
+    choice = DENSE if mask is None else table.choice("gate_up", x.shape[0])
+    zeroed = table.how("down", x.shape[0]) == "dense"
+    return output_groups(x, weights, mask, choice, sorts=table.backend, zeroed=zeroed)[0]
 
 
 def sum_groups(
@@ -96,38 +71,67 @@ def sum_groups(
         mask: bool [M, N_G].
         table: Which operator runs.
     """
-    how, choice = table.how(name, h.shape[0]), table.choice(name, h.shape[0])
-    if how == "dense":
+    return input_groups(h, weight, bias, mask, table.choice(name, h.shape[0]), sorts=table.backend)
+
+
+def output_groups(
+    x: Tensor, weights: GatedWeights, mask: Tensor | None, choice: Choice, *, sorts: str, zeroed: bool = False
+) -> tuple[Tensor, Reordering | None]:
+    """Return a product over output groups [M, F], and the reordering if one was made.
+
+    Args:
+        x: Rows, [M, D].
+        weights: Gate and up, or one projection.
+        mask: bool [M, N_G]; None = everything executes, with a dense choice.
+        choice: What runs.
+        sorts: Backend of the reordering.
+        zeroed: Whether skipped channels are zero; otherwise they hold anything.
+    """
+    options: dict[str, Any] = {
+        "up_weight": weights.up,
+        "bias": weights.gate_bias,
+        "up_bias": weights.up_bias,
+        "activation": weights.activation,
+    }
+    zeroing = mask if zeroed else None
+    if mask is None or choice.backend == "dense":
+        unused = _no_order(x, 1 if mask is None else mask.shape[1])
+        return gemm_mn(x, weights.gate, unused, mask=zeroing, backend="dense", **options), None
+    options |= {"backend": choice.backend, "tile": choice.tile}
+    if x.shape[0] <= MAX_ROWS:
+        return gemv_mn(x, weights.gate, mask, zero_skipped=zeroed, **options), None
+    order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
+    return gemm_mn(x, weights.gate, order, mask=zeroing, **options), order
+
+
+def input_groups(h: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, choice: Choice, *, sorts: str) -> Tensor:
+    """Return a product over input groups [M, N].
+
+    Args:
+        h: Rows, [M, K]; skipped channels are zero for a dense choice, and may hold anything for others.
+        weight: [N, K].
+        bias: [N] or None.
+        mask: bool [M, N_G].
+        choice: What runs.
+        sorts: Backend of the sort by patterns.
+    """
+    if choice.backend == "dense":
         return functional.linear(h, weight, bias)
-    if how == "few":
-        tile = GemvTile(*choice.tile) if choice.tile else None
-        return gemv_k(h, weight, mask, bias=bias, backend=table.backend, tile=tile)
+    if h.shape[0] <= MAX_ROWS:
+        return gemv_k(h, weight, mask, bias=bias, backend=choice.backend, tile=choice.tile)
     num_groups = mask.shape[1]
-    if choice.backend == "cuda" and num_groups > PATTERN_GROUPS:
-        rows = reorder_rows(mask, backend=choice.backend)
-        return gemm_k_rows(h, weight, rows, group_size=h.shape[1] // num_groups, bias=bias, backend="cuda")
+    options: dict[str, Any] = {"group_size": h.shape[1] // num_groups, "bias": bias, "backend": choice.backend}
+    if num_groups > PATTERN_GROUPS and (choice.backend == "cuda" or choice.groups_per_block > PATTERN_GROUPS):
+        return gemm_k_rows(h, weight, reorder_rows(mask, backend="cuda"), **options)
     per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
     order = reorder_patterns(
         mask,
         groups_per_block=per_block,
-        block_m=choice.block_m or _BLOCK_M,
+        block_m=choice.block_m or BLOCK_M,
         keeps_empty=per_block >= num_groups,
-        backend=table.backend,
+        backend=sorts,
     )
-    return gemm_k(
-        h,
-        weight,
-        order,
-        group_size=h.shape[1] // num_groups,
-        bias=bias,
-        backend=_backend(choice, table),
-        tile=choice.tile,
-    )
-
-
-def _backend(choice: Choice, table: OperatorTable) -> str:
-    """Return the backend of a sparse product: that of the table, unless a more special one was measured."""
-    return choice.backend if choice.backend in SPECIAL_BACKENDS else table.backend
+    return gemm_k(h, weight, order, tile=choice.tile, **options)
 
 
 def _no_order(x: Tensor, num_groups: int) -> Reordering:
@@ -135,4 +139,4 @@ def _no_order(x: Tensor, num_groups: int) -> Reordering:
     one = torch.empty(1, dtype=torch.int32, device=x.device)
     index = one.expand(num_groups, x.shape[0])
     counts = one.expand(num_groups)
-    return Reordering(index, counts, counts, index, one, _BLOCK_M)
+    return Reordering(index, counts, counts, index, one, BLOCK_M)

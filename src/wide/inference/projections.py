@@ -6,14 +6,7 @@ from torch.nn import functional
 from wide.inference.operator_table import OperatorTable
 from wide.inference.products import project_queries
 from wide.inference.weights import AttentionWeights
-from wide.kernels.gemv import gemv_mn
-from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.reordering import Reordering
-
-
-def project_dense(x: Tensor, weights: AttentionWeights) -> Tensor:
-    """Return queries, keys and values [M, (H_q + 2 H_k) d] of normed rows [M, D] in one product."""
-    return functional.linear(x, weights.qkv, weights.qkv_bias)
 
 
 def project_routed(
@@ -35,14 +28,10 @@ def project_routed(
     how = table.how("query", x.shape[0])
     qkv, bias = weights.qkv, weights.qkv_bias
     if how == "dense" or (how == "few" and weights.router.extra):
-        if how == "few":
-            fields = table.choice("query", x.shape[0]).tile
-            tile = GemvTile(*fields) if fields else None
-            whole = gemv_mn(x, qkv, mask, bias=bias, backend=table.backend, tile=tile)
-        else:
-            whole = project_dense(x, weights)
+        few = how == "few"
+        whole = project_queries(x, qkv, bias, mask, table)[0] if few else functional.linear(x, qkv, bias)
         return whole[:, :width], whole[:, width:], None
     q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
     kv = functional.linear(x, qkv[width:], kv_bias)
-    q, order = project_queries(x, qkv[:width], q_bias, mask[:, : weights.router.num_groups], table)
+    q, order = project_queries(x, qkv[:width], q_bias, mask[:, : weights.router.source.num_groups], table)
     return q, kv, order

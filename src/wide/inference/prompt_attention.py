@@ -4,8 +4,8 @@ from torch import Tensor
 
 from wide.inference.operator_table import OperatorTable
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
 from wide.kernels.reordering import SequenceReordering
+from wide.kernels.tuning import Choice
 
 
 def attend_prompt(
@@ -41,13 +41,8 @@ def attend_prompt(
     """
     choice = table.choice("attention", length)
     is_plain = starts is None and window is None and soft_cap is None
-    backend = table.backend
-    tile: PrefillTile | HopperTile | None = None
-    if choice.backend == "gluon":
-        if is_plain:
-            backend, tile = choice.backend, HopperTile(*choice.tile)
-    elif choice.tile:
-        tile = PrefillTile(*choice.tile)
+    if choice.backend == "dense" or (choice.backend == "gluon" and not is_plain):
+        choice = Choice(backend=table.backend)
     return attention_prefill(
         q,
         k,
@@ -58,6 +53,6 @@ def attend_prompt(
         soft_cap=soft_cap,
         scale=scale,
         zero_skipped=zero_skipped,
-        backend=backend,
-        tile=tile,
+        backend=choice.backend,
+        tile=choice.tile,
     )

@@ -23,14 +23,12 @@ class Run:
         forced: Masks that replace the routers' decisions; the routers run all the same, so that their time counts.
             Made with `force`.
         record: Filled with each layer's (attention, FFN) masks in use; None = not wanted.
-        traced: Whether parts carry names for torch.profiler.
     """
 
     routed: bool = True
     table: OperatorTable | None = None
     forced: Masks | None = None
     record: list[tuple[Tensor | None, Tensor | None]] | None = None
-    traced: bool = False
 
 
 def force(layers: Sequence[LayerWeights], masks: Masks) -> Masks:

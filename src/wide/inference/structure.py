@@ -14,7 +14,7 @@ from wide.inference.optimize_checks import require_routing_alone
 from wide.inference.weights import Norm, read_norm, require_known
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
-from wide.models.discovery import discover
+from wide.models.discovery import discover, scale_and_cap
 from wide.models.observe import bypass
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
@@ -38,7 +38,7 @@ class Ends:
         angles: For each layer cosines and sines by position, [max_length, r].
         embedding_scale: Factor of embedded tokens, or None.
         input_scale: Factor of what enters the first layer, embeddings of the caller's own included, or None.
-        logit_divisor: What logits are divided by, or None.
+        logit_scale: Factor of the logits, or None.
         logit_cap: Bound of the logits, or None.
     """
 
@@ -50,7 +50,7 @@ class Ends:
     angles: tuple[tuple[Tensor, Tensor], ...]
     embedding_scale: float | None
     input_scale: float | None
-    logit_divisor: float | None
+    logit_scale: float | None
     logit_cap: float | None
 
 
@@ -84,6 +84,7 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
     layers = [part for part in base.children() if specs[0].layer in part.children()]
     require_known(base, (embed, base.norm, *layers), type(base).__name__, _INPUT_MULTIPLIER)
     embedding = embed.weight.detach()
+    scale, cap = scale_and_cap(model)
     return Ends(
         specs=specs,
         embedding=embedding,
@@ -93,8 +94,8 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
         angles=_angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs]),
         embedding_scale=_embedding_scale(embed),
         input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
-        logit_divisor=_unless_one(getattr(config, "logits_scaling", None)),
-        logit_cap=getattr(config, "final_logit_softcapping", None),
+        logit_scale=_unless_one(scale),
+        logit_cap=cap,
     )
 
 

@@ -1,14 +1,16 @@
 """What the engine reads of a Hugging Face model: the same tensors, arranged for the operators, never copied twice."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.inference.asked import Asked, ask
+from wide.inference.asked import Asked, ask, paired
 from wide.inference.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
@@ -34,11 +36,12 @@ _ALWAYS = float("inf")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """An RMSNorm: weight [D], its epsilon, and whether the factor is 1 + weight."""
+    """An RMSNorm: weight [D], its epsilon, and whether the factor is 1 + weight; `centered` makes it a LayerNorm."""
 
     weight: Tensor
     eps: float
-    unit_offset: bool
+    unit_offset: bool = False
+    centered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +49,28 @@ class RuntimeRouter:
     """A router ready for the operators.
 
     Args:
-        weights: With `extra` always-executing groups at the end.
-        threshold: In logits.
-        reads_residual: Whether it reads the stream before the norm.
-        num_groups: N_G, without the extra ones.
+        source: The model's, whose threshold holds.
+        weights: With `extra` always-executing groups at the end; the offsets are less the threshold, so that kernels
+            decide at 0, and graphs of them follow it without a new capture.
+        bias: Offsets of the model's groups, float32 [N_G].
         extra: Groups of key and value rows behind the query's, so that one product makes all three.
     """
 
+    source: Router
     weights: RouteWeights
-    threshold: float
-    reads_residual: bool
-    num_groups: int
+    bias: Tensor
     extra: int
+
+    @property
+    def decides(self) -> bool:
+        """Whether its threshold lets it skip anything."""
+        return self.source.threshold != -math.inf
+
+    def follow(self) -> None:
+        """Let kernels, those in graphs too, read the threshold that the model's router has now."""
+        offset = self.weights.offset
+        assert offset is not None
+        offset[: len(self.bias)] = self.bias - self.source.threshold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +153,11 @@ class FeedForwardWeights(Sublayer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One decoder layer."""
+    """One decoder layer; both sublayers of a `parallel` one read the same norm."""
 
     attention: AttentionWeights
     ffn: FeedForwardWeights
+    parallel: bool
 
 
 def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
@@ -162,8 +176,6 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     attention, ffn, layer = spec.attention, spec.ffn, spec.layer
     parts: tuple[AttentionSpec | FeedForwardSpec, ...] = attention, ffn
     pre_norms = [part.pre_norm for part in parts if part.pre_norm is not None]
-    if len(set(pre_norms)) < len(pre_norms):
-        raise UnsupportedModelError(f"{where}: both sublayers read one norm side by side; the engine runs them in turn")
     found = [[getattr(layer, name, None) for name in names] for names in _POST_NORMS]
     post_norms = [next((norm for norm in norms if norm not in (None, ffn.pre_norm)), None) for norms in found]
     require_known(layer, (attention.module, ffn.module, *pre_norms, *post_norms), where, _MULTIPLIER)
@@ -178,6 +190,7 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     return LayerWeights(
         attention=_attention(f"{where}: attention", attention, angles, around[0]),
         ffn=_feed_forward(f"{where}: FFN", ffn, around[1]),
+        parallel=len(set(pre_norms)) < len(pre_norms),
     )
 
 
@@ -206,10 +219,10 @@ def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbe
 
 
 def read_norm(module: nn.Module | None, where: str) -> Norm:
-    """Return an RMSNorm's weight and constants, found out by trying it.
+    """Return a norm's weight and constants, found out by trying it.
 
     Raises:
-        UnsupportedModelError: If there is no such norm or it computes something else.
+        UnsupportedModelError: If there is no such norm or it is neither an RMSNorm nor a LayerNorm without bias.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -219,11 +232,22 @@ def read_norm(module: nn.Module | None, where: str) -> Norm:
     probe = torch.randn(3, weight.numel(), generator=generator).to(device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         wanted = module(probe).float()
-        for unit_offset in (False, True):
-            found = rms_norm(probe, weight, eps=float(eps), unit_offset=unit_offset, backend="torch")[1].float()
-            if (found - wanted).norm() <= 1e-2 * wanted.norm() + 1e-6:
-                return Norm(weight=weight.detach(), eps=float(eps), unit_offset=unit_offset)
-    raise UnsupportedModelError(f"{where}: {type(module).__name__} does not compute an RMSNorm")
+        for kind in ({}, {"unit_offset": True}, {"centered": True}):
+            norm = Norm(weight=weight.detach(), eps=float(eps), **kind)
+            if (apply_norm(norm, probe, None, "torch")[1].float() - wanted).norm() <= 1e-2 * wanted.norm() + 1e-6:
+                return norm
+    raise UnsupportedModelError(f"{where}: {type(module).__name__} computes neither an RMSNorm nor a LayerNorm")
+
+
+def apply_norm(norm: Norm | None, x: Tensor, addend: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """Return x + addend [M, D] and its norm; the sum twice without a norm."""
+    if norm is not None and not norm.centered:
+        return rms_norm(x, norm.weight, addend=addend, eps=norm.eps, unit_offset=norm.unit_offset, backend=backend)
+    total = x if addend is None else x + addend
+    if norm is None:
+        return total, total
+    weight = norm.weight.float()
+    return total, functional.layer_norm(total.float(), weight.shape, weight, eps=norm.eps).to(x.dtype)
 
 
 def _optional_norm(module: nn.Module | None, where: str) -> Norm | None:
@@ -241,11 +265,15 @@ def _attention(
     else:
         qkv, qkv_bias = query.weight.detach(), _detached(query.bias)
     q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_norms)
-    kinds = [None if norm is None else (norm.eps, norm.unit_offset) for norm in (q_norm, k_norm)]
+    kinds = [None if norm is None else (norm.eps, norm.unit_offset, norm.centered) for norm in (q_norm, k_norm)]
+    if any(norm is not None and norm.centered for norm in (q_norm, k_norm)):
+        raise UnsupportedModelError(f"{where}: queries and keys have a LayerNorm; the engine takes RMSNorms there")
     if kinds[0] != kinds[1]:
         raise UnsupportedModelError(f"{where}: the norms of queries and keys are not of one kind: {kinds}")
     asked = ask(part, *angles, where)
-    cos, sin = angles if asked.is_turned else (angles[0][:, :0], angles[1][:, :0])
+    cos, sin = (paired(each) if asked.interleaved else each for each in angles)
+    if not asked.is_turned:
+        cos, sin = cos[:, :0], sin[:, :0]
     return AttentionWeights(
         **around,
         qkv=qkv,
@@ -308,21 +336,15 @@ def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> 
         return None
     group_size = width // router.num_groups
     extra = further // group_size if further % group_size == 0 else 0
-    bias = None if router.bias is None else router.bias.detach()
     # Other forms than the bottleneck have been refused with the model.
     assert router.down is not None
-    weights = split_weights(router.down, router.up, bias, dtype=dtype)
-    if extra:
-        difference = weights.difference
-        known = difference.new_zeros(router.num_groups) if weights.offset is None else weights.offset
-        weights = weights._replace(
-            difference=torch.cat((difference, difference.new_zeros(extra, difference.shape[1]))),
-            offset=torch.cat((known, known.new_full((extra,), _ALWAYS))),
-        )
-    return RuntimeRouter(
-        weights=weights,
-        threshold=float(router.threshold),
-        reads_residual=router.reads_residual,
-        num_groups=router.num_groups,
-        extra=extra,
+    weights = split_weights(router.down, router.up, router.bias, dtype=dtype)
+    difference = weights.difference
+    bias = difference.new_zeros(router.num_groups) if weights.offset is None else weights.offset
+    weights = weights._replace(
+        difference=torch.cat((difference, difference.new_zeros(extra, difference.shape[1]))),
+        offset=torch.cat((bias, bias.new_full((extra,), _ALWAYS))),
     )
+    found = RuntimeRouter(source=router, weights=weights, bias=bias, extra=extra)
+    found.follow()
+    return found

@@ -7,13 +7,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from wide.inference.measured import LayerSizes, attention_case
-from wide.inference.tuning.products import exact_mask, normal, shipped_name, tile_name
+from wide.inference.layer_sizes import LayerSizes, operator_case
+from wide.inference.operator_table import DENSE
+from wide.inference.tuning.products import choice_name, exact_mask, normal, shipped_name
 from wide.inference.tuning.race import Call, Race, relative
-from wide.inference.tuning.tiles import backend_of
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
-from wide.kernels.device import hopper_obstacle
+from wide.kernels.device import backend_obstacle
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.tuning import Choice
 
@@ -21,7 +20,6 @@ from wide.kernels.tuning import Choice
 TOLERANCE = 1.5e-2
 LIBRARIES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 """The peers of attention, by name."""
-_TYPES = {"triton": PrefillTile, "gluon": HopperTile}
 
 
 def library_attention(
@@ -36,7 +34,7 @@ def prompt_race(
     sizes: LayerSizes,
     length: int,
     active: float,
-    tiles: Sequence[PrefillTile | HopperTile],
+    choices: Sequence[Choice],
     *,
     device: torch.device,
     shipped: Choice | None = None,
@@ -47,7 +45,7 @@ def prompt_race(
         sizes: Of the layer.
         length: Tokens.
         active: Share of (token, group) pairs that execute.
-        tiles: To compare with the reordering known; empty compares what charges it alone.
+        choices: To compare with the reordering known; empty compares what charges it alone.
         device: Where.
         shipped: What `wide.optimize` takes today, which is tried first.
     """
@@ -59,7 +57,7 @@ def prompt_race(
     heads_first = [part.transpose(1, 2).contiguous() for part in (q, k, v)]
     executing = mask.repeat_interleave(heads // groups, 2)
 
-    def charged(backend: str, tile: PrefillTile | HopperTile | None) -> torch.Tensor:
+    def charged(backend: str, tile: Sequence[int]) -> torch.Tensor:
         return attention_prefill(q, k, v, reorder_sequences(mask, backend="triton"), backend=backend, tile=tile)
 
     def wanted() -> torch.Tensor:
@@ -75,22 +73,22 @@ def prompt_race(
         repeated = [heads_first[0], *(part.repeat_interleave(heads // kv_heads, 1) for part in heads_first[1:])]
         candidates["dense cudnn, repeated KV"] = [partial(library_attention, "cudnn", *repeated, is_causal=True)]
     peers = tuple(candidates)
-    choices = dict.fromkeys(peers, Choice(backend="dense"))
-    best = _TYPES[shipped.backend](*shipped.tile) if shipped is not None and shipped.tile else None
+    stands_for = dict.fromkeys(peers, DENSE)
     names = {"triton": "operator, reorder charged"}
-    if hopper_obstacle(device) is None:
+    if backend_obstacle("gluon", device) is None:
         names["gluon"] = "hopper, reorder charged"
     for backend, name in names.items():
-        tile = best if best is not None and backend_of(best) == backend else None
+        tile = shipped.tile if shipped is not None and shipped.backend == backend else ()
         candidates[name] = [partial(charged, backend, tile)]
-    if tiles:
+    if choices:
         everything = reorder_sequences(torch.ones_like(mask), backend="triton")
         candidates["operator, nothing skipped"] = [partial(attention_prefill, q, k, v, everything, backend="triton")]
-    for tile in tiles:
-        run = partial(attention_prefill, q, k, v, order, backend=backend_of(tile), tile=tile)
-        candidates[tile_name(tile)] = [run]
-        choices[tile_name(tile)] = Choice(backend=backend_of(tile), tile=tuple(int(value) for value in tile))
-    ships = "" if shipped is None else names.get(shipped.backend) or shipped_name(choices, shipped)
+    for choice in choices:
+        run = partial(attention_prefill, q, k, v, order, backend=choice.backend, tile=choice.tile)
+        candidates[choice_name(choice)] = [run]
+        stands_for[choice_name(choice)] = choice
+    ships = "" if shipped is None else names.get(shipped.backend) or shipped_name(stands_for, shipped)
+    operator, case = operator_case("attention", sizes, length, active)
     return Race(
         name=f"prefill T={length} p={active}",
         candidates=candidates,
@@ -100,8 +98,8 @@ def prompt_race(
         tolerance=TOLERANCE,
         flop=active * 2.0 * length * (length + 1) * heads * sizes.head_dim,
         facts={"length": length, "active": active},
-        operator="attention_prefill",
-        case=attention_case(sizes, length, active),
-        choices=choices,
+        operator=operator,
+        case=case,
+        choices=stands_for,
         shipped=ships,
     )

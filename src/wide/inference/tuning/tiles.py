@@ -1,27 +1,25 @@
-"""Tiles that races try, by operator, device and size of groups; the device's defaults come first."""
-
-from collections.abc import Iterator
+"""What races try, by operator, device and size of groups; the device's defaults come first."""
 
 import torch
 
+from wide.inference.layer_sizes import LayerSizes, misfit
+from wide.inference.operator_table import SUMS, OperatorName
+from wide.inference.products import BLOCK_M
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
-from wide.kernels.device import hopper_obstacle
-from wide.kernels.gemm_k.op import fits_stored
-from wide.kernels.gemm_k.tiles import KTile, StoredKTile
+from wide.kernels.device import backend_obstacle
+from wide.kernels.gemm_k.tiles import STORED_TILE, KTile
 from wide.kernels.gemm_k.tiles import default_tile as default_k_tile
-from wide.kernels.gemm_k_rows import fits_rows
-from wide.kernels.gemm_mn.op import fits_cluster
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, MnTile
+from wide.kernels.gemm_mn.tiles import CLUSTER_TILE, MnTile
 from wide.kernels.gemm_mn.tiles import default_tile as default_mn_tile
+from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.gemv.tiles import GemvTile
-from wide.kernels.native.build import obstacle as native_obstacle
+from wide.kernels.native.cute import LEVELS, CuteTile
 from wide.kernels.reordering import PATTERN_GROUPS
+from wide.kernels.tuning import Choice
 
-MnTiles = list[tuple[int, MnTile | ClusterMnTile]]
-"""Rows of a tile, for the sort, and the tile."""
-KTiles = list[tuple[int, int, KTile | StoredKTile]]
-"""Groups of a super-block, rows of a tile, and the tile."""
-_BLOCK_M = 128
+UNPROVEN = ("tilelang", "cute")
+"""Backends that were not measured yet: benches time them where they are named, and no table may name them."""
+# Rows of a tile, and the tile.
 _MN_GATED = (
     (128, MnTile(128, 64, 4, 8, 1, 2)),
     (128, MnTile(128, 64, 3, 8, 1, 2)),
@@ -66,92 +64,96 @@ _GEMV = tuple(
 _PREFILL = tuple(
     PrefillTile(block_m=m, block_n=n, num_warps=w, num_stages=s, uses_tma=tma)
     for m, n, w, s, tma in (
-        (128, 128, 8, 2, True), (128, 128, 8, 3, True), (128, 64, 8, 3, True), (128, 64, 8, 4, True),
-        (64, 128, 4, 2, True), (64, 64, 4, 3, True), (128, 64, 4, 2, True),
-        (128, 128, 8, 2, False), (128, 64, 8, 3, False), (64, 64, 4, 3, False),
+        (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (64, 128, 4, 2, 1),
+        (64, 64, 4, 3, 1), (128, 64, 4, 2, 1), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0), (64, 64, 4, 3, 0),
     )
 )  # fmt: skip
 _PREFILL_HOPPER = (HopperTile(128, 2, 0), HopperTile(128, 2, 1), HopperTile(64, 4, 0))
 _FEW_GEMV, _FEW_PREFILL = 8, 4
 
 
-def mn_tiles(device: torch.device, group_size: int, *, gated: bool, quick: bool) -> MnTiles:
-    """Return the tiles of GEMM-MN that fit groups of a size.
+def candidates(
+    name: OperatorName, sizes: LayerSizes, rows: int, device: torch.device, *, quick: bool, unproven: bool = False
+) -> list[Choice]:
+    """Return what may run an operator of a layer beside the dense one, none of it twice.
 
     Args:
+        name: Of the operator.
+        sizes: Of the layer.
+        rows: Tokens; of a sequence, for attention over a prompt.
         device: Where.
-        group_size: Channels of a group.
-        gated: Whether gate and up are multiplied together, which then lie behind each other in memory.
-        quick: The defaults of each backend alone.
+        quick: The defaults of each backend and a few tiles more alone.
+        unproven: Whether to name backends of `UNPROVEN`, too.
     """
-    shape = {"group_size": group_size, "gated": gated, "stacked": gated, "dtype": torch.bfloat16}
-    found: MnTiles = [
-        (rows, default_mn_tile(device, block_m=rows, **shape))  # type: ignore[arg-type]
-        for rows in (_BLOCK_M, _BLOCK_M // 2)
+    if name == "attention":
+        hopper = _PREFILL_HOPPER if backend_obstacle("gluon", device) is None else ()
+        found = [Choice(backend="gluon", tile=tile) for tile in hopper]
+        found += [Choice(backend="triton", tile=tile) for tile in (_PREFILL[:_FEW_PREFILL] if quick else _PREFILL)]
+    elif rows <= MAX_ROWS:
+        found = [Choice(backend="triton", tile=tile) for tile in (_GEMV[:_FEW_GEMV] if quick else _GEMV)]
+        found += [Choice(backend=backend) for backend in UNPROVEN] if unproven else []
+    elif name in SUMS:
+        found = _input_groups(name, sizes, rows, device, quick=quick)
+        if unproven:
+            # One sort of all groups, of some, and one for each group as in the paper.
+            blocks = dict.fromkeys((max(sizes.grouped(name)[1], PATTERN_GROUPS), PATTERN_GROUPS, 1))
+            found += [
+                Choice(backend="cute", tile=CuteTile(level), block_m=BLOCK_M, groups_per_block=block)
+                for block in blocks
+                for level in LEVELS[1:]
+            ]
+    else:
+        found = _output_groups(name, sizes, device, quick=quick)
+        if unproven:
+            found += [Choice(backend="cute", tile=CuteTile(level), block_m=BLOCK_M) for level in LEVELS]
+    if unproven:
+        # With the tiles that they take by default, and rows sorted as for others.
+        rows_sorted = [each for each in found if each.backend == "triton" and each.block_m]
+        sorts = dict.fromkeys((each.block_m, each.groups_per_block) for each in rows_sorted)
+        found += [Choice(backend="tilelang", block_m=m, groups_per_block=groups) for m, groups in sorts]
+    runs = {backend: backend_obstacle(backend, device) is None for backend in ("cuda", *UNPROVEN)}
+    return [
+        choice
+        for choice in dict.fromkeys(found)
+        if choice.backend not in runs or (runs[choice.backend] and misfit(name, sizes, choice) is None)
     ]
-    if (hopper_obstacle(device) or native_obstacle()) is None and fits_cluster(group_size, gated=gated):
+
+
+def _output_groups(name: OperatorName, sizes: LayerSizes, device: torch.device, *, quick: bool) -> list[Choice]:
+    _, _, size = sizes.grouped(name)
+    gated = sizes.gates(name)
+    tiles = [
+        (m, default_mn_tile(device, group_size=size, block_m=m, gated=gated, stacked=gated, dtype=torch.bfloat16))
+        for m in (BLOCK_M, BLOCK_M // 2)
+    ]
+    listed = () if quick else _MN_GATED if gated else _MN_PLAIN
+    others = [(m, tile) for m, tile in listed if size % tile.block_n == 0]
+    return [
+        *(Choice(backend="triton", tile=tile, block_m=m) for m, tile in tiles),
         # Rows are sorted into the tiles that the kernel takes, so that it has no list of its own to make.
-        found.append((ClusterMnTile().rows, ClusterMnTile()))
-    if not quick:
-        found += [(m, tile) for m, tile in (_MN_GATED if gated else _MN_PLAIN) if group_size % tile.block_n == 0]
-    return list(dict.fromkeys(found))
-
-
-def k_tiles(device: torch.device, group_size: int, num_groups: int, *, width: int, rows: int, quick: bool) -> KTiles:
-    """Return super-blocks and tiles of GEMM-K that fit groups of a size.
-
-    Args:
-        device: Where.
-        group_size: Channels of a group.
-        num_groups: All groups.
-        width: Of the output.
-        rows: Of the product.
-        quick: The defaults of each backend alone, in the first super-block of `_SUPER_BLOCKS`.
-    """
-    blocks = (8,) if num_groups <= PATTERN_GROUPS else _SUPER_BLOCKS.get(group_size, (8, 4))
-    default = default_k_tile(
-        device, group_size=group_size, num_rows=rows, width=width, block_m=_BLOCK_M, dtype=torch.bfloat16
-    )
-    tiles = [(_BLOCK_M, default)]
-    if not quick:
-        fitting = [(m, t) for m, t in _K_TILES if width % t.block_n == 0 and group_size % t.block_k == 0]
-        tiles += [(m, t._replace(slab=default.slab // t.block_n * t.block_n)) for m, t in fitting]
-    found: KTiles = [
-        (max(num_groups, PATTERN_GROUPS), StoredKTile().rows, tile)
-        for tile in one_sort_tiles(device, group_size=group_size, num_groups=num_groups, width=width)
+        Choice(backend="cuda", tile=CLUSTER_TILE, block_m=CLUSTER_TILE[0]),
+        *(Choice(backend="triton", tile=tile, block_m=m) for m, tile in others),
     ]
-    found += [(block, m, tile) for block in (blocks[:1] if quick else blocks) for m, tile in tiles]
-    return list(dict.fromkeys(found))
 
 
-def one_sort_tiles(device: torch.device, *, group_size: int, num_groups: int, width: int) -> Iterator[StoredKTile]:
-    """Yield the tile of the kernels in CUDA C++ over one sort of all groups, where there is one: on Hopper.
-
-    Args:
-        device: Where.
-        group_size: Channels of a group.
-        num_groups: All groups.
-        width: Of the output.
-    """
-    takes = fits_stored if num_groups <= PATTERN_GROUPS else fits_rows
-    missing = hopper_obstacle(device) or native_obstacle()
-    if missing is None and takes(group_size, num_groups, width):
-        yield StoredKTile()
-
-
-def gemv_tiles(*, quick: bool) -> tuple[GemvTile, ...]:
-    """Return the tiles of the products of one to four rows."""
-    return _GEMV[:_FEW_GEMV] if quick else _GEMV
-
-
-def prefill_tiles(device: torch.device, *, quick: bool) -> tuple[PrefillTile | HopperTile, ...]:
-    """Return the tiles of causal attention; those for Hopper GPUs come first, where it is one."""
-    hopper = _PREFILL_HOPPER if hopper_obstacle(device) is None else ()
-    return (*hopper, *(_PREFILL[:_FEW_PREFILL] if quick else _PREFILL))
-
-
-def backend_of(tile: tuple[int, ...]) -> str:
-    """Return the backend that a tile belongs to."""
-    if isinstance(tile, ClusterMnTile | StoredKTile):
-        return "cuda"
-    return "gluon" if isinstance(tile, HopperTile) else "triton"
+def _input_groups(
+    name: OperatorName, sizes: LayerSizes, rows: int, device: torch.device, *, quick: bool
+) -> list[Choice]:
+    _, groups, size = sizes.grouped(name)
+    width = sizes.hidden_size
+    blocks = (PATTERN_GROUPS,) if groups <= PATTERN_GROUPS else _SUPER_BLOCKS.get(size, (8, 4))
+    default = default_k_tile(device, group_size=size, num_rows=rows, width=width, block_m=BLOCK_M, dtype=torch.bfloat16)
+    tiles = [(BLOCK_M, default)]
+    if not quick:
+        fitting = [(m, t) for m, t in _K_TILES if width % t.block_n == 0 and size % t.block_k == 0]
+        tiles += [(m, t._replace(slab=default.slab // t.block_n * t.block_n)) for m, t in fitting]
+    # One sort of all groups, then super-blocks of some.
+    whole = max(groups, PATTERN_GROUPS)
+    return [
+        Choice(backend="cuda", tile=STORED_TILE, block_m=STORED_TILE[0], groups_per_block=whole),
+        *(
+            Choice(backend="triton", tile=tile, block_m=m, groups_per_block=block)
+            for block in (blocks[:1] if quick else blocks)
+            for m, tile in tiles
+        ),
+    ]

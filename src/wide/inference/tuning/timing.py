@@ -30,9 +30,7 @@ class Timing:
     num_samples: int
 
 
-def time_interleaved(
-    candidates: Mapping[str, Call | Sequence[Call]], *, rounds: int = 20, flush_bytes: int = 0
-) -> dict[str, Timing]:
+def time_interleaved(candidates: Mapping[str, Call | Sequence[Call]], *, rounds: int = 20) -> dict[str, Timing]:
     """Time candidates against each other in one run.
 
     Every candidate is captured into a CUDA graph; then each round replays every graph once, in an order that rotates,
@@ -42,14 +40,11 @@ def time_interleaved(
         candidates: A call without arguments by name, or several calls (for example on copies of the weights, so that
             none is found in the cache) that are timed together and averaged.
         rounds: Replays of each candidate.
-        flush_bytes: Bytes overwritten before each replay, to empty the second-level cache; 0 leaves it warm. Flushing
-            puts one call (or one list of calls) into a graph.
 
     Returns:
         Time of one call by name.
     """
-    scratch = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda") if flush_bytes else None
-    graphs = {name: _capture(calls, repeats=scratch is None) for name, calls in candidates.items()}
+    graphs = {name: _capture(calls) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)
     events = []
@@ -58,8 +53,6 @@ def time_interleaved(
         for name in names[first:] + names[:first]:
             graph, num_calls = graphs[name]
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if scratch is not None:
-                scratch.fill_(turn % 2)
             begin.record()
             graph.replay()
             end.record()
@@ -84,12 +77,10 @@ def summary(values: list[float]) -> Timing:
     )
 
 
-def _capture(calls: Call | Sequence[Call], *, repeats: bool) -> tuple[torch.cuda.CUDAGraph, int]:
+def _capture(calls: Call | Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
     """Warm up, then capture as many calls as fill the wanted time; return the graph and its number of calls."""
     sequence = [calls] if callable(calls) else list(calls)
     graph = graph_of(sequence)
-    if not repeats:
-        return graph, len(sequence)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     begin.record()

@@ -9,29 +9,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from wide.errors import ConfigError, UnsupportedBackendError
-from wide.inference.layer_sizes import layer_sizes
-from wide.inference.measured import ONE_SORT, LayerSizes
+from wide.errors import ConfigError
+from wide.inference.layer_sizes import LayerSizes, layer_sizes
+from wide.inference.measured import ONE_SORT
 from wide.inference.operator_table import OperatorName
 from wide.inference.tuning.attention import prompt_race
-from wide.inference.tuning.products import few_rows_race, grouped, input_groups_race, output_groups_race
+from wide.inference.tuning.products import product_race
 from wide.inference.tuning.race import Race, Record, measure
-from wide.inference.tuning.tiles import gemv_tiles, k_tiles, mn_tiles, prefill_tiles
+from wide.inference.tuning.tiles import candidates
 from wide.kernels.contract import Case
-from wide.kernels.device import triton_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key
-from wide.models.attach import attachment
 from wide.models.block_spec import BlockSpec
 from wide.plan import Plan, Routed
 
 PROMPT_ROWS = (4096, 1024, 16384)
 """Numbers of tokens of a prompt that are measured; what pays at one counts for all larger ones."""
 _FEW_ROWS = (1, 2, 4)
-# Of a gate and up weight that lie behind each other in memory: the last field of a tile that needs it.
-_STACKED = 2
 # A candidate must beat dense by more than the noise of a run.
 _NOISE = 1.02
 _ROUNDS, _QUICK_ROUNDS = 20, 10
@@ -89,51 +84,6 @@ class Tuned:
         return sum(choice.backend != "dense" for key, choice in self.choices.items() if f" {ONE_SORT} " not in key)
 
 
-def tune_model(
-    model: nn.Module,
-    *,
-    rows: Sequence[int] = PROMPT_ROWS,
-    executed: tuple[float, float] = (0.5, 0.5),
-    quick: bool = True,
-    seconds: float | None = None,
-    table: TuningTable | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> Tuned:
-    """Measure the operators of an attached model at its own shapes on its own GPU, for `wide.optimize`.
-
-    Weights are not read: random ones of their shapes are raced. The GPU needs room for the largest of them a few times.
-
-    Args:
-        model: Attached, with routers; stays as it is.
-        rows: Numbers of tokens of a prompt, the most important first.
-        executed: Shares of (token, group) pairs that execute, in attention and FFN.
-        quick: The defaults of each backend and a few more tiles alone; otherwise all that fit.
-        seconds: After them no further tile is begun: what is not measured until then stays dense; None takes its time.
-        table: Where choices are kept; None means the user's own, which `wide.optimize` reads.
-        progress: Told of each shape as soon as it is measured.
-
-    Raises:
-        NotAttachedError: If the model has no routers.
-        UnsupportedBackendError: If the kernels cannot run where it lies, with the reason.
-        ConfigError: If no tokens skip anything under its plan, or the table is damaged.
-    """
-    state = attachment(model)
-    device = next(model.parameters()).device
-    obstacle = triton_obstacle(device)
-    if obstacle is not None:
-        raise UnsupportedBackendError(f"kernels are timed on a CUDA GPU, and this model lies on {device}: {obstacle}")
-    return tune_layers(
-        tuned_layers(state.specs, state.plan),
-        device=device,
-        rows=rows,
-        executed=executed,
-        quick=quick,
-        seconds=seconds,
-        table=table,
-        progress=progress,
-    )
-
-
 def tuned_layers(specs: Sequence[BlockSpec], plan: Plan) -> list[TunedLayer]:
     """Return the layers in which tokens skip, for `tune_layers`; weights are not read.
 
@@ -167,8 +117,9 @@ def tune_layers(
     table: TuningTable | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Tuned:
-    """Measure the operators of layers and keep the fastest choices, under the keys that `wide.optimize` looks up.
+    """Measure the operators of layers on a GPU, for `wide.optimize`, and keep the fastest choices under its keys.
 
+    Weights are not read: random ones of their shapes are raced. The GPU needs room for the largest of them a few times.
     Equal layers are measured once: steps first, since generation is made of them, then prompts in the order of `rows`.
     The table is written after every shape, so that a stopped run keeps what it measured. A shape that cannot be
     measured, for example for want of memory, is named and stays dense.
@@ -176,12 +127,15 @@ def tune_layers(
     Args:
         layers: From `tuned_layers`.
         device: The GPU.
-        rows: As in `tune_model`, and so are the others.
-        executed: See there.
-        quick: See there.
-        seconds: See there.
-        table: See there.
-        progress: See there.
+        rows: Numbers of tokens of a prompt, the most important first.
+        executed: Shares of (token, group) pairs that execute, in attention and FFN.
+        quick: The defaults of each backend and a few more tiles alone; otherwise all that fit.
+        seconds: After them no further tile is begun: what is not measured until then stays dense; None takes its time.
+        table: Where choices are kept; None means the user's own, which `wide.optimize` reads.
+        progress: Told of each shape as soon as it is measured.
+
+    Raises:
+        ConfigError: If the table is damaged.
     """
     kept = TuningTable() if table is None else table
     began = time.monotonic()
@@ -200,7 +154,7 @@ def tune_layers(
                 left_out.append(name)
                 continue
             found, verdict = _measured(make, device, rounds=_QUICK_ROUNDS if quick else _ROUNDS, until=until)
-            kept.store_all(found)
+            kept.store(found)
             choices |= found
             if progress is not None:
                 spent = time.monotonic() - began
@@ -248,125 +202,52 @@ def _shapes(
     names: list[tuple[OperatorName, float]] = []
     names += [("gate_up", executed[1]), ("down", executed[1])] if layer.ffn else []
     names += [("query", executed[0]), ("output", executed[0])] if layer.attention else []
-    sizes = layer.sizes
-    if few:
-        for count in _FEW_ROWS[:1] if quick else _FEW_ROWS:
-            for name, active in names:
-                tiles = gemv_tiles(quick=quick)
-                yield f"{name}, {count} rows", partial(few_rows_race, name, sizes, count, active, tiles, device=device)
-        return
-    for count in rows:
+    sizes, options = layer.sizes, dict[str, Any](device=device, quick=quick)
+    few_rows = _FEW_ROWS[:1] if quick else _FEW_ROWS
+    for count in few_rows if few else rows:
         for name, active in names:
-            yield f"{name}, {count} rows", partial(many_rows_race, name, sizes, count, active, device, quick=quick)
-        if layer.attention:
-            prompt = prefill_tiles(device, quick=quick)
-            make = partial(prompt_race, sizes, count, executed[0], prompt, device=device)
-            yield f"attention, {count} tokens", make
-
-
-def many_rows_race(
-    name: OperatorName,
-    sizes: LayerSizes,
-    rows: int,
-    active: float,
-    device: torch.device,
-    *,
-    quick: bool,
-    zeroed: bool | None = True,
-    shipped: Choice | None = None,
-) -> Race:
-    """Return the race of a linear operator over many rows with the tiles that fit a layer.
-
-    Args:
-        name: 'query', 'output', 'gate_up' or 'down'.
-        sizes: Of the layer.
-        rows: Tokens.
-        active: Share of (token, group) pairs that execute.
-        device: Where.
-        quick: The defaults of each backend alone.
-        zeroed: Of 'gate_up', whose zeros the down projection reads wherever it is dense, as it mostly is; see
-            `output_groups_race`.
-        shipped: See there.
-    """
-    _, groups, size = grouped(name, sizes)
-    if name in ("output", "down"):
-        tiles = k_tiles(device, size, groups, width=sizes.hidden_size, rows=rows, quick=quick)
-        return input_groups_race(name, sizes, rows, active, tiles, device=device, shipped=shipped)
-    gated = name == "gate_up" and sizes.is_gated
-    return output_groups_race(
-        name,
-        sizes,
-        rows,
-        active,
-        mn_tiles(device, size, gated=gated, quick=quick),
-        device=device,
-        zeroed=zeroed if name == "gate_up" else False,
-        shipped=shipped,
-    )
+            yield f"{name}, {count} rows", partial(product_race, name, sizes, count, active, **options)
+        if layer.attention and not few:
+            tried = candidates("attention", sizes, count, **options)
+            yield f"attention, {count} tokens", partial(prompt_race, sizes, count, executed[0], tried, device=device)
 
 
 def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, Choice]]:
     """Return operator, case and fastest choice by `shape_key` from the records of races.
 
-    Gated products have two entries: with the option `stacked` the up weight lies right behind the gate weight in
-    memory, which some tiles need. A product over one sort of many groups has one of its own beside, faster or not, as
-    'gemm_k_rows': what it takes depends on masks, and those at hand may be more alike than the measured ones.
+    A product over one sort of many groups has an entry of its own beside, faster or not, as 'gemm_k_rows': what it
+    takes depends on masks, and those at hand may be more alike than the measured ones.
 
     Args:
         records: From `measure`, or from files of `wide bench`; those without a choice or a time are ignored, and so are
             shapes of which only the dense product was timed with a choice.
     """
-    best: dict[str, tuple[str, Case, Choice]] = {}
-    dense: dict[str, float] = {}
-    contested: set[str] = set()
-    sorted_once: dict[str, tuple[str, Case, Choice]] = {}
+    shapes: dict[str, tuple[str, Case, list[Choice]]] = {}
     for record in records:
         if "choice" not in record or "median_us" not in record:
             continue
-        described = record["case"]
-        fields = {**record["choice"], "tile": tuple(record["choice"]["tile"]), "median_us": record["median_us"]}
-        choice = Choice(**fields)
-        for options in _variants(described, choice):
-            case = Case(
-                sizes=described["sizes"],
-                dtype=getattr(torch, described["dtype"]),
-                active=described["active"],
-                options=options,
-            )
-            key = shape_key(described["operator"], case)
-            entry = (described["operator"], case, choice)
-            if choice.backend == "dense":
-                # The strongest of several dense peers is the one to beat.
-                dense[key] = min(choice.median_us, dense.get(key, choice.median_us))
-            else:
-                contested.add(key)
-            once = choice.backend == "cuda" and choice.groups_per_block > PATTERN_GROUPS
-            if once and (key not in sorted_once or choice.median_us < sorted_once[key][2].median_us):
-                sorted_once[key] = (ONE_SORT, case, choice)
-            if key not in best or _cost(choice) < _cost(best[key][2]):
-                best[key] = entry
-    found = {
-        key: (name, case, replace(choice, dense_us=dense.get(key, 0.0)))
-        for key, (name, case, choice) in best.items()
-        if key in contested
-    }
-    return found | {
-        shape_key(ONE_SORT, case): (name, case, replace(choice, dense_us=dense[key]))
-        for key, (name, case, choice) in sorted_once.items()
-        if key in dense
-    }
+        described = dict(record["case"])
+        operator, dtype = described.pop("operator"), getattr(torch, described.pop("dtype"))
+        case = Case(dtype=dtype, **described)
+        choice = Choice(
+            **{**record["choice"], "tile": tuple(record["choice"]["tile"]), "median_us": record["median_us"]}
+        )
+        shapes.setdefault(shape_key(operator, case), (operator, case, []))[2].append(choice)
+    found: dict[str, tuple[str, Case, Choice]] = {}
+    for key, (operator, case, choices) in shapes.items():
+        # The strongest of several dense peers is the one to beat.
+        dense_us = min((choice.median_us for choice in choices if choice.backend == "dense"), default=0.0)
+        if any(choice.backend != "dense" for choice in choices):
+            found[key] = operator, case, replace(min(choices, key=_cost), dense_us=dense_us)
+        once = [choice for choice in choices if choice.groups_per_block > PATTERN_GROUPS]
+        if once and dense_us:
+            best = replace(min(once, key=_cost), dense_us=dense_us)
+            found[shape_key(ONE_SORT, case)] = ONE_SORT, case, best
+    return found
 
 
 def _cost(choice: Choice) -> float:
     return choice.median_us if choice.backend == "dense" else choice.median_us * _NOISE
-
-
-def _variants(described: Mapping[str, Any], choice: Choice) -> list[dict[str, Any]]:
-    options = dict(described["options"])
-    if not options.get("gated"):
-        return [options]
-    stacked = {**options, "stacked": True}
-    return [stacked] if choice.tile and choice.tile[-1] == _STACKED else [options, stacked]
 
 
 def _verdict(choices: Sequence[Choice], records: Sequence[Record]) -> str:
