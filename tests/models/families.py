@@ -51,7 +51,10 @@ STRAIGHT: dict[str, dict[str, Any]] = {
     "glm4": {},
     "ernie4_5": {},
     "helium": {},
+    "cohere2": SLIDING | {"logit_scale": 0.5},
 }
+# Their layers are of two kinds.
+ALTERNATING = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "smollm3")
 FAMILIES = [name for name in REQUIRED + FURTHER if name in CONFIG_MAPPING]
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from families import FAMILIES, make, tokens
+from families import ALTERNATING, FAMILIES, STRAIGHT, make, tokens
 
 from wide.config import WideConfig
 from wide.models.attach import attach, attachment, detach
 from wide.models.gates import gate_groups, gate_heads
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
+from wide.training.token_loss import OutputHead
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 # Float32 sums in another order; everything else is exact.
@@ -78,7 +79,9 @@ def test_lora_merged_and_unmerged_give_the_same_logits(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_routed_forward_compiles_as_one_graph(family):
-    model, ids = attach(make(family), CONFIG), tokens()
+    # One layer of each kind: tracing takes seconds.
+    kinds = 2 if family in ALTERNATING else 1
+    model, ids = attach(make(family, num_hidden_layers=kinds), CONFIG), tokens()
     with torch.no_grad():
         with capture_routing(model) as routing:
             eager = model(ids).logits
@@ -105,6 +108,19 @@ def test_gradient_checkpointing_gives_the_same_router_gradients(family):
     for expected, found in zip(plain, gradients(), strict=True):
         torch.testing.assert_close(found, expected, **CLOSE)
     assert all(g.abs().sum() > 0 for g in plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_needs_no_full_logits(family):
+    model, ids = make(family, **STRAIGHT.get(family, {})).requires_grad_(False), tokens()
+    head = OutputHead(model)
+    with torch.no_grad():
+        logits = model(ids).logits
+        states, apart = head.states(model, input_ids=ids)
+    assert apart is head
+    assert apart.width == logits.shape[-1]
+    torch.testing.assert_close(apart(states), logits, **CLOSE)
+    assert "forward" not in model.get_output_embeddings().__dict__
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

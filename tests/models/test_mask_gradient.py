@@ -7,6 +7,7 @@ from torch.nn import functional
 from wide.config import WideConfig
 from wide.models.attach import attach, attachment
 from wide.models.observe import force_routing, observe
+from wide.models.router import LinearInPieces
 from wide.routing import LayerRouting
 
 
@@ -60,3 +61,17 @@ def test_forced_float_masks_pass_gradients():
     with force_routing(model, masks):
         model(ids, labels=ids).loss.backward()
     assert all(layer.ffn.grad.abs().sum() > 0 and layer.attention.grad.abs().sum() > 0 for layer in masks)
+
+
+def test_products_of_bfloat16_pieces_are_the_float32_product():
+    inputs = torch.randn(50, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight, slope = torch.randn(6, 64, requires_grad=True), torch.randn(50, 6)
+    found = LinearInPieces.apply(inputs, weight)
+    found.backward(slope)
+    exact = inputs.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    wanted = functional.linear(*exact)
+    wanted.backward(slope.double())
+    assert (found.dtype, inputs.grad.dtype, weight.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    for ours, theirs in ((found, wanted), (weight.grad, exact[1].grad)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-4)
+    assert (inputs.grad.double() - exact[0].grad).norm() < 2**-8 * exact[0].grad.norm()

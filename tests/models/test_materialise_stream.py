@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from wide.errors import UnsupportedModelError
 from wide.grouping import Grouping
-from wide.materialisation.checkpoint import SlicedMixin, register_auto_classes
+from wide.materialisation.checkpoint import SlicedMixin
 from wide.materialisation.cut import check_ffn
 from wide.materialisation.materialise import materialise
 from wide.materialisation.stream import norm_scales
@@ -99,7 +99,6 @@ def test_a_last_ffn_that_is_skipped_still_gives_the_head_all_dimensions():
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_save_and_load_generation_and_hidden_states(family, tmp_path):
-    register_auto_classes()
     model = shaken(family, tie_word_embeddings=True)
     masked, physical = twins(model, *stream_plan(model, 20))
     materialise(physical).save_pretrained(tmp_path)

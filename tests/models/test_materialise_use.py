@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wide.errors import AdapterError, UnsupportedModelError
-from wide.materialisation.checkpoint import load_checkpoint, register_auto_classes, save_checkpoint
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.materialisation.materialise import materialise
 from wide.materialisation.shape import LayerShape, ModelShape
 from wide.models.attach import attach
+from wide.models.files import SUMS
 from wide.plan import LayerPlan, Plan, Skipped
+from wide.schema import typed
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
@@ -111,7 +114,6 @@ def test_a_left_padded_batch_generates_what_its_rows_generate_alone():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_and_load_give_the_same_bits(family, tmp_path):
-    register_auto_classes()
     _, physical = mixed(family)
     physical.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(
@@ -158,6 +160,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     file, config_file = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors, config = load_file(file), json.loads(config_file.read_text())
     save_file({k: v for k, v in tensors.items() if "kv_index" not in k}, file, metadata={"format": "pt"})
+    (tmp_path / SUMS).unlink()
     with pytest.raises(AdapterError, match="missing_keys"):
         load_checkpoint(tmp_path)
     save_file(tensors, file, metadata={"format": "pt"})
@@ -186,13 +189,13 @@ def test_damaged_checkpoints_are_refused(tmp_path):
 )
 def test_malformed_shapes_are_refused(data):
     with pytest.raises(AdapterError):
-        ModelShape.from_json(data)
+        typed(ModelShape, data, "wide_shape")
 
 
 def test_shapes_survive_json():
     layers = (LayerShape(), LayerShape(query_heads=(0, 3), channels=5), LayerShape(query_heads=(), channels=None))
     shape = ModelShape(layers=layers, stream=7)
-    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+    assert typed(ModelShape, json.loads(json.dumps(asdict(shape))), "wide_shape") == shape
     assert not shape.is_ordinary
     assert ModelShape(layers=(LayerShape(),)).is_ordinary
 

@@ -12,6 +12,7 @@ from wide.errors import AdapterError, NotAttachedError
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.files import SUMS
 from wide.models.lora import add_lora
 from wide.models.observe import bypass
 from wide.plan import Plan
@@ -68,12 +69,16 @@ def test_adapters_of_every_kind_give_the_same_logits_again(tmp_path, kind, lora)
 @pytest.mark.parametrize(
     ("kind", "card", "told"),
     [
-        ("kept", "only some of their heads or channels", "keeps 3 of 4 units of 8 channels"),
-        ("skipped", "2 of 4 sublayers left out for every token", "skipped"),
-        ("stream", "24 of its 32 dimensions", "stream: 24 of 32 dimensions kept"),
-        ("weights", "Base weights are replaced", "base weights replaced"),
-        ("following", "that the attention of the layer executes for", "following"),
-        ("forms", "4 of 4 sublayers routed, group sizes [32, 64]", "dllm router, rank 4, layer_input input"),
+        ("kept", "keeps 3 of 4 units of 8 channels", "keeps 3 of 4 units of 8 channels"),
+        ("skipped", "left out for every token", "left out for every token"),
+        ("stream", "stream: 24 of 32 dimensions kept", "stream: 24 of 32 dimensions kept"),
+        ("weights", "base weights: replaced", "base weights replaced"),
+        (
+            "following",
+            "for the tokens that the attention executes for",
+            "for the tokens that the attention executes for",
+        ),
+        ("forms", "every token chooses which of these groups", "dllm router, rank 4, layer_input input"),
     ],
 )
 def test_the_card_and_inspect_tell_the_kind_of_plan(tmp_path, kind, card, told):
@@ -171,5 +176,6 @@ def test_a_checkpoint_with_other_scales_than_planned_is_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(name for name in tensors if name.endswith("wide_gate.scale"))
     save_file(tensors | {name: torch.ones_like(tensors[name])}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / SUMS).unlink()
     with pytest.raises(AdapterError, match="scales that are not 0"):
         load_checkpoint(tmp_path)

@@ -2,56 +2,47 @@
 
     wide.save_checkpoint(model, path)                  `Wide<Base>`: base weights (LoRA merged) and routers or scales
     wide.materialise(model).save_pretrained(path)      `Sliced<Base>`: smaller matrices, built from the kept sizes
-    wide.load_checkpoint(path)                         the same logits, without the base model; or
-    wide.register_auto_classes()                       once per process, then
-    AutoModelForCausalLM.from_pretrained(path)
+    wide.load_checkpoint(path)                         the same logits, without the base model; so does
+    AutoModelForCausalLM.from_pretrained(path)         after `import wide`
 
-A process that has not registered the classes refuses such a folder (unknown model type) instead of loading it dense.
+A process that has not imported wide refuses such a folder (unknown model type) instead of loading it dense.
 """
 
 import functools
+import json
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
 from torch import nn
 
 from wide.data.local_names import missing_folder
-from wide.errors import AdapterError, NotAttachedError, ShapeError, UnsupportedModelError
+from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError, UnsupportedModelError, WideError
 from wide.materialisation.cut import cut_empty
 from wide.materialisation.shape import ModelShape
 from wide.models.adapter import apply_config, check_config, config_of, require_final_scales
 from wide.models.attach import attach, attachment
+from wide.models.card import PLACE, finish_folder
+from wide.models.files import check_sums, write_sums
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
 from wide.models.plan_check import check_tensors, placeholder_tensors
-from wide.models.pretrained import PRUNED_PREFIX
+from wide.models.pretrained import PRUNED_PREFIX, forbid_packing
 from wide.models.router import THRESHOLD_NAME, Router
+from wide.models.sharding import is_first_process, is_sharded, reshard, whole
 from wide.models.stream import STREAM_NAME, StreamBasis
-from wide.plan import Plan
+from wide.schema import typed
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "granite",
-    "glm4",
-    "cohere2",
-    "exaone4",
-    "seed_oss",
-    "arcee",
-    "apertus",
-    "ernie4_5",
-    "helium",
-)
+HOW_TO_LOAD = f"""import wide  # makes the model known to transformers
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{PLACE}")"""
 
 
 class PrunedMixin:
@@ -79,11 +70,49 @@ class PrunedMixin:
             raise AdapterError(
                 f"the checkpoint does not fit {cls.__name__}: { ({k: v[:3] for k, v in wrong.items() if v}) }"
             )
+        forbid_packing(model)
         try:
             model._check_loaded()
         except ShapeError as error:
             raise AdapterError(f"the checkpoint does not fit {cls.__name__}: {error}") from error
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: str | PathLike[str], **options: Any) -> None:
+        """Save as transformers does, with what says whether the files are whole.
+
+        Raises:
+            AdapterError: If there is a file of that name.
+            ConfigError: If a sharded model is to be pushed to the Hub at once.
+        """
+        save, upload = super().save_pretrained, super()._upload_modified_files  # type: ignore[misc]
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise AdapterError(f"{folder} is a file; name a folder for the checkpoint")
+
+        def finish_and_upload(place: str, name: str, *args: Any, **more: Any) -> Any:
+            self._finish(Path(place), name)
+            return upload(place, name, *args, **more)
+
+        assert isinstance(self, nn.Module)
+        if is_sharded(self):
+            if options.get("push_to_hub"):
+                raise ConfigError(
+                    "a sharded model cannot be pushed while it is saved; leave push_to_hub out, and let "
+                    "the first process call wide.push_to_hub(folder, name) afterwards"
+                )
+            _save_file_by_file(self, save, folder, **options)
+        else:
+            self._upload_modified_files = finish_and_upload
+            try:
+                save(save_directory, **options)
+            finally:
+                del self._upload_modified_files
+        if options.get("is_main_process", True) and is_first_process():
+            self._finish(folder)
+
+    def _finish(self, folder: Path, _name: str = PLACE) -> None:
+        """Write what lies beside the weights of a folder, which the Hub knows by that name."""
+        write_sums(folder)
 
     def _check_loaded(self) -> None:
         """Refuse values that do not fit together."""
@@ -100,18 +129,14 @@ class WideMixin(PrunedMixin):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Build the base model, then attach the routers that the configuration describes."""
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        if not isinstance(config.wide, dict):
-            raise AdapterError(f"config.wide must hold the adapter's configuration, got {config.wide!r}")
-        check_config(config.wide, "config.wide")
+        facts = check_config(config.wide, "config.json: wide")
         assert isinstance(self, nn.Module)
-        plan = Plan.from_json(config.wide["plan"])
-        attach(self, plan, tensors=placeholder_tensors(plan))
-        apply_config(self, config.wide)
+        attach(self, facts["plan"], tensors=placeholder_tensors(facts["plan"]))
+        apply_config(self, facts)
         state = attachment(self)
         # The weights come afterwards, from the file.
-        state.base, state.weights_seen = dict(config.wide["base"]), None
-        state.originals_lost = bool(config.wide["has_weights"])
-        state.order_lost = bool(config.wide["has_order"])
+        state.base, state.weights_seen = facts["base"], None
+        state.originals_lost, state.order_lost = facts["has_weights"], facts["has_order"]
         self.post_init()  # type: ignore[operator]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -121,8 +146,8 @@ class WideMixin(PrunedMixin):
             # Scales and bases have no initial values but those of the checkpoint.
             super()._init_weights(module)  # type: ignore[misc]
 
-    def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save as transformers does, with the thresholds in force.
+    def save_pretrained(self, save_directory: str | PathLike[str], **options: Any) -> None:
+        """Save as transformers does, with the thresholds in force and a card.
 
         Raises:
             NotAttachedError: If LoRA is not merged yet, or scales are still being trained.
@@ -138,9 +163,13 @@ class WideMixin(PrunedMixin):
         thresholds = {f"{name}.{THRESHOLD_NAME}" for name, module in named if isinstance(module, Router)}
         self._keys_to_ignore_on_save = {*(ignored or ()), *thresholds}
         try:
-            super().save_pretrained(*args, **options)  # type: ignore[misc]
+            super().save_pretrained(save_directory, **options)
         finally:
             self._keys_to_ignore_on_save = ignored
+
+    def _finish(self, folder: Path, name: str = PLACE) -> None:
+        super()._finish(folder)
+        finish_folder(folder, self.config.wide, HOW_TO_LOAD.replace(PLACE, name))  # type: ignore[attr-defined]
 
     def _check_loaded(self) -> None:
         assert isinstance(self, nn.Module)
@@ -161,7 +190,7 @@ class SlicedMixin(PrunedMixin):
                 f"the configuration of a {type(self).__name__} needs wide_shape, the sizes that are left"
             )
         assert isinstance(self, nn.Module)
-        cut_empty(self, ModelShape.from_json(config.wide_shape))
+        cut_empty(self, typed(ModelShape, config.wide_shape, "wide_shape"))
         self.post_init()  # type: ignore[operator]
 
     def _get_static_cache_init_shape(self) -> None:
@@ -180,17 +209,24 @@ class SlicedMixin(PrunedMixin):
         )
 
 
-def register_auto_classes() -> None:
-    """Register every supported family's pruned and sliced models with the Auto classes; idempotent.
+def register(model_type: str) -> bool:
+    """Make the classes of a pruned checkpoint known to transformers' Auto classes; idempotent.
 
-    Their model types are `wide_<family>` and `wide_sliced_<family>`, for AutoConfig and AutoModelForCausalLM.
+    Args:
+        model_type: Of the checkpoint, `wide_<family>` or `wide_sliced_<family>`; of any other nothing is registered.
+
+    Returns:
+        Whether it is the type of a pruned checkpoint, of a family that transformers knows.
     """
     from transformers import CONFIG_MAPPING
 
-    for family in FAMILIES:
-        if family in CONFIG_MAPPING:
-            generated_classes(family, WideMixin)
-            generated_classes(family, SlicedMixin)
+    # The masked kind's prefix begins the sliced one's.
+    for mixin in (SlicedMixin, WideMixin):
+        family = model_type.removeprefix(mixin.wide_type_prefix)
+        if family != model_type and family in CONFIG_MAPPING:
+            generated_classes(family, mixin)
+            return True
+    return False
 
 
 @functools.cache
@@ -200,6 +236,7 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     Raises:
         UnsupportedModelError: If transformers has no causal LM of that type.
     """
+    import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if family not in CONFIG_MAPPING:
@@ -230,6 +267,9 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     )
     for generated in (config_class, model_class):
         setattr(sys.modules[__name__], generated.__name__, generated)
+    # transformers' server looks for the name in `transformers`, which runs twice when it is imported and then is two
+    # modules, of one class of its own.
+    setattr(type(transformers), model_class.__name__, model_class)
     AutoConfig.register(mixin.wide_type_prefix + family, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
     return config_class, model_class
@@ -271,13 +311,54 @@ def become_sliced(model: nn.Module, shape: ModelShape) -> None:
     config: Any = model.config
     # The parts of the model share this object, so it must stay the same one.
     config.__class__, model.__class__ = generated_classes(family_of(model), SlicedMixin)
-    config.wide_shape = shape.to_json()
+    config.wide_shape = json.loads(json.dumps(asdict(shape)))
 
 
-def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
+def _save_file_by_file(
+    model: nn.Module, save: Callable[..., None], folder: Path, max_shard_size: int | str = "5GB", **options: Any
+) -> None:
+    """Write what `save` writes of a sharded model, gathering the tensors of one file at a time."""
+    config = cast(Any, model.config)
+    reshard(model)
+    unique = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+    places: dict[str, str] = {}
+    # What transformers saves by its own means it gathers whole on the first process.
+    config.distributed_config, own = None, getattr(config, "distributed_config", None)
+    try:
+        for file, names in split.filename_to_tensors.items():
+            tensors = {name: whole(state[name]).cpu() for name in names}
+            if is_first_process():
+                part = folder / ".part"
+                save(part, state_dict=tensors, max_shard_size="100TB", **options)
+                with safe_open(part / "model.safetensors", framework="pt") as written:
+                    places |= dict.fromkeys(written.keys(), file)
+                (part / "model.safetensors").rename(folder / file)
+                for other in part.iterdir():
+                    other.replace(folder / other.name)
+                part.rmdir()
+    finally:
+        config.distributed_config = own
+    if is_first_process() and split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    dist.barrier()
+
+
+def save_checkpoint(model: nn.Module, path: str | Path, **options: Any) -> Path:
     """Write base weights and routers as one Hugging Face checkpoint and return its folder.
 
     A static plan is kept as masks beside the whole weights; `wide.materialise` makes a model that is really smaller.
+    An attached model's own `save_pretrained` does the same, and so do checkpoints of transformers' Trainer. Of a model
+    that processes shard, all of them must call this; the first writes, and holds one file's tensors at a time.
+
+    Args:
+        model: An attached model; LoRA must be merged.
+        path: The folder.
+        options: For transformers' `save_pretrained`, e.g. `max_shard_size="5GB"`.
 
     Raises:
         NotAttachedError: If the model has no plan, LoRA is not merged yet, or scales are still being trained.
@@ -292,8 +373,8 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     before = model.__class__, config
     model.__class__, model.config = model_class, config_class(**facts)
     try:
-        # By the class: an attached model's own name refuses.
-        model_class.save_pretrained(model, path)
+        # By the class: an attached model's own name leads here.
+        model_class.save_pretrained(model, path, **options)
     finally:
         model.__class__, model.config = before
     return Path(path)
@@ -307,23 +388,30 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
         options: For `from_pretrained`, e.g. `dtype=torch.float32`.
 
     Raises:
-        AdapterError: If there is no such folder, it is not such a checkpoint, or its tensors do not fit.
+        AdapterError: If there is no such folder, it is not such a checkpoint, its tensors do not fit, or its weights,
+            up to 8 GiB of them, are not those that were written.
     """
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
     wrong = missing_folder(str(path))
     if wrong is not None:
         raise AdapterError(wrong)
-    facts, _ = PreTrainedConfig.get_config_dict(str(path))
+    try:
+        facts, _ = PreTrainedConfig.get_config_dict(str(path))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{path} is no checkpoint: {error}") from error
     model_type = str(facts.get("model_type", ""))
-    # The masked kind's prefix begins the sliced one's.
-    for mixin in (SlicedMixin, WideMixin):
-        if model_type.startswith(mixin.wide_type_prefix):
-            generated_classes(model_type.removeprefix(mixin.wide_type_prefix), mixin)
-            break
-    else:
+    if not register(model_type):
         raise AdapterError(f"{path} is a {model_type!r} checkpoint, not a pruned one; use wide.load(model, adapter)")
+    check_sums(Path(path))
     options.setdefault("dtype", "auto")
-    model = AutoModelForCausalLM.from_pretrained(str(path), **options)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(path), **options)
+    except (WideError, torch.OutOfMemoryError):
+        raise
+    # What is damaged raises whatever transformers stumbles over.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise AdapterError(f"{path} cannot be loaded: {reason}; copy it again, or export it anew") from error
     assert isinstance(model, torch.nn.Module)
     return model.eval()

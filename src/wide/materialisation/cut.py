@@ -12,16 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import AdapterError, UnsupportedModelError
-from wide.materialisation.parts import (
-    LayerParts,
-    SublayerNames,
-    layer_parts,
-    select_columns,
-    select_rows,
-)
 from wide.materialisation.shape import LayerShape, ModelShape
-from wide.materialisation.stream import rotate_embedding, rotate_layer
-from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, plain_linear
+from wide.materialisation.stream import replace, rotate_embedding, rotate_layer
+from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, bypassed, install_attention_gates
 
@@ -179,7 +172,6 @@ def _refuse_unknown(spec: BlockSpec, part: Any, sizes: set[int]) -> None:
 def cut(
     model: nn.Module,
     specs: Sequence[BlockSpec],
-    parts: Sequence[LayerParts],
     shape: ModelShape,
     channels: Mapping[int, Tensor],
 ) -> None:
@@ -188,7 +180,6 @@ def cut(
     Args:
         model: A Hugging Face causal LM.
         specs: Its decoder layers.
-        parts: The attribute names of each layer's parts.
         shape: What is left of each layer.
         channels: Intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
 
@@ -199,13 +190,13 @@ def cut(
     kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
     # A cache is asked for its length through its first layer, and through the first one of every kind.
     counting = {0} | {kinds.index(kind) for kind in kinds}
-    for position, (spec, part, left) in enumerate(zip(specs, parts, shape.layers, strict=True)):
+    for position, (spec, left) in enumerate(zip(specs, shape.layers, strict=True)):
         if not left.query_heads:
-            _leave_out_attention(spec, part, left, counts_tokens=position in counting)
+            _leave_out_attention(spec, left, counts_tokens=position in counting)
         elif left.query_heads != "dense":
             _narrow_attention(spec, left.query_heads)
         if not left.channels:
-            _leave_out_ffn(spec, part, left)
+            _leave_out_ffn(spec, left)
         elif left.channels != "dense":
             _narrow_ffn(spec, channels.get(position, torch.arange(left.channels)))
 
@@ -219,15 +210,15 @@ def cut_empty(model: nn.Module, shape: ModelShape) -> None:
     specs = discover(model)
     if len(shape.layers) != len(specs):
         raise AdapterError(f"the checkpoint's shape has {len(shape.layers)} layers, its configuration {len(specs)}")
-    parts = [layer_parts(spec) for spec in specs]
     for spec, left in zip(specs, shape.layers, strict=True):
         _check_range(spec, left)
     if shape.stream is not None:
         first = torch.eye(specs[0].hidden_size, shape.stream, device=next(specs[0].layer.parameters()).device)
         rotate_embedding(model, first)
-        for spec, part in zip(specs, parts, strict=True):
-            rotate_layer(spec, part, (first, first, None if spec.index == len(specs) - 1 else first))
-    cut(model, specs, parts, shape, {})
+        for spec in specs:
+            rotate_layer(spec, (first, first, None if spec.index == len(specs) - 1 else first))
+        specs = discover(model)
+    cut(model, specs, shape, {})
 
 
 def _check_range(spec: BlockSpec, left: LayerShape) -> None:
@@ -252,7 +243,7 @@ def _narrow_attention(spec: BlockSpec, heads: tuple[int, ...]) -> None:
     per_kv = attention.num_query_heads // attention.num_kv_heads
     device = output.weight.device
     columns = _channels(heads, attention.head_dim, device)
-    select_columns(output, columns)
+    _select_columns(output, columns)
     if attention.q_norm == "width":
         _add_gather(attention.module, HeadGather([head // per_kv for head in heads], heads).to(device))
         return
@@ -263,11 +254,11 @@ def _narrow_attention(spec: BlockSpec, heads: tuple[int, ...]) -> None:
         first_key = attention.query_width
         first_value = first_key + attention.num_kv_heads * attention.head_dim
         rows = torch.cat([columns, first_key + kv_rows, first_value + kv_rows])
-        select_rows(plain_linear(attention.query, spec.index), rows)
+        _select_rows(plain_linear(attention.query, spec.index), rows)
     else:
-        select_rows(plain_linear(attention.query, spec.index), columns)
-        select_rows(plain_linear(attention.key, spec.index), kv_rows)
-        select_rows(plain_linear(attention.value, spec.index), kv_rows)
+        _select_rows(plain_linear(attention.query, spec.index), columns)
+        _select_rows(plain_linear(attention.key, spec.index), kv_rows)
+        _select_rows(plain_linear(attention.value, spec.index), kv_rows)
     _set_head_counts(attention, len(heads), len(kv_heads))
     if len(set(readers.values())) == 1:
         attention.module.num_key_value_groups = len(heads) // len(kv_heads)  # type: ignore[assignment]
@@ -282,33 +273,36 @@ def _narrow_ffn(spec: BlockSpec, channels: Tensor) -> None:
     *reading, down = ffn.linears()
     rows = torch.cat([channels, channels + ffn.width]) if ffn.fused_gate else channels
     for linear in reading:
-        select_rows(plain_linear(linear, spec.index), rows)
-    select_columns(plain_linear(down, spec.index), channels)
+        _select_rows(plain_linear(linear, spec.index), rows)
+    _select_columns(plain_linear(down, spec.index), channels)
 
 
-def _leave_out_attention(spec: BlockSpec, parts: LayerParts, left: LayerShape, *, counts_tokens: bool) -> None:
+def _leave_out_attention(spec: BlockSpec, left: LayerShape, *, counts_tokens: bool) -> None:
     """Take an attention and its norms away, but for the bias of its output where only its heads are pruned."""
     bias = getattr(spec.attention.output, "bias", None) if left.query_heads is not None else None
     index = int(getattr(spec.attention.module, "layer_idx", spec.index))
     stand_in = AbsentAttention(index, counts_tokens=counts_tokens, bias=bias)
-    _stand_in(spec.layer, parts.attention, stand_in, keeps_norm=parts.shares_norm and left.channels not in (None, 0))
+    _stand_in(spec.layer, spec.attention, stand_in, keeps_norm=spec.shares_norm and left.channels not in (None, 0))
 
 
-def _leave_out_ffn(spec: BlockSpec, parts: LayerParts, left: LayerShape) -> None:
+def _leave_out_ffn(spec: BlockSpec, left: LayerShape) -> None:
     """Take an FFN and its norms away, but for the bias of its output where only its channels are pruned."""
-    bias = getattr(feed_forward(spec).down, "bias", None) if left.channels is not None else None
-    assert parts.ffn is not None
-    keeps_norm = parts.shares_norm and left.query_heads not in (None, ())
-    _stand_in(spec.layer, parts.ffn, AbsentFeedForward(bias), keeps_norm=keeps_norm)
+    ffn = feed_forward(spec)
+    bias = getattr(ffn.down, "bias", None) if left.channels is not None else None
+    keeps_norm = spec.shares_norm and left.query_heads not in (None, ())
+    _stand_in(spec.layer, ffn, AbsentFeedForward(bias), keeps_norm=keeps_norm)
 
 
-def _stand_in(layer: nn.Module, names: SublayerNames, absent: AbsentFeedForward, *, keeps_norm: bool) -> None:
+def _stand_in(
+    layer: nn.Module, part: AttentionSpec | FeedForwardSpec, absent: AbsentFeedForward, *, keeps_norm: bool
+) -> None:
     """Put a module in the place of a sublayer; `keeps_norm` says that the other one reads through its norm."""
-    setattr(layer, names.module, absent.train(layer.training))
-    if names.norm is not None and not keeps_norm:
-        setattr(layer, names.norm, nn.Identity())
-    if names.post_norm is not None and absent.bias is None:
-        setattr(layer, names.post_norm, nn.Identity())
+    norms = (None if keeps_norm else part.pre_norm, part.post_norm if absent.bias is None else None)
+    for name, child in list(layer.named_children()):
+        if child is part.module:
+            setattr(layer, name, absent.train(layer.training))
+        elif child in norms:
+            setattr(layer, name, nn.Identity())
 
 
 def _set_head_counts(attention: AttentionSpec, num_heads: int, num_kv_heads: int) -> None:
@@ -319,6 +313,19 @@ def _set_head_counts(attention: AttentionSpec, num_heads: int, num_kv_heads: int
     if attention.key is None:
         # Fused projections are taken apart by the configuration's numbers of heads.
         module.config = HeadCounts(module.config, num_heads, num_kv_heads)  # type: ignore[assignment]
+
+
+def _select_rows(linear: nn.Linear, rows: Tensor) -> None:
+    """Keep these output rows, `[n]` int64, with their biases."""
+    rows = rows.to(linear.weight.device)
+    bias = None if linear.bias is None else linear.bias.detach().index_select(0, rows)
+    replace(linear, linear.weight.detach().index_select(0, rows), bias)
+
+
+def _select_columns(linear: nn.Linear, columns: Tensor) -> None:
+    """Keep these input columns, `[n]` int64; the bias stays."""
+    bias = None if linear.bias is None else linear.bias.detach()
+    replace(linear, linear.weight.detach().index_select(1, columns.to(linear.weight.device)), bias)
 
 
 def _channels(heads: Sequence[int], head_dim: int, device: torch.device) -> Tensor:

@@ -18,9 +18,8 @@ from wide.materialisation.checkpoint import (
     ordinary_classes,
 )
 from wide.materialisation.cut import check_attention, check_ffn, cut
-from wide.materialisation.parts import LayerParts, layer_parts
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
-from wide.materialisation.stream import bases_around, check_plain, norm_scales, rotate_embedding, rotate_layer
+from wide.materialisation.stream import bases_around, check_lossless, norm_scales, rotate_embedding, rotate_layer
 from wide.models.attach import attachment, detach
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
@@ -43,7 +42,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
 
     - 'sliced': layers that are skipped whole are deleted; what is left of the others are smaller matrices. Where only
       whole layers go, the result is an ordinary checkpoint of the family. Otherwise it is of a generated class
-      (`Sliced<Base>`), which `wide.register_auto_classes()` makes known to transformers' Auto classes.
+      (`Sliced<Base>`), which transformers' Auto classes know after `import wide`.
     - 'masked': all shapes stay, zeros stand for what was pruned. An ordinary checkpoint, which saves no work.
 
     Args:
@@ -65,7 +64,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
     _check_static(plan, how)
     if state.fused:
         raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
-    parts = _check_structure(model, plan, specs, how)
+    _check_structure(model, plan, specs, how)
     merge_lora(model)
     tensors = {name: tensor.detach() for name, tensor in state.static_parameters().items()}
     tensors |= {scale_name(gate.layer_index, gate.half_layer): gate.factors().detach() for gate in state.static_gates()}
@@ -76,7 +75,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
     if how == "masked":
         _mask(plan, specs, tensors)
     else:
-        _slice(model, plan, specs, parts, tensors)
+        _slice(model, plan, specs, tensors)
     return model
 
 
@@ -97,8 +96,14 @@ def _check_static(plan: Plan, how: How) -> None:
         raise ConfigError("the plan skips every layer; a model needs at least one, so lower the sparsity")
 
 
-def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], how: How) -> list[LayerParts]:
-    parts = [layer_parts(spec) for spec in specs]
+def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], how: How) -> None:
+    for spec in specs:
+        for _, part in spec.sublayers():
+            if getattr(part.post_norm, "bias", None) is not None:
+                raise UnsupportedModelError(
+                    f"layer {spec.index}: {type(part.post_norm).__name__} after a sublayer has a bias, which would "
+                    "still be added where the sublayer gives nothing"
+                )
     for spec, layer in zip(specs, plan.layers, strict=True):
         if isinstance(layer.attention, Kept | Skipped):
             plain_linear(spec.attention.output, spec.index)
@@ -106,10 +111,10 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
             plain_linear(feed_forward(spec).up, spec.index)
             plain_linear(feed_forward(spec).down, spec.index)
     if how == "masked":
-        return parts
-    for spec, part, layer in zip(specs, parts, plan.layers, strict=True):
+        return
+    for spec, layer in zip(specs, plan.layers, strict=True):
         if plan.stream is not None:
-            check_plain(spec, part)
+            check_lossless(spec)
             norm_scales(spec)
         if plan.stream is not None or isinstance(layer.attention, Kept):
             check_attention(spec)
@@ -120,7 +125,6 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
         _check_deletable(model, len(specs), kept)
     if plan.stream is not None or any(layer not in (_WHOLE, _GONE) for layer in plan.layers):
         generated_classes(family_of(model), SlicedMixin)
-    return parts
 
 
 def _mask(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:
@@ -138,20 +142,14 @@ def _silence(linear: nn.Linear) -> None:
             parameter.zero_()
 
 
-def _slice(
-    model: nn.Module,
-    plan: Plan,
-    specs: Sequence[BlockSpec],
-    parts: Sequence[LayerParts],
-    tensors: Mapping[str, Tensor],
-) -> None:
+def _slice(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:
     for spec, layer in _each_layer(plan, specs):
         _fold(spec, layer, tensors)
         if plan.stream is not None:
-            around = bases_around(tensors, spec.index, len(specs))
-            rotate_layer(spec, parts[spec.index], around, norm_scales(spec))
+            rotate_layer(spec, bases_around(tensors, spec.index, len(specs)), norm_scales(spec))
     if plan.stream is not None:
         rotate_embedding(model, tensors[EMBEDDING_BASIS])
+        specs = discover(model)
     kept = _layers_left(plan)
     if len(kept) < len(specs):
         _delete_layers(model, specs, kept)
@@ -162,7 +160,7 @@ def _slice(
         if kept_channels is not None:
             channels[position] = kept_channels
     shape = ModelShape(layers=tuple(layers), stream=None if plan.stream is None else plan.stream.kept)
-    cut(model, [specs[index] for index in kept], [parts[index] for index in kept], shape, channels)
+    cut(model, [specs[index] for index in kept], shape, channels)
     if not shape.is_ordinary:
         become_sliced(model, shape)
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.materialisation.parts import LayerParts, replace
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
-from wide.models.stream import STREAM_NAME
 from wide.plan import EMBEDDING_BASIS, basis_name
 
 # A vocabulary in float64 would need several times the memory of the model's embedding.
@@ -53,21 +51,16 @@ class CutRMSNorm(nn.Module):
 class CutStreamForward:
     """The forward of a pre-norm decoder layer whose residual stream changes its basis after each sublayer."""
 
-    parts: LayerParts
+    names: list[str]
     attention_shortcut: nn.Linear
     ffn_shortcut: nn.Linear
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the residual stream after this layer, `[B, T, D']`, or `[B, T, D]` after the last one."""
-        attention, ffn = self.parts.attention, self.parts.ffn
-        assert attention.norm is not None
-        assert ffn is not None
-        assert ffn.norm is not None
-        normed = getattr(self, attention.norm)(hidden_states)
-        output = getattr(self, attention.module)(normed, *args, **kwargs)[0]
+        attention_norm, attention, ffn_norm, ffn = (getattr(self, name) for name in self.names)
+        output = attention(attention_norm(hidden_states), *args, **kwargs)[0]
         hidden_states = self.attention_shortcut(hidden_states) + output
-        output = getattr(self, ffn.module)(getattr(self, ffn.norm)(hidden_states))
-        return self.ffn_shortcut(hidden_states) + output
+        return self.ffn_shortcut(hidden_states) + ffn(ffn_norm(hidden_states))
 
 
 def bases_around(tensors: Mapping[str, Tensor], index: int, num_layers: int) -> Bases:
@@ -77,44 +70,35 @@ def bases_around(tensors: Mapping[str, Tensor], index: int, num_layers: int) -> 
     return tensors[before], tensors[basis_name(index, "attention")], after
 
 
-def check_plain(spec: BlockSpec, parts: LayerParts) -> None:
-    """Check that a layer is x + attention(norm(x)), then x + ffn(norm(x)), and nothing else.
+def check_lossless(spec: BlockSpec) -> None:
+    """Refuse a layer that drops values of its stream at random; what else a stream needs, `attach` has checked.
 
     Raises:
-        UnsupportedModelError: If it has norms after its sublayers, shares one, drops values at random, or has parts
-            that are not known here.
+        UnsupportedModelError: If it does.
     """
-    where = f"layer {spec.index} ({type(spec.layer).__name__})"
-    sublayers = [names for names in (parts.attention, parts.ffn) if names is not None]
-    norms = [names.norm for names in sublayers]
-    known = [STREAM_NAME, *norms, *(names.module for names in sublayers)]
-    odd = [names.post_norm for names in sublayers if names.post_norm is not None]
-    odd += [
-        name
-        for name, child in spec.layer.named_children()
-        if name not in known and not (isinstance(child, nn.Dropout) and child.p == 0)
-    ]
-    if None in norms or parts.ffn is None or parts.shares_norm or odd:
-        raise UnsupportedModelError(
-            f"{where} is not a plain pre-norm layer (norms {norms}, further parts {odd}), so its residual stream "
-            "cannot be rotated"
-        )
+    for name, child in spec.layer.named_children():
+        if isinstance(child, nn.Dropout) and child.p:
+            raise UnsupportedModelError(
+                f"layer {spec.index}: {name} drops values of the stream at random (p={child.p:g}), so it cannot "
+                "be rotated; set it to 0 in the model's configuration"
+            )
 
 
-def rotate_layer(spec: BlockSpec, parts: LayerParts, bases: Bases, scales: tuple[Tensor, Tensor] | None = None) -> None:
+def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | None = None) -> None:
     """Rotate and cut one layer's projections and norms, in place, and give it its two shortcuts.
 
     Args:
         spec: The layer; `check_plain` has passed.
-        parts: The attribute names of its parts.
         bases: Around the layer.
         scales: `norm_scales` of the layer, folded into the projections that read its norms; None leaves the
             projections' values without meaning, where only the shapes are wanted.
     """
     layer, device = spec.layer, next(spec.layer.parameters()).device
     wide = [None if basis is None else basis.to(device=device, dtype=torch.float64) for basis in bases]
-    sublayers: tuple[Any, ...] = (spec.attention, parts.attention), (feed_forward(spec), parts.ffn)
-    for position, (part, names) in enumerate(sublayers):
+    sublayers: tuple[Any, ...] = spec.attention, feed_forward(spec)
+    known = {child: name for name, child in layer.named_children()}
+    names = [known[child] for part in sublayers for child in (part.pre_norm, part.module)]
+    for position, part in enumerate(sublayers):
         before, after = wide[position : position + 2]
         assert before is not None
         *reading, output = [plain_linear(linear, spec.index) for linear in part.linears()]
@@ -128,9 +112,9 @@ def rotate_layer(spec: BlockSpec, parts: LayerParts, bases: Bases, scales: tuple
             replace(output, after.T @ output.weight.detach().double(), bias)
             shortcut = after.T @ before
         norm = CutRMSNorm(spec.hidden_size, _eps(part.pre_norm, spec.index))
-        setattr(layer, names.norm, norm.train(layer.training))
+        setattr(layer, names[2 * position], norm.train(layer.training))
         setattr(layer, ("attention_shortcut", "ffn_shortcut")[position], _linear(shortcut, output.weight.dtype))
-    layer.parts = parts  # type: ignore[assignment]
+    layer.names = names  # type: ignore[assignment]
     layer.__class__ = _with_cut_stream(type(layer))
 
 
@@ -154,6 +138,15 @@ def rotate_embedding(model: nn.Module, basis: Tensor) -> None:
     rows = [(part.double() @ columns).to(old.dtype) for part in old.detach().split(_ROWS_AT_ONCE)]
     embedding.weight = nn.Parameter(torch.cat(rows), requires_grad=old.requires_grad)
     embedding.embedding_dim = basis.shape[1]
+
+
+def replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    """Put in another weight `[out, in]` and bias `[out]`, in the dtype and on the device of the old ones."""
+    old = linear.weight
+    linear.weight = nn.Parameter(weight.to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad)
+    linear.out_features, linear.in_features = weight.shape
 
 
 def norm_scales(spec: BlockSpec) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The adapter on disk: a small, self-describing folder that loads strictly.
 
-    wide_config.json            version, base model, plan, thresholds in force and calibrated (`dial`), provenance
+    wide_config.json            version, base model, plan, thresholds in force and calibrated (`dial`), provenance,
+                                sha256 of the files
     wide_router.safetensors     router matrices, float32; only where the plan has routers
     wide_static.safetensors     scales and bases of static plans, float32; only where it has any
     wide_weights.safetensors    base weights that the method replaced; only if there are any
@@ -11,15 +12,16 @@
 LoRA lies in a folder of its own, so that nothing loads base + LoRA without the routers.
 """
 
+import hashlib
 import json
 import math
-import shutil
+import reprlib
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,51 +29,68 @@ from torch import Tensor, nn
 
 from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError
 from wide.models.attach import Attachment, attach, attachment, detach
+from wide.models.card import PLACE, finish_folder
 from wide.models.discovery import discover
+from wide.models.files import sha256_of
+from wide.models.hub import local_folder, upload
 from wide.models.lora import copy_strictly, load_lora
-from wide.models.pretrained import differences, fingerprint, load_pretrained, same_weights, sampled_values
-from wide.plan import Plan
+from wide.models.pretrained import BaseFacts, differences, fingerprint, load_pretrained, same_weights, sampled_values
+from wide.models.sharding import is_first_process
+from wide.plan import Plan, Routed
+from wide.schema import Between, read_json, require, typed
 from wide.version import __version__
+from wide.writing import whole_folder
 
 FORMAT_VERSION = 3
-CONFIG_FILE, ROUTER_FILE, LORA_FOLDER, CARD_FILE = "wide_config.json", "wide_router.safetensors", "lora", "README.md"
+CONFIG_FILE, ROUTER_FILE, LORA_FOLDER = "wide_config.json", "wide_router.safetensors", "lora"
 STATIC_FILE, WEIGHTS_FILE = "wide_static.safetensors", "wide_weights.safetensors"
 ORDER_FILE = "wide_order.safetensors"
-_STATIC_WORDS = {
-    "skipped": "left out for every token",
-    "kept": "with only some of their heads or channels, the same for every token",
-    "following": "executed for the tokens that the attention of the layer executes for",
-}
 _WAY_OUT = "copy it again, or use what a stage of its run kept (RUN/stage1/adapter, RUN/stage2/adapter)"
-_KEYS = {
-    "format_version",
-    "wide_version",
-    "base",
-    "plan",
-    "thresholds",
-    "dial",
-    "provenance",
-    "has_lora",
-    "has_weights",
-    "has_order",
-}
+# What training and methods write of themselves, an object each.
+_PROVENANCE = {"prune", "recover", "method", "held_out"}
+# Of a margin, in logits; those that nothing reaches are infinite.
+_Threshold = Annotated[float, Between(-1e6, 1e6)] | Literal["-inf", "inf"]
 
 
-def save(model: nn.Module, path: str | Path, *, ignore_base_changes: bool = False) -> Path:
+class AdapterFacts(TypedDict):
+    """What `wide_config.json` holds; all but `files` stands in the configuration of a full checkpoint, too.
+
+    `files` is the sha256 of each other file but the card, by its path, and of this file without that entry; adapters
+    of earlier versions have none.
+    """
+
+    format_version: int
+    wide_version: str
+    base: BaseFacts
+    plan: Plan
+    thresholds: list[_Threshold]
+    dial: list[tuple[Annotated[float, Between(0, 1)], _Threshold]]
+    provenance: dict[str, Any]
+    has_lora: bool
+    has_weights: bool
+    has_order: bool
+    files: NotRequired[dict[str, str]]
+
+
+def save(
+    model: nn.Module, path: str | Path, *, ignore_base_changes: bool = False, push_to_hub: str | None = None
+) -> Path:
     """Write the adapter of an attached model to a folder, whole or not at all, and return the folder.
 
     A static plan is kept with its scales, bases and replaced weights.
 
     Args:
         model: An attached model; LoRA must not be merged.
-        path: The folder; an adapter that is there already is replaced.
+        path: The folder; an adapter that is there already is replaced. In a group of processes the first one writes;
+            where they shard the model, all must call this.
         ignore_base_changes: Save although base weights have changed since `attach`; what is loaded later stands on
             the base as it was.
+        push_to_hub: Name of a repository of the Hub, `user/name`, to which the folder is uploaded, too.
 
     Raises:
         NotAttachedError: If the model has no plan, LoRA was merged into its weights or they were trained since
             `attach` (save a full checkpoint), or a static gate is still being trained through a transform.
-        AdapterError: If the folder exists and holds something else.
+        AdapterError: If the folder exists and holds something else, or the Hub refuses.
     """
     state = attachment(model)
     require_final_scales(state)
@@ -92,20 +111,14 @@ def save(model: nn.Module, path: str | Path, *, ignore_base_changes: bool = Fals
             "wide.save_checkpoint(model, path)"
         )
     target = Path(path)
+    if not is_first_process():
+        return target
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_FILE).exists())):
         raise AdapterError(f"{target} exists and is not an adapter; choose another folder or empty it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    # A crash between the two renames leaves the earlier adapter whole, under this name.
-    earlier = temporary.with_name(f"{temporary.name}.earlier")
-    try:
-        _write(model, temporary)
-        if target.exists():
-            target.rename(earlier)
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(earlier, ignore_errors=True)
+    with whole_folder(target) as folder:
+        _write(model, folder)
+    if push_to_hub is not None:
+        upload(target, push_to_hub)
     return target
 
 
@@ -114,35 +127,99 @@ def _has_its_weights(model: nn.Module, state: Attachment) -> bool:
         return same_weights(state.weights_seen, sampled_values(model))
 
 
-def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: bool = True, **load_options: Any) -> Any:
+def push_to_hub(
+    model_or_folder: nn.Module | str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    message: str = "Upload with wide",
+) -> str:
+    """Upload an adapter, a full checkpoint or an export to the Hugging Face Hub, with its card, in one commit.
+
+    `load` takes adapters from there by their name; after `import wide`, transformers takes checkpoints. An attached
+    model's own `push_to_hub` uploads a full checkpoint.
+
+    Args:
+        model_or_folder: An attached model, whose adapter is uploaded, or a folder of `wide.save`,
+            `wide.save_checkpoint` or `wide export`.
+        repo_id: `user/name`; made where it is not there.
+        private: Whether a new repository is private; None means the account's default.
+        token: Of the Hub; None means the one that is logged in.
+        revision: Branch, made where it is not there; None means the main one.
+        message: Of the commit.
+
+    Returns:
+        The commit's address; nothing on processes that do not write.
+
+    Raises:
+        NotAttachedError: As for `save`, for a model.
+        AdapterError: If the folder is none of these, or the Hub refuses.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = model_or_folder
+        if isinstance(folder, nn.Module):
+            folder = save(folder, Path(temporary) / "adapter")
+            if not is_first_process():
+                return ""
+        if not any((Path(folder) / name).is_file() for name in (CONFIG_FILE, "config.json")):
+            raise AdapterError(
+                f"{folder} holds neither {CONFIG_FILE} nor config.json, so it is neither an adapter nor a checkpoint; "
+                "name a folder that wide.save, wide.save_checkpoint or wide export wrote"
+            )
+        return upload(Path(folder), repo_id, private=private, token=token, revision=revision, message=message)
+
+
+def load(
+    model_or_name: nn.Module | str | Path,
+    path: str | Path | None = None,
+    *,
+    check_weights: bool = True,
+    **load_options: Any,
+) -> Any:
     """Attach a saved adapter to its base model and return the model.
 
     Args:
-        model_or_name: The base model, without routers, or its name or folder for `from_pretrained`.
-        path: Folder written by `save`.
+        model_or_name: The base model, without routers, or its name or folder for `from_pretrained`; or the adapter,
+            where `path` is left out, and its base is loaded by the name that it had.
+        path: Folder written by `save`, or the adapter's name on the Hub, `user/name` or `user/name@revision`.
         check_weights: Whether the sample of base weights must agree; False admits a fine-tuned sister checkpoint.
-        load_options: For `from_pretrained`, where a name is given.
+        load_options: For `from_pretrained`, where a name is given; `token` and `cache_dir` are for the adapter, too.
 
     Raises:
-        AdapterError: If a file is missing or malformed, or the adapter was made for another base model.
+        AdapterError: If a file is missing or malformed, the Hub does not give it, or the adapter was made for another
+            base model.
         NotAttachedError: If the model carries routers already.
+        ConfigError: If what stands for the model is none.
     """
-    folder = Path(path)
+    require(nn.Module | str | Path, model_or_name, "model_or_name", "a model, or its name or folder")
+    if path is None and isinstance(model_or_name, nn.Module):
+        raise AdapterError("name the adapter that this model gets: wide.load(model, adapter)")
+    hub_options = {key: load_options[key] for key in ("token", "cache_dir") if key in load_options}
+    folder = local_folder(str(model_or_name if path is None else path), **hub_options)
     config = read_config(folder)
-    plan = Plan.from_json(config["plan"])
+    if path is None:
+        model_or_name = config["base"]["name_or_path"]
+        if not model_or_name:
+            raise AdapterError(f"{folder} does not name its base model; name it: wide.load(base, adapter)")
+        if config["base"]["revision"] is not None and not Path(model_or_name).exists():
+            load_options.setdefault("revision", config["base"]["revision"])
+    plan = config["plan"]
     routers = _read_tensors(folder, ROUTER_FILE, wanted=plan.is_routed)
     static = _read_tensors(folder, STATIC_FILE, wanted=bool(plan.tensor_shapes()))
-    weights = _read_tensors(folder, WEIGHTS_FILE, wanted=bool(config["has_weights"]))
-    orders = _read_tensors(folder, ORDER_FILE, wanted=bool(config["has_order"]))
-    has_lora = _has(folder / LORA_FOLDER, wanted=bool(config["has_lora"]))
-    model = load_pretrained(model_or_name, **load_options) if isinstance(model_or_name, str) else model_or_name
+    weights = _read_tensors(folder, WEIGHTS_FILE, wanted=config["has_weights"])
+    orders = _read_tensors(folder, ORDER_FILE, wanted=config["has_order"])
+    has_lora = _has(folder / LORA_FOLDER, wanted=config["has_lora"])
+    is_model = isinstance(model_or_name, nn.Module)
+    model: Any = model_or_name if is_model else load_pretrained(str(model_or_name), **load_options)
     _check_base(config["base"], model, check_weights)
     try:
         attach(model, plan, tensors=static, weights=weights, orders=orders)
     except (ShapeError, ConfigError) as error:
         raise AdapterError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
     try:
-        copy_strictly(_router_parameters(model), routers, "router")
+        restore_routers(model, routers)
         apply_config(model, config)
         if has_lora:
             load_lora(model, folder / LORA_FOLDER)
@@ -154,11 +231,12 @@ def load(model_or_name: nn.Module | str, path: str | Path, *, check_weights: boo
     return model
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check an adapter's configuration without loading a model.
+def read_config(folder: Path) -> AdapterFacts:
+    """Read an adapter's configuration and check it and the files beside it, without loading a model.
 
     Raises:
-        AdapterError: If it is missing, not JSON, of another format version, or has missing or unknown keys.
+        AdapterError: If it is missing, not JSON, of another format version, a key is missing or unknown, a value is
+            none that it can have, or a file is not the one that was written.
     """
     file = folder / CONFIG_FILE
     if not folder.exists():
@@ -169,30 +247,46 @@ def read_config(folder: Path) -> dict[str, Any]:
             "run with an adapter in it"
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise AdapterError(f"{file} is not valid JSON ({error}); the adapter is damaged: {_WAY_OUT}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{file} must hold an object, not {type(config).__name__}; {_WAY_OUT}")
-    check_config(config, str(file))
+        found = read_json(file)
+        config = check_config(found, f"{file}:")
+        for name, wanted in config.get("files", {}).items():
+            seen = _digest(found) if name == CONFIG_FILE else sha256_of(folder / name)
+            if seen != wanted:
+                raise AdapterError(
+                    f"{folder / name} is damaged: its sha256 is {seen[:12]}…, wanted {wanted[:12]}… (if you changed it "
+                    f"on purpose, remove 'files' from {CONFIG_FILE})"
+                )
+    except AdapterError as error:
+        raise AdapterError(f"{error}; {_WAY_OUT}") from error
     return config
 
 
-def check_config(config: dict[str, Any], where: str) -> None:
-    """Refuse a configuration that is not of this version's format.
+def check_config(config: object, where: str) -> AdapterFacts:
+    """Return a configuration that is of this version's format.
+
+    Args:
+        config: As JSON holds it.
+        where: The file, with a colon, for messages.
 
     Raises:
-        AdapterError: If it is of another version, or has missing or unknown keys; the message names them.
+        AdapterError: If it is of another version, a key is missing or unknown, or a value is none that it can have.
     """
-    version = config.get("format_version")
-    if version != FORMAT_VERSION:
+    version = config.get("format_version") if isinstance(config, Mapping) else FORMAT_VERSION
+    if isinstance(config, Mapping) and version != FORMAT_VERSION:
         raise AdapterError(
-            f"{where}: format version {version!r} is not {FORMAT_VERSION}; use the wide version "
+            f"{where} format version {version!r} is not {FORMAT_VERSION}; use the wide version "
             f"that wrote it ({config.get('wide_version')!r})"
         )
-    missing, unknown = sorted(_KEYS - set(config)), sorted(set(config) - _KEYS)
-    if missing or unknown:
-        raise AdapterError(f"{where}: missing keys {missing}, unknown keys {unknown}; copy it again, as wide wrote it")
+    facts: AdapterFacts = typed(AdapterFacts, config, where)
+    routers = sum(isinstance(half, Routed) for layer in facts["plan"].layers for _, half in layer.halves())
+    if len(facts["thresholds"]) != routers:
+        raise AdapterError(f"{where} {len(facts['thresholds'])} thresholds for {routers} routers")
+    points = [(sparsity, float(threshold)) for sparsity, threshold in facts["dial"]]
+    if any(not (a < c and b < d) for (a, b), (c, d) in pairwise(points)):
+        raise AdapterError(f"{where} dial does not ascend: {reprlib.repr(points)}")
+    for key in _PROVENANCE & facts["provenance"].keys():
+        typed(dict[str, Any], facts["provenance"][key], f"{where} provenance.{key}")
+    return facts
 
 
 def require_final_scales(state: Attachment) -> None:
@@ -226,31 +320,18 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def apply_config(model: nn.Module, config: dict[str, Any]) -> None:
-    """Set thresholds, those in force and those calibrated, and provenance of an attached model from a configuration.
-
-    Raises:
-        AdapterError: If the numbers are malformed.
-    """
+def apply_config(model: nn.Module, config: AdapterFacts) -> None:
+    """Set thresholds, those in force and those calibrated, and provenance of an attached model from a configuration."""
     state = attachment(model)
-    routers = state.routers()
-    try:
-        thresholds = [_number_from_json(value) for value in config["thresholds"]]
-        calibrated = [(float(sparsity), _number_from_json(threshold)) for sparsity, threshold in config["dial"]]
-    except (TypeError, ValueError) as error:
-        raise AdapterError(f"{CONFIG_FILE}: thresholds or dial are malformed ({error})") from error
-    if len(thresholds) != len(routers):
-        raise AdapterError(f"{CONFIG_FILE}: {len(thresholds)} thresholds for {len(routers)} routers")
-    for router, threshold in zip(routers, thresholds, strict=True):
-        router.threshold = threshold
-    state.dial = calibrated
+    for router, threshold in zip(state.routers(), config["thresholds"], strict=True):
+        router.threshold = float(threshold)
+    state.dial = [(sparsity, float(threshold)) for sparsity, threshold in config["dial"]]
     state.provenance = dict(config["provenance"])
 
 
 def _write(model: nn.Module, folder: Path) -> None:
     state = attachment(model)
     config = config_of(model)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     files: dict[str, Mapping[str, Tensor]] = {
         ROUTER_FILE: _router_parameters(model),
         STATIC_FILE: state.static_parameters(),
@@ -262,11 +343,22 @@ def _write(model: nn.Module, folder: Path) -> None:
             save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, str(folder / name))
     if state.lora is not None:
         state.lora.save(folder / LORA_FOLDER)
-    (folder / CARD_FILE).write_text(_model_card(config), encoding="utf-8")
-    # mkdtemp makes the folder private, safetensors its files; an adapter is as readable as any other output.
-    folder.chmod(0o755)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)
+    # What could not be loaded again is not written.
+    check_config(json.loads(json.dumps(config)), "this model:")
+    written = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for path in written}
+    config["files"] = hashes | {CONFIG_FILE: _digest(config | {"files": hashes})}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    finish_folder(folder, config, f'import wide\n\nmodel = wide.load("{state.base["name_or_path"]}", "{PLACE}")')
+
+
+def restore_routers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy the tensors of a `wide_router.safetensors` into the routers of an attached model.
+
+    Raises:
+        AdapterError: If they do not fit.
+    """
+    copy_strictly(_router_parameters(model), tensors, "router")
 
 
 def _router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -296,7 +388,7 @@ def _has(path: Path, *, wanted: bool) -> bool:
     return wanted
 
 
-def _check_base(expected: dict[str, Any], model: nn.Module, check_weights: bool) -> None:
+def _check_base(expected: BaseFacts, model: nn.Module, check_weights: bool) -> None:
     found = fingerprint(model, discover(model))
     if not check_weights:
         found["weight_sample"] = []
@@ -314,72 +406,7 @@ def _number_to_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _number_from_json(value: float | str) -> float:
-    number = float(value)
-    if math.isnan(number):
-        raise ValueError("a threshold is not a number")
-    return number
-
-
-def _model_card(config: dict[str, Any]) -> str:
-    """Return the README of an adapter as Markdown with Hub metadata."""
-    base = config["base"]
-    name = base.get("name_or_path") or "the base model"
-    sublayers = [sublayer for layer in config["plan"]["layers"] for sublayer in (layer["attention"], layer["ffn"])]
-    is_routed = any(sublayer["kind"] == "routed" for sublayer in sublayers)
-    what, tag = "Static pruning", "static-pruning"
-    held = ["A static plan", "LoRA"] if config["has_lora"] else ["A static plan"]
-    if is_routed:
-        what, tag, held[0] = "Token-wise width pruning", "dynamic-width-pruning", "Routers"
-    facts = "\n".join(f"| {key} | {value} |" for key, value in _flat(config["provenance"]))
-    return f"""---
-library_name: wide
-base_model: {name}
-tags: [pruning, {tag}]
----
-# {what} of {name}
-
-{" and ".join(held)} for a {base["model_type"]} model of {base["num_layers"]} layers.
-{chr(10).join(_plan_lines(config, sublayers))}
-
-```python
-import wide
-
-model = wide.load("{name}", "PATH/TO/THIS/FOLDER")
-```
-
-| training | |
-|---|---|
-{facts or "| not recorded | |"}
-
-Written by wide {config["wide_version"]}.
-"""
-
-
-def _plan_lines(config: dict[str, Any], sublayers: list[dict[str, Any]]) -> list[str]:
-    stream, count, total = config["plan"]["stream"], Counter(s["kind"] for s in sublayers), len(sublayers)
-    lines = []
-    if count["routed"]:
-        sizes = sorted({sublayer["grouping"]["group_size"] for sublayer in sublayers if sublayer["kind"] == "routed"})
-        lines.append(
-            f"- {count['routed']} of {total} sublayers routed, group sizes {sizes} channels. Every token chooses which "
-            "attention-head groups and FFN-channel groups it executes."
-        )
-    lines += [f"- {count[kind]} of {total} sublayers {words}." for kind, words in _STATIC_WORDS.items() if count[kind]]
-    if stream is not None:
-        lines.append(
-            f"- The residual stream lies in subspaces of {stream['kept']} of its {stream['width']} dimensions."
-        )
-    if config["has_weights"]:
-        lines.append("- Base weights are replaced (wide_weights.safetensors).")
-    return lines or ["- Every sublayer runs as it is."]
-
-
-def _flat(facts: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            rows += _flat(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            rows.append((f"{prefix}{key}", value))
-    return rows
+def _digest(config: Mapping[str, Any]) -> str:
+    """Return the sha256 of a configuration without its own entry."""
+    files = {name: value for name, value in config["files"].items() if name != CONFIG_FILE}
+    return hashlib.sha256(json.dumps({**config, "files": files}, sort_keys=True).encode()).hexdigest()

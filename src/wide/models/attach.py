@@ -1,7 +1,11 @@
 """Attach a plan to a live model in place, and take it off again without a trace."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from os import PathLike
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -17,19 +21,17 @@ from wide.models.gates import (
     GATE_NAME,
     PENDING_NAME,
     ROUTER_NAME,
-    ActivationGate,
     FollowingGate,
     Gate,
-    RememberResidual,
-    SkipOutput,
     StaticGate,
     check_after,
     install_attention_gates,
     prepare_before,
     routed_gate,
+    skip_output,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
-from wide.models.pretrained import fingerprint, sampled_values
+from wide.models.pretrained import BaseFacts, fingerprint, forbid_packing, sampled_values
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl
@@ -47,6 +49,7 @@ from wide.plan import (
     basis_name,
     scale_name,
 )
+from wide.schema import require
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
@@ -87,7 +90,7 @@ class Attachment:
     plan: Plan
     specs: tuple[BlockSpec, ...]
     control: RoutingControl
-    base: dict[str, Any]
+    base: BaseFacts
     weights_seen: Tensor | None = None
     replaced: ReplacedWeights | None = None
     originals_lost: bool = False
@@ -177,8 +180,8 @@ def attach(
 
     The model keeps its class; `generate`, evaluation and training tools keep working. In evaluation mode each router
     decides by its own parameters; in training mode it samples. What a plan prunes for every token is masked, not taken
-    out. `requires_grad` of the base is left as it is (training freezes it). `save_pretrained` refuses, because it
-    would write the base alone; `wide.save` and `wide.save_checkpoint` write everything.
+    out. `requires_grad` of the base is left as it is (training freezes it). `save_pretrained` writes a
+    full checkpoint (`wide.save_checkpoint`), routers included.
 
     Args:
         model: A Hugging Face causal LM.
@@ -193,14 +196,17 @@ def attach(
     Raises:
         UnsupportedModelError: If the structure cannot be routed or pruned as the plan says.
         ShapeError: If a size, a tensor, a weight or an order does not fit; the message names those that do.
-        ConfigError: If the configuration asks for clustered groups and no orders are given, or for fitted routers,
-            or orders come together with weights.
+        ConfigError: If an argument is of another type, the configuration asks for clustered groups and no orders are
+            given, or for fitted routers, or orders come together with weights.
         NotAttachedError: If the model has routers or another plan already.
 
     Source: paper, section 3.1.
     """
+    require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
+    require(WideConfig | Plan | None, config_or_plan, "config_or_plan", "a WideConfig or a Plan")
     if is_attached(model):
         raise NotAttachedError("this model already has routers; call wide.detach(model) first")
+    forbid_packing(model)
     specs = tuple(specs) if specs is not None else discover(model)
     config = None if isinstance(config_or_plan, Plan) else config_or_plan or WideConfig()
     plan = config_or_plan if isinstance(config_or_plan, Plan) else plan_for(config or WideConfig(), specs)
@@ -223,7 +229,7 @@ def attach(
     state.weights_seen = sampled_values(model)
     # A class of full checkpoints writes the plan, too.
     if not getattr(model, "wide_saves_plan", False):
-        setattr(model, _SAVE, _refuse_to_save)
+        setattr(model, _SAVE, partial(_save_whole, model))
         state.parts.append((model, _SAVE))
     return model
 
@@ -253,11 +259,10 @@ def detach(model: ModelT) -> ModelT:
     return model
 
 
-def _refuse_to_save(*_args: Any, **_options: Any) -> None:
-    raise NotAttachedError(
-        "save_pretrained would write the base alone, which loads dense without a word; wide.save_checkpoint(model, "
-        "path) writes one whole checkpoint, wide.save(model, path) an adapter beside its base"
-    )
+def _save_whole(model: nn.Module, save_directory: str | PathLike[str], **options: Any) -> None:
+    """Stand in for the class's own `save_pretrained`, which would write the base alone."""
+    # By name: generated classes of checkpoints attach, so they lie in a layer above.
+    import_module("wide.materialisation.checkpoint").save_checkpoint(model, save_directory, **options)
 
 
 def _check_settings(config: WideConfig | None, *, has_orders: bool, has_weights: bool) -> None:
@@ -313,7 +318,7 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
         if isinstance(half, Dense):
             continue
         if isinstance(half, Skipped):
-            state.handles.append(part.module.register_forward_hook(SkipOutput(state.control)))
+            state.handles.append(part.module.register_forward_hook(functools.partial(skip_output, state.control)))
             continue
         if isinstance(half, Following):
             gate: Gate = FollowingGate(routed_gate(spec.attention.module)[0])
@@ -327,12 +332,12 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             # Without a norm before the sublayer, its own input is the residual stream already.
             source = spec.layer if half.router_input == "layer_input" else part.pre_norm
             if source is not None:
-                state.handles.append(source.register_forward_pre_hook(RememberResidual(gate), with_kwargs=True))
+                state.handles.append(source.register_forward_pre_hook(gate.remember, with_kwargs=True))
         if isinstance(half, Routed) and half.evicts:
             gate.executor = eviction = Eviction(gate)
             state.handles.append(part.module.register_forward_pre_hook(eviction, with_kwargs=True))
         if isinstance(part, FeedForwardSpec):
-            state.handles.append(part.activation.register_forward_hook(ActivationGate(gate)))
+            state.handles.append(part.activation.register_forward_hook(gate.gate_activation))
 
 
 def _source(

@@ -27,6 +27,7 @@ class AttentionSpec:
         head_dim: Channels per head; H_q * head_dim need not equal the hidden size.
         q_norm: Whether queries are normed, per head or over the whole query width.
         pre_norm: The norm whose input is the residual stream that this sublayer reads; None when there is none.
+        post_norm: The norm of its output, before that is added to the stream; None when there is none.
     """
 
     module: nn.Module
@@ -39,6 +40,7 @@ class AttentionSpec:
     head_dim: int
     q_norm: NormScope = "none"
     pre_norm: nn.Module | None = None
+    post_norm: nn.Module | None = None
 
     @property
     def query_width(self) -> int:
@@ -68,6 +70,7 @@ class FeedForwardSpec:
         width: Intermediate channels (of the activation's output).
         fused_gate: Whether `up` holds gate and up rows.
         pre_norm: As in `AttentionSpec`.
+        post_norm: As in `AttentionSpec`.
     """
 
     module: nn.Module
@@ -78,6 +81,7 @@ class FeedForwardSpec:
     width: int
     fused_gate: bool = False
     pre_norm: nn.Module | None = None
+    post_norm: nn.Module | None = None
 
     @property
     def num_matrices(self) -> int:
@@ -108,6 +112,12 @@ class BlockSpec:
     attention: AttentionSpec
     ffn: FeedForwardSpec | None
     ffn_reason: str = ""
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether both sublayers read through one norm (parallel blocks)."""
+        norm = self.attention.pre_norm
+        return norm is not None and self.ffn is not None and norm is self.ffn.pre_norm
 
     def sublayers(self) -> list[tuple[str, AttentionSpec | FeedForwardSpec]]:
         """Return the sublayers that can be routed or pruned, by name, in the order in which they run."""

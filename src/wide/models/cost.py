@@ -1,6 +1,7 @@
 """What a plan costs and saves: matrix products, parameters, keys and values; planned, and measured on text."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from wide.errors import ConfigError
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import AttentionSpec, BlockSpec
+from wide.models.observe import observe
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 from wide.routing import Routing
 
@@ -202,11 +204,23 @@ class SkipCounter:
     def __init__(self, model: nn.Module) -> None:
         """Start at zero."""
         state = attachment(model)
+        self._model = model
+        self._routing: Routing = []
         self._costs = model_costs(model)
         self._counts_dense = state.plan.is_static or state.replaced is not None
         self._has_ffn = any(spec.ffn is not None for spec in state.specs)
         self._executed: dict[tuple[int, str], Tensor] = {}
         self._tokens: Tensor | int = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the forwards inside the block, for `add_latest`."""
+        with observe(self._model) as self._routing:
+            yield
+
+    def add_latest(self, valid: Tensor) -> None:
+        """Add the latest forward that was watched, of tokens that count, bool `[B, T]`."""
+        self.add(self._routing, valid)
 
     def add(self, routing: Routing, valid: Tensor | None = None) -> None:
         """Add one forward.
@@ -429,12 +443,8 @@ def _others_removed(spec: BlockSpec, layer: LayerPlan, stream: Stream | None) ->
     stay = {part.pre_norm for half, part in sublayers if stream is None and _kept_channels(half, 1)}
     removed += sum(_count(norm) for norm in {part.pre_norm for _, part in sublayers} - stay)
     # Norms after sublayers go with those that give nothing any more, not even a bias.
-    known = {part.module for _, part in sublayers} | {part.pre_norm for _, part in sublayers}
-    after = [count for child in spec.layer.children() if child not in known and (count := _count(child))]
-    if len(after) == 2 and after[0] == after[1]:
-        silent = [isinstance(half, Skipped) or not _has_bias(part.linears()[-1]) for half, part in gone]
-        removed += after[0] * sum(silent)
-    return removed
+    silent = [part for half, part in gone if isinstance(half, Skipped) or not _has_bias(part.linears()[-1])]
+    return removed + sum(_count(part.post_norm) for part in silent)
 
 
 def _has_bias(linear: nn.Module) -> bool:

@@ -8,17 +8,21 @@ in force, point by point, instead of being read off the margins of a single pass
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
 from wide.data.batches import TokenBatch
+from wide.data.progress import progress
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
 from wide.models.observe import forward_without_head, judging, observe
 from wide.models.router import Router
+from wide.models.sharding import as_first_has_it
 from wide.routing import Routing
+from wide.schema import require
 
 DEFAULT_POINTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # The upper 17 bits of a float32 order the margins with 8 bits of mantissa, so that memory does not grow with tokens.
@@ -59,6 +63,12 @@ class MarginHistogram:
             self._mass += weight * torch.bincount(_bins(margin).flatten(), minlength=_NUM_BINS).cpu().double()
             self._skipped += weight * int((~mask[valid].bool()).sum())
         self._tokens += int(valid.sum())
+
+    def agree(self, model: nn.Module) -> None:
+        """Take what the first of the processes counted that share a model."""
+        counted = torch.tensor([self._skipped, self._tokens], dtype=torch.float64)
+        found = as_first_has_it(model, torch.cat([self._mass, counted]))
+        self._mass, self._skipped, self._tokens = found[:-2], float(found[-2]), int(found[-1])
 
     @property
     def sparsity(self) -> float:
@@ -212,6 +222,7 @@ def set_sparsity(
     if (sparsity is None) == (threshold is None):
         raise ConfigError("give either a sparsity or a threshold")
     if threshold is None:
+        require(Real, sparsity, "sparsity", "a number in [0, 1)")
         assert sparsity is not None
         if not 0.0 <= sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
@@ -235,11 +246,13 @@ def _measure(
     _set_thresholds(routers, threshold if isinstance(threshold, Sequence) else [threshold] * len(routers))
     try:
         with judging(model), observe(model) as routing:
-            for batch in batches:
+            for batch in progress(batches, title="calibrating thresholds", unit="batch"):
                 moved = batch.to(device)
-                forward_without_head(model, moved.input_ids)
+                forward_without_head(model, moved.input_ids, moved.attention_mask())
                 for histogram in histograms:
                     histogram.add(routing, moved.valid)
+        for histogram in histograms:
+            histogram.agree(model)
     finally:
         _set_thresholds(routers, before)
 
@@ -300,14 +313,15 @@ def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _interpolate(table: Sequence[tuple[float, float]], sparsity: float) -> float:
     if not table:
         raise ConfigError(
-            "this adapter has no calibrated thresholds; pass data= (calibration batches), or threshold= in logits"
+            "this adapter has no calibrated thresholds; leave --sparsity out, or in Python pass data= (calibration "
+            "batches) or threshold= in logits"
         )
     # The ends may miss a round number by the noise of the calibration.
     low, high = table[0][0] - 0.01, table[-1][0] + 0.01
     if not low <= sparsity <= high:
         raise ConfigError(
             f"sparsity {sparsity:g} lies outside what this adapter is calibrated for, {table[0][0]:.3f} to "
-            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside, or pass data= to calibrate anew"
+            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside, or in Python pass data= to calibrate anew"
         )
     for (s0, t0), (s1, t1) in pairwise(table):
         if s0 <= sparsity <= s1:

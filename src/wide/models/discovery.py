@@ -9,6 +9,8 @@ from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, No
 
 _ATTENTION_PRE_NORMS = ("input_layernorm", "attention_layernorm")
 _FFN_PRE_NORMS = ("pre_feedforward_layernorm", "feedforward_layernorm")
+_ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
+_FFN_POST_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
 _LATENT_PARTS = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_a_proj", "kv_proj_with_mqa")
 _SUB_NORMS = ("attn_sub_norm", "ffn_sub_norm", "inner_attn_ln", "groupnorm")
 
@@ -26,6 +28,13 @@ def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
     config = _text_config(model)
     layers = _decoder_layers(model, config.num_hidden_layers)
     return tuple(_block(index, layer, config) for index, layer in enumerate(layers))
+
+
+def scale_and_cap(model: nn.Module) -> tuple[float, float | None]:
+    """Return what a causal LM's configuration says that it does to its logits: their factor and their bound."""
+    config = _text_config(model)
+    factor = getattr(model, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return factor, getattr(config, "final_logit_softcapping", None)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -137,6 +146,7 @@ def _attention(index: int, layer: nn.Module, module: nn.Module, config: Any) -> 
         head_dim=head_dim,
         q_norm=_norm_scope(module, head_dim, num_heads * head_dim),
         pre_norm=_find(layer, *_ATTENTION_PRE_NORMS),
+        post_norm=_post_norm(layer, *_ATTENTION_POST_NORMS),
     )
 
 
@@ -180,6 +190,7 @@ def _feed_forward(index: int, layer: nn.Module, module: nn.Module) -> tuple[Feed
             width=width,
             fused_gate=fused,
             pre_norm=_ffn_pre_norm(layer),
+            post_norm=_post_norm(layer, *_FFN_POST_NORMS),
         ),
         "",
     )
@@ -194,6 +205,12 @@ def _ffn_pre_norm(layer: nn.Module) -> nn.Module | None:
         return None
     # One shared norm means a parallel block (Cohere 2): both sublayers read the same residual.
     return _find(layer, "post_attention_layernorm", "input_layernorm")
+
+
+def _post_norm(layer: nn.Module, *names: str) -> nn.Module | None:
+    # 'post_attention_layernorm' is the FFN's own norm in Llama and the attention's output norm in Gemma 2.
+    norm = _find(layer, *names)
+    return None if norm is _ffn_pre_norm(layer) else norm
 
 
 def _refuse_sub_norms(where: str, module: nn.Module) -> None:

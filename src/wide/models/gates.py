@@ -41,12 +41,6 @@ class Executor(Protocol):
         """Return what `function` gives, masked: output `[B, T, H, d]` and attention weights."""
 
 
-class ReadsResidual(Protocol):
-    """What reads the residual stream in a sublayer."""
-
-    residual: Tensor | None
-
-
 class StaticGate(nn.Module):
     """Multiplies the units of one sublayer by constants, at the places where routers' masks enter.
 
@@ -112,18 +106,36 @@ class Gate:
         self.followed: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:
-        """Decide for the coming sublayer, whose input is `[B, T, D]`."""
+        """Decide for the coming sublayer, whose input is `[B, T, D]`.
+
+        Raises:
+            UnsupportedModelError: If the source reads the layer's input and none was shown.
+        """
         residual, self.residual = self.residual, None
         self.mask = None
         if self.source.control.enabled:
+            if residual is None and isinstance(self.source, Router) and self.source.reads_layer_input:
+                raise UnsupportedModelError(
+                    f"layer {self.layer_index}: its router reads the layer's input, and the layer runs again without "
+                    "its hooks; switch transformers' gradient checkpointing off (wide.prune has its own)"
+                )
             self.mask = self.source(hidden if residual is None else residual)
         if isinstance(self.source, Router) and self.source.is_followed:
             self.followed = self.mask
+
+    def remember(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the input of a norm or a layer, the residual stream, until the sublayer runs (a forward pre-hook)."""
+        self.residual = input_of(args, kwargs)
 
     def take(self) -> Tensor | None:
         """Hand the pending factors over, once."""
         mask, self.mask = self.mask, None
         return mask
+
+    def gate_activation(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Set skipped groups of an FFN's activation to zero (a forward hook): phi(g) * m * u is (phi(g) * u) * m."""
+        mask = self.take()
+        return output if mask is None else gate_groups(output, mask)
 
 
 class FollowingGate(Gate):
@@ -189,7 +201,7 @@ def prepare_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Let the sublayer's gate decide on its hidden states (a forward pre-hook with keyword arguments)."""
     gate = gate_of(module)
     assert gate is not None
-    gate.prepare(args[0] if args else kwargs["hidden_states"])
+    gate.prepare(input_of(args, kwargs))
 
 
 def check_after(module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
@@ -213,47 +225,19 @@ def bypassed(module: nn.Module, what: str) -> UnsupportedModelError:
     )
 
 
-class RememberResidual:
-    """A pre-hook on a norm or a layer that shows its input, the residual stream, to what reads it in a sublayer."""
-
-    def __init__(self, reader: ReadsResidual) -> None:
-        """Serve this reader."""
-        self.reader = reader
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the input until the sublayer runs."""
-        self.reader.residual = args[0] if args else kwargs["hidden_states"]
-
-
-class ActivationGate:
-    """A forward hook on an FFN's activation: phi(g) * m * u equals (phi(g) * u) * m."""
-
-    def __init__(self, gate: Gate) -> None:
-        """Apply the masks of this gate."""
-        self.gate = gate
-
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return the activation with skipped groups set to zero."""
-        mask = self.gate.take()
-        return output if mask is None else gate_groups(output, mask)
-
-
-class SkipOutput:
-    """A forward hook on a sublayer: its output is zero.
+def skip_output(control: RoutingControl, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    """Put zeros in the place of a sublayer's hidden states (a forward hook but for the control).
 
     The sublayer runs all the same, so that caches keep the length of the sequence.
-
-    Args:
-        control: Shared by all gates and routers of the model.
     """
+    return output if not control.enabled else with_hidden(output, torch.zeros_like(hidden_of(output)))
 
-    def __init__(self, control: RoutingControl) -> None:
-        """Follow this control."""
-        self.control = control
 
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Return zeros in the place of the hidden states."""
-        return output if not self.control.enabled else with_hidden(output, torch.zeros_like(hidden_of(output)))
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states that a layer, a sublayer or a norm is given."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(hidden, Tensor)
+    return hidden
 
 
 def hidden_of(output: Any) -> Tensor:

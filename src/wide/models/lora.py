@@ -2,27 +2,42 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError
 from wide.models.attach import Attachment, attachment
 from wide.models.plan_check import misfit
+from wide.models.sharding import reshard
 from wide.plan import Skipped
+from wide.schema import Between, Positive, read_json, typed
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Keys of PEFT's configuration that do not change what the matrices compute, or that the model's structure decides.
+_DESCRIPTIVE = {
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"),
+    *("base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
+}
 # Share of zeros that corrections behind scales may hold by chance.
 _CHANCE = 1e-3
+
+
+class _LoraFacts(TypedDict):
+    r: Positive
+    lora_alpha: Annotated[float, Between(1e-6, 1e6)]
+    lora_dropout: Annotated[float, Between(0, 1)]
 
 
 class LoraHandle:
@@ -82,7 +97,10 @@ class LoraHandle:
         them, and where whole units are, what it wrote for them is taken out.
         """
         pruned = _pruned_places(attachment(self._model))
-        self._tuner.merge_and_unload()
+        # Where the base is sharded, each process adds its share of an update that all of them have whole.
+        reshard(self._model)
+        with implicit_replication():
+            self._tuner.merge_and_unload()
         for parameter, places in pruned.items():
             parameter.data.masked_fill_(places, 0)
         self._forget()
@@ -157,16 +175,7 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
 
     Source: paper, section 3.2; targets and hyperparameters: section 4.1.
     """
-    peft = _import_peft()
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules="all-linear",
-        exclude_modules=_untouched(model),
-        task_type="CAUSAL_LM",
-    )
-    return _inject(model, config)
+    return _inject(model, _configuration(model, rank=rank, alpha=alpha, dropout=dropout))
 
 
 def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
@@ -177,16 +186,28 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
         NotAttachedError: If the model has no routers, or has LoRA already.
         MissingExtraError: If PEFT is not installed.
     """
-    peft = _import_peft()
     for name in (_WEIGHTS, _CONFIG):
         if not (folder / name).is_file():
             raise AdapterError(f"{folder / name} is missing: the LoRA part of this adapter is incomplete")
+    found, where = read_json(folder / _CONFIG), f"{folder / _CONFIG}:"
+    found = typed(dict[str, Any], found, where)
+    facts: _LoraFacts = typed(
+        _LoraFacts, {key: found[key] for key in _LoraFacts.__annotations__ if key in found}, where
+    )
+    config = _configuration(model, rank=facts["r"], alpha=facts["lora_alpha"], dropout=facts["lora_dropout"])
+    own = json.loads(json.dumps(config.to_dict(), default=_listed))
+    for key in sorted(own.keys() & found.keys() - _DESCRIPTIVE):
+        # Off is None, false or empty, as PEFT's versions have it.
+        if found[key] != own[key] and (found[key] or own[key]):
+            raise AdapterError(f"{where} {key} is {reprlib.repr(found[key])}, wanted {own[key]!r}, as wide writes it")
     try:
         weights = load_file(str(folder / _WEIGHTS))
-        config = peft.LoraConfig.from_pretrained(str(folder))
-    # Whatever a damaged configuration makes of PEFT's reader means the same.
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-        raise AdapterError(f"{folder} cannot be read ({error}); the LoRA part of this adapter is damaged") from error
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{folder / _WEIGHTS} cannot be read ({error}); the file is damaged") from error
+    # Before memory is allotted for it.
+    ranks = {tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name and tensor.dim()}
+    if ranks != {facts["r"]}:
+        raise AdapterError(f"{where} r is {facts['r']}, wanted that of the matrices beside it, {sorted(ranks)}")
     handle = _inject(model, config)
     try:
         handle.load_state_dict(weights)
@@ -232,6 +253,17 @@ def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor],
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
+
+
+def _configuration(model: nn.Module, *, rank: int, alpha: float, dropout: float) -> Any:
+    return _import_peft().LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        exclude_modules=_untouched(model),
+        task_type="CAUSAL_LM",
+    )
 
 
 def _inject(model: nn.Module, config: Any) -> LoraHandle:

@@ -1,15 +1,18 @@
-"""Watch, replay or switch off routing for the forwards inside a `with` block."""
+"""Watch, replay or switch off routing for the forwards inside a `with` block; leave modes and random states alone."""
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
 from wide.models.router import RoutingControl
+from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting, Routing
 
 
@@ -30,10 +33,32 @@ def judging(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def forward_without_head(model: nn.Module, ids: Tensor) -> None:
-    """Run the decoder layers for token ids [B, T], for what is observed on the way."""
-    decoder = getattr(model, "base_model", model)
-    decoder(input_ids=ids, use_cache=False)
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Leave the caller's random states, of Python, NumPy and torch on the CPU and on this device, as they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    # Without a list, torch saves the state of every GPU of the host, and warns about it.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def forward_without_head(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> None:
+    """Run the decoder layers for token ids [B, T], for what is observed on the way.
+
+    Args:
+        model: Attached or not.
+        ids: Token ids, int64 `[B, T]`.
+        mask: Of padding, int64 `[B, T]`.
+    """
+    if is_sharded(model):
+        # FSDP gathers layers only on the way through the whole model; the head runs for one token.
+        model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+    else:
+        getattr(model, "base_model", model)(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
 @contextmanager
@@ -69,13 +94,10 @@ def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list
     Raises:
         NotAttachedError: If the model carries no routers.
     """
-    captured = [LayerRouting() for _ in range(attachment(model).control.num_layers)]
     with observe(model, history=history) as routing:
-        handle = model.register_forward_hook(lambda *_: _copy_detached(routing, captured))
-        try:
+        captured = [LayerRouting() for _ in routing]
+        with model.register_forward_hook(lambda *_: _copy_detached(routing, captured)):
             yield captured
-        finally:
-            handle.remove()
 
 
 @contextmanager

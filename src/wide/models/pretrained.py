@@ -1,41 +1,66 @@
 """Base models: loaded by name or folder, without remote code, and recognised by a sample of their weights."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from wide.data.local_names import missing_folder
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.models.block_spec import BlockSpec
+from wide.models.files import check_sums
+from wide.models.sharding import reshard, whole
+from wide.schema import Between, typed
 
 PRUNED_PREFIX = "wide_"
 """The model types of full pruned checkpoints begin with it."""
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_OPTIONS = ("revision", "token", "subfolder", "cache_dir", "local_files_only")
 _NUM_TENSORS = 32
+# Some have -1 for none.
+_Token = Annotated[int, Between(-1, 2**31)]
+# Over which `generate` stumbles where they are something else.
+_GENERATION: dict[str, Any] = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _Token | list[_Token] | None),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), list[_Token] | None),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "use_cache"), bool | None),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias"), list[Any] | None),
+}
 _VALUES_PER_TENSOR = 8
 _NEEDED_AGREEMENT = 0.95
 # What wide and LoRA put into a model.
 _ADDED = re.compile(r"wide_(router|gate|stream)\b|\.lora_")
 
 
-def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None, **options: Any) -> Any:
+def load_pretrained(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    sharded: bool = False,
+    **options: Any,
+) -> Any:
     """Return a Hugging Face causal LM in evaluation mode.
 
     Args:
         name: Hub name or local folder; only safetensors are read and no remote code is run.
         dtype: 'auto' (as stored), 'float32', 'bfloat16', 'float16', or a torch dtype.
         device: 'cpu', 'cuda', 'cuda:1', ...; None means CUDA where there is a GPU, else the CPU.
+        sharded: Whether the processes of the group that torch.distributed has joined share the weights (FSDP2), each
+            reading no more than its part.
         options: Whatever else transformers' `from_pretrained` takes, such as `device_map` (instead of `device`),
             `attn_implementation`, `revision`, `token` or `quantization_config`.
 
     Raises:
         ConfigError: If the dtype or device is unknown or absent, the name cannot be loaded, or an option does not fit.
         UnsupportedModelError: If it is not a causal LM.
+        AdapterError: If it is an export whose weights are not those that were written.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -43,37 +68,97 @@ def load_pretrained(name: str, *, dtype: str | torch.dtype = "auto", device: str
         raise ConfigError(f"device={device!r} and device_map= both say where the model goes; give one of them")
     if options.get("trust_remote_code") or options.get("use_safetensors") is False:
         raise ConfigError("remote code is not run and pickled weights are not read; leave these options out")
-    where = choose_device(device)
-    if options.get("quantization_config") is not None:
-        # Quantised weights cannot be moved afterwards.
-        options.setdefault("device_map", {"": str(where)})
     if isinstance(dtype, str) and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {sorted(_DTYPES)}")
+    where = choose_device(device)
     config = _configuration(name, {key: options[key] for key in _HUB_OPTIONS if key in options})
+    stored_quantised = getattr(config, "quantization_config", None) is not None
+    if options.get("quantization_config") is not None or (stored_quantised and not sharded):
+        # Not all quantised weights can be moved afterwards, and some kinds stay on the host unless told where.
+        options.setdefault("device_map", {"": str(where)})
+    if sharded:
+        from transformers.distributed import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
+    check_sums(Path(name))
     options |= {"dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype, "use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        with _reading() if sharded else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"{name} cannot be loaded with these options: {error}") from error
         raise UnsupportedModelError(_not_causal(name, config)) from error
-    except OSError as error:
+    except torch.OutOfMemoryError:
+        raise
+    # What is damaged raises whatever transformers stumbles over.
+    except Exception as error:
         raise ConfigError(_not_loadable(name, error)) from error
     assert isinstance(model, nn.Module)
-    return (model if options.get("device_map") is not None else model.to(where)).eval()
+    for key, kind in _GENERATION.items():
+        typed(kind, getattr(model.generation_config, key, None), f"{name}: {key} of the configuration")
+    forbid_packing(model)
+    is_placed = sharded or options.get("device_map") is not None
+    return (model if is_placed else model.to(where)).eval()
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Have transformers read files inside the block where it would map them.
+
+    What is mapped counts as memory of the process until the file is closed; what is read, until it is converted.
+    """
+    from transformers import modeling_utils
+
+    mapped: Any = modeling_utils.safe_open
+
+    def read(*args: Any, **options: Any) -> Any:
+        return mapped(*args, **options | {"backend": "pread"})
+
+    modeling_utils.safe_open = read
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open = mapped
+
+
+def forbid_packing(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights for a CPU in evaluation: without a gradient, and with no way back.
+
+    Raises:
+        UnsupportedModelError: If a forward in evaluation mode has packed them already.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+            state = getattr(getattr(module, "weight", None), "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                raise UnsupportedModelError(
+                    f"bitsandbytes has packed {name} for evaluation on this CPU, which has no gradient and cannot be "
+                    "saved; load the model again, and attach before its first forward"
+                )
 
 
 def is_pruned_checkpoint(name: str) -> bool:
     """Return whether a name or folder is a full pruned checkpoint; False too where nothing can be read."""
+    return str(_stored_facts(name).get("model_type", "")).startswith(PRUNED_PREFIX)
+
+
+def is_quantised_checkpoint(name: str) -> bool:
+    """Return whether a name or folder holds quantised weights; False too where nothing can be read."""
+    return _stored_facts(name).get("quantization_config") is not None
+
+
+def _stored_facts(name: str) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     if missing_folder(name) is not None:
-        return False
+        return {}
     try:
         facts, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError):
-        return False
-    return str(facts.get("model_type", "")).startswith(PRUNED_PREFIX)
+        return {}
+    return dict(facts)
 
 
 def load_skeleton(name: str) -> Any:
@@ -94,23 +179,27 @@ def load_skeleton(name: str) -> Any:
             return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise UnsupportedModelError(_not_causal(name, config)) from error
+    # What is damaged raises whatever transformers stumbles over.
+    except Exception as error:
+        raise ConfigError(_not_loadable(name, error)) from error
 
 
 def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
     from transformers import AutoConfig
 
-    wrong = missing_folder(name, cache=(hub_options or {}).get("cache_dir"))
+    options = hub_options or {}
+    wrong = missing_folder(name, cache=options.get("cache_dir"), subfolder=options.get("subfolder") or "")
     if wrong is not None:
         raise ConfigError(wrong)
-    # Asked first: transformers itself does not know the type of a pruned checkpoint.
+    # Asked first: transformers would load it, routers included, as if it were a base.
     if is_pruned_checkpoint(name):
         raise UnsupportedModelError(
             f"{name} is a pruned checkpoint already, and its base is wanted here; wide eval, wide generate and "
             "wide.load_checkpoint take it as it is"
         )
     try:
-        return AutoConfig.from_pretrained(name, **(hub_options or {}))
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(name, **options)
+    except Exception as error:
         raise ConfigError(_not_loadable(name, error)) from error
 
 
@@ -146,10 +235,27 @@ def _not_causal(name: str, config: Any) -> str:
 
 def _not_loadable(name: str, error: Exception) -> str:
     kind = "folder" if Path(name).exists() else "hub name or folder"
-    return f"no model can be loaded from the {kind} {name!r}: {str(error).strip().splitlines()[0]}"
+    reason = " ".join(str(error).strip().splitlines()[:2])
+    return f"no model can be loaded from the {kind} {name!r}: {reason or type(error).__name__}"
 
 
-def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> dict[str, Any]:
+class BaseFacts(TypedDict):
+    """By what an adapter recognises its base model; the sample holds null where weights are quantised."""
+
+    model_type: str
+    name_or_path: str
+    revision: str | None
+    num_layers: int
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_width: int | None
+    vocab_size: int | None
+    weight_sample: list[float | None]
+
+
+def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> BaseFacts:
     """Return JSON-ready facts by which an adapter recognises its base model.
 
     The weight sample is rounded to bfloat16, so that the same checkpoint loaded as float32 or bfloat16 agrees.
@@ -172,50 +278,72 @@ def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> dict[str, Any]:
     }
 
 
-def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(expected: BaseFacts, found: BaseFacts) -> list[str]:
     """Return what distinguishes two fingerprints, in words; empty means the same base model.
 
     Names and revisions are not compared: a moved or renamed checkpoint is the same model.
     """
-    facts = [key for key in expected if key not in ("name_or_path", "revision", "weight_sample")]
+    known = {key: value for key, value in expected.items() if key not in ("name_or_path", "revision", "weight_sample")}
     words = [
-        f"{key} is {found.get(key)!r}, expected {expected[key]!r}" for key in facts if found.get(key) != expected[key]
+        f"{key} is {found.get(key)!r}, expected {value!r}" for key, value in known.items() if found.get(key) != value
     ]
-    if not words and not _same_sample(expected.get("weight_sample"), found.get("weight_sample")):
+    if not words and not _same_sample(expected["weight_sample"], found["weight_sample"]):
         words.append("the weights differ (another checkpoint of the same architecture)")
     return words
 
 
 def _same_sample(expected: Any, found: Any) -> bool:
     if not expected or not found:
-        # Weights that cannot be sampled (quantised, on the meta device) cannot be compared either.
+        # Weights that cannot be sampled (on the meta device) cannot be compared either.
         return True
     if len(expected) != len(found):
         return False
-    equal = sum(a == b for a, b in zip(expected, found, strict=True))
-    return equal >= _NEEDED_AGREEMENT * len(expected)
+    # What one of the two has quantised cannot be compared.
+    known = [(a, b) for a, b in zip(expected, found, strict=True) if a is not None and b is not None]
+    return sum(a == b for a, b in known) >= _NEEDED_AGREEMENT * len(known)
 
 
 def same_weights(seen: Tensor | None, now: Tensor | None) -> bool:
     """Return whether two of `sampled_values` agree, up to a change of dtype; what is not known agrees."""
     if seen is None or now is None:
         return True
+    if seen.shape != now.shape:
+        return False
+    known = ~(seen.isnan() | now.isnan())
+    seen, now = seen[known], now[known]
     return any(torch.equal(seen.to(dtype).float(), now) for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
+def is_added(name: str) -> bool:
+    """Return whether a parameter of this name is what wide or LoRA put into a model."""
+    return _ADDED.search(name) is not None
+
+
 def sampled_values(model: nn.Module) -> Tensor | None:
-    """Return a few values of some of the base's matrices, float32; None where they cannot be read."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not _ADDED.search(name)]
-    if not matrices or any(p.is_meta or not p.is_floating_point() for p in matrices):
+    """Return a few values of some of the base's matrices, float32, NaN for those of one that is quantised.
+
+    None means that weights lie on the meta device.
+    """
+    reshard(model)
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not is_added(name)]
+    if not matrices or any(p.is_meta for p in matrices):
         return None
     pieces = []
     for matrix in matrices[:: max(1, len(matrices) // _NUM_TENSORS)]:
-        flat = matrix.detach().reshape(-1)
+        try:
+            flat = whole(matrix.detach()).reshape(-1)
+        # Quantised tensors of torchao say that they are of floating point, and cannot be cut.
+        except NotImplementedError:
+            flat = None
+        if flat is None or not flat.is_floating_point():
+            pieces.append(torch.full((_VALUES_PER_TENSOR,), math.nan))
+            continue
         stride = max(1, flat.numel() // _VALUES_PER_TENSOR)
         pieces.append(flat[::stride][:_VALUES_PER_TENSOR].float().cpu())
     return torch.cat(pieces)
 
 
-def _weight_sample(model: nn.Module) -> list[float]:
+def _weight_sample(model: nn.Module) -> list[float | None]:
     values = sampled_values(model)
-    return [] if values is None else [float(value) for value in values.to(torch.bfloat16).float()]
+    rounded = [] if values is None else values.to(torch.bfloat16).float().tolist()
+    return [None if math.isnan(value) else value for value in rounded]

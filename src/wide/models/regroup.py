@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.models.sharding import gathered, overwrite, whole
 from wide.plan import Plan, Routed
 
 _PROBE_ROWS = 4
@@ -36,8 +38,7 @@ class RegroupedChannels:
 
     Raises:
         ShapeError: If a name is unknown, an order is no permutation of the layer's channels, or its FFN is not routed.
-        UnsupportedModelError: If a layer is quantised, sharded or offloaded, or its FFN is another function
-            afterwards.
+        UnsupportedModelError: If a layer is quantised or offloaded, or its FFN is another function afterwards.
     """
 
     def __init__(self, specs: Sequence[BlockSpec], plan: Plan, orders: Mapping[str, Tensor]) -> None:
@@ -45,23 +46,23 @@ class RegroupedChannels:
         # Those whose channels have moved.
         self._layers: list[tuple[FeedForwardSpec, str]] = []
         self._orders: dict[str, Tensor] = {}
-        wanted: list[tuple[FeedForwardSpec, str]] = []
+        wanted: list[tuple[nn.Module, FeedForwardSpec, str]] = []
         known = {order_name(spec.index): (spec, layer) for spec, layer in zip(specs, plan.layers, strict=True)}
         for name, order in orders.items():
             if name not in known:
                 raise ShapeError(f"orders name {name!r}; the names of this model are {order_name(0)!r} and so on")
-            spec, layer = known[name]
-            if spec.ffn is None or not isinstance(layer.ffn, Routed):
+            spec, planned = known[name]
+            if spec.ffn is None or not isinstance(planned.ffn, Routed):
                 raise ShapeError(f"{name}: this plan does not route that FFN, so its channels have no groups")
             _require_plain(spec.index, spec.ffn)
             self._orders[name] = _permutation(name, order, spec.ffn.width)
-            wanted.append((spec.ffn, name))
+            wanted.append((spec.layer, spec.ffn, name))
         try:
-            for ffn, name in wanted:
-                before = _probe(ffn)
+            for layer, ffn, name in wanted:
+                before = _probe(layer, ffn)
                 _move(ffn, self._orders[name])
                 self._layers.append((ffn, name))
-                _require_same(name, ffn, before)
+                _require_same(name, ffn, before, _probe(layer, ffn))
         except UnsupportedModelError:
             self.restore()
             raise
@@ -98,12 +99,12 @@ def _require_plain(index: int, ffn: FeedForwardSpec) -> None:
                 f"layer {index}: the weights of its FFN are not in memory (offloaded, or on the meta device), so its "
                 "channels cannot change places; load the model without offloading, or use ffn_grouping='adjacent'"
             )
-        is_plain = isinstance(linear, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+        is_known = type(weight) is nn.Parameter or isinstance(weight, DTensor)
+        is_plain = isinstance(linear, nn.Linear) and is_known and linear.weight.is_floating_point()
         if not is_plain:
             raise UnsupportedModelError(
                 f"layer {index}: the channels of a {type(linear).__name__} with a {type(weight).__name__} weight "
-                "cannot change places (quantised or sharded); load the model unquantised, or use "
-                "ffn_grouping='adjacent'"
+                "cannot change places (quantised); load the model unquantised, or use ffn_grouping='adjacent'"
             )
 
 
@@ -111,21 +112,20 @@ def _move(ffn: FeedForwardSpec, order: Tensor) -> None:
     """Let the channel at each place be the one that `order` names."""
     *reading, down = ffn.linears()
     rows = torch.cat([order, ffn.width + order]) if ffn.fused_gate else order
-    for linear in reading:
-        for parameter in linear.parameters():
-            parameter.data = parameter.data.index_select(0, rows.to(parameter.device))
+    moves = [(parameter, 0, rows) for linear in reading for parameter in linear.parameters()]
     weight: Any = down.weight
-    weight.data = weight.data.index_select(1, order.to(weight.device))
+    for parameter, dim, places in [*moves, (weight, 1, order)]:
+        overwrite(parameter, whole(parameter.detach()).index_select(dim, places.to(parameter.device)))
 
 
-def _probe(ffn: FeedForwardSpec) -> Tensor:
+def _probe(layer: nn.Module, ffn: FeedForwardSpec) -> Tensor:
     """Return the FFN's output for a few random rows, whatever is attached to it."""
     up: Any = ffn.up
     drawn = torch.randn(1, _PROBE_ROWS, up.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     training = [module for module in ffn.module.modules() if module.training]
     ffn.module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), gathered(layer):
             out: Tensor = ffn.module(drawn.to(device=up.weight.device, dtype=up.weight.dtype))
     finally:
         for module in training:
@@ -133,8 +133,7 @@ def _probe(ffn: FeedForwardSpec) -> Tensor:
     return out.float()
 
 
-def _require_same(name: str, ffn: FeedForwardSpec, before: Tensor) -> None:
-    after = _probe(ffn)
+def _require_same(name: str, ffn: FeedForwardSpec, before: Tensor, after: Tensor) -> None:
     error = (after - before).norm() / before.norm().clamp_min(1e-12)
     if not error <= _SAME_TO:
         raise UnsupportedModelError(

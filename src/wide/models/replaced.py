@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import ShapeError
+from wide.models.sharding import require_unsharded
 
 
 class ReplacedWeights:
@@ -21,10 +22,12 @@ class ReplacedWeights:
     Raises:
         ShapeError: If a name is unknown, a shape differs, a value is not finite, or of tied parameters only one is
             named or they are given different values.
+        UnsupportedModelError: If the model is sharded.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Check everything, then replace."""
+        require_unsharded(model, "replacing base weights")
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = {name: _fitting(name, by_name, value) for name, value in weights.items()}
         _refuse_half_of_a_tie(by_name, weights)

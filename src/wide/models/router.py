@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from wide.errors import ShapeError
@@ -100,6 +101,8 @@ class Router(nn.Module):
         self.bias = empty(2 * num_groups) if routed.bias or not is_paper else None
         self.threshold = 0.0
         self.control = control
+        # Where the running forward of the layer wants mask and margin noted; None leaves it to `control.observed`.
+        self.seen: LayerRouting | None = None
         # Whether the FFN of the layer goes by this router too.
         self.is_followed = False
         self.reset_parameters()
@@ -140,14 +143,14 @@ class Router(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return router logits `[..., N_G, 2]`, float32, from hidden states `[..., D]` of any dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
-            inner = hidden.float()
+            inner = hidden
             if self.down is not None:
-                inner = functional.linear(inner, self.down.float(), _float(self.down_bias))
+                inner = linear_float32(inner, self.down, _float(self.down_bias))
             if self.form == "mlp":
                 inner = functional.relu(inner)
             elif self.norm is not None:
                 inner = functional.silu(functional.rms_norm(inner, inner.shape[-1:], self.norm.float(), _NORM_EPS))
-            logits = functional.linear(inner, self.up.float(), _float(self.bias))
+            logits = linear_float32(inner, self.up, _float(self.bias))
         return logits.unflatten(-1, (self.num_groups, 2))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -162,8 +165,11 @@ class Router(nn.Module):
             mask = margin >= self.threshold
         if self.protects_first and self.control.forced is None and self.control.first is not None:
             mask = mask.masked_fill(self.control.first.unsqueeze(-1), 1)
-        if self.control.observed is not None:
-            self._observe(self.control.observed[self.layer_index], mask, margin)
+        seen = self.seen
+        if seen is None and self.control.observed is not None:
+            seen = self.control.observed[self.layer_index]
+        if seen is not None:
+            self._observe(seen, mask, margin)
         return mask
 
     def _trained_mask(self, logits: Tensor, margin: Tensor) -> Tensor:
@@ -196,6 +202,58 @@ class Router(nn.Module):
             for name, value in ((half, mask), (f"{half}_margin", margin)):
                 earlier = getattr(layer, name) if self.control.keep_history else None
                 setattr(layer, name, value if earlier is None else torch.cat([earlier, value], dim=-2))
+
+
+def linear_float32(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `inputs @ weight.T + bias` in float32, whatever the types are.
+
+    On a GPU, bfloat16 inputs are read as they are: tensor cores multiply them with the two bfloat16 pieces of the
+    weight and add up in float32, which is as good as float32 to some 1e-5. A float32 copy of the inputs would cost more
+    than the product, and would be kept for the backward.
+
+    Args:
+        inputs: `[..., in]`.
+        weight: `[out, in]`, few outputs.
+        bias: `[out]`, float32.
+    """
+    if inputs.dtype == torch.bfloat16 and inputs.is_cuda:
+        apply: Any = LinearInPieces.apply
+        result: Tensor = apply(inputs.flatten(0, -2), weight.float()).unflatten(0, inputs.shape[:-1])
+        return result if bias is None else result + bias
+    return functional.linear(inputs.float(), weight.float(), bias)
+
+
+class LinearInPieces(torch.autograd.Function):
+    """`inputs [T, in] bfloat16 @ weight.T` for a float32 weight `[out, in]`, as products of bfloat16 pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return float32 `[T, out]`."""
+        ctx.save_for_backward(inputs, weight)
+        return _product(inputs, _pieces(weight, dim=0).T).unflatten(1, (2, -1)).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of inputs, rounded to bfloat16 like all around it, and of weight, float32."""
+        inputs, weight = ctx.saved_tensors
+        of_inputs = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = slope.bfloat16() @ weight.bfloat16()
+        if ctx.needs_input_grad[1]:
+            of_weight = _product(_pieces(slope, dim=1).T, inputs).unflatten(0, (2, -1)).sum(0)
+        return of_inputs, of_weight
+
+
+def _pieces(values: Tensor, *, dim: int) -> Tensor:
+    """Return float32 values rounded to bfloat16, and along a dimension after them what that leaves."""
+    first = values.bfloat16()
+    return torch.cat([first, (values - first.float()).bfloat16()], dim)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the float32 product of two bfloat16 matrices."""
+    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
 
 
 def _float(tensor: Tensor | None) -> Tensor | None:

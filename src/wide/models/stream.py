@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wide.models.block_spec import BlockSpec
-from wide.models.gates import RememberResidual, hidden_of, with_hidden
+from wide.models.gates import hidden_of, input_of, with_hidden
 from wide.models.router import RoutingControl
 from wide.plan import EMBEDDING_BASIS, basis_name
 
@@ -49,12 +49,27 @@ class StreamBasis(nn.Module):
         with torch.autocast(stream.device.type, enabled=False):
             return project(stream, self.basis)
 
-    def correct(self, output: Tensor) -> Tensor:
-        """Return what the sublayer has to add to the stream that it read so that the sum is projected."""
+    def remember(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the input of a norm, the stream, until the sublayer has run (a forward pre-hook)."""
+        self.residual = input_of(args, kwargs)
+
+    def project_output(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Let the sublayer add to the stream that it read what makes the sum a projected one (a forward hook)."""
         residual, self.residual = self.residual, None
         if residual is None or not self.control.enabled:
             return output
-        return (self.project(residual + output) - residual).to(output.dtype)
+        added = hidden_of(output)
+        return with_hidden(output, (self.project(residual + added) - residual).to(added.dtype))
+
+    def project_input(
+        self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Project the stream that the first layer reads (a forward pre-hook)."""
+        if not self.control.enabled:
+            return args, kwargs
+        hidden = input_of(args, kwargs)
+        projected = self.project(hidden).to(hidden.dtype)
+        return ((projected, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": projected})
 
 
 def attach_stream(
@@ -80,7 +95,8 @@ def attach_stream(
         parts.append((module, STREAM_NAME))
 
     put(specs[0].layer, EMBEDDING_BASIS, specs[0].layer)
-    handles.append(specs[0].layer.register_forward_pre_hook(_project_input, with_kwargs=True))
+    entry = basis_of(specs[0].layer)
+    handles.append(specs[0].layer.register_forward_pre_hook(entry.project_input, with_kwargs=True))
     for spec in specs:
         for sublayer, part in spec.sublayers():
             name = basis_name(spec.index, sublayer)
@@ -88,9 +104,9 @@ def attach_stream(
                 continue
             assert part.pre_norm is not None
             put(part.module, name, spec.layer)
-            remember = RememberResidual(basis_of(part.module))
-            handles.append(part.pre_norm.register_forward_pre_hook(remember, with_kwargs=True))
-            handles.append(part.module.register_forward_hook(_project_output))
+            basis = basis_of(part.module)
+            handles.append(part.pre_norm.register_forward_pre_hook(basis.remember, with_kwargs=True))
+            handles.append(part.module.register_forward_hook(basis.project_output))
 
 
 def basis_of(module: nn.Module) -> StreamBasis:
@@ -98,18 +114,3 @@ def basis_of(module: nn.Module) -> StreamBasis:
     basis = getattr(module, STREAM_NAME)
     assert isinstance(basis, StreamBasis)
     return basis
-
-
-def _project_output(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-    return with_hidden(output, basis_of(module).correct(hidden_of(output)))
-
-
-def _project_input(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    basis = basis_of(layer)
-    if not basis.control.enabled:
-        return args, kwargs
-    hidden = args[0] if args else kwargs["hidden_states"]
-    projected = basis.project(hidden).to(hidden.dtype)
-    return ((projected, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": projected})

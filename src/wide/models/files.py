@@ -1,0 +1,64 @@
+"""Weights that prove themselves: beside each file of a checkpoint its sha256."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from wide.data.progress import progress
+from wide.errors import AdapterError
+
+SUMS = "wide_sha256.json"
+"""Beside the weights of a full checkpoint or an export: the sha256 of each of their files."""
+# Hashed in some ten seconds; `wide inspect` checks larger ones, too.
+_MOST_WHEN_LOADED = 8 * 2**30
+
+
+def sha256_of(file: Path) -> str:
+    """Return the sha256 of a file, in hexadecimal.
+
+    Raises:
+        AdapterError: If it cannot be read.
+    """
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise AdapterError(f"{file} is missing: what it belongs to is incomplete ({error.strerror})") from error
+
+
+def write_sums(folder: Path) -> None:
+    """Write the sha256 of a checkpoint's weights beside them."""
+    files = progress(sorted(folder.glob("*.safetensors")), title="sha256 of weights", unit="file")
+    found = {file.name: sha256_of(file) for file in files}
+    (folder / SUMS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def check_sums(folder: Path, *, however_large: bool = False) -> list[str]:
+    """Compare the weights of a checkpoint with their sha256, and return the files that were compared.
+
+    Args:
+        folder: Of the checkpoint; one without sums is not checked.
+        however_large: Read more than 8 GiB, too.
+
+    Raises:
+        AdapterError: If a file is missing or another one than was written.
+    """
+    sums = folder / SUMS
+    if not sums.is_file():
+        return []
+    try:
+        wanted = json.loads(sums.read_text(encoding="utf-8"))
+        files = {folder / name: str(value) for name, value in wanted.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise AdapterError(f"{sums} is damaged ({error}); copy it again, or export it anew") from error
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size > _MOST_WHEN_LOADED and not however_large:
+        return []
+    for file, value in progress(files.items(), title="checking weights", unit="file"):
+        seen = sha256_of(file)
+        if seen != value:
+            raise AdapterError(
+                f"{file} is damaged: its sha256 is {seen[:12]}…, wanted {value[:12]}… (if you changed it on purpose, "
+                f"remove {SUMS}); copy it again, or export it anew"
+            )
+    return [file.name for file in files]

@@ -1,0 +1,76 @@
+"""Files and folders that appear whole or not at all, while others may read or write them, and after a crash."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_SUFFIX = ".writing"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old or the new text, never a part.
+
+    Args:
+        path: The file; its folder is made if it is missing.
+        text: The content, written as UTF-8.
+    """
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file, and put it in its place when the block ends without an error.
+
+    Args:
+        path: The file; its folder is made if it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Processes that write the same file at the same time must not share the unfinished one.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a file is one that `replacing` is writing, or was when its process was killed."""
+    return path.name.startswith(".") and path.name.endswith(_SUFFIX)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `target` when the block ends without an error, forced to the disk by then.
+
+    A folder that is there is replaced; a crash between the two renames leaves it whole as .NAME.*.earlier beside it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    earlier = temporary.with_name(f"{temporary.name}.earlier")
+    try:
+        # mkdtemp makes the folder private.
+        temporary.chmod(0o755)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        if target.exists():
+            target.rename(earlier)
+        temporary.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a folder after a rename, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
