@@ -1,5 +1,7 @@
+import copy
 import gzip
 import hashlib
+import itertools
 import json
 import sys
 import types
@@ -8,8 +10,11 @@ import pytest
 import zstandard
 
 from wide.data import corpus, local_names
-from wide.data.corpus import load_documents, source_fingerprint
-from wide.errors import DataError, EmptySplitError
+from wide.data.batches import load_blocks
+from wide.data.corpus import is_data_set, load_documents, source_fingerprint
+from wide.errors import DataError
+from wide.runs.settings import EvalOptions
+from wide.runs.sources import held_out_documents
 
 ROWS = [{"text": "first text"}, {"text": " \n"}, {"text": None}, {"text": "zweiter Täxt"}]
 
@@ -88,7 +93,7 @@ def test_a_truncated_file_is_refused_not_cut_short(tmp_path, packer):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1 has no field 'text'; fields seen: \['body', 'id'\]"),
+        ("a.jsonl", b'{"body": "x", "id": 1}\n', r"row 1 has no field 'text'; fields seen: \['body', 'id'\]"),
         ("a.jsonl", b'{"text": 3}\n', "holds int, text was wanted"),
         ("a.jsonl", b'{"text": \n', "line 1 is not valid JSON"),
         ("a.jsonl", b'\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
@@ -97,8 +102,10 @@ def test_a_truncated_file_is_refused_not_cut_short(tmp_path, packer):
         ("a.jsonl", b"", "holds no text"),
         ("a.png", b"x", "types that can be read"),
         ("a.parquet", b"x", "cannot be read as Parquet"),
-        ("a.jsonl.zst", b"no zstd", "not valid zstd"),
+        ("a.jsonl.zst", b"no zstd", "truncated or damaged"),
         ("a.jsonl.gz", b"no gzip", "truncated or damaged"),
+        ("a.csv", b'text\n"a', "cannot be read as CSV"),
+        ("a.csv", b"body,n\nx,1\n", r"row 1 has no field 'text'; fields seen: \['body', 'n'\]"),
     ],
 )
 def test_bad_files_are_refused_with_the_cause(tmp_path, name, content, message):
@@ -115,7 +122,7 @@ def test_a_missing_path_is_not_taken_for_a_data_set(tmp_path):
 
 def test_a_path_into_a_folder_that_is_here_is_not_taken_for_a_data_set(tmp_path, monkeypatch):
     asked = []
-    hub(monkeypatch, lambda name, *_args, **_settings: asked.append(name) or iter(ROWS[:1]))
+    hub(monkeypatch, lambda name, *_args, **_settings: asked.append(name) or {"train": ROWS[:1]})
     monkeypatch.setattr(local_names, "_is_on_hub", lambda name, kind: (name, kind) == ("texts/there", "dataset"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
@@ -128,15 +135,130 @@ def test_a_path_into_a_folder_that_is_here_is_not_taken_for_a_data_set(tmp_path,
     assert asked == ["owner/nope"]
 
 
-def test_a_source_of_few_documents_says_why_a_split_is_empty(tmp_path):
+@pytest.mark.parametrize("line", ["a line\n", "word "])
+def test_few_documents_hold_out_their_tails(tmp_path, line):
     path = tmp_path / "good.txt"
-    path.write_text("a line\n" * 4000)
-    with pytest.raises(EmptySplitError, match=r"there is 1 document, .*'heldout'.*a .txt or .md file is one document"):
-        texts(path, split="heldout")
-    assert len(texts(path, split="train")) == 1
-    (tmp_path / "more.md").write_text("one more")
-    with pytest.raises(EmptySplitError, match=r"there are 2 documents, and none falls"):
-        texts(tmp_path, split="heldout")
+    path.write_text(line * 4000)
+    (train,), (tail,) = texts(path, split="train"), texts(path, split="heldout")
+    assert train + tail == line * 4000
+    assert 0.09 < len(tail) / len(train + tail) < 0.11
+    assert tail.startswith("a line") or line == "word "
+    (tmp_path / "more.md").write_text("0123456789")
+    assert texts(tmp_path, split="heldout") == [tail, "9"]
+    assert texts(tmp_path, split="train") == [train, "012345678"]
+
+
+def test_tables_are_read_as_text(tmp_path):
+    (tmp_path / "a.csv").write_text('id,text\n1,"two\nlines, quoted"\n2,42\n3,NA\n', encoding="utf-8-sig")
+    (tmp_path / "b.tsv.gz").write_bytes(gzip.compress(b"text\tn\nplain\t1\n"))
+    assert texts(tmp_path) == ["two\nlines, quoted", "42", "NA", "plain"]
+    assert texts(tmp_path / "a.csv", text_field="id") == ["1", "2", "3"]
+
+
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    """A tokenizer with a template that writes BOS and EOS itself, as those of chat models do."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ eos_token }}"
+    )
+    return own
+
+
+@pytest.mark.parametrize("field", ["text", "messages", "talk"])
+def test_chats_go_through_the_template(tmp_path, tokenizer, chatty, field):
+    name = "messages" if field == "text" else field
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(json_lines([{name: CHAT}, {name: []}]))
+    read = texts(path, text_field=field, tokenizer=chatty)
+    assert read == ["<user>hello\n<assistant>good day\n"]
+    blocks = load_blocks(path, chatty, sequence_length=4, text_field=field)
+    ids = blocks.batch([0]).input_ids[0].tolist()
+    # One BOS: the document's, and not the template's, too.
+    assert ids.count(chatty.bos_token_id) == 1
+    with pytest.raises(DataError, match=r"row 1 is a chat, and the model's tokenizer has no chat template"):
+        texts(path, text_field=field, tokenizer=tokenizer)
+    path.write_bytes(json_lines([{name: [{"role": "tool", "content": "x"}]}]))
+    with pytest.raises(DataError, match=r"row 1: .* template refuses the messages: no tools"):
+        texts(path, text_field=field, tokenizer=chatty)
+
+
+def test_what_save_to_disk_wrote_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(30)], "n": list(range(30))})
+    rows.save_to_disk(tmp_path / "one")
+    assert texts(tmp_path / "one") == rows["text"]
+    train, heldout = (texts(tmp_path / "one", split=split) for split in ("train", "heldout"))
+    assert sorted(train + heldout) == sorted(rows["text"])
+    assert 0 < len(heldout) < 10
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(tmp_path / "two")
+    assert texts(str(tmp_path / "two"), split="train") == rows["text"]
+    assert texts(tmp_path / "two", split="heldout") == texts(tmp_path / "two", split="test") == ["row 0", "row 1"]
+    with pytest.raises(DataError, match=r"has no split 'dev'; splits seen: train, test"):
+        texts(tmp_path / "two", split="dev")
+    with pytest.raises(DataError, match=r"row 1 has no field 'body'; fields seen: \['n', 'text'\]"):
+        texts(tmp_path / "two", text_field="body")
+    assert is_data_set(tmp_path / "two")
+    assert not is_data_set(tmp_path / "one")
+    before = source_fingerprint(tmp_path / "one")
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"damaged")
+    assert source_fingerprint(tmp_path / "one") != before
+    with pytest.raises(DataError, match="one cannot be read as what save_to_disk wrote"):
+        texts(tmp_path / "one")
+
+
+def test_a_mixture_gives_each_source_its_share_of_the_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": f"a{i:03d}" * 10} for i in range(300)]))
+    (tmp_path / "b.jsonl").write_bytes(json_lines([{"text": f"b{i:03d}"} for i in range(300)]))
+    name = f"{tmp_path}/a.jsonl=3,{tmp_path}/b.jsonl=1"
+    mixed = texts(name)
+    letters = "".join(mixed)
+    assert mixed == texts(name)
+    assert letters.count("a") / (letters.count("a") + letters.count("b")) == pytest.approx(0.75, abs=0.01)
+    # It ends with the first source that does, so that the shares hold to the end.
+    assert letters.count("b") == 300
+    assert sum(text.startswith("a") for text in mixed) == 91
+    assert not set(texts(name, split="heldout")) & set(texts(name, split="train"))
+    before = source_fingerprint(name)
+    (tmp_path / "b.jsonl").write_bytes(json_lines([{"text": "other"}]))
+    assert source_fingerprint(name) != before
+
+
+def test_what_is_scored_of_a_source_was_not_made_for_training(tmp_path, monkeypatch):
+    hub(monkeypatch, lambda *_args, **_settings: {"train": ROWS[:1], "test": ROWS[3:]})
+    (tmp_path / "a.txt").write_text("0123456789")
+    names = [f"{tmp_path}/a.txt", "owner/name", f"{tmp_path}/a.txt=1,owner/name=1"]
+    scored = [held_out_documents(name, EvalOptions(data=name), text_field="text", tokenizer=None) for name in names]
+    assert [[document.text for document in documents] for documents, _ in scored] == [
+        ["0123456789"],
+        ["zweiter Täxt"],
+        ["9", "zweiter Täxt"],
+    ]
+
+
+@pytest.mark.parametrize("shares", ["a.jsonl=x", "a.jsonl=0.5,b.jsonl", "a.jsonl=-1,b.jsonl=1", "a.txt=1,a.txt=2"])
+def test_what_is_no_mixture_is_named(shares):
+    with pytest.raises(DataError, match=rf"'{shares}' cannot be read as a mixture; wanted sources and positive shares"):
+        texts(shares)
+
+
+def test_a_stream_is_read_only_as_far_as_it_is_needed(tmp_path, monkeypatch, tokenizer):
+    def endless():
+        for number in itertools.count():
+            given.append(number)
+            yield {"text": f"row {number}"}
+
+    given = []
+    hub(monkeypatch, lambda *_args, **_settings: {"train": endless(), "test": ROWS})
+    for cache in (None, tmp_path):
+        blocks = load_blocks("owner/name", tokenizer, sequence_length=8, split="train", max_tokens=2000, cache=cache)
+        assert 2000 - 8 <= blocks.num_tokens < 3000
+        assert len(given) < 1000
+        given.clear()
 
 
 def test_rows_that_hold_null_are_left_out_and_counted(tmp_path, monkeypatch):
@@ -144,7 +266,7 @@ def test_rows_that_hold_null_are_left_out_and_counted(tmp_path, monkeypatch):
     path.write_bytes(json_lines([*ROWS, {"text": None}]))
     with pytest.warns(UserWarning, match=r"a.jsonl: 2 rows that hold null in the field 'text', left out"):
         assert texts(path) == ["first text", "zweiter Täxt"]
-    hub(monkeypatch, lambda *_args, **_settings: iter(ROWS))
+    hub(monkeypatch, lambda *_args, **_settings: {"train": ROWS})
     with pytest.warns(UserWarning, match=r"owner/name: 1 row that holds null"):
         assert texts("owner/name") == ["first text", "zweiter Täxt"]
 
@@ -160,6 +282,8 @@ def test_files_are_held_out_by_the_same_rule(tmp_path):
 
 def hub(monkeypatch, load_dataset):
     config = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+    monkeypatch.setenv("HF_DATASETS_CACHE", "nowhere")
+    monkeypatch.setattr(local_names, "_ask_hub", lambda name, kind: True)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, config=config))
     monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
 
@@ -170,11 +294,21 @@ def test_a_data_set_is_streamed_with_its_configuration(monkeypatch):
 
     def load_dataset(*args, **settings):
         asked.append((args, settings))
-        return iter(ROWS)
+        return {"train": ROWS[:1], "validation": ROWS}
 
     hub(monkeypatch, load_dataset)
-    assert texts("owner/name:part", split="test") == ["first text", "zweiter Täxt"]
-    assert asked == [(("owner/name", "part"), {"split": "test", "streaming": True})]
+    assert texts("owner/name:part", split="validation") == ["first text", "zweiter Täxt"]
+    assert asked == [(("owner/name", "part"), {"streaming": True})]
+    assert texts("owner/name", split="heldout") == ["first text", "zweiter Täxt"]
+    assert texts("owner/name") == texts("owner/name", split="train") == ["first text"]
+
+
+def test_a_data_set_without_a_test_split_holds_out_by_the_usual_rule(monkeypatch):
+    rows = [{"text": str(i)} for i in range(60)]
+    hub(monkeypatch, lambda *_args, **_settings: {"train": rows})
+    train, heldout = texts("owner/name", split="train"), texts("owner/name", split="heldout")
+    assert sorted(train + heldout, key=int) == texts("owner/name")
+    assert 0 < len(heldout) < 20
 
 
 def test_an_unreachable_data_set_says_so(monkeypatch):
@@ -198,3 +332,11 @@ def test_the_fingerprint_of_files_changes_with_them(tmp_path):
 
 def test_the_public_name_of_the_built_in_source():
     assert corpus.PYTHON_DOCS == "python-docs"
+
+
+@pytest.mark.parametrize("ask", [is_data_set, source_fingerprint, lambda name: next(load_documents(name))])
+def test_an_empty_name_is_not_the_working_folder(ask, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("words")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="the name of a text is empty"):
+        ask("")

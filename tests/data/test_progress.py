@@ -1,34 +1,59 @@
 """Progress in a log: lines now and then, from the first process alone."""
 
+import re
+import time
+
 import pytest
 
 from wide.data import progress as module
-from wide.data.progress import progress, without_bars
+from wide.data.progress import progress, steps, without_bars
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """A clock that moves on by 8 s whenever somebody looks."""
-    times = iter(range(0, 10_000, 8))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(times)))
+def often(monkeypatch):
+    """Lines as soon as there is something to say."""
+    monkeypatch.setattr(module._Lines, "seconds_between", 0.0)
+    monkeypatch.setattr(module._Lines, "last", 0.0)
 
 
-def test_slow_work_writes_lines_where_there_is_no_terminal(slow, capsys):
-    assert list(progress(range(7), title="tyr: layers", unit="layer")) == list(range(7))
+def slowly(number):
+    for item in range(number):
+        time.sleep(0.6)
+        yield item
+
+
+def test_slow_work_says_how_far_it_is_and_how_long_it_takes(often, capsys):
+    assert list(progress(slowly(3), title="tyr: layers", total=3, unit="layer")) == [0, 1, 2]
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["tyr: layers: layer 2/7 after 24 s", "tyr: layers: layer 5/7 after 48 s"]
+    assert len(lines) == 3
+    assert re.fullmatch(r"tyr: layers: layer 2/3 after 00:01, 00:00 left", lines[1])
 
 
-def test_work_of_unknown_length_writes_lines_too(slow, capsys):
-    assert sum(progress(iter(range(4)), title="reading", unit="row")) == 6
-    assert capsys.readouterr().err == "reading: row 2 after 24 s\n"
+def test_work_of_unknown_length_says_how_far_it_is(often, capsys):
+    assert sum(progress(slowly(2), title="reading", unit="row")) == 1
+    assert capsys.readouterr().err.splitlines()[0] == "reading: row 1 after 00:00"
 
 
-def test_quick_work_and_other_processes_are_silent(slow, monkeypatch, capsys):
+def test_loops_that_are_short_each_write_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(module._Lines, "seconds_between", 1.0)
+    monkeypatch.setattr(module._Lines, "last", time.monotonic())
+    for number in range(3):
+        list(progress(slowly(1), title=f"removal {number}", total=1))
+    assert capsys.readouterr().err.splitlines() == ["removal 1: it 1/1 after 00:00, 00:00 left"]
+
+
+def test_what_counts_itself_writes_lines_too(often, capsys):
+    with steps("measuring") as told:
+        time.sleep(0.1)
+        told(1, 4)
+    assert "measuring: step 1/4 after 00:00" in capsys.readouterr().err
+
+
+def test_quick_work_and_other_processes_are_silent(often, monkeypatch, capsys):
     with without_bars():
-        list(progress(range(9), title="quiet"))
+        list(progress(slowly(1), title="quiet"))
     monkeypatch.setenv("RANK", "1")
-    list(progress(range(9), title="quiet"))
+    list(progress(slowly(1), title="quiet"))
     monkeypatch.undo()
     list(progress(range(9), title="quiet"))
     assert capsys.readouterr().err == ""

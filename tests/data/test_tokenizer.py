@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from wide.data import local_names
+from wide.data.corpus import load_documents
 from wide.data.tokenizer import (
     adds_bos,
     check_vocabulary,
@@ -77,7 +78,7 @@ def test_no_hub_is_asked_for_a_path_into_a_folder_that_is_here(tmp_path, monkeyp
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", asked)
     monkeypatch.setattr(local_names, "_is_on_hub", lambda name, kind: (name, kind) == ("models/there", "model"))
-    monkeypatch.setattr(local_names, "_ask_hub", lambda name: None)
+    monkeypatch.setattr(local_names, "_ask_hub", lambda name, kind: True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(DataError, match=r"no folder 'models/nope'.*check the path .*the hub has no 'models/nope'"):
@@ -104,36 +105,36 @@ def test_the_hub_is_asked_once_whether_it_has_a_name(kind, name, monkeypatch):
     def answer(self, repository, *, repo_type, timeout):
         asked.append((repository, repo_type))
         if "there" not in repository:
-            raise OSError("no network")
+            raise huggingface_hub.errors.HFValidationError("no such name")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", answer)
-    local_names._is_on_hub.cache_clear()
+    local_names._ask_hub.cache_clear()
     assert not local_names._is_on_hub(name, kind)
     assert not local_names._is_on_hub(name, kind)
     assert local_names._is_on_hub(f"there/{kind}", kind)
     assert asked == [(name.partition(":")[0], kind), (f"there/{kind}", kind)]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    local_names._is_on_hub.cache_clear()
     # Without retries the loader itself can say what its cache misses.
     assert local_names._is_on_hub(name, kind)
-    local_names._is_on_hub.cache_clear()
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(tmp_path, monkeypatch):
     asked = []
 
-    def ask(self, name, *, timeout):
-        asked.append((name, timeout))
+    def ask(self, name, *, repo_type, timeout):
+        asked.append((name, repo_type, timeout))
         raise RuntimeError("no network")
 
     monkeypatch.setattr("huggingface_hub.HfApi.repo_info", ask)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(DataError, match=r"the hub's cache has no model of this name.*no network"):
         load_tokenizer("nobody/nothing")
-    assert asked == [("nobody/nothing", local_names._SECONDS)]
+    with pytest.raises(DataError, match=r"the hub's cache has no dataset of this name.*no network"):
+        list(load_documents("nobody/nothing"))
+    assert asked == [("nobody/nothing", kind, local_names._SECONDS) for kind in ("model", "dataset")]
     assert local_names._SECONDS < 5
     # What the cache has is loaded from there.
     (tmp_path / "models--nobody--nothing").mkdir()
     assert local_names.missing_folder("nobody/nothing", cache=tmp_path) is None
-    assert len(asked) == 1
+    assert len(asked) == 2

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wide.data.corpus import load_documents, source_fingerprint
+from wide.data.corpus import is_streamed, load_documents, source_fingerprint
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.data.tokenizer import tokenizer_fingerprint
@@ -54,6 +54,13 @@ class TokenBatch:
         """Return the batch in pieces of at most `size` sequences."""
         pieces = zip(self.input_ids.split(size), self.labels.split(size), self.valid.split(size), strict=True)
         return [TokenBatch(input_ids=ids, labels=labels, valid=valid) for ids, labels, valid in pieces]
+
+    @staticmethod
+    def joined(pieces: "Sequence[TokenBatch]") -> "TokenBatch":
+        """Return pieces of one length as a batch."""
+        parts = zip(*((piece.input_ids, piece.labels, piece.valid) for piece in pieces), strict=True)
+        ids, labels, valid = (torch.cat(part) for part in parts)
+        return TokenBatch(input_ids=ids, labels=labels, valid=valid)
 
     def attention_mask(self) -> Tensor | None:
         """Return the mask of padding for a model, int64 `[B, T]`; None without padding, for the fast kernels' sake.
@@ -117,13 +124,15 @@ class TokenBlocks:
         stream: Tokens and document starts.
         sequence_length: Tokens in a block, T; what is left at the end of the stream is not used.
         seed: Of the order in which `batch_at` visits the blocks.
+        name: Of the source, None if it has none.
 
     Raises:
         DataError: If the stream is too short for one block.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, *, seed: int = 17) -> None:
+    def __init__(self, stream: TokenStream, sequence_length: int, *, seed: int = 17, name: str | None = None) -> None:
         """Cut the stream; nothing is copied."""
+        self.name = name
         self.sequence_length = sequence_length
         self.largest_id = stream.largest_id
         self._stream, self._seed = stream, seed
@@ -144,7 +153,7 @@ class TokenBlocks:
 
     def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
         """Return the same text in blocks of another length and order; nothing is copied."""
-        return TokenBlocks(self._stream, sequence_length, seed=seed)
+        return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.
@@ -214,6 +223,7 @@ def load_blocks(
     split: str | None = None,
     text_field: str = "text",
     max_documents: int | None = None,
+    max_tokens: int | None = None,
     cache: Path | None = None,
     seed: int = 17,
 ) -> TokenBlocks:
@@ -224,8 +234,9 @@ def load_blocks(
         tokenizer: Of the model that will read the blocks.
         sequence_length: Tokens in a block.
         split: See `load_documents`.
-        text_field: Field that holds the text, where rows have fields.
+        text_field: See `load_documents`.
         max_documents: Use only so many documents.
+        max_tokens: Of a source that is streamed from a hub, read no document after so many tokens.
         cache: Folder of token caches; the ids are then built once, kept there and memory-mapped. None keeps them in
             memory.
         seed: Of the order in which `batch_at` visits the blocks.
@@ -233,15 +244,21 @@ def load_blocks(
     Raises:
         DataError: If the source cannot be read or is too short for one block.
     """
-    documents = load_documents(source, split=split, text_field=text_field, max_documents=max_documents)
+    documents = load_documents(
+        source, split=split, text_field=text_field, max_documents=max_documents, tokenizer=tokenizer
+    )
+    max_tokens = max_tokens if is_streamed(source) else None
     if cache is None:
-        stream = stream_in_memory(documents, tokenizer)
+        stream = stream_in_memory(documents, tokenizer, max_tokens)
     else:
         facts = [
             source_fingerprint(source, split=split, text_field=text_field),
             tokenizer_fingerprint(tokenizer),
             str(max_documents),
+            # What came later, where it says something: caches that are there are found again.
+            *([f"chats: {tokenizer.chat_template}"] if tokenizer.chat_template else []),
+            *([f"tokens: {max_tokens}"] if max_tokens is not None else []),
         ]
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
-        stream = stream_on_disk(documents, tokenizer, cache / f"tokens-{key}")
-    return TokenBlocks(stream, sequence_length, seed=seed)
+        stream = stream_on_disk(documents, tokenizer, cache / f"tokens-{key}", max_tokens)
+    return TokenBlocks(stream, sequence_length, seed=seed, name=str(source))

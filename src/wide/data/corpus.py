@@ -1,29 +1,36 @@
-"""Documents from a named source: Python's own documentation, local files, or a Hugging Face data set."""
+"""Documents from a named source: Python's own documentation, files, data sets on disk or of a hub, and mixtures."""
 
+import glob
 import hashlib
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from wide.data.documents import (
     TEXT_TYPES,
     Document,
     documents_of_rows,
-    field_text,
     file_type,
     find_files,
-    is_held_out,
     read_file,
+    split_documents,
 )
-from wide.data.local_names import is_path
+from wide.data.local_names import is_path, unreachable
 from wide.data.python_docs import python_docs
-from wide.errors import ConfigError, DataError, EmptySplitError, MissingExtraError
+from wide.errors import ConfigError, DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PYTHON_DOCS = "python-docs"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+# Files by which the datasets library knows what its save_to_disk wrote: several splits, or one set.
+_DICT, _SET = "dataset_dict.json", "state.json"
 
 
 def load_documents(
@@ -32,105 +39,213 @@ def load_documents(
     split: str | None = None,
     text_field: str = "text",
     max_documents: int | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> Iterator[Document]:
     """Yield the documents of a source, in an order that never changes.
 
     Args:
-        source: 'python-docs'; a local file, folder or glob pattern (.txt .md .json .jsonl .parquet, also .gz and
-            .zst); or the name of a Hugging Face data set, with its configuration after a colon
-            (`Salesforce/wikitext:wikitext-2-raw-v1`), which is streamed.
-        split: For 'python-docs' and files, 'train' or 'heldout' (one document in ten, by a hash of its name); None
-            means 'train' of 'python-docs', all documents of files, and 'train' of a data set.
-        text_field: Field that holds the text, where rows have fields.
+        source: 'python-docs'; a local file, folder or glob pattern (.txt .md .csv .tsv .json .jsonl .parquet, also .gz
+            and .zst); a folder that `save_to_disk` of Hugging Face's datasets wrote; the name of a Hugging Face data
+            set, with its configuration after a colon (`Salesforce/wikitext:wikitext-2-raw-v1`), which is streamed; or a
+            mixture of these, `NAME=SHARE,NAME=SHARE`, whose shares count characters and which ends with the first of
+            its sources that does.
+        split: 'train' or 'heldout' (one document in ten, by a hash of its name; of few documents the last tenth of
+            each). A data set's own splits stand for these where it has them (held out is 'test', else 'validation'),
+            and can be named. None means 'train' of 'python-docs' and of a data set, and all documents of files.
+        text_field: Field that holds the text, or a chat's messages, where rows have fields; rows without 'text' that
+            have 'messages' are chats.
         max_documents: Stop after so many.
+        tokenizer: Whose template turns chats into text.
 
     Raises:
         ConfigError: If `max_documents` is less than 1.
         DataError: If the source is missing, empty, damaged or of a wrong type.
-        EmptySplitError: If it has documents, and none of them falls into the split.
     """
     if max_documents is not None and max_documents < 1:
         raise ConfigError(f"max_documents must be at least 1, got {max_documents}; leave it out to read everything")
-    count = 0
-    for document in islice(_documents(source, split, text_field), max_documents):
+    count, most = 0, None if max_documents is None else min(max_documents, sys.maxsize)
+    for document in islice(_documents(source, split, text_field, tokenizer), most):
         count += 1
         yield document
     if not count:
-        if split is not None and _is_local(source):
-            _refuse_empty_split(source, split, text_field)
         raise DataError(f"{str(source)!r} (split {split or 'all'}) holds no text; name another source or split")
+
+
+def require_found(source: str | Path) -> None:
+    """Refuse text that can be read from nowhere, before seconds go into importing what would read it.
+
+    Args:
+        source: As for `load_documents`.
+
+    Raises:
+        DataError: If a file or folder is missing or of a wrong type, or the hub does not answer.
+    """
+    for name in mixture(source) or (source,):
+        if not _is_local(name) and name != PYTHON_DOCS:
+            _require_reached(str(name))
+        elif name != PYTHON_DOCS and not _is_saved(Path(name).expanduser()):
+            find_files(name)
+
+
+def reads(source: str | Path, path: str | Path) -> bool:
+    """Return whether a path lies in a folder that a source reads."""
+    folders = [Path(name).expanduser() for name in mixture(source) or (source,)]
+    return any(each.is_dir() and Path(path).resolve().is_relative_to(each.resolve()) for each in folders)
+
+
+def is_data_set(source: str | Path) -> bool:
+    """Return whether a source is a Hugging Face data set with splits of its own, on a hub or on disk."""
+    is_hub = source != PYTHON_DOCS and not mixture(source) and not _is_local(source)
+    return is_hub or (Path(source).expanduser() / _DICT).is_file()
+
+
+def is_streamed(source: str | Path) -> bool:
+    """Return whether a source, or a part of it, comes from a hub and may be larger than the disk."""
+    names = mixture(source) or (source,)
+    return any(name != PYTHON_DOCS and not _is_local(name) for name in names)
+
+
+def mixture(source: str | Path) -> dict[str, float]:
+    """Return the shares of a mixture by source, which sum up to 1; empty if it is none.
+
+    Raises:
+        DataError: If it looks like a mixture, and a share is no positive number or a source is named twice.
+    """
+    name = str(source)
+    if isinstance(source, Path) or "=" not in name or glob.has_magic(name) or Path(name).expanduser().exists():
+        return {}
+    parts = [part.strip().rpartition("=") for part in name.split(",")]
+    shares = {part[0]: _share(part[2]) for part in parts}
+    if len(shares) < len(parts) or not all(each and math.isfinite(share) for each, share in shares.items()):
+        raise DataError(
+            f"{name!r} cannot be read as a mixture; wanted sources and positive shares, each source once, like "
+            "texts/a.jsonl=0.7,texts/b=0.3"
+        )
+    return {each: share / sum(shares.values()) for each, share in shares.items()}
+
+
+def _share(word: str) -> float:
+    try:
+        share = float(word)
+    except ValueError:
+        return math.nan
+    return share if share > 0 else math.nan
 
 
 def source_fingerprint(source: str | Path, *, split: str | None = None, text_field: str = "text") -> str:
     """Return a hash that changes when the text behind a source may have changed (files: path, size, time)."""
     parts = [str(source), str(split), text_field]
-    if source == PYTHON_DOCS:
+    shares = mixture(source)
+    if shares:
+        parts += [source_fingerprint(each, split=split, text_field=text_field) for each in shares]
+    elif source == PYTHON_DOCS:
         parts.append(sys.version)
     elif _is_local(source):
-        for path in find_files(source):
+        folder = Path(source).expanduser()
+        saved = sorted(path for path in folder.rglob("*") if path.is_file()) if _is_saved(folder) else None
+        for path in saved or find_files(source):
             facts = path.stat()
             parts.append(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _documents(source: str | Path, split: str | None, text_field: str) -> Iterator[Document]:
+def _documents(
+    source: str | Path, split: str | None, text_field: str, tokenizer: "PreTrainedTokenizerBase | None"
+) -> Iterator[Document]:
+    shares = mixture(source)
+    if shares:
+        return _mixed({name: _documents(name, split, text_field, tokenizer) for name in shares}, shares)
     if source == PYTHON_DOCS:
-        return _of_split(iter(python_docs()), split or "train")
-    if _is_local(source):
-        documents = (document for path in find_files(source) for document in read_file(path, text_field))
-        return _of_split(documents, split)
-    return _hub_documents(str(source), split or "train", text_field)
+        return split_documents(python_docs(), split or "train")
+    folder = Path(source).expanduser()
+    if _is_local(source) and not _is_saved(folder):
+        files = find_files(source)
+        found = (document for path in files for document in read_file(path, text_field, tokenizer))
+        return found if split is None else split_documents(found, split)
+    rows, by_name = _rows(source, split)
+    name = folder.name if _is_saved(folder) else str(source)
+    documents = documents_of_rows(rows, name, where=str(source), text_field=text_field, tokenizer=tokenizer)
+    return split_documents(documents, split) if by_name and split is not None else documents
 
 
-def _of_split(documents: Iterator[Document], split: str | None) -> Iterator[Document]:
-    if split is None:
-        return documents
-    if split not in ("train", "heldout"):
-        raise DataError(f"there is no split {split!r} here; choose 'train' or 'heldout'")
-    return (document for document in documents if is_held_out(document.name) == (split == "heldout"))
-
-
-def _refuse_empty_split(source: str | Path, split: str, text_field: str) -> None:
-    count = sum(1 for _ in _documents(source, None, text_field))
-    if count:
-        have, none = ("is 1 document", "it does not fall") if count == 1 else (f"are {count} documents", "none falls")
-        raise EmptySplitError(
-            f"in {str(source)!r} there {have}, and {none} into the split {split!r}: text is split by whole documents, "
-            "about one in ten of which is held out, by a hash of its name; a .txt or .md file is one document, and of "
-            "a .jsonl or .parquet file each row is one, so give several files, or rows"
-        )
+def _mixed(parts: Mapping[str, Iterator[Document]], shares: Mapping[str, float]) -> Iterator[Document]:
+    """Yield documents so that each part has given its share of the characters, until one of them ends."""
+    given = dict.fromkeys(parts, 0)
+    while True:
+        name = min(parts, key=lambda name: given[name] / shares[name])
+        document = next(parts[name], None)
+        if document is None:
+            return
+        given[name] += len(document.text)
+        yield document
 
 
 def _is_local(source: str | Path) -> bool:
+    if not str(source).strip():
+        # An empty path would be the working folder.
+        raise DataError("the name of a text is empty; wanted a file, a folder, a data set or 'python-docs'")
     if isinstance(source, Path) or Path(source).expanduser().exists():
         return True
     looks_local = is_path(source, "dataset") or any(sign in source for sign in "*?[")
     return looks_local or file_type(Path(source)) in TEXT_TYPES or not _HUB_NAME.fullmatch(source)
 
 
-def _hub_documents(source: str, split: str, text_field: str) -> Iterator[Document]:
+def _require_reached(source: str) -> None:
+    from huggingface_hub import constants
+
+    name = source.partition(":")[0]
+    prepared = os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets")
+    if not Path(prepared, name.replace("/", "___").lower()).is_dir():
+        silence = unreachable(name, "dataset")
+        if silence is not None:
+            raise DataError(silence)
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / _DICT).is_file() or (folder / _SET).is_file()
+
+
+def _rows(source: str | Path, split: str | None) -> tuple[Iterator[tuple[int, Any]], bool]:
+    """Return the numbered rows of a data set's split, and whether names of documents still say which are held out."""
     try:
         import datasets
     except ImportError as error:
-        raise MissingExtraError(f"the data set {source!r} needs datasets: pip install 'wide[data]'") from error
-    name, _, configuration = source.partition(":")
+        raise MissingExtraError(f"the data set {str(source)!r} needs datasets: pip install 'wide[data]'") from error
+    folder = Path(source).expanduser()
+    name, _, configuration = str(source).partition(":")
     # Streaming asks the hub for every file; without a network only a data set that is cached whole can be read.
     offline = bool(datasets.config.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "0") not in ("0", "")
 
-    def texts() -> Iterator[tuple[int, str | None]]:
-        try:
-            rows = datasets.load_dataset(name, configuration or None, split=split, streaming=not offline)
-            for number, row in enumerate(rows, start=1):
-                yield number, field_text(row, text_field, f"{source}, row {number}")
-        except DataError:
-            raise
-        # The errors of the network stack are an open set, and each means the same to the caller.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            state = "offline mode is on and the data set is not cached" if offline else reason
-            raise DataError(
-                f"{source!r} is no local path, and its split {split!r} cannot be loaded as a Hugging Face data set: "
-                f"{state}; check the name (name:configuration) and the network, or name a local file"
-            ) from error
+    def refused(error: Exception) -> DataError:
+        reason = " ".join(str(error).split())[:300]
+        if _is_saved(folder):
+            return DataError(f"{folder} cannot be read as what save_to_disk wrote: {reason}")
+        state = "offline mode is on and the data set is not cached" if offline else reason
+        return DataError(
+            f"{str(source)!r} is no local path and cannot be loaded as a Hugging Face data set: {state}; check the "
+            "name (name:configuration) and the network, or name a local file"
+        )
 
-    return documents_of_rows(texts(), source, where=source, text_field=text_field)
+    if not _is_saved(folder):
+        _require_reached(name)
+    # The errors of files and of the network are an open set, and each means the same to the caller.
+    try:
+        if _is_saved(folder):
+            found = datasets.load_from_disk(str(folder))
+        else:
+            found = datasets.load_dataset(name, configuration or None, streaming=not offline)
+    except Exception as error:
+        raise refused(error) from error
+    splits = found if isinstance(found, dict) else {"train": found}
+    own = next((each for each in ("test", "validation") if each in splits), None)
+    wanted = {None: "train", "heldout": own or "train"}.get(split, split)
+    if wanted not in splits:
+        raise DataError(f"the data set {str(source)!r} has no split {wanted!r}; splits seen: {', '.join(splits)}")
+
+    def rows() -> Iterator[tuple[int, Any]]:
+        try:
+            yield from enumerate(splits[wanted], start=1)
+        except Exception as error:
+            raise refused(error) from error
+
+    return rows(), own is None and split in ("train", "heldout")

@@ -1,22 +1,31 @@
 """Documents, the rule that holds some out, and how local files are read: plain or compressed (.gz, .zst)."""
 
+import csv
 import glob
 import gzip
 import hashlib
+import io
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from wide.data.local_names import without_hub
+from wide.data.tokenizer import chat_text
 from wide.errors import DataError, MissingExtraError
 
-_CHUNK_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _COMPRESSIONS = (".gz", ".zst")
-TEXT_TYPES = (".txt", ".md", ".json", ".jsonl", ".parquet")
+TEXT_TYPES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
+_TEXT, _CHAT = "text", "messages"
+_LONGEST_CELL = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +46,40 @@ def is_held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10 == 0
 
 
+def split_documents(documents: Iterable[Document], split: str) -> Iterator[Document]:
+    """Yield the documents that are trained on, or those that are held out.
+
+    One document in ten is held out. Of few documents that may be none, or all; then the last tenth of each is.
+
+    Args:
+        documents: All of them.
+        split: 'train' or 'heldout'.
+
+    Raises:
+        DataError: If there is no such split.
+    """
+    if split not in ("train", "heldout"):
+        raise DataError(f"there is no split {split!r} here; choose 'train' or 'heldout'")
+    remaining, first, kinds = iter(documents), [], set()
+    for document in remaining:
+        first.append(document)
+        kinds.add(is_held_out(document.name))
+        if len(kinds) == 2:
+            break
+    for document in chain(first, remaining):
+        if len(kinds) == 2:
+            if is_held_out(document.name) == (split == "heldout"):
+                yield document
+            continue
+        text = document.text
+        tenth = len(text) * 9 // 10
+        # Between two lines, where that does not cost much of the text.
+        cut = text.rfind("\n", len(text) // 2, tenth) + 1 or tenth
+        part = text[:cut] if split == "train" else text[cut:]
+        if part.strip():
+            yield Document(name=document.name, text=part)
+
+
 def find_files(source: str | Path) -> list[Path]:
     """Return the files that a path, folder or glob pattern stands for, ordered by name.
 
@@ -49,7 +92,11 @@ def find_files(source: str | Path) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and file_type(p) in TEXT_TYPES)
         if not found:
-            raise DataError(f"the folder {path} holds no file of a type that can be read: {', '.join(TEXT_TYPES)}")
+            seen = sorted({p.suffix or "(none)" for p in path.rglob("*") if p.is_file()})[:9]
+            raise DataError(
+                f"the folder {path} holds no file of a type that can be read ({', '.join(TEXT_TYPES)}) and is no data "
+                f"set that save_to_disk wrote; types seen: {', '.join(seen) or 'none, it is empty'}"
+            )
         return found
     if path.exists():
         paths = [path]
@@ -73,32 +120,46 @@ def file_type(path: Path) -> str:
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSIONS else suffix
 
 
-def read_file(path: Path, text_field: str) -> Iterator[Document]:
-    """Yield the documents of one file, without blank ones.
+def read_file(path: Path, text_field: str, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[Document]:
+    """Yield the documents of one file, without blank ones; see `documents_of_rows`.
 
-    Text and Markdown files are one document each; of the others, `text_field` of each row is one.
+    Text and Markdown files are one document each, of the others each row is.
 
     Raises:
         DataError: If the file is damaged, not UTF-8, or has no such field.
-
-    Warns:
-        UserWarning: If rows hold null instead of text; says how many were left out.
     """
     rows = _READERS[file_type(path)](path, text_field)
-    return documents_of_rows(rows, path.name, where=str(path), text_field=text_field)
+    return documents_of_rows(rows, path.name, where=str(path), text_field=text_field, tokenizer=tokenizer)
 
 
 def documents_of_rows(
-    rows: Iterable[tuple[int, str | None]], name: str, *, where: str, text_field: str
+    rows: Iterable[tuple[int, object]],
+    name: str,
+    *,
+    where: str,
+    text_field: str,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> Iterator[Document]:
-    """Yield the documents of numbered texts, without blank ones; row 0 is the whole of its source.
+    """Yield the documents of numbered rows, without blank ones; row 0 is the whole of its source.
+
+    Args:
+        rows: Texts, or mappings with fields.
+        name: What the documents are called, before their numbers.
+        where: What the source is called in messages.
+        text_field: Field of a text, or of a chat: a list of messages with role and content. Rows without 'text' that
+            have 'messages' are chats.
+        tokenizer: Whose template turns chats into text.
+
+    Raises:
+        DataError: If a row has no such field (the message names those it has), or neither a text nor a chat in it.
 
     Warns:
         UserWarning: If rows hold null instead of text; whoever reads only the first rows is told of those.
     """
     nulls = 0
     try:
-        for position, text in rows:
+        for position, row in rows:
+            text = _row_text(row, text_field, f"{where}, row {position}", tokenizer)
             if text is None:
                 nulls += 1
             elif text.strip():
@@ -109,102 +170,99 @@ def documents_of_rows(
             warnings.warn(f"{where}: {found} null in the field {text_field!r}, left out", stacklevel=2)
 
 
+def _row_text(row: object, text_field: str, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} is {type(row).__name__}; an object with the field {text_field!r} was wanted")
+    if text_field == _TEXT and _TEXT not in row and _CHAT in row:
+        text_field = _CHAT
+    if text_field not in row:
+        raise DataError(
+            f"{where} has no field {text_field!r}; fields seen: {sorted(map(str, row))}; choose one with --text_field "
+            "(in Python, text_field=)"
+        )
+    value = row[text_field]
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        return chat_text(value, tokenizer, where) if value else ""
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{where}: the field {text_field!r} holds {type(value).__name__}, text was wanted, or a list of messages"
+        )
+    return value
+
+
 def _read_text(path: Path, _text_field: str) -> Iterator[tuple[int, str]]:
-    yield 0, _decode(b"".join(_chunks(path)), str(path))
+    with _opened(path) as file:
+        yield 0, _decode(file.read(), str(path))
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
+def read_json_lines(path: Path, _text_field: str = "") -> Iterator[tuple[int, object]]:
     """Yield line number and value of each line that is not blank.
 
     Raises:
         DataError: If the file is damaged, not UTF-8 or not JSON.
     """
-    for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            text = _decode(line, where)
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where} is not valid JSON: {error}") from error
-            yield number, value
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    value = json.loads(_decode(line, where))
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{where} is not valid JSON: {error}") from error
+                yield number, value
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    for number, row in read_json_lines(path):
-        yield number, _field(row, text_field, f"{path}, line {number}")
-
-
-def _read_json(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    text = _decode(b"".join(_chunks(path)), str(path))
+def _read_json(path: Path, _text_field: str) -> Iterator[tuple[int, object]]:
+    with _opened(path) as file:
+        text = _decode(file.read(), str(path))
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         # Many data sets call JSON lines .json.
         if error.msg != "Extra data":
             raise DataError(f"{path} is not valid JSON: {error}") from error
-        yield from _read_json_lines(path, text_field)
+        yield from read_json_lines(path)
         return
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
-        yield number, _field(row, text_field, f"{path}, item {number}")
+    yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtraError(f"reading {path} needs pyarrow: pip install 'wide[data]'") from error
-    compressed = path.suffix.lower() in _COMPRESSIONS
-    try:
-        file = pq.ParquetFile(pa.BufferReader(b"".join(_chunks(path))) if compressed else path)
-        if text_field not in file.schema_arrow.names:
-            raise _missing_field(text_field, file.schema_arrow.names, str(path))
-        number = 0
-        for batch in file.iter_batches(columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield number, _field({text_field: value}, text_field, f"{path}, row {number}")
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+def _read_table(path: Path, _text_field: str) -> Iterator[tuple[int, object]]:
+    csv.field_size_limit(_LONGEST_CELL)
+    delimiter = "\t" if file_type(path) == ".tsv" else ","
+    with _opened(path) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        try:
+            yield from enumerate(csv.DictReader(lines, delimiter=delimiter, strict=True), start=1)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read as {file_type(path)[1:].upper()} in UTF-8: {error}") from error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str | None]]]] = {
+def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
+    pa = _pyarrow(path)
+    import pyarrow.parquet as pq
+
+    with _opened(path) as file:
+        try:
+            table = pq.ParquetFile(pa.BufferReader(file.read()) if path.suffix.lower() in _COMPRESSIONS else file)
+            # The other columns may be large.
+            columns = [text_field] if text_field in table.schema_arrow.names else None
+            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(columns=columns))
+            yield from enumerate(rows, start=1)
+        except pa.ArrowException as error:
+            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, object]]]] = {
     ".txt": _read_text,
     ".md": _read_text,
+    ".csv": _read_table,
+    ".tsv": _read_table,
     ".json": _read_json,
-    ".jsonl": _read_json_lines,
+    ".jsonl": read_json_lines,
     ".parquet": _read_parquet,
 }
-
-
-def field_text(row: dict[str, Any], text_field: str, where: str) -> str | None:
-    """Return the text of one row; None where it holds null, as rows of public data sets do.
-
-    Raises:
-        DataError: If the row has no such field (the message names those it has) or the value is not text.
-    """
-    if text_field not in row:
-        raise _missing_field(text_field, list(row), where)
-    value = row[text_field]
-    if value is not None and not isinstance(value, str):
-        raise DataError(f"{where}: the field {text_field!r} holds {type(value).__name__}, text was wanted")
-    return value
-
-
-def _field(row: object, text_field: str, where: str) -> str | None:
-    if isinstance(row, str):
-        return row
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is {type(row).__name__}; an object with the field {text_field!r} was wanted")
-    return field_text(row, text_field, where)
-
-
-def _missing_field(text_field: str, seen: list[str], where: str) -> DataError:
-    return DataError(
-        f"{where} has no field {text_field!r}; fields seen: {sorted(seen)}; choose one with --text_field (in Python, "
-        "text_field=)"
-    )
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -216,47 +274,27 @@ def _decode(data: bytes, where: str) -> str:
         ) from error
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    rest = b""
-    for chunk in _chunks(path):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file in pieces."""
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for its decompressed bytes; one that is cut short is refused where it ends."""
     suffix = path.suffix.lower()
     try:
         if suffix == ".zst":
-            yield from _zstd_chunks(path)
-            return
-        with gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is truncated or damaged: {error}; fetch it again") from error
-    except OSError as error:
+            # The zstandard library takes a truncated file for a complete one.
+            file: Any = io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
+        else:
+            file = gzip.open(path) if suffix == ".gz" else path.open("rb")  # noqa: SIM115, closed below
+        with file:
+            yield file
+    except (EOFError, zlib.error, OSError) as error:
+        if suffix in _COMPRESSIONS:
+            raise DataError(f"{path} is truncated or damaged: {error}; fetch it again") from error
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _zstd_chunks(path: Path) -> Iterator[bytes]:
+def _pyarrow(path: Path) -> Any:
     try:
-        import zstandard
+        import pyarrow
     except ImportError as error:
-        raise MissingExtraError(f"reading {path} needs zstandard: pip install 'wide[data]'") from error
-    # The library's stream reader takes a truncated file for a complete one, so frames are followed by hand.
-    frame, inside = zstandard.ZstdDecompressor().decompressobj(), False
-    try:
-        with path.open("rb") as file:
-            while data := file.read(_CHUNK_BYTES):
-                while data:
-                    yield frame.decompress(data)
-                    inside, data = not frame.eof, frame.unused_data if frame.eof else b""
-                    if frame.eof:
-                        frame = zstandard.ZstdDecompressor().decompressobj()
-    except zstandard.ZstdError as error:
-        raise DataError(f"{path} is not valid zstd: {error}; fetch it again") from error
-    if inside:
-        raise DataError(f"{path} is truncated: its last zstd frame does not end; fetch it again")
+        raise MissingExtraError(f"reading {path} needs pyarrow: pip install 'wide[data]'") from error
+    return pyarrow

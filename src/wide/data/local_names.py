@@ -1,6 +1,7 @@
 """Which names can only be paths on this machine, so that a mistyped one does not cost a minute of asking the hub."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -23,17 +24,28 @@ def is_path(name: str, kind: HubKind) -> bool:
     return _begins_with_folder(name) and (Path(name).exists() or not _is_on_hub(name, kind))
 
 
-def missing_folder(name: str, *, cache: str | Path | None = None) -> str | None:
+def is_repository(name: str) -> bool:
+    """Return whether a name can be one of the hub's, `user/name`, and no file or folder here has it."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
+
+
+def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str = "") -> str | None:
     """Return what is wrong with the name of a model that can be loaded from nowhere; None if it may be loaded.
 
     Args:
         name: A folder, or of the hub.
         cache: Folder of the hub's cache; None means the usual one.
+        subfolder: Where the model lies in it.
     """
     if Path(name).exists():
-        return None
+        if (Path(name, subfolder) / "config.json").is_file():
+            return None
+        return (
+            f"{name} holds no config.json, so it is no model; name the folder of a model (an adapter goes beside its "
+            "base: --adapter, in Python wide.load(base, adapter))"
+        )
     if not is_path(name, "model"):
-        return _unreachable(name, cache)
+        return unreachable(name, "model", cache=cache)
     return f"there is no folder {name!r} to load a model and its tokenizer from; check the path{without_hub(name)}"
 
 
@@ -49,56 +61,63 @@ def _begins_with_folder(name: str) -> bool:
     return bool(first and rest) and Path(first).is_dir()
 
 
-def _unreachable(name: str, cache: str | Path | None) -> str | None:
+def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) -> str | None:
     """Return why a hub name cannot be loaded, where the hub's cache does not have it and the hub does not answer.
 
     Asked once: a download would be tried again for a minute, file by file.
+
+    Args:
+        name: Of a model or a data set.
+        kind: Which of them.
+        cache: Folder of the hub's cache; None means the usual one.
     """
     from huggingface_hub import constants
 
-    cached = Path(cache or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    if constants.HF_HUB_OFFLINE or cached.is_dir():
+    if constants.HF_HUB_OFFLINE or (Path(cache or constants.HF_HUB_CACHE) / _cached(name, kind)).is_dir():
         return None
     try:
-        _ask_hub(name)
+        _ask_hub(name, kind)
     except OSError as error:
         return (
-            f"there is no folder {name!r}, the hub's cache has no model of this name, and {constants.ENDPOINT} does "
+            f"there is no folder {name!r}, the hub's cache has no {kind} of this name, and {constants.ENDPOINT} does "
             f"not answer ({' '.join(str(error).split())}); check the name, or the network"
         )
     return None
 
 
+def _cached(name: str, kind: HubKind) -> str:
+    return f"{kind}s--{name.replace('/', '--')}"
+
+
+def _is_on_hub(name: str, kind: HubKind) -> bool:
+    from huggingface_hub import constants
+
+    name = name.partition(":")[0]
+    # Offline nothing is retried: the loader itself looks into its cache and says what it misses.
+    if constants.HF_HUB_OFFLINE or (Path(constants.HF_HUB_CACHE) / _cached(name, kind)).is_dir():
+        return True
+    try:
+        return _ask_hub(name, kind)
+    except OSError:
+        return False
+
+
 # Exceptions are not kept: the network may come back.
 @functools.lru_cache(maxsize=64)
-def _ask_hub(name: str) -> None:
+def _ask_hub(name: str, kind: HubKind) -> bool:
+    """Return whether the hub has a name.
+
+    Raises:
+        OSError: If it does not answer.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        HfApi().repo_info(name, timeout=_SECONDS)
+        HfApi().repo_info(name, repo_type=kind, timeout=_SECONDS)
     except (HfHubHTTPError, HFValidationError):
-        # It answers, and whoever loads the model says more.
-        return
+        return False
     # Each version of the hub's library has errors of its own for a network that is not there.
     except Exception as error:
         raise OSError(str(error)) from error
-
-
-@functools.lru_cache(maxsize=64)
-def _is_on_hub(name: str, kind: HubKind) -> bool:
-    """Return whether the hub or its cache has a name: asked once, without the retries of a download."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-
-    if constants.HF_HUB_OFFLINE:
-        # Nothing is retried then: the loader itself looks into its cache and says what it misses.
-        return True
-    repository = name.partition(":")[0]
-    try:
-        if isinstance(try_to_load_from_cache(repository, "config.json", repo_type=kind), str):
-            return True
-        HfApi().repo_info(repository, repo_type=kind, timeout=_SECONDS)
-    # Not there, no such name, or no network, each with an error of its own.
-    except Exception:
-        return False
     return True

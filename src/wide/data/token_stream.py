@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wide.data.documents import Document
-from wide.data.progress import progress
+from wide.data.progress import steps
 from wide.data.tokenizer import document_tokens
 from wide.errors import DataError
 
@@ -40,17 +40,23 @@ class TokenStream:
     largest_id: int
 
 
-def stream_in_memory(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase") -> TokenStream:
-    """Return documents as a stream held in memory."""
-    pieces = list(_tokenized(documents, tokenizer))
+def stream_in_memory(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None
+) -> TokenStream:
+    """Return documents as a stream held in memory; none is read after `max_tokens` tokens."""
+    pieces = list(_tokenized(documents, tokenizer, max_tokens))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if pieces else lengths
     return TokenStream(tokens=tokens, starts=starts, largest_id=int(tokens.max(initial=0)))
 
 
-def stream_on_disk(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path) -> TokenStream:
+def stream_on_disk(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path, max_tokens: int | None = None
+) -> TokenStream:
     """Return documents as a stream mapped from `folder`, which is built first where it does not exist.
+
+    No document is read after `max_tokens` tokens.
 
     The folder appears under its name only when it is complete, so a crash leaves nothing that looks finished, and
     several processes may build it at once: the first one to finish wins.
@@ -62,7 +68,7 @@ def stream_on_disk(documents: Iterable[Document], tokenizer: "PreTrainedTokenize
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(documents, tokenizer, unfinished)
+            _write(_tokenized(documents, tokenizer, max_tokens), unfinished)
             unfinished.rename(folder)
         except OSError:
             # Another process may have been quicker; its folder holds the same stream.
@@ -73,10 +79,10 @@ def stream_on_disk(documents: Iterable[Document], tokenizer: "PreTrainedTokenize
     return _open(folder)
 
 
-def _write(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+def _write(pieces: Iterable[npt.NDArray[np.uint32]], folder: Path) -> None:
     starts, length, largest = [], 0, 0
     with (folder / _TOKENS).open("wb") as file:
-        for ids in _tokenized(documents, tokenizer):
+        for ids in pieces:
             starts.append(length)
             length += len(ids)
             largest = max(largest, int(ids.max(initial=0)))
@@ -88,16 +94,17 @@ def _write(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", 
     (folder / _FACTS).write_text(json.dumps(facts) + "\n")
 
 
-def _tokenized(documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase") -> Iterator[npt.NDArray[np.uint32]]:
+def _tokenized(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None
+) -> Iterator[npt.NDArray[np.uint32]]:
     """Yield the ids of each document, tokenised a few documents at a time."""
-
-    def tokenized() -> Iterator[npt.NDArray[np.uint32]]:
-        remaining = iter(documents)
-        while batch := list(islice(remaining, _TEXTS_PER_CALL)):
+    remaining, total = iter(documents), 0
+    with steps("tokenising", unit="token") as told:
+        while (max_tokens is None or total < max_tokens) and (batch := list(islice(remaining, _TEXTS_PER_CALL))):
             for ids in document_tokens(tokenizer, [document.text for document in batch]):
+                total += len(ids)
                 yield np.asarray(ids, dtype=np.uint32)
-
-    return progress(tokenized(), title="tokenising", unit="document")
+            told(total, max_tokens)
 
 
 def _open(folder: Path) -> TokenStream:

@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from wide.data.local_names import missing_folder
-from wide.errors import DataError
+from wide.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
 
@@ -26,13 +25,15 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     """
     from transformers import AutoTokenizer
 
-    name = _origin(model) if isinstance(model, nn.Module) else str(model)
-    # A live model has been loaded already, from wherever its name stood for then.
-    wrong = None if isinstance(model, nn.Module) else missing_folder(name)
+    name = str(model) if isinstance(model, str | Path) else _origin(model)
+    # A live model has been loaded already, from wherever its name stood for then, and a folder needs no model in it.
+    is_there = not isinstance(model, str | Path) or Path(name).exists()
+    wrong = None if is_there else missing_folder(name)
     if wrong is not None:
         raise DataError(wrong)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        tokenizer("a")
     # Besides OSError, the readers of the many tokenizer formats raise whatever their parsers do.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -44,7 +45,7 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     return tokenizer
 
 
-def _origin(model: nn.Module) -> str:
+def _origin(model: "nn.Module") -> str:
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
         raise DataError("the model does not say which name or folder it was loaded from; pass tokenizer=")
@@ -73,7 +74,32 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
     return [[*start, *ids, *end] for ids in encoded]
 
 
-def check_vocabulary(largest_id: int, model: nn.Module) -> None:
+def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None", where: str) -> str:
+    """Return a chat as the text that the tokenizer's template makes of it, without the BOS and EOS of a document.
+
+    Args:
+        messages: With role and content each.
+        tokenizer: Of the model that will read the text.
+        where: What the chat is called in messages.
+
+    Raises:
+        DataError: If the tokenizer has no template, or the template refuses the chat.
+    """
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise DataError(
+            f"{where} is a chat, and the model's tokenizer has no chat template; take a model made for chat, or choose "
+            "a field of text with --text_field (in Python, text_field=)"
+        )
+    try:
+        text = str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+    # Templates raise errors of their own language.
+    except Exception as error:
+        raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+    start = str(tokenizer.bos_token) if adds_bos(tokenizer) else ""
+    return text.removeprefix(start).rstrip().removesuffix(str(tokenizer.eos_token or ""))
+
+
+def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
     """Refuse token ids that a model has no embedding for.
 
     Args:
@@ -92,27 +118,30 @@ def check_vocabulary(largest_id: int, model: nn.Module) -> None:
         )
 
 
-def longest_input(model: nn.Module) -> int | None:
+def longest_input(model: "nn.Module") -> int | None:
     """Return the most tokens that a model takes at once, None where its configuration does not say."""
     config = getattr(model, "config", None)
     # Multimodal configurations keep the language model's in a part of their own.
     return getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
 
 
-def length_warning(sequence_length: int, model: nn.Module) -> str | None:
-    """Return a warning if sequences are longer than what a model was made for, else None.
+def check_positions(name: str, length: int, model: "nn.Module") -> None:
+    """Refuse more tokens at once than a model has positions for; where its configuration names none, all may be.
 
     Args:
-        sequence_length: Tokens in a sequence.
+        name: Of the setting, for the message.
+        length: Its value, tokens.
         model: A Hugging Face model.
+
+    Raises:
+        ConfigError: If they are more.
     """
     longest = longest_input(model)
-    if longest is None or sequence_length <= longest:
-        return None
-    return (
-        f"sequences of {sequence_length} tokens exceed the {longest} positions that the model was made for, which "
-        f"harms what is learnt; set sequence_length to {longest} or less"
-    )
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"{name} {length} exceeds the {longest} positions of the model, so its scores would mean nothing; set it "
+            f"to {longest} or less"
+        )
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
