@@ -8,7 +8,7 @@ from depth_toys import assert_as_found, mean_nll, own_text, snapshot, toy_model,
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError, ShapeError
-from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
+from wide.methods.block_gates import BlockGates, both_halves, plan_without, undefined_as_worst, whole_layers
 from wide.methods.method import Effort
 from wide.models.attach import attach
 from wide.models.discovery import discover
@@ -99,7 +99,7 @@ def test_the_plan_of_a_kept_set_runs_what_was_scored(family):
     keep = np.array([True, False, False, True])
     with torch.no_grad(), gates_of(model).keeping(keep):
         scored = model(input_ids=ids, use_cache=False).logits
-    attach(model, skipping_plan(keep))
+    attach(model, plan_without(np.flatnonzero(~keep), 2))
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, scored)
 
@@ -142,6 +142,6 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_plans_and_undefined_losses():
-    plan = skipping_plan(np.array([True, False, False, False]))
+    plan = plan_without([1, *both_halves([1])], 2)
     assert [(type(p.attention), type(p.ffn)) for p in plan.layers] == [(Dense, Skipped), (Skipped, Skipped)]
     assert undefined_as_worst(np.array([1.0, math.nan, math.inf])).tolist() == [1.0, math.inf, math.inf]

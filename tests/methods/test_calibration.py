@@ -5,8 +5,9 @@ import torch
 from depth_toys import assert_as_found, blocks_of, own_text, snapshot, toy_model
 
 from wide.errors import ConfigError, EvaluationError
+from wide.evaluation.perplexity import exp_or_infinity
 from wide.methods.block_gates import BlockGates
-from wide.methods.calibration import json_number, perplexity, windows
+from wide.methods.calibration import json_number, windows
 from wide.methods.method import Effort
 
 
@@ -50,7 +51,7 @@ def test_windows_start_at_any_place_of_a_block():
 @pytest.mark.parametrize(
     ("wrong", "way_out"),
     [
-        ({"length": 13}, "sequence length of at least 13"),
+        ({"length": 13}, "--train.sequence_length 13 or more"),
         ({"length": 1}, "at least 2 tokens"),
         ({"count": 0}, "at least 1 window"),
         ({"count": 10}, "holds 9 windows"),
@@ -85,7 +86,7 @@ def test_a_model_without_a_finite_loss_is_refused():
 
 
 def test_numbers_of_a_report():
-    assert perplexity(0.0) == 1.0
-    assert perplexity(1e4) == math.inf
-    assert perplexity(math.nan) == math.inf
+    assert exp_or_infinity(0.0) == 1.0
+    assert exp_or_infinity(1e4) == math.inf
+    assert exp_or_infinity(math.nan) == math.inf
     assert [json_number(x) for x in (1.5, math.inf, math.nan)] == [1.5, None, None]

@@ -62,7 +62,7 @@ def test_the_dense_row_prunes_nothing_whatever_the_target():
     model = toy_model(3)
     report = apply(model, catalogue.get("dense"), blocks_of(own_text(model, 1, 4)), Target(sparsity=0.5), seed=17)
     assert all(isinstance(half, Dense) for layer in attachment(model).plan.layers for _, half in layer.halves())
-    assert (report.nominal, report.tokens_forward, report.tokens_backward) == (0, 0, 0)
+    assert (report["nominal"], report["tokens_forward"], report["tokens_backward"]) == (0, 0, 0)
 
 
 def test_a_method_is_registered_by_its_settings_alone(monkeypatch):

@@ -13,8 +13,9 @@ from wide.errors import ConfigError
 from wide.methods.catalogue import DLLMConfig
 from wide.methods.dllm import route
 from wide.methods.method import Target
+from wide.methods.routed import Routing
 from wide.models.adapter import load
-from wide.models.attach import attachment, is_attached
+from wide.models.attach import attach, attachment, is_attached
 from wide.models.discovery import discover
 from wide.models.observe import capture_routing, force_routing
 from wide.plan import Following, Routed
@@ -28,10 +29,8 @@ SETTINGS = DLLMConfig(router_rank=8)
 def routed_model():
     """A model whose routers stand as they begin."""
     model = dense_model()
-    train(model, route, blocks(), Target(sparsity=0.0), SETTINGS, stage=stage(), objective=ObjectiveConfig())
-    for router in attachment(model).routers():
-        router.threshold = 0.0
-    return model
+    asked = Routing(target=Target(sparsity=0.5), stage=stage(), objective=ObjectiveConfig())
+    return attach(model, route(discover(model), SETTINGS, asked).config)
 
 
 def masks(value):
@@ -105,12 +104,10 @@ def test_training_meets_the_target_with_the_routers_alone(match, tmp_path):
     assert torch.equal(logits(again, ids()), logits(model, ids()))
 
 
-def test_target_zero_is_dense_and_errors_come_before_anything_is_attached():
+def test_errors_come_before_anything_is_attached():
     model, run = dense_model(), {"stage": stage(), "objective": ObjectiveConfig()}
     with pytest.raises(ConfigError, match="stay below"):
         train(model, route, blocks(), Target(sparsity=0.95, match="linear_flops"), SETTINGS, **run)
     assert not is_attached(model)
-    train(model, route, blocks(), Target(sparsity=0.0), SETTINGS, **run)
-    assert torch.equal(logits(model, ids()), logits(dense_model(), ids()))
     with pytest.raises(ConfigError, match="router_rank"):
         DLLMConfig(router_rank=0)

@@ -341,7 +341,7 @@ def test_routers_begin_by_executing_most_tokens():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="one group"):
         plan(grouping=Grouping(32, 16))
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match=r"first_tokens must lie in \[0, "):
         plan(first_tokens=-1)
     with pytest.raises(ConfigError, match="dense_layers"):
         DLLMOriginalConfig(dense_layers=-1)

@@ -13,10 +13,10 @@ from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, NotAttachedError
 from wide.grouping import Grouping
 from wide.methods.catalogue import WideMethodConfig
-from wide.methods.method import Target
+from wide.methods.method import Target, dense_plan
 from wide.methods.routed import objective_for, route_wide
 from wide.models.adapter import load
-from wide.models.attach import attachment, is_attached, plan_for
+from wide.models.attach import attach, attachment, is_attached, plan_for
 from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.observe import observe
@@ -104,26 +104,6 @@ def test_the_dense_teacher_counts_as_forward():
     assert plain.tokens_forward % 16 == taught.tokens_forward % 16 == 0
 
 
-def test_target_zero_is_the_dense_model_without_training(tmp_path):
-    model, ids = dense_model(), blocks().batch([0]).input_ids
-    before = model(input_ids=ids).logits
-    effort, _ = train(
-        model, blocks(), Target(sparsity=0.0), SETTINGS, stage=stage(), objective=OBJECTIVE, output=tmp_path
-    )
-    assert (effort.tokens_forward, effort.tokens_backward) == (0, 0)
-    assert torch.equal(model(input_ids=ids).logits, before)
-    assert torch.equal(load(dense_model(), tmp_path / "adapter")(input_ids=ids).logits, before)
-
-
-def test_target_zero_needs_no_text_for_a_start_that_changes_nothing():
-    model, ids = dense_model(), blocks().batch([0]).input_ids
-    before = model(input_ids=ids).logits
-    settings = dataclasses.replace(SETTINGS, ffn_grouping="clustered", router_start="fitted", router_bias=True)
-    effort, _ = train(model, blocks(), Target(sparsity=0.0), settings, stage=stage(), objective=OBJECTIVE)
-    assert (effort.tokens_forward, effort.tokens_backward) == (0, 0)
-    assert torch.equal(model(input_ids=ids).logits, before)
-
-
 def test_text_that_the_start_reads_counts_as_effort_of_the_run_and_of_its_continuation(tmp_path):
     settings = dataclasses.replace(
         SETTINGS, ffn_grouping="clustered", router_start="fitted", router_bias=True, start_tokens=512
@@ -176,6 +156,6 @@ def test_refusals_leave_the_model_alone():
     with pytest.raises(ConfigError, match="stay below"):
         train(model, blocks(), Target(sparsity=0.95, match="linear_flops"), SETTINGS, **run)
     assert not is_attached(model)
-    train(model, blocks(), Target(sparsity=0.0), SETTINGS, **run)
+    attach(model, dense_plan(len(discover(model))))
     with pytest.raises((ConfigError, NotAttachedError)):
         train(model, blocks(), Target(sparsity=0.4), SETTINGS, **run)

@@ -265,7 +265,7 @@ def test_other_streams_are_refused_before_any_text_is_read(family):
 def test_a_norm_that_subtracts_the_mean_is_refused():
     model = make("llama")
     model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(32)
-    with pytest.raises(UnsupportedModelError, match="LayerNorm is no RMSNorm"):
+    with pytest.raises(UnsupportedModelError, match="LayerNorm is not an RMS norm"):
         decide(model, text(), Target(sparsity=0.5), SETTINGS)
 
 

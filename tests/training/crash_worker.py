@@ -54,27 +54,30 @@ def die_while_writing(call, *, half):
     """Die at the `call`-th file of the run, before it or in the middle of it."""
 
     def prepare(_trainer):
-        inner, count = checkpoint._write_through, 0
+        inner, count = Path.write_bytes, 0
 
         def write(path, content):
             nonlocal count
             count += 1
             if count == call:
                 if half:
-                    path.write_bytes(content[: len(content) // 2])
+                    inner(path, content[: len(content) // 2])
                 die()
-            inner(path, content)
+            return inner(path, content)
 
-        checkpoint._write_through = write
-
-    return prepare
-
-
-def die_at(name):
-    def prepare(_trainer):
-        setattr(checkpoint, name, die)
+        Path.write_bytes = write
 
     return prepare
+
+
+def die_after_rename(_trainer):
+    inner = Path.rename
+    Path.rename = lambda path, target: die(inner(path, target))
+
+
+def die_while_deleting(_trainer):
+    assert checkpoint._delete
+    checkpoint._delete = die
 
 
 MOMENTS = {
@@ -83,8 +86,8 @@ MOMENTS = {
     "in the middle of the first checkpoint's tensors": die_while_writing(1, half=True),
     "before the manifest of the second checkpoint": die_while_writing(6, half=False),
     "in the middle of the manifest of the second checkpoint": die_while_writing(6, half=True),
-    "right after the rename": die_at("_sync_folder"),
-    "while the oldest checkpoint is deleted": die_at("_delete"),
+    "right after the rename": die_after_rename,
+    "while the oldest checkpoint is deleted": die_while_deleting,
 }
 
 

@@ -1,5 +1,8 @@
 """The objective by hand, padding, ranks and accumulation."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from tiny import CONFIG, batch, dense_model, freeze_noise, routed_model
@@ -7,9 +10,10 @@ from torch.nn import functional
 
 from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBatch
-from wide.errors import ConfigError
+from wide.errors import ConfigError, UnsupportedModelError
 from wide.models.attach import attach, attachment
 from wide.models.cost import SkipCounter
+from wide.models.gates import gate_of
 from wide.models.observe import bypass, observe
 from wide.training.modes import training_mode
 from wide.training.objective import Objective, target_labels
@@ -107,6 +111,18 @@ def test_sparsity_gradient_is_the_same_on_executed_and_skipped_groups(sparsity, 
     assert 0 < masks[0].mean() < 1
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_skips_are_counted_in_float32_inside_an_autocast(per_token):
+    model, data = freeze_noise(routed_model()).train(), batch(rows=31)
+    objective = Objective(model, ObjectiveConfig(sparsity=0.3, per_token=per_token))
+    with observe(model) as routing:
+        model(input_ids=data.input_ids)
+    wanted = objective.distance(routing, data.valid, 0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = objective.distance(routing, data.valid, 0.3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_padding_counts_nowhere():
     model = freeze_noise(routed_model())
     padded = batch(padding=5)
@@ -171,23 +187,39 @@ def test_distillation_compares_with_the_dense_model_without_lora():
     torch.testing.assert_close(loss.detach(), kl.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
-    model, data = routed_model(), batch()
-    config = ObjectiveConfig(sparsity=0.9)
+def test_recomputation_that_loses_what_a_router_reads_is_refused():
+    model, data = attach(dense_model(), replace(CONFIG, router_input="layer_input")), batch()
+    gate = gate_of(model.model.layers[1].mlp)
+    loss, _ = Objective(model, ObjectiveConfig())(data)
+    loss.backward()
+    with pytest.raises(UnsupportedModelError, match="runs again without its hooks"):
+        gate.prepare(torch.randn(1, 3, 32))
+
+
+@pytest.mark.parametrize(
+    ("how", "router_input"),
+    [
+        ("recomputed", "normed"),
+        # What routers read comes from a hook on the layer, which recomputing does not run again.
+        ("recomputed", "layer_input"),
+        ("both", "layer_input"),
+        ("the model's own, reentrant", "normed"),
+    ],
+)
+def test_layers_that_are_run_otherwise_give_the_same_gradients(how, router_input, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model, data = attach(dense_model(), replace(CONFIG, router_input=router_input)), batch()
+    config, is_own = ObjectiveConfig(sparsity=0.9), how.startswith("the model's own")
     found = []
-    for recompute in (False, True):
-        with training_mode(model, routers=True, gradient_checkpointing=recompute):
+    for recompute, fuse in ((False, False), (how in ("recomputed", "both"), how in ("compiled", "both"))):
+        if found and is_own:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        with training_mode(model, routers=True, gradient_checkpointing=recompute, compile=fuse):
             torch.manual_seed(1)
             model.zero_grad()
-            loss, _ = Objective(model, config)(data)
+            loss, _ = Objective(model, config, fuse=fuse)(data)
             loss.backward()
         found.append(gradients(model))
     torch.testing.assert_close(found[1], found[0])
-    assert not model.is_gradient_checkpointing
-
-
-def test_reentrant_checkpointing_is_refused():
-    model = routed_model()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ConfigError, match="reentrant"), training_mode(model, routers=True, gradient_checkpointing=True):
-        pass
+    assert model.is_gradient_checkpointing == is_own
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)

@@ -1,78 +1,208 @@
-"""Two processes with half the batch each equal one process with the joint batch."""
+"""Several processes do what one process does: replicated or with a shared base, killed, and in other numbers."""
 
+import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from safetensors.torch import load_file
 from tiny import RandomSource, dense_model, freeze_noise, routed_model, stage
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import wide
 from wide.config import ObjectiveConfig, WideConfig
 from wide.models.attach import attachment
+from wide.training import inference_target
+from wide.training.inference_target import meet_target
 from wide.training.objective import Objective
+from wide.training.parallel import DataParallel
 from wide.training.progress_log import RunOptions
 from wide.training.stages import prune
 from wide.training.trainer import Trainer
 
-WORKER = Path(__file__).parent / "rank_worker.py"
+WORKER = Path(__file__).parent / "ranks.py"
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(WORKER.parent)])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder)],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    messages = [worker.communicate(timeout=300)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], messages
+def bases(tmp_path_factory, tiny_tokenizer):
+    """Return a folder with a Llama of tied and one of untied embeddings, one of 130 MB, and a text."""
+    folder = tmp_path_factory.mktemp("bases")
+    for kind in ("tied", "untied"):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 258}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        config = LlamaConfig(**sizes, **heads, tie_word_embeddings=kind == "tied", initializer_range=0.2)
+        LlamaForCausalLM(config).save_pretrained(folder / kind)
+        tiny_tokenizer.save_pretrained(folder / kind)
+    large = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 258}
+    LlamaForCausalLM(LlamaConfig(**large, num_attention_heads=4)).save_pretrained(folder / "large")
+    (folder / "text.txt").write_text("Some text that is long enough for a few windows. " * 6)
     return folder
 
 
-def test_loss_measurements_and_gradients_are_those_of_the_joint_batch(two_processes):
-    from rank_worker import joint_steps
+def carried_out(folder, bases, *scenarios):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(WORKER.parent)])
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(folder), str(bases), *scenarios],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return folder
 
-    found = [load_file(str(two_processes / f"step-{rank}.safetensors")) for rank in range(2)]
-    wanted = joint_steps(None)
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, bases):
+    """Return the folder in which groups of processes left what they found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return carried_out(folder, bases, "replicated", "sharded", "memory", "elastic")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, bases):
+    """Return what one process finds with whole bases, and its folder."""
+    folder, facts = tmp_path_factory.mktemp("alone"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference_target, "_MIN_TOKENS", 64)
+        for kind in ("tied", "untied"):
+            base = ranks._load(bases / kind, sharded=False)
+            facts[kind] = ranks.train_all(folder / kind, base, (bases / "text.txt").read_text())
+        facts["others"] = ranks.others(ranks._load(bases / "untied", sharded=False))
+        ranks.part_of_run(folder / "elastic", bases, sharded=False, resume=False)
+    return folder, facts
+
+
+def losses(folder):
+    """Return losses and norms of gradients by step, as a run recorded them."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    wanted = ("training.loss", "training.lm_loss", "training.gradient_norm")
+    return {(line["metric"], line["step"]): line["value"] for line in lines if line["metric"] in wanted}
+
+
+def test_loss_measurements_and_gradients_are_those_of_the_joint_batch(found):
+    wanted = ranks.joint_steps(None)
     for rank in range(2):
-        assert found[rank].keys() == wanted.keys()
+        of_rank = load_file(str(found / f"step-{rank}.safetensors"))
+        assert of_rank.keys() == wanted.keys()
         for name, value in wanted.items():
-            torch.testing.assert_close(
-                found[rank][name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(of_rank[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_run_on_two_processes_ends_with_the_parameters_of_one_process(two_processes):
+def test_a_run_on_two_processes_ends_with_the_parameters_of_one_process(found):
     model = freeze_noise(routed_model())
     objective = Objective(model, ObjectiveConfig(sparsity=0.3))
     outcome = Trainer(model, objective, RandomSource(), stage(steps=5), RunOptions(title="stage 1")).train()
-    found = load_file(str(two_processes / "run.safetensors"))
+    trained = load_file(str(found / "run.safetensors"))
     assert outcome.tokens == 5 * 4 * 16
     for name, parameter in model.named_parameters():
         if "wide_router" in name:
-            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-3, atol=1e-5)
-    assert len(list((two_processes / "run" / "checkpoints").iterdir())) == 2
+            torch.testing.assert_close(trained[name], parameter.detach(), rtol=1e-3, atol=1e-5)
+    assert len(list((found / "run" / "checkpoints").iterdir())) == 2
 
 
-def test_processes_that_share_the_clustering_all_have_the_orders_of_one_process(two_processes):
+def test_processes_that_share_the_clustering_all_have_the_orders_of_one_process(found):
     config = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=128)
     model = prune(dense_model(), RandomSource(), config=config, stage=stage(steps=1))
     wanted = attachment(model).regrouped.orders()
     assert len(wanted) == 2
     for rank in range(2):
-        found = load_file(str(two_processes / f"orders-{rank}.safetensors"))
-        assert all(torch.equal(found[name], order) for name, order in wanted.items())
+        of_rank = load_file(str(found / f"orders-{rank}.safetensors"))
+        assert all(torch.equal(of_rank[name], order) for name, order in wanted.items())
+
+
+def test_processes_with_text_of_their_own_end_with_the_thresholds_of_the_first(found):
+    dials = []
+    for rank in range(2):
+        model = routed_model()
+        meet_target(model, ranks.own_text(rank), ranks.FAR, adjust=True, parallel=DataParallel())
+        dials.append([list(point) for point in attachment(model).dial])
+        assert json.loads((found / f"dial-{rank}.json").read_text()) == dials[0]
+    assert len(dials[0]) != len(dials[1])
+
+
+def test_all_processes_say_why_one_of_them_cannot_go_on(found):
+    for rank in range(2):
+        said = json.loads((found / f"said-{rank}.json").read_text())
+        assert "No space left on device" in said["full"]
+        assert "nan" in said["nan"]
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_a_shared_base_is_trained_as_a_whole_one(found, alone, kind):
+    folder, facts = alone
+    for rank in range(2):
+        of_rank = json.loads((found / f"{kind}-{rank}.json").read_text())
+        assert of_rank["share"] < 0.51
+        assert of_rank["types"] == ["torch.float32"]
+        # Of a micro-batch of 16 tokens, the logits of so many exist at a time.
+        assert of_rank["rows"] == 8
+        assert of_rank["balanced"] == pytest.approx(facts[kind]["balanced"], rel=1e-2, abs=1e-2)
+        assert of_rank["step"] == pytest.approx(facts[kind]["step"], rel=1e-4, abs=1e-6)
+        for name in ("base", "orders", "generated"):
+            assert of_rank[name] == facts[kind][name], name
+        for name in ("fitted", "perplexity", "merged"):
+            assert of_rank[name] == pytest.approx(facts[kind][name], rel=1e-4), name
+        torch.testing.assert_close(
+            torch.tensor(of_rank["dial"]), torch.tensor(facts[kind]["dial"]), rtol=1e-2, atol=1e-2
+        )
+    for name in ("stage1", "stage2"):
+        assert losses(found / kind / name) == pytest.approx(losses(folder / kind / name), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ranks.OTHERS)
+def test_other_methods_train_on_a_shared_base_as_on_a_whole_one(found, alone, name):
+    for rank in range(2):
+        of_rank = json.loads((found / f"untied-{rank}.json").read_text())["others"][name]
+        assert of_rank == pytest.approx(alone[1]["others"][name], rel=1e-3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure memory")
+def test_a_process_reads_its_share_of_the_base_and_no_more(found):
+    for rank in range(2):
+        memory = json.loads((found / f"memory-{rank}.json").read_text())
+        assert 0.9 < memory["held"] < 1.3
+        # Of the file, twice as wide as what is kept of it, a few tensors are there at a time.
+        assert memory["at most"] < 1.3
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_what_a_shared_base_leaves_on_the_disk_is_read_by_one_process(found, alone, bases, kind):
+    assert len(list((found / kind / "checkpoint").glob("*.safetensors"))) > 1
+    ids = torch.arange(4, 24).unsqueeze(0)
+    with torch.no_grad():
+        logits = {
+            name: [
+                wide.load(str(bases / kind), folder / kind / "adapter", dtype="float32", device="cpu")(ids).logits,
+                wide.load_checkpoint(folder / kind / "checkpoint")(ids).logits,
+            ]
+            for name, folder in (("shared", found), ("whole", alone[0]))
+        }
+    for shared, whole in zip(logits["shared"], logits["whole"], strict=True):
+        torch.testing.assert_close(shared, whole, rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_goes_on_with_another_number_of_processes_and_another_way_to_hold_the_base(found, alone):
+    two, four, one = json.loads((found / "elastic.json").read_text())
+    # One of two died: the other one ended by itself, soon.
+    assert two["ends"] == [1, -signal.SIGKILL]
+    assert two["seconds"] < 60
+    assert four["ends"] == [-signal.SIGKILL] * 4
+    assert one["ends"] == [0]
+    assert (two["kept"][-1], four["kept"][-1], one["kept"][-1]) == (2, 4, 8)
+    wanted = losses(alone[0] / "elastic")
+    assert len(wanted) == 3 * 8
+    assert losses(found / "elastic") == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_when_the_run_ends_as_it_would_have(alone, bases, tmp_path):
+    carried_out(tmp_path, bases, "random_ends")
+    assert losses(tmp_path / "random") == pytest.approx(losses(alone[0] / "elastic"), rel=1e-4)

@@ -1,9 +1,13 @@
+import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wide.config import StageConfig
+from wide.errors import ConfigError
 from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
 
 
@@ -40,3 +44,19 @@ def test_weight_of_the_sparsity_term_rises_from_nothing_as_a_quarter_of_a_sine()
     assert weights[-1] == 5.0
     assert all(a < b for a, b in pairwise(weights))
     assert {sparsity_weight(step, steps=101, final=5.0, ramp=False) for step in range(101)} == {5.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 1e4}, r"steps must be a whole number, got 10000\.0"),
+        ({"steps": True}, "steps must be a whole number, got True"),
+        ({"micro_batch_size": "2"}, "micro_batch_size must be a whole number or null, got '2'"),
+        ({"learning_rate": math.inf}, "learning_rate must be a finite number, got inf"),
+        ({"warmup": math.nan}, r"warmup must lie in \[0, 1\], got nan"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_refused(settings, words):
+    assert StageConfig(steps=np.int64(3), learning_rate=1).steps == 3
+    with pytest.raises(ConfigError, match=words):
+        StageConfig(**settings)

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from tiny import CONFIG, RandomSource, dense_model, routed_model, stage
+from tiny import CONFIG, RandomSource, batch, dense_model, routed_model, stage
 
-from wide.config import ObjectiveConfig, RecoverConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
@@ -46,7 +46,7 @@ def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts,
     assert facts["objective"]["sparsity"] == 0.4
     assert facts["tokens"] == 30 * 4 * 16
     assert facts["inference"]["sparsity"] == pytest.approx(0.4, abs=0.01)
-    source = batch_source(texts, pruned, tokenizer=tiny_tokenizer, sequence_length=16, seed=5)
+    source = batch_source(texts, pruned, tokenizer=tiny_tokenizer, stage=StageConfig(sequence_length=16, seed=5))
     others = [source.batch_at(i, batch_size=8) for i in range(20)]
     threshold = attachment(pruned).routers()[0].threshold
     assert measure_sparsity(pruned, others, threshold) == pytest.approx(0.4, abs=0.01)
@@ -207,7 +207,17 @@ def test_recovery_needs_routers_and_a_target():
 
 
 def test_the_second_stage_reads_on_where_the_first_one_stopped(texts, tiny_tokenizer):
-    source = batch_source(texts, model(), tokenizer=tiny_tokenizer, sequence_length=16, seed=1)
+    source = batch_source(texts, model(), tokenizer=tiny_tokenizer, stage=StageConfig(sequence_length=16, seed=1))
     assert isinstance(source, TokenBlocks)
     shifted = ShiftedSource(source, 10)
     assert torch.equal(shifted.batch_at(0, batch_size=4).input_ids, source.batch_at(3, batch_size=4).input_ids)
+
+
+def test_steps_of_a_source_may_be_of_different_lengths(monkeypatch):
+    class Growing(RandomSource):
+        def batch_at(self, step, *, batch_size, rank=0, world=1):
+            return batch(batch_size, 16 + step, seed=step)
+
+    monkeypatch.setattr(inference_target, "_MIN_TOKENS", 200)
+    pruned = prune(dense_model(), Growing(), config=CONFIG, stage=stage(steps=2))
+    assert attachment(pruned).provenance["prune"]["inference"]["tokens"] == 4 * (18 + 19 + 20)

@@ -35,7 +35,7 @@ def batches():
 @given(
     st.integers(1, 7), st.integers(1, 9), st.integers(0, 10_000), st.sampled_from(["normal", "ties", "huge", "same"])
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_assignment_is_balanced_and_nearly_the_cheapest(places, capacity, seed, kind):
     optimize = pytest.importorskip("scipy.optimize")
     cost = torch.randn(places * capacity, places, generator=torch.Generator().manual_seed(seed))
@@ -341,11 +341,11 @@ def test_recomputing_layers_changes_nothing_about_the_fit_and_nothing_stays_on(s
         attach(model, dataclasses.replace(UNFITTED, ffn_group_size=size))
         ran = []
         layer = model.model.layers[1]
-        layer.mlp.register_forward_hook(lambda *_, layer=layer, ran=ran: ran.append(layer.gradient_checkpointing))
+        layer.mlp.register_forward_hook(lambda *_, layer=layer, ran=ran: ran.append("forward" in layer.__dict__))
         fit_routers(model, batches(), ObjectiveConfig(sparsity=0.4), gradient_checkpointing=recompute)
         assert any(ran) == recompute
         assert not any(module.training for module in model.modules())
-        assert not layer.gradient_checkpointing
+        assert "forward" not in layer.__dict__
         found.append([router.up.detach().clone() for router in attachment(model).routers()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

@@ -1,17 +1,19 @@
 """Chunked float32 losses equal the plain formulas, values and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from wide.data.batches import IGNORED
 from wide.training import token_loss
-from wide.training.token_loss import num_targets, token_losses
+from wide.training.token_loss import OutputHead, num_targets, token_losses
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(token_loss, "_ELEMENTS_PER_CHUNK", 40)
+    monkeypatch.setattr(token_loss, "ELEMENTS_PER_CHUNK", 40)
 
 
 def example(dtype=torch.float64):
@@ -76,6 +78,54 @@ def test_a_second_backward_is_refused_rather_than_wrong():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run the forward again"):
         loss.backward()
+
+
+class Capped(torch.nn.Module):
+    """A model of a head alone, which caps its logits; `twice` does what a head apart cannot know."""
+
+    def __init__(self, *, twice=False):
+        super().__init__()
+        self.lm_head, self.twice = torch.nn.Linear(5, 11), twice
+        self.config = SimpleNamespace(final_logit_softcapping=2.0, get_text_config=lambda: self.config)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, states):
+        logits = 2.0 * torch.tanh(self.lm_head(states) / 2.0)
+        return SimpleNamespace(logits=logits * 2 if self.twice else logits)
+
+
+@pytest.mark.parametrize(("changes", "is_apart"), [({}, True), ({"twice": True}, False), ({"trained": True}, False)])
+@pytest.mark.parametrize("distillation", [0.0, 0.3])
+def test_losses_and_gradients_of_states_are_those_of_their_logits(changes, is_apart, distillation):
+    model = Capped(twice=changes.get("twice", False)).requires_grad_("trained" in changes)
+    _, _, labels = example()
+    given, teacher = torch.randn(2, 7, 5, requires_grad=True), torch.randn(2, 7, 5)
+    head, expected, found = OutputHead(model), [], []
+    wanted = {"labels": labels, "distillation": distillation}
+    expected += token_losses(model(given).logits, teacher=model(teacher).logits.detach(), **wanted)
+    expected += torch.autograd.grad(3 * expected[0], given)
+    for _ in range(2):
+        states, apart = head.states(model, states=given)
+        with torch.no_grad():
+            taught, _ = head.states(model, states=teacher)
+        assert (apart is head) == is_apart
+        found = list(token_losses(states, teacher=taught, head=apart, **wanted))
+        found += torch.autograd.grad(3 * found[0], given)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_head_with_lora_gets_its_gradient():
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(settings, Capped().requires_grad_(False))
+    given, labels, found = torch.randn(2, 7, 5), example()[2], []
+    head, trained = OutputHead(model), [p for p in model.parameters() if p.requires_grad]
+    for states, apart in ((model(given).logits, None), head.states(model, states=given)):
+        found.append(torch.autograd.grad(token_losses(states, labels, head=apart)[0], trained))
+    assert len(trained) == 2
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_number_of_targets_leaves_out_first_and_ignored_tokens():

@@ -1,31 +1,29 @@
-"""Run one row of the benchmark on a live model, whatever its method: decide or train, attach, measure, record; LoRA."""
+"""Run one row of the benchmark on a live model, whatever its method: decide or train, attach, measure, record."""
 
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import NotAttachedError
-from wide.evaluation.inference import SkipMeter, model_device
-from wide.methods.catalogue import Kind, Match, Method
+from wide.evaluation.inference import model_device
+from wide.methods.catalogue import Method
 from wide.methods.method import Decision, Target, dense_plan
 from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.cost import Sparsity, static_sparsity
+from wide.models.cost import SkipCounter, Sparsity, static_sparsity
 from wide.models.discovery import discover
-from wide.models.observe import forward_without_head, judging
-from wide.training.modes import own_randomness
-from wide.training.stages import recover
+from wide.models.observe import forward_without_head, judging, own_randomness
+from wide.models.sharding import require_unsharded
 
 PROVENANCE = "method"
-"""Key of the report in an attachment's provenance."""
+"""Key in an attachment's provenance of what `apply` returns."""
 # Where a number is a choice of the machine or of chance, not of the method.
 _FREE = frozenset(
     {
@@ -44,54 +42,7 @@ _FREE = frozenset(
 # Of the loss: what no original has.
 _EXTRAS = ("distillation", "ramp", "smoothing")
 _MEASURED_TOKENS, _TOKENS_PER_FORWARD = 16_384, 4_096
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MethodReport:
-    """What a row is, and what it cost: the columns of the table beside quality. Shares lie in [0, 1].
-
-    Args:
-        method: Name of the row.
-        kind: What it removes.
-        target: Wanted sparsity.
-        match: What the target counts.
-        nominal: Unweighted mean of `attention` and `ffn`.
-        attention: Mean over layers of the share of attention that is left out, in units of the method: layers, heads,
-            groups of heads, dimensions of the residual stream, or weights; skip rates are measured on calibration text.
-        ffn: The same of the FFN.
-        linear_flops: Share of the matrix-product work of all decoder layers that is saved, K and V included.
-        parameters_removed: Share of the decoder layers' parameters that are superfluous for every token; zeros count.
-        kv_cache_kept: Share of the key-value cache that remains.
-        tokens_forward: Calibration tokens through a forward only.
-        tokens_backward: Calibration tokens through a forward with backward.
-        seconds: Wall clock of deciding or training, over all parts of a resumed run, measurements left out.
-        seed: Of the row.
-        settings: The method's options.
-        deviations: Where the row differs from the method's original, a sentence each.
-        notes: JSON-ready facts of the method: scores, the order of removal, levels chosen.
-    """
-
-    method: str
-    kind: Kind
-    target: float
-    match: Match
-    nominal: float
-    attention: float
-    ffn: float
-    linear_flops: float
-    parameters_removed: float
-    kv_cache_kept: float
-    tokens_forward: int
-    tokens_backward: int
-    seconds: float
-    seed: int
-    settings: Mapping[str, Any]
-    deviations: tuple[str, ...] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return asdict(self) | {"deviations": list(self.deviations)}
+_TIMED_TOKENS = 512
 
 
 def apply(
@@ -106,11 +57,11 @@ def apply(
     output: Path | None = None,
     resume: bool = False,
     seed: int,
-) -> MethodReport:
+) -> dict[str, Any]:
     """Let a method decide or train, and leave the model attached accordingly.
 
-    Saving, LoRA (`recover_row`) and evaluation then work as for any attached model. If the method fails, the
-    model is left as it was found.
+    Saving, LoRA and evaluation then work as for any attached model. If the method fails, the model is left as it was
+    found.
 
     Args:
         model: A causal LM, nothing attached.
@@ -124,9 +75,15 @@ def apply(
         resume: Continue from the newest checkpoint in `output`.
         seed: Of everything random; the one in `settings` or `stage` does not count.
 
+    Returns:
+        What the row is and what it cost, JSON-ready. Its shares are those of `Sparsity` in units of the method (layers,
+        heads, groups of heads, dimensions of the stream, or weights), skip rates measured on calibration text; its
+        seconds are those of deciding or training, over all parts of a resumed run, measurements left out; its notes are
+        the method's facts, such as scores, the order of removal and levels chosen.
+
     Raises:
         NotAttachedError: If the model carries a plan already.
-        WideError: Whatever the method refuses.
+        WideError: Whatever the method refuses; a sharded model, where neither routers nor gates are trained.
     """
     if is_attached(model):
         raise NotAttachedError(
@@ -139,80 +96,81 @@ def apply(
         with own_randomness(model_device(model)):
             torch.manual_seed(seed)
             if method.trains:
-                decision = None
+                notes: Mapping[str, Any] = {}
                 asked = Routing(target=target, stage=stage, objective=objective or ObjectiveConfig())
                 effort, deviations = train(
                     model, method.function(), blocks, settings, asked, output=output, resume=resume
                 )
             else:
                 decision = _decide(model, method, blocks, target, settings)
-                effort, deviations = decision.effort, decision.deviations
+                effort, deviations, notes = decision.effort, decision.deviations, decision.notes
                 attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
         seconds = _now(model) - began + effort.seconds_before
         sparsity = _measure(model, blocks)
-        report = MethodReport(
-            method=method.name,
-            kind=method.kind,
-            target=target.sparsity,
-            match=target.match,
-            nominal=sparsity.mean,
-            attention=sparsity.attention,
-            ffn=sparsity.ffn,
-            linear_flops=sparsity.linear_flops_layers,
-            parameters_removed=sparsity.parameters_removed,
-            kv_cache_kept=sparsity.kv_cache_kept,
-            tokens_forward=effort.tokens_forward,
-            tokens_backward=effort.tokens_backward,
-            seconds=seconds,
-            seed=seed,
-            settings=asdict(settings),
-            deviations=(*deviations, *_changes(method, settings, stage, objective)),
-            notes={} if decision is None else decision.notes,
-        )
+        report = {
+            "method": method.name,
+            "kind": method.kind,
+            "target": target.sparsity,
+            "match": target.match,
+            "nominal": sparsity.mean,
+            "attention": sparsity.attention,
+            "ffn": sparsity.ffn,
+            "linear_flops": sparsity.linear_flops_layers,
+            "parameters_removed": sparsity.parameters_removed,
+            "kv_cache_kept": sparsity.kv_cache_kept,
+            "tokens_forward": effort.tokens_forward,
+            "tokens_backward": effort.tokens_backward,
+            "seconds": seconds,
+            "seed": seed,
+            "settings": dataclasses.asdict(settings),
+            "deviations": [*deviations, *_changes(method, settings, stage, objective)],
+            "notes": notes,
+        }
     except BaseException:
         if is_attached(model):
             detach(model)
         raise
-    attachment(model).provenance[PROVENANCE] = report.to_json()
+    attachment(model).provenance[PROVENANCE] = report
     return report
 
 
-def recover_row(
-    model: nn.Module,
-    blocks: TokenBlocks,
-    stage: RecoverConfig,
-    *,
-    output: Path | None = None,
-    resume: bool = False,
-    seed: int,
-) -> None:
-    """Train LoRA on an attached model by one recipe for all rows, stage 2 of the paper.
+def expected_time(
+    model: nn.Module, method: Method, blocks: TokenBlocks, sparsity: float, settings: Any, stage: StageConfig
+) -> str:
+    """Return in words about how long a method will run, by two forwards that are run now; empty where it cannot say.
 
-    Routers, where it has any, go on training toward the target of stage 1. What a static method pruned stays pruned.
+    Gradients count as two forwards. What solves for weights (tyr, slicegpt, sparsegpt) needs time on top.
 
     Args:
-        model: A model after `apply` or `wide.load`, trained in place; all-dense plans are welcome.
-        blocks: Training text.
-        stage: The recipe, the same for all rows of a table.
-        output: Folder for checkpoints, metrics and the adapter.
-        resume: Continue from the newest checkpoint in `output`.
-        seed: Of everything random; the one in `stage` does not count.
-
-    Raises:
-        NotAttachedError: If nothing is attached.
-        MissingExtraError: If PEFT is not installed.
-        TrainingError: If the loss is not finite.
+        model: A causal LM, nothing attached.
+        method: A row of `wide.methods.catalogue`.
+        blocks: Calibration text.
+        sparsity: To prune to.
+        settings: Of the method.
+        stage: Of methods that train routers.
     """
-    # Routers record what they were trained to minimise; without routers there is nothing to steer.
-    has_routers = "prune" in attachment(model).provenance
-    objective = None if has_routers else ObjectiveConfig(sparsity=0.0, weight=0.0)
-    stage = dataclasses.replace(stage, seed=seed)
-    recover(model, blocks, objective=objective, stage=stage, output=output, resume=resume)
+    if method.trains:
+        tokens = 3.0 * stage.num_tokens
+    elif hasattr(settings, "num_tokens"):
+        tokens = settings.num_tokens(len(discover(model)), sparsity)
+    else:
+        return ""
+    ids = blocks.batch([0]).input_ids[:, :_TIMED_TOKENS].to(model_device(model))
+    with judging(model):
+        for _ in range(2):
+            began = _now(model)
+            forward_without_head(model, ids)
+            seconds = (_now(model) - began) * tokens / ids.numel()
+    unit, size = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
+    return f"about {max(seconds / size, 1):.0f} {unit}"
 
 
 def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Target, settings: Any) -> Decision:
-    if method.kind == "dense" or not target.sparsity:
+    if method.kind == "dense":
         return Decision(plan=dense_plan(len(discover(model))))
+    if method.name != "ddp":
+        # It trains gates as others train routers, in whole forwards; the rest take the model apart.
+        require_unsharded(model, f"method {method.name}")
     decision: Decision = method.function()(model, blocks, target, settings)
     return decision
 
@@ -234,16 +192,14 @@ def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
     """Return what the attached model leaves out, on some calibration text where that depends on tokens."""
     if not attachment(model).plan.is_routed:
         return static_sparsity(model)
-    meter = SkipMeter(model)
+    counter = SkipCounter(model)
     batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
-    with judging(model), meter.watching():
+    with judging(model), counter.watching():
         for batch in blocks.in_order(batch_size, max_blocks=max(1, _MEASURED_TOKENS // blocks.sequence_length)):
             moved = batch.to(model_device(model))
             forward_without_head(model, moved.input_ids)
-            meter.add(moved.valid)
-    sparsity = meter.result()
-    assert sparsity is not None
-    return sparsity
+            counter.add_latest(moved.valid)
+    return counter.result()
 
 
 def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:

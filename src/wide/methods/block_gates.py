@@ -7,7 +7,7 @@ norms and residual connections stay the family's own.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from wide.data.progress import progress
 from wide.errors import EvaluationError, NotAttachedError, ShapeError
 from wide.evaluation.inference import model_device
-from wide.methods.calibration import num_predicted, summed_nll
+from wide.evaluation.perplexity import window_losses
+from wide.methods.calibration import num_predicted
 from wide.methods.method import Effort
 from wide.models.attach import is_attached
 from wide.models.block_spec import BlockSpec, feed_forward, standing_in
 from wide.models.discovery import discover
+from wide.models.gates import input_of
 from wide.models.observe import judging
-from wide.plan import Dense, LayerPlan, Plan, Skipped
+from wide.plan import Dense, Half, LayerPlan, Plan, Skipped
 
 KeptSets = npt.NDArray[np.bool_]
 """`[K, 2L]`, or `[2L]` for one: True where the sublayer runs."""
@@ -37,10 +39,16 @@ def whole_layers(keep: KeptSets) -> KeptSets:
     return np.repeat(keep, 2, axis=-1)
 
 
-def skipping_plan(keep: KeptSets) -> Plan:
-    """Return the plan of a kept-set `[2L]`."""
-    ran = [Dense() if kept else Skipped() for kept in keep]
-    return Plan(tuple(LayerPlan(attention=a, ffn=f) for a, f in zip(ran[::2], ran[1::2], strict=True)))
+def plan_without(removed: Iterable[int], num_layers: int) -> Plan:
+    """Return the plan that leaves some sublayers out."""
+    gone = set(removed)
+    halves: list[Half] = [Skipped() if number in gone else Dense() for number in range(2 * num_layers)]
+    return Plan(tuple(LayerPlan(attention=halves[i], ffn=halves[i + 1]) for i in range(0, 2 * num_layers, 2)))
+
+
+def both_halves(layers: Iterable[int]) -> list[int]:
+    """Return the sublayers of some layers."""
+    return [number for layer in layers for number in (2 * int(layer), 2 * int(layer) + 1)]
 
 
 @dataclass(slots=True)
@@ -107,7 +115,7 @@ class BlockGates:
         """Run the model without the sublayers that are False in `keep` `[2L]` inside the block.
 
         An attention that is left out writes no keys and values, so run forwards with `use_cache=False`; to generate,
-        attach `skipping_plan(keep)` instead.
+        attach `plan_without` them instead.
 
         Raises:
             ShapeError: If the kept-set is not of this model.
@@ -161,7 +169,8 @@ class BlockGates:
                 prefix.move_to(different[index])
                 with self._resuming(prefix), self.keeping(different[index]):
                     logits = self.model(input_ids=moved, use_cache=False).logits
-                sums[index] += summed_nll(logits, moved).to(device)
+                # A model spread over devices returns its logits on another one than it reads from.
+                sums[index] += window_losses(logits, moved.to(logits.device))[0].sum().to(device)
         self.effort.tokens_forward += len(different) * self.ids.numel()
         means: npt.NDArray[np.float64] = sums.cpu().numpy() / num_predicted(self.ids)
         return means[place.reshape(-1)]
@@ -186,7 +195,7 @@ class BlockGates:
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return torch.zeros_like(args[0] if args else kwargs["hidden_states"]), None
+    return torch.zeros_like(input_of(args, kwargs)), None
 
 
 def _no_ffn(hidden: Tensor) -> Tensor:

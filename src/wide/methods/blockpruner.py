@@ -13,8 +13,9 @@ from torch import nn
 
 from wide.data.batches import TokenBlocks
 from wide.errors import EvaluationError
-from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst
-from wide.methods.calibration import calibration_windows, json_number, perplexity
+from wide.evaluation.perplexity import exp_or_infinity
+from wide.methods.block_gates import BlockGates, plan_without, undefined_as_worst
+from wide.methods.calibration import calibration_windows, json_number
 from wide.methods.catalogue import BlockPrunerConfig
 from wide.methods.method import Decision, Target
 from wide.models.block_spec import BlockSpec
@@ -105,10 +106,9 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
         EvaluationError: If the loss is not finite.
     """
     gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
-    keep = np.ones(2 * gates.num_layers, dtype=np.bool_)
     dense, shares, found = gates.dense_nll(), shares_of_work(gates.specs), greedy_steps(gates)
     if target.match == "nominal":
-        steps = list(islice(found, round(target.sparsity * len(keep))))
+        steps = list(islice(found, round(target.sparsity * len(shares))))
     else:
         steps = closest_prefix(found, shares, target.sparsity)
     removed = [step.sublayer for step in steps]
@@ -116,14 +116,13 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
     if gates.ids.numel() < _ORIGINAL_TOKENS:
         scored = "{} windows of {} tokens".format(*gates.ids.shape)
         deviations.append(f"scored on {scored}, the original on 256 of 2048")
-    keep[removed] = False
     return Decision(
-        plan=skipping_plan(keep),
+        plan=plan_without(removed, gates.num_layers),
         effort=gates.effort,
         notes={
             "removed": [step.name for step in steps],
-            "perplexities": [json_number(perplexity(step.nll)) for step in steps],
-            "dense_perplexity": json_number(perplexity(dense)),
+            "perplexities": [json_number(exp_or_infinity(step.nll)) for step in steps],
+            "dense_perplexity": json_number(exp_or_infinity(dense)),
             "linear_flops": sum(shares[sublayer] for sublayer in removed),
         },
         deviations=tuple(deviations),

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
-from wide.evaluation.perplexity import window_losses
 from wide.methods.catalogue import Calibrated
 
 _SHORTEST_WINDOW = 2
-# exp of more overflows float64.
-_LARGEST_EXPONENT = 700.0
 
 
 def calibration_windows(blocks: TokenBlocks, settings: Calibrated) -> Tensor:
@@ -53,7 +50,7 @@ def windows(
     if length > blocks.sequence_length:
         raise ConfigError(
             f"{of_length} {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
-            f"text; pack the text with a sequence length of at least {length}, or set {of_length} to "
+            f"text; pack the text with --train.sequence_length {length} or more, or set {of_length} to "
             f"{blocks.sequence_length} or less"
         )
     per_block = blocks.sequence_length // length
@@ -72,25 +69,9 @@ def windows(
     return ids.gather(1, begins.unsqueeze(1) + torch.arange(length))
 
 
-def summed_nll(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the negative log-likelihood of all tokens but the first of each window, in nats, float64 `[]`.
-
-    Args:
-        logits: `[B, T, V]`, any dtype; turned to float32 a chunk at a time.
-        ids: The tokens that were read, int64 `[B, T]`.
-    """
-    # A model spread over devices returns its logits on another one than it reads from.
-    return window_losses(logits, ids.to(logits.device))[0].sum()
-
-
 def num_predicted(ids: Tensor) -> int:
     """Return how many tokens of windows `[N, T]` are predicted: all but the first of each."""
     return ids.shape[0] * (ids.shape[1] - 1)
-
-
-def perplexity(nll: float) -> float:
-    """Return exp(nll), infinite where that overflows or `nll` is not a number."""
-    return math.exp(nll) if nll < _LARGEST_EXPONENT else math.inf
 
 
 def json_number(value: float) -> float | None:

@@ -8,28 +8,16 @@ imports no torch, so that help and parsing are quick; a method's code is importe
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
-from wide.config import WideConfig
+from wide.config import AboveZero, NotNegative, WideConfig
 from wide.errors import ConfigError, UsageError, nearest
+from wide.schema import Between, Checked, Count, Positive, Share
 
 Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
 Match = Literal["nominal", "linear_flops"]
 """What a sparsity may count: what each method's paper does, or the matrix-product work of all decoder layers."""
 _Settings = TypeVar("_Settings", bound=type)
-
-
-class _Bound(NamedTuple):
-    """What the values of a field must be."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-_NOT_NEGATIVE = _Bound("not be negative", lambda value: value >= 0)
-_POSITIVE = _Bound("be positive", lambda value: value > 0)
-Size = Annotated[int, _Bound("be at least 1", lambda value: value >= 1)]
-"""The type of a setting that counts something of which there must be one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,23 +92,6 @@ def get(name: str) -> Method:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    """Settings whose values are checked against the types of their fields."""
-
-    def __post_init__(self) -> None:
-        """Refuse numbers out of their bounds, and words that a field's type does not list; None is fine."""
-        for field, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, field)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                words = " or ".join(repr(word) for word in get_args(hint))
-                raise ConfigError(f"{field} must be {words}, got {value!r}")
-            for kind in (hint, *get_args(hint)):
-                for bound in getattr(kind, "__metadata__", ()):
-                    if value is not None and not bound.holds(value):
-                        raise ConfigError(f"{field} must {bound.words}, got {value}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Calibrated(Checked):
     """Settings of every method that reads windows of calibration text.
 
@@ -131,10 +102,18 @@ class Calibrated(Checked):
         seed: Of the choice of windows.
     """
 
-    num_windows: Size = 128
-    window_length: Size = 2048
-    batch_size: Size = 16
+    num_windows: Positive = 128
+    window_length: Positive = 2048
+    batch_size: Positive = 16
     seed: int = 17
+
+    def forwards(self, num_layers: int, sparsity: float) -> float:
+        """Return about how often the windows run through the model; one that also runs back counts as three."""
+        return 1.0
+
+    def num_tokens(self, num_layers: int, sparsity: float) -> float:
+        """Return about how many tokens run through the model; one that also runs back counts as three."""
+        return self.forwards(num_layers, sparsity) * self.num_windows * self.window_length
 
 
 @method("dense", kind="dense", summary="the model as it is, whatever the target", source="the model's authors")
@@ -169,11 +148,15 @@ class ShortenedConfig(Calibrated):
             the layers' parameters.
     """
 
-    num_windows: Size = 10
-    window_length: Size = 128
+    num_windows: Positive = 10
+    window_length: Positive = 128
     seed: int = 1234
-    protect_first: Annotated[int, _NOT_NEGATIVE] | None = None
-    protect_last: Annotated[int, _NOT_NEGATIVE] | None = None
+    protect_first: Count | None = None
+    protect_last: Count | None = None
+
+    def forwards(self, num_layers: int, sparsity: float) -> float:
+        """Return those of one layer missing after the other; gradients cost less."""
+        return 1.0 + num_layers
 
 
 @method(
@@ -201,18 +184,22 @@ class CoopPrunerConfig(Calibrated):
         seed: Of the windows, the sets of layers and the surrogate.
     """
 
-    num_windows: Size = 10
-    window_length: Size = 128
+    num_windows: Positive = 10
+    window_length: Positive = 128
     seed: int = 1234
     strata: Literal["paper", "spanning"] = "paper"
-    num_masks: Size = 8000
-    num_contribution_masks: Size = 80_000
-    epochs: Size = 300
+    num_masks: Positive = 8000
+    num_contribution_masks: Positive = 80_000
+    epochs: Positive = 300
     learning_rate: float = 0.008
-    rate_step: Size = 100
+    rate_step: Positive = 100
     rate_decay: float = 0.1
     momentum: float = 0.9
-    surrogate_batch_size: Size = 300
+    surrogate_batch_size: Positive = 300
+
+    def forwards(self, num_layers: int, sparsity: float) -> float:
+        """Return those of all sampled sets of layers; equal ones, of few layers, are run once."""
+        return float(min(self.num_masks, 2**num_layers) + 1)
 
 
 @method(
@@ -231,8 +218,12 @@ class BlockPrunerConfig(Calibrated):
             for half of 64 sublayers, so the default is shorter.
     """
 
-    num_windows: Size = 64
-    window_length: Size = 512
+    num_windows: Positive = 64
+    window_length: Positive = 512
+
+    def forwards(self, num_layers: int, sparsity: float) -> float:
+        """Return those of all candidates of each removal."""
+        return 1.0 + sum(2 * num_layers - removed for removed in range(round(sparsity * 2 * num_layers)))
 
 
 @method(
@@ -251,7 +242,7 @@ class SliceGPTConfig(Calibrated):
     """
 
     seed: int = 42
-    round_to: Size = 8
+    round_to: Positive = 8
 
 
 @method(
@@ -293,29 +284,29 @@ class TyrConfig(Calibrated):
         seed: Of the choice of windows and of the search.
     """
 
-    num_windows: Size = 1024
-    window_length: Size = 4096
-    batch_size: Size = 4
+    num_windows: Positive = 1024
+    window_length: Positive = 4096
+    batch_size: Positive = 4
     seed: int = 0
     score: Literal["reference_signed", "paper_abs", "exact_obs"] = "reference_signed"
-    attention_rounds: Size = 1
-    ffn_rounds: Size = 16
+    attention_rounds: Positive = 1
+    ffn_rounds: Positive = 16
     damping: float = 0.01
     propagation: Literal["expected", "mean", "dense"] = "expected"
     copies_folder: str | None = None
-    iterations: Size = 4
-    levels_per_side: Size = 4
+    iterations: Positive = 4
+    levels_per_side: Positive = 4
     first_step: float = 0.125
     min_head_step: int = 1
     min_channel_step: int = 32
     generations: int = 50
     offspring: int = 128
-    max_swaps: Size = 4
+    max_swaps: Positive = 4
     stage_tokens: tuple[int, ...] = (2048, 16384, 131072)
     survivors: tuple[int, ...] = (16, 4)
     search_window_length: int = 4096
     search_batch_size: int = 4
-    top_k: Size = 8192
+    top_k: Positive = 8192
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict."""
@@ -325,6 +316,13 @@ class TyrConfig(Calibrated):
                 f"survivors {self.survivors} must have one entry fewer than stage_tokens {self.stage_tokens}: how many "
                 "mutants go on to each stage after the first"
             )
+
+    def num_tokens(self, num_layers: int, sparsity: float) -> float:
+        """Return those of making the copies and of the search; solving for the copies comes on top."""
+        copies = 2 * self.levels_per_side + 1 if self.propagation == "mean" else 1
+        mutants = zip((self.offspring, *self.survivors), self.stage_tokens, strict=True)
+        search = self.generations * sum(count * tokens for count, tokens in mutants)
+        return float(self.iterations * ((1 + copies) * self.num_windows * self.window_length + search))
 
 
 @method(
@@ -359,19 +357,19 @@ class DDPConfig(Checked):
         seed: Of the initial gates and the order of the text.
     """
 
-    steps: Size = 1000
-    batch_size: Size = 16
-    micro_batch_size: Size = 2
-    sequence_length: int | None = 2048
-    learning_rate: Annotated[float, _POSITIVE] = 2e-2
-    linear_rate: Annotated[float, _NOT_NEGATIVE] = 2e-2
-    quadratic_rate: Annotated[float, _NOT_NEGATIVE] = 0.4
-    binary_rate: Annotated[float, _NOT_NEGATIVE] = 2e-2
-    warmup: Annotated[float, _Bound("lie in [0, 1]", lambda value: 0.0 <= value <= 1.0)] = 0.1
-    distillation: Annotated[float, _NOT_NEGATIVE] = 2.0
-    midpoint_end: Annotated[float, _Bound("lie in (0, 0.5]", lambda value: 0.0 < value <= 0.5)] = 0.1
-    initial_spread: Annotated[float, _NOT_NEGATIVE] = 0.01
-    lowest: Annotated[float, _Bound("not be positive, or no gate could reach 0", lambda value: value <= 0.0)] = -0.1
+    steps: Positive = 1000
+    batch_size: Positive = 16
+    micro_batch_size: Positive = 2
+    sequence_length: Annotated[int, Between(2)] | None = 2048
+    learning_rate: AboveZero = 2e-2
+    linear_rate: NotNegative = 2e-2
+    quadratic_rate: NotNegative = 0.4
+    binary_rate: NotNegative = 2e-2
+    warmup: Share = 0.1
+    distillation: NotNegative = 2.0
+    midpoint_end: Annotated[float, Between(0, 0.5, without="low")] = 0.1
+    initial_spread: NotNegative = 0.01
+    lowest: Annotated[float, Between(high=0, hint="no gate could reach 0")] = -0.1
     export: Literal["topk_exact", "relu"] = "topk_exact"
     gradient_checkpointing: bool = False
     seed: int = 17
@@ -381,8 +379,12 @@ class DDPConfig(Checked):
         Checked.__post_init__(self)
         if self.batch_size % self.micro_batch_size:
             raise ConfigError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
-        if self.sequence_length is not None and self.sequence_length < 2:
-            raise ConfigError(f"sequence_length must be at least 2 or null, got {self.sequence_length}")
+
+    def num_tokens(self, num_layers: int, sparsity: float) -> float:
+        """Return those of training, forward and back, and of the dense model that it distils."""
+        length = self.sequence_length or DDPConfig().sequence_length
+        assert length is not None
+        return (4.0 if self.distillation else 3.0) * self.steps * self.batch_size * length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,7 +396,7 @@ class TokenRouters(Checked):
         calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
     """
 
-    router_rank: Size = 32
+    router_rank: Positive = 32
     calibrate_threshold: bool = True
 
 
@@ -443,18 +445,12 @@ class SkipGPTOriginalConfig(Checked):
     """
 
     router_form: Literal["mlp", "linear"] = "mlp"
-    router_rank: Size | None = None
+    router_rank: Positive | None = None
     router_init: Literal["kaiming", "uniform"] = "kaiming"
-    weight: Annotated[float, _NOT_NEGATIVE] = 20.0
-    temperature_start: float = 5.0
-    temperature_end: float = 1.0
+    weight: NotNegative = 20.0
+    temperature_start: AboveZero = 5.0
+    temperature_end: AboveZero = 1.0
     calibrate_threshold: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that no router has."""
-        Checked.__post_init__(self)
-        if not (self.temperature_start > 0.0 and self.temperature_end > 0.0):
-            raise ConfigError(f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}")
 
 
 @method(
@@ -493,13 +489,13 @@ class DLLMOriginalConfig(TokenRouters):
             nominal, as the original's, and of matrix-product work under match=linear_flops.
     """
 
-    router_rank: Size = 512
-    dense_layers: Annotated[int, _NOT_NEGATIVE] = 2
-    first_tokens: Annotated[int, _NOT_NEGATIVE] = 2
+    router_rank: Positive = 512
+    dense_layers: Count = 2
+    first_tokens: Count = 2
     evict: bool = True
-    temperature: Annotated[float, _POSITIVE] = 1.0
+    temperature: AboveZero = 1.0
     penalty: Literal["mean", "token"] = "mean"
-    weight: Annotated[float, _NOT_NEGATIVE] = 5.0
+    weight: NotNegative = 5.0
 
 
 @method(
@@ -538,9 +534,13 @@ class WandaConfig(Calibrated):
         pattern: 'unstructured', or 'N:M' to keep N of every M consecutive inputs; the target must then be 1 - N/M.
     """
 
-    batch_size: Size = 8
+    batch_size: Positive = 8
     seed: int = 0
     pattern: str = "unstructured"
+
+    def forwards(self, num_layers: int, sparsity: float) -> float:
+        """Return those of each layer as it is and as it is pruned."""
+        return 2.0
 
 
 @method(
@@ -560,8 +560,12 @@ class SparseGPTConfig(Calibrated):
         block_size: Columns whose zeros are chosen together.
     """
 
-    batch_size: Size = 8
+    batch_size: Positive = 8
     seed: int = 0
     pattern: str = "unstructured"
     damping: float = 0.01
-    block_size: Size = 128
+    block_size: Positive = 128
+
+    def forwards(self, num_layers: int, sparsity: float) -> float:
+        """Return those of each layer as it is and as it is pruned."""
+        return 2.0

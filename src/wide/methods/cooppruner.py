@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import EvaluationError
-from wide.methods.block_gates import BlockGates, KeptSets, skipping_plan, whole_layers
-from wide.methods.calibration import calibration_windows, json_number, perplexity
+from wide.evaluation.perplexity import exp_or_infinity
+from wide.methods.block_gates import BlockGates, KeptSets, both_halves, plan_without, whole_layers
+from wide.methods.calibration import calibration_windows, json_number
 from wide.methods.catalogue import CoopPrunerConfig
 from wide.methods.method import Decision, Target
 from wide.models.discovery import discover
@@ -92,32 +93,10 @@ def finite_pairs(kept: KeptSets, utilities: npt.NDArray[np.float64]) -> tuple[Ke
     return kept[finite], utilities[finite]
 
 
-class Surrogate(nn.Module):
-    """Predicts the utility of a set of layers: L -> 2L -> 1, CELU inside, a sigmoid at the end.
+def fit_surrogate(kept: KeptSets, utilities: npt.NDArray[np.float64], settings: CoopPrunerConfig) -> nn.Module:
+    """Return a surrogate fitted to measured utilities, a `Utility` in float32 on the CPU; the seed decides it.
 
-    Args:
-        num_layers: L.
-        generator: Of the initial weights, uniform within 1 / sqrt(inputs).
-    """
-
-    def __init__(self, num_layers: int, generator: torch.Generator) -> None:
-        """Draw the weights."""
-        super().__init__()
-        # Their own initial weights would come from the global generator, which is the caller's.
-        self.hidden = nn.utils.skip_init(nn.Linear, num_layers, 2 * num_layers)
-        self.output = nn.utils.skip_init(nn.Linear, 2 * num_layers, 1)
-        for linear in (self.hidden, self.output):
-            bound = linear.in_features**-0.5
-            for parameter in linear.parameters():
-                nn.init.uniform_(parameter, -bound, bound, generator=generator)
-
-    def forward(self, kept: Tensor) -> Tensor:
-        """Return the utility `[K]` of sets `[K, L]` of zeros and ones, float32."""
-        return torch.sigmoid(self.output(F.celu(self.hidden(kept)))).squeeze(-1)
-
-
-def fit_surrogate(kept: KeptSets, utilities: npt.NDArray[np.float64], settings: CoopPrunerConfig) -> Surrogate:
-    """Return a surrogate fitted to measured utilities, float32 on the CPU; the seed decides it.
+    It is L -> 2L -> 1, CELU inside, a sigmoid at the end, and begins uniform within 1 / sqrt(inputs).
 
     Args:
         kept: Sets of kept layers, `[K, L]`.
@@ -127,7 +106,14 @@ def fit_surrogate(kept: KeptSets, utilities: npt.NDArray[np.float64], settings: 
     generator = torch.Generator().manual_seed(settings.seed)
     inputs = torch.from_numpy(kept.astype(np.float32))
     wanted = torch.from_numpy(utilities.astype(np.float32))
-    surrogate = Surrogate(inputs.shape[1], generator)
+    # Their own initial weights would come from the global generator, which is the caller's.
+    layers = kept.shape[1]
+    first, second = (nn.utils.skip_init(nn.Linear, *sizes) for sizes in ((layers, 2 * layers), (2 * layers, 1)))
+    for linear in (first, second):
+        for parameter in linear.parameters():
+            bound = linear.in_features**-0.5
+            nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    surrogate = nn.Sequential(first, nn.CELU(), second, nn.Sigmoid(), nn.Flatten(0))
     optimizer = torch.optim.SGD(surrogate.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, settings.rate_step, settings.rate_decay)
     with torch.enable_grad():
@@ -186,9 +172,8 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Coop
     """
     num_layers = len(discover(model))
     count = round(target.sparsity * num_layers)
-    keep = np.ones(num_layers, dtype=np.bool_)
     if count == 0:
-        return Decision(plan=skipping_plan(whole_layers(keep)))
+        return Decision(plan=plan_without((), num_layers))
     gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
     strata = removed_counts(num_layers, count, settings.strata)
     generator = np.random.default_rng(settings.seed)
@@ -200,9 +185,8 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Coop
     others = sample_kept_layers(num_layers, strata, settings.num_contribution_masks, generator)
     values = contributions(surrogate, others)
     order = np.argsort(values, kind="stable")
-    keep[order[:count]] = False
     return Decision(
-        plan=skipping_plan(whole_layers(keep)),
+        plan=plan_without(both_halves(order[:count]), num_layers),
         effort=gates.effort,
         notes={
             "removed": order[:count].tolist(),
@@ -211,7 +195,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Coop
             "strata": strata,
             "undefined_utilities": len(measured) - len(utilities),
             "surrogate_fit": explained_variance(surrogate, sets, utilities),
-            "dense_perplexity": json_number(perplexity(dense)),
+            "dense_perplexity": json_number(exp_or_infinity(dense)),
         },
         deviations=_deviations(settings, count, strata, num_layers),
     )

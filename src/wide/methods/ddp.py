@@ -306,7 +306,7 @@ def _text(blocks: TokenBlocks, settings: DDPConfig) -> TokenBlocks:
     if length > blocks.sequence_length:
         raise ConfigError(
             f"sequence_length {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
-            f"text; pack the text with a sequence length of at least {length}, or set sequence_length to null or to "
+            f"text; pack the text with --train.sequence_length {length} or more, or set sequence_length to null or to "
             f"{blocks.sequence_length} or less"
         )
     return blocks.cut(length, seed=settings.seed)

@@ -6,15 +6,14 @@ The model's own forward is run just far enough to see with which arguments it ca
 masks, rotary embeddings); from then on layers are called alone. No family is known by name.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from wide.errors import DataError
 from wide.models.block_spec import BlockSpec
@@ -80,7 +79,9 @@ class LayerRunner:
             if known or len(calls) == len(self.specs):
                 raise _Stopped
 
-        with _hooks([spec.layer.register_forward_pre_hook(note, with_kwargs=True) for spec in self.specs]):
+        with ExitStack() as hooks:
+            for spec in self.specs:
+                hooks.enter_context(spec.layer.register_forward_pre_hook(note, with_kwargs=True))
             _run_until_stopped(lambda: model(input_ids=ids, use_cache=False))
         if not known:
             self._calls[len(ids)] = calls
@@ -103,7 +104,7 @@ class LayerRunner:
             seen.append(_first_argument(args, kwargs))
             raise _Stopped
 
-        with _hooks([module.register_forward_pre_hook(stop, with_kwargs=True)]):
+        with module.register_forward_pre_hook(stop, with_kwargs=True):
             _run_until_stopped(lambda: self.call(index, batch))
         return seen[0]
 
@@ -117,7 +118,9 @@ class LayerRunner:
 
             return hook
 
-        with _hooks([m.register_forward_pre_hook(show(seer), with_kwargs=True) for m, seer in observers.items()]):
+        with ExitStack() as hooks:
+            for module, observer in observers.items():
+                hooks.enter_context(module.register_forward_pre_hook(show(observer), with_kwargs=True))
             for batch in range(len(self.inputs)):
                 self.call(index, batch)
 
@@ -125,15 +128,6 @@ class LayerRunner:
         """Run layer `index` on all micro-batches; its outputs become the inputs of the next layer."""
         for batch in range(len(self.inputs)):
             self.inputs[batch] = self.call(index, batch)
-
-
-@contextmanager
-def _hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _run_until_stopped(forward: Callable[[], object]) -> None:

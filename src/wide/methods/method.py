@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
@@ -13,10 +13,11 @@ from wide.methods.catalogue import Match
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.cost import costs
 from wide.plan import Dense, LayerPlan, Plan, Routed
+from wide.schema import Between, Checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Target(Checked):
     """How much is to be pruned.
 
     Args:
@@ -29,15 +30,8 @@ class Target:
         ConfigError: If the share is out of its range.
     """
 
-    sparsity: float
+    sparsity: Annotated[float, Between(0, 1, "high", "0.5 prunes half")]
     match: Match = "nominal"
-
-    def __post_init__(self) -> None:
-        """Refuse what no method can reach."""
-        if not 0.0 <= self.sparsity < 1.0:
-            raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 prunes half")
-        if self.match not in get_args(Match):
-            raise ConfigError(f"match must be 'nominal' or 'linear_flops', got {self.match!r}")
 
 
 @dataclass(slots=True)
@@ -86,6 +80,28 @@ def dense_plan(num_layers: int) -> Plan:
     return Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in range(num_layers)))
 
 
+def sublayer_plan(specs: Sequence[BlockSpec], **router: Any) -> Plan:
+    """Return the plan in which every sublayer is one group with a router of its own.
+
+    Args:
+        specs: Parts of the decoder layers; an FFN that cannot be routed stays dense.
+        router: Fields of `Routed` but the grouping.
+    """
+
+    def routed(width: int) -> Routed:
+        return Routed(grouping=Grouping.whole(width), **router)
+
+    return Plan(
+        tuple(
+            LayerPlan(
+                attention=routed(spec.attention.query_width),
+                ffn=Dense() if spec.ffn is None else routed(spec.ffn.width),
+            )
+            for spec in specs
+        )
+    )
+
+
 def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:
     """Return the FLOP of a token in matrix products of all layers: those that a plan routes or prunes, and all."""
     layers = costs(specs, plan, 0).layers
@@ -128,14 +144,7 @@ def width_share(specs: Sequence[BlockSpec], target: Target) -> float:
         ConfigError: If the target cannot be reached by pruning heads and channels; the message gives the largest one.
         UnsupportedModelError: If a layer has no FFN that can be pruned.
     """
-
-    def whole(width: int) -> Routed:
-        return Routed(grouping=Grouping.whole(width), rank=1)
-
-    plan = Plan(
-        tuple(
-            LayerPlan(attention=whole(spec.attention.query_width), ffn=whole(feed_forward(spec).width))
-            for spec in specs
-        )
-    )
+    for spec in specs:
+        feed_forward(spec)
+    plan = sublayer_plan(specs, rank=1)
     return share_of_routed(specs, plan, target, "pruning query heads and FFN channels, because K and V stay dense")

@@ -15,10 +15,8 @@ from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
 from wide.methods.catalogue import WideMethodConfig
 from wide.methods.method import Effort, Target, share_of_routed
-from wide.models.adapter import save
 from wide.models.attach import attach, attachment, plan_for
 from wide.models.block_spec import BlockSpec
-from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.router import Router
 from wide.plan import Plan
@@ -74,8 +72,6 @@ def train(
 ) -> tuple[Effort, tuple[str, ...]]:
     """Attach routers, train them in place until the model skips the target, and set their threshold.
 
-    A target of 0 is reached without training: every router executes everything.
-
     Args:
         model: A Hugging Face causal LM with nothing attached.
         route: The method.
@@ -101,8 +97,6 @@ def train(
     config = wanted.config
     plan = config if isinstance(config, Plan) else plan_for(config, specs)
     objective = objective_for(specs, plan, wanted.target, wanted.objective, uniform=wanted.uniform)
-    if not asked.target.sparsity:
-        return _execute_everything(model, config, output), wanted.deviations
     if wanted.initialise is not None:
         attach(model, config)
         for router in attachment(model).routers():
@@ -144,17 +138,6 @@ def objective_for(
         "include_fixed": False,
     }
     return dataclasses.replace(objective, **changes)
-
-
-def _execute_everything(model: nn.Module, config: WideConfig | Plan, output: str | Path | None) -> Effort:
-    if isinstance(config, WideConfig):
-        # Neither changes what a model does that executes everything.
-        config = dataclasses.replace(config, ffn_grouping="adjacent", router_start="random")
-    attach(model, config)
-    set_sparsity(model, 0.0)
-    if output is not None:
-        save(model, Path(output) / "adapter")
-    return Effort()
 
 
 def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:

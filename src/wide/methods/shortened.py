@@ -17,7 +17,7 @@ from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, EvaluationError, UnsupportedModelError
 from wide.evaluation.inference import model_device
-from wide.methods.block_gates import BlockGates, skipping_plan, undefined_as_worst, whole_layers
+from wide.methods.block_gates import BlockGates, both_halves, plan_without, undefined_as_worst, whole_layers
 from wide.methods.calibration import calibration_windows, json_number, num_predicted
 from wide.methods.catalogue import ShortenedConfig
 from wide.methods.method import Decision, Target
@@ -88,8 +88,18 @@ def taylor_scores(gates: BlockGates) -> Scores:
     """
     model, batches = gates.model, gates.ids.split(gates.batch_size)
     device, predicted = model_device(model), num_predicted(gates.ids)
-    products = [_Products(spec, whole=len(batches) == 1) for spec in gates.specs]
-    with judging(model), torch.enable_grad(), _layer_gradients(model, products):
+    sums: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        product = parameter.float() * parameter.grad.float()
+        parameter.grad = None
+        if len(batches) == 1:
+            product = product.abs().sum(dtype=torch.float64)
+        sums[parameter] = sums[parameter] + product if parameter in sums else product
+
+    with judging(model), torch.enable_grad(), _layer_gradients(model, gates.specs, take):
         for batch in progress(batches, title="shortened-taylor: gradients", unit="backward"):
             moved = batch.to(device)
             logits = model(input_ids=moved, use_cache=False).logits
@@ -97,7 +107,8 @@ def taylor_scores(gates: BlockGates) -> Scores:
             (loss / predicted).backward()
     gates.effort.tokens_forward += gates.ids.numel()
     gates.effort.tokens_backward += gates.ids.numel()
-    scores = np.array([layer.score() for layer in products], dtype=np.float64)
+    totals = {parameter: float(total.abs().sum(dtype=torch.float64)) for parameter, total in sums.items()}
+    scores = np.array([sum(totals.get(p, 0.0) for p in spec.layer.parameters()) for spec in gates.specs])
     if not np.isfinite(scores).all():
         bad = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise EvaluationError(
@@ -107,48 +118,25 @@ def taylor_scores(gates: BlockGates) -> Scores:
     return scores
 
 
-class _Products:
-    """|W * dL/dW| of the parameters of one layer: the sum alone if a single backward gives the whole gradient."""
-
-    def __init__(self, spec: BlockSpec, *, whole: bool) -> None:
-        self.parameters = list(spec.layer.parameters())
+@contextmanager
+def _layer_gradients(model: nn.Module, specs: Sequence[BlockSpec], take: Callable[[Tensor], None]) -> Iterator[None]:
+    """Let exactly the layers' parameters have gradients, each shown to `take`; put everything back afterwards."""
+    for spec in specs:
         for name, parameter in spec.layer.named_parameters():
             if not parameter.is_floating_point():
                 raise UnsupportedModelError(
                     f"layer {spec.index}: {name} is {parameter.dtype} and has no gradient, which the Taylor score "
                     "needs; load the model in bfloat16 or float32"
                 )
-        self._whole = whole
-        self._sums: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, parameter: Tensor) -> None:
-        """Read the gradient of a parameter, and drop it."""
-        assert parameter.grad is not None
-        product = parameter.float() * parameter.grad.float()
-        parameter.grad = None
-        if self._whole:
-            product = product.abs().sum(dtype=torch.float64)
-        self._sums[parameter] = self._sums[parameter] + product if parameter in self._sums else product
-
-    def score(self) -> float:
-        """Return the sum over all parameters of the layer."""
-        return float(sum(float(total.abs().sum(dtype=torch.float64)) for total in self._sums.values()))
-
-
-@contextmanager
-def _layer_gradients(model: nn.Module, layers: Sequence[_Products]) -> Iterator[None]:
-    """Let exactly the layers' parameters have gradients, each handed to its layer; put everything back afterwards."""
     before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     handles = []
     try:
         for parameter, _, _ in before:
             parameter.grad = None
             parameter.requires_grad_(False)
-        for layer in layers:
-            for parameter in layer.parameters:
-                parameter.requires_grad_(True)
-                handles.append(parameter.register_post_accumulate_grad_hook(layer.take))
+        for parameter in (parameter for spec in specs for parameter in spec.layer.parameters()):
+            handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)
+            handles.append(handle)
         yield
     finally:
         for handle in handles:
@@ -200,10 +188,8 @@ def _decide(
     scores = score(gates)
     order = removal_order(scores)
     removed = removed_layers(order, protected, count)
-    keep = np.ones(gates.num_layers, dtype=np.bool_)
-    keep[removed] = False
     return Decision(
-        plan=skipping_plan(whole_layers(keep)),
+        plan=plan_without(both_halves(removed), gates.num_layers),
         effort=gates.effort,
         notes={
             "removed": removed,

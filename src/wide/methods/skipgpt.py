@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from wide.grouping import Grouping
 from wide.methods.catalogue import SkipGPTConfig, SkipGPTOriginalConfig
+from wide.methods.method import sublayer_plan
 from wide.methods.routed import Routing
 from wide.models.block_spec import BlockSpec
 from wide.models.router import Router
-from wide.plan import Dense, Half, LayerPlan, Plan, Routed, RouterForm, RouterInput
 
 _DEFAULT_RANK_SHARE = 4
 
@@ -23,7 +22,7 @@ def route(specs: Sequence[BlockSpec], settings: SkipGPTConfig, asked: Routing) -
     """Return the row of the WIDE paper: bottleneck routers on the residual stream that each sublayer reads."""
     return dataclasses.replace(
         asked,
-        config=sublayer_plan(specs, rank=settings.router_rank, router_input="residual", form="bottleneck"),
+        config=sublayer_plan(specs, rank=settings.router_rank, router_input="residual", bias=True),
         uniform=settings.uniform,
         deviations=(
             f"routers are linear bottlenecks of rank {settings.router_rank}, the original's are MLPs",
@@ -42,7 +41,7 @@ def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, 
     rank = settings.router_rank or max(specs[0].hidden_size // _DEFAULT_RANK_SHARE, 1)
     return dataclasses.replace(
         asked,
-        config=sublayer_plan(specs, rank=rank, router_input="layer_input", form=settings.router_form),
+        config=sublayer_plan(specs, rank=rank, router_input="layer_input", bias=True, form=settings.router_form),
         stage=dataclasses.replace(
             asked.stage,
             temperature_start=settings.temperature_start,
@@ -65,27 +64,3 @@ def _initialise_uniformly(router: Router) -> None:
             bound = weight.shape[1] ** -0.5
             weight.uniform_(-bound, bound)
             bias.uniform_(-bound, bound)
-
-
-def sublayer_plan(specs: Sequence[BlockSpec], *, rank: int, router_input: RouterInput, form: RouterForm) -> Plan:
-    """Return the plan in which every sublayer is one group with a router of its own.
-
-    Args:
-        specs: Parts of the decoder layers; an FFN that cannot be routed stays dense.
-        rank: Width of the routers.
-        router_input: What both routers of a layer read.
-        form: What the routers are made of; all have a bias.
-    """
-
-    def routed(width: int) -> Half:
-        return Routed(grouping=Grouping.whole(width), rank=rank, router_input=router_input, bias=True, form=form)
-
-    return Plan(
-        tuple(
-            LayerPlan(
-                attention=routed(spec.attention.query_width),
-                ffn=Dense() if spec.ffn is None else routed(spec.ffn.width),
-            )
-            for spec in specs
-        )
-    )

@@ -16,7 +16,7 @@ FFN is not cut, its output keeps all D dimensions. Cutting the weights physicall
 Source: Ashkboos et al., "SliceGPT: Compress Large Language Models by Deleting Rows and Columns", ICLR 2024.
 """
 
-import copy
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
-from wide.errors import ConfigError, UnsupportedModelError
+from wide.errors import ConfigError
+from wide.materialisation.stream import norm_scales
 from wide.methods.calibration import calibration_windows
 from wide.methods.catalogue import SliceGPTConfig
 from wide.methods.layer_runner import LayerRunner
@@ -37,8 +38,6 @@ from wide.models.plan_check import check_plan
 from wide.models.stream import project
 from wide.plan import Plan, Stream
 
-# Far above the rounding of bfloat16, far below the spread of gains that subtracting a mean or adding a bias makes.
-_GAIN_TOLERANCE = 0.03
 _DEVIATIONS = (
     "calibrated on the benchmark's corpus, the original on WikiText-2 or Alpaca",
     "the mean of each embedding is not subtracted: under RMSNorm that would change the model's function",
@@ -106,7 +105,10 @@ def kept_dimensions(specs: Sequence[BlockSpec], target: Target, round_to: int) -
         )
     if target.match == "nominal":
         return choices[-1]
-    return min(choices, key=lambda kept: abs(removed_share(specs, kept) - target.sparsity))
+    # The wider the stream, the less is removed.
+    place = bisect_left(choices, -target.sparsity, key=lambda kept: -removed_share(specs, kept))
+    near = choices[max(place - 1, 0) : place + 1]
+    return min(near, key=lambda kept: abs(removed_share(specs, kept) - target.sparsity))
 
 
 def stream_bases(
@@ -166,22 +168,7 @@ def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
     # Before there are bases: on the meta device only the structure is looked at.
     check_plan(plan, specs, {name: torch.empty(size, device="meta") for name, size in plan.tensor_shapes().items()})
     for spec in specs:
-        _check_norm(spec, spec.attention.pre_norm)
-        _check_norm(spec, feed_forward(spec).pre_norm)
-
-
-def _check_norm(spec: BlockSpec, norm: nn.Module | None) -> None:
-    assert norm is not None
-    device = next(spec.layer.parameters()).device
-    probe = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(device) + 1.0
-    with torch.no_grad():
-        gains = copy.deepcopy(norm).float()(probe) * probe.square().mean(-1, keepdim=True).sqrt() / probe
-    # x / rms(x) times one gain per channel, and no bias: the same gains whatever the input.
-    if not torch.allclose(gains, gains[:1].expand_as(gains), rtol=_GAIN_TOLERANCE, atol=1e-3):
-        raise UnsupportedModelError(
-            f"layer {spec.index}: {type(norm).__name__} is no RMSNorm, and only that commutes with rotations of the "
-            "stream; choose a method of another kind"
-        )
+        norm_scales(spec)
 
 
 def principal_basis(signals: Sequence[Tensor], kept: int) -> tuple[Tensor, float]:

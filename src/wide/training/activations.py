@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBatch
 from wide.data.progress import progress
-from wide.models.observe import judging
+from wide.models.observe import forward_without_head, judging
 
 K = TypeVar("K")
 # What all processes of one machine hold at a time; more modules take more passes.
@@ -43,11 +43,8 @@ def counting(model: nn.Module, counts: TokensRead) -> Iterator[None]:
         else:
             counts.forward += read
 
-    handle = getattr(model, "base_model", model).register_forward_pre_hook(count, with_kwargs=True)
-    try:
+    with getattr(model, "base_model", model).register_forward_pre_hook(count, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def read_inputs(
@@ -79,14 +76,13 @@ def read_inputs(
         return hook
 
     device = next(model.parameters()).device
-    decoder = getattr(model, "base_model", model)
     with ExitStack() as hooks, judging(model):
         for key, module in modules.items():
-            hooks.callback(module.register_forward_pre_hook(watch(key), with_kwargs=True).remove)
+            hooks.enter_context(module.register_forward_pre_hook(watch(key), with_kwargs=True))
         for batch in progress(batches, title=title, unit="batch"):
             valid.append(batch.valid.flatten())
             moved = batch.to(device)
-            decoder(input_ids=moved.input_ids, attention_mask=moved.attention_mask(), use_cache=False)
+            forward_without_head(model, moved.input_ids, moved.attention_mask())
     # One after the other: all of the pieces beside all of the wholes would be twice the memory.
     return {key: torch.cat(found.pop(key)) for key in list(found)}
 

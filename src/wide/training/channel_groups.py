@@ -22,6 +22,7 @@ from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
 from wide.models.regroup import order_name
+from wide.models.sharding import whole
 from wide.plan import Plan, Routed
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
 from wide.training.parallel import DataParallel
@@ -66,24 +67,29 @@ def cluster_channels(
             wanted[spec.index] = spec.ffn, layer.ffn.grouping.num_groups
     tokens = sum(int(batch.valid.sum()) for batch in batches)
     orders: dict[int, Tensor] = {}
-    own = list(wanted)[parallel.rank :: parallel.world]
-    for indices in in_passes({i: wanted[i][0].width * tokens * BYTES_PER_ACTIVATION for i in own}):
-        modules = {index: wanted[index][0].down for index in indices}
-        inputs = read_inputs(model, modules, batches, title="activations of the FFNs")
-        for index in progress(indices, title="clustering channels", unit="layer"):
-            ffn, num_groups = wanted[index]
-            energy = _energy(thinned(inputs.pop(index)), ffn.down)
-            orders[index] = channel_order(energy, num_groups=num_groups, skipped=skipped, seed=seed)
-    for place, (index, (ffn, _)) in enumerate(wanted.items()):
-        order = orders.get(index, torch.empty(ffn.width, dtype=torch.int64)).to(parallel.device)
-        parallel.broadcast([order], source=place % parallel.world)
-        orders[index] = order.cpu()
+    # Passes of all processes together: each must run the model as often as the others.
+    sizes = {i: wanted[i][0].width * tokens * BYTES_PER_ACTIVATION // parallel.world for i in wanted}
+    for indices in in_passes(sizes):
+        own = indices[parallel.rank :: parallel.world]
+        inputs = read_inputs(model, {i: wanted[i][0].down for i in own}, batches, title="activations of the FFNs")
+        columns = {i: _column_sizes(wanted[i][0].down) for i in indices}
+        for index in progress(own, title="clustering channels", unit="layer"):
+            energy = _energy(thinned(inputs.pop(index)), columns[index])
+            orders[index] = channel_order(energy, num_groups=wanted[index][1], skipped=skipped, seed=seed)
+        for place, index in enumerate(indices):
+            order = orders.get(index, torch.empty(wanted[index][0].width, dtype=torch.int64)).to(parallel.device)
+            parallel.broadcast([order], source=place % parallel.world)
+            orders[index] = order.cpu()
     return {order_name(index): orders[index] for index in wanted}
 
 
-def _energy(activations: Tensor, down: Any) -> Tensor:
+def _column_sizes(down: Any) -> Tensor:
+    """Return the norm of what each channel is multiplied by, float32 `[F]`."""
+    return whole(down.weight.detach()).float().norm(dim=0)
+
+
+def _energy(activations: Tensor, columns: Tensor) -> Tensor:
     """Return the squared size of what each channel adds to the output, float32 `[tokens, F]`."""
-    columns = down.weight.detach().float().norm(dim=0)
     return torch.square(activations.to(columns.device).float() * columns)
 
 

@@ -11,10 +11,8 @@ name. Random numbers need no state: every step seeds its own noise, and its data
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 
 from wide.errors import ConfigError, TrainingError
 from wide.models.lora import copy_strictly
+from wide.writing import whole_folder
 
 _PARAMETERS, _OPTIMIZER, _MANIFEST = "parameters.safetensors", "optimizer.safetensors", "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -100,19 +99,11 @@ class CheckpointFolder:
         }
         files[_MANIFEST] = (json.dumps(manifest, indent=2) + "\n").encode()
         target = self.path / f"step-{step:08d}"
-        temporary = None
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.path))
-            for name, content in files.items():
-                _write_through(temporary / name, content)
-            if target.exists():
-                _delete(target)
-            temporary.rename(target)
-            _sync_folder(self.path)
+            with whole_folder(target) as folder:
+                for name, content in files.items():
+                    (folder / name).write_bytes(content)
         except OSError as error:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
             raise TrainingError(
                 f"the checkpoint of step {step} cannot be written to {self.path} ({error}); {self.describe_last()}. "
                 "Free some space and start again with resume"
@@ -136,7 +127,7 @@ class CheckpointFolder:
     def remove_unfinished(self) -> None:
         """Delete what a crash left of checkpoints that were being written."""
         if self.path.is_dir():
-            for folder in self.path.glob(".writing-*"):
+            for folder in self.path.glob(".step-*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def describe_last(self) -> str:
@@ -192,21 +183,6 @@ def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def _write_through(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _delete(folder: Path) -> None:

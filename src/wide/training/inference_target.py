@@ -6,9 +6,9 @@ than half a point, the calibrated one takes its place. A target for attention an
 """
 
 import warnings
+from itertools import groupby
 from typing import Any
 
-import torch
 from torch import nn
 
 from wide.config import ObjectiveConfig
@@ -23,6 +23,8 @@ from wide.training.text_source import read_batches
 # Of the tokens that the stage read, one in so many is read again to calibrate, within these bounds.
 _SHARE = 32
 _MIN_TOKENS, _MAX_TOKENS = 4_096, 65_536
+# Tokens of a forward at least: a micro-batch of training is chosen for a backward, and may be very small.
+_TOKENS_PER_FORWARD = 2_048
 _TOLERANCE = 0.005
 
 
@@ -40,7 +42,7 @@ def meet_target(
 
     Args:
         model: An attached model.
-        batches: Calibration text, the same on all processes.
+        batches: Calibration text; of several processes that of the first counts.
         objective: Whose target is to be met.
         adjust: Whether the thresholds are chosen here, 0 or what meets the target; otherwise they stay as they are.
         parallel: The processes of the run; all end with the thresholds of the first.
@@ -59,9 +61,10 @@ def meet_target(
         if adjust:
             thresholds = _chosen(model, batches, objective, argmax, (dial[0][0], dial[-1][0]))
         reached = measure_sparsity(model, batches, thresholds, **counted) if any(thresholds) else argmax
+    # In one go: where processes have text of their own, their tables may be of different lengths.
+    thresholds, attachment(model).dial = parallel.agree((thresholds, dial))
     for router, threshold in zip(routers, thresholds, strict=True):
-        router.threshold = _agree(threshold, parallel)
-    attachment(model).dial = [(_agree(s, parallel), _agree(t, parallel)) for s, t in dial]
+        router.threshold = threshold
     return {
         **counted,
         "tokens": sum(int(batch.valid.sum()) for batch in batches),
@@ -110,17 +113,17 @@ def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micr
         source: What the stage read.
         step: Steps that it ran.
         batch_size: Sequences that each of them read.
-        micro_batch_size: Sequences in a piece.
+        micro_batch_size: Sequences in a piece; of short ones more.
     """
     read = step * source.batch_at(step, batch_size=batch_size).input_ids.numel()
     tokens = min(max(read // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
-    return read_batches(
+    pieces = read_batches(
         source, batch_size=batch_size, micro_batch_size=micro_batch_size, tokens=tokens, step=step, whole=True
     )
-
-
-def _agree(value: float, parallel: DataParallel) -> float:
-    """Return the first process's number."""
-    agreed = torch.tensor(value, dtype=torch.float64, device=parallel.device)
-    parallel.broadcast([agreed])
-    return float(agreed)
+    joined: list[TokenBatch] = []
+    # Steps of a source may be of different lengths.
+    for _, alike in groupby(pieces, key=lambda piece: piece.input_ids.shape[1]):
+        same = list(alike)
+        count = max(1, _TOKENS_PER_FORWARD // same[0].input_ids.numel())
+        joined += [TokenBatch.joined(same[begin : begin + count]) for begin in range(0, len(same), count)]
+    return joined

@@ -3,17 +3,29 @@
 Also a rehearsal of what runs until it reads text.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from wide.data.progress import without_bars
-from wide.errors import ConfigError
 from wide.models.attach import attachment
+from wide.models.block_spec import BlockSpec, standing_in
+from wide.models.gates import gate_of
+from wide.models.router import Router, RoutingControl
+from wide.models.sharding import is_sharded
+from wide.routing import LayerRouting
+
+_CHECKPOINTING = "gradient_checkpointing"
+# Kinds of layers in a model, times padded or not and the like; torch allows 8.
+_GRAPHS = 64
+# Parameters of a layer below which the host would be the bound: 0.5 ms of a GPU at 16,000 tokens and 6 million.
+_SMALL_LAYER = 32_000_000
 
 
 def trainable_parameters(model: nn.Module, *, routers: bool) -> dict[str, nn.Parameter]:
@@ -26,15 +38,9 @@ def trainable_parameters(model: nn.Module, *, routers: bool) -> dict[str, nn.Par
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random state, on the CPU and on this device, as it was."""
-    # Without a list, torch saves the state of every GPU of the host, and warns about it.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-
-
-@contextmanager
-def training_mode(model: nn.Module, *, routers: bool, gradient_checkpointing: bool) -> Iterator[None]:
+def training_mode(
+    model: nn.Module, *, routers: bool, gradient_checkpointing: bool, compile: bool = False
+) -> Iterator[None]:
     """Freeze all but routers and LoRA, and put only these into training mode; everything is put back afterwards.
 
     The base stays in evaluation mode, so that dropout it may have is off: it is frozen and has nothing to regularise.
@@ -42,31 +48,37 @@ def training_mode(model: nn.Module, *, routers: bool, gradient_checkpointing: bo
     Args:
         model: An attached model.
         routers: Whether the routers are trained; otherwise they decide as at inference.
-        gradient_checkpointing: Whether layers are recomputed in the backward, never in the reentrant form.
-
-    Raises:
-        ConfigError: If reentrant checkpointing is on already, or the model cannot be checkpointed.
+        gradient_checkpointing: Whether layers are recomputed in the backward.
+        compile: Whether layers are compiled.
     """
     flags = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in trainable_parameters(model, routers=routers).values()}
     model.eval()
+    casting: list[Any] = []
+    if not isinstance(forward_precision(model), nullcontext):
+        # PEFT would make a float32 copy of every input, which the product turns back at once.
+        casting = [module for module in model.modules() if getattr(module, "cast_input_dtype_enabled", False)]
     for name, module in model.named_modules():
         if name.endswith("lora_dropout"):
             module.train()
+    for module in casting:
+        module.cast_input_dtype_enabled = False
     if routers:
         for router in attachment(model).routers():
             router.train()
     for parameter, _ in gradients:
         parameter.requires_grad_(id(parameter) in chosen)
     try:
-        with recomputation(model, enable=gradient_checkpointing):
+        with layers_run(model, recompute=gradient_checkpointing, fuse=compile):
             yield
     finally:
         for module, training in flags:
             module.training = training
         for parameter, requires_grad in gradients:
             parameter.requires_grad_(requires_grad)
+        for module in casting:
+            module.cast_input_dtype_enabled = True
 
 
 def forward_precision(model: nn.Module) -> AbstractContextManager[object]:
@@ -84,47 +96,118 @@ def forward_precision(model: nn.Module) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def recomputation(model: nn.Module, *, enable: bool) -> Iterator[None]:
-    """Recompute decoder layers in the backward, never in the reentrant form; everything is put back afterwards.
+def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False) -> Iterator[None]:
+    """Run the decoder layers of an attached model in another way wherever gradients are taken inside the block.
 
     Args:
-        model: An attached model.
-        enable: Whether to; where it is on already it stays on.
-
-    Raises:
-        ConfigError: As for `training_mode`.
+        model: An attached model; checkpointing of its own that is on counts as `recompute`.
+        recompute: Whether to keep a layer's input only and run the layer again in the backward, on the same noise.
+        fuse: Whether `torch.compile` fuses each layer's forward and backward. Layers alike share one graph; small ones
+            that are not recomputed are one graph together, because starting each takes the host longer than the GPU
+            needs for it. Shapes are compiled one by one. Afterwards everything that was compiled in this process is
+            forgotten, because there is a limit for graphs of one function.
     """
-    layers = [spec.layer for spec in attachment(model).specs]
-    was_on = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    if was_on and not all(_is_not_reentrant(layer) for layer in layers):
-        raise ConfigError(
-            "gradient checkpointing is on in its reentrant form, which silently loses the sparsity gradient; call "
-            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
-        )
-    if not enable and not was_on:
+    specs, control = attachment(model).specs, attachment(model).control
+    own = [bool(getattr(spec.layer, _CHECKPOINTING, False)) for spec in specs]
+    recompute = recompute or any(own)
+    if not recompute and not fuse:
         yield
         return
-    typed: Any = model
-    if not was_on:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing=false")
-        typed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # A layer recomputes only while it is itself in training mode; its children, with their dropout, stay in evaluation.
-    modes = [layer.training for layer in layers]
-    for layer in layers:
-        layer.training = True
+    largest = max(sum(parameter.numel() for parameter in spec.layer.parameters()) for spec in specs)
+    stands_in: dict[nn.Module, Callable[..., Any]]
+    # Sharded layers are gathered between their graphs.
+    if fuse and not recompute and largest < _SMALL_LAYER and not is_sharded(model):
+        decoder = getattr(model, "base_model", model)
+        stands_in = {decoder: _fused_with_gradient(decoder.forward)}
+    else:
+        run = torch.compile(_run_layer, fullgraph=True, dynamic=False) if fuse else _run_layer
+        stands_in = {s.layer: _LayerRun(control, s, run, recompute=recompute, fuse=fuse) for s in specs}
+    for spec in specs:
+        setattr(spec.layer, _CHECKPOINTING, False)
     try:
-        yield
+        with ExitStack() as settings:
+            for module, forward in stands_in.items():
+                settings.enter_context(standing_in(module, forward))
+            if fuse:
+                settings.enter_context(torch._dynamo.config.patch(recompile_limit=_GRAPHS))
+                # Its advice is not for routers, whose small float32 products are meant.
+                settings.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+                # What routers read is made again from the stream before the norm, rather than kept beside it.
+                settings.enter_context(torch._functorch.config.patch(ban_recompute_materialized_backward=False))
+            yield
     finally:
-        for layer, mode in zip(layers, modes, strict=True):
-            layer.training = mode
-        if not was_on:
-            typed.gradient_checkpointing_disable()
+        for spec, was_on in zip(specs, own, strict=True):
+            setattr(spec.layer, _CHECKPOINTING, was_on)
+        if fuse:
+            torch.compiler.reset()
 
 
-def _is_not_reentrant(layer: nn.Module) -> bool:
-    function = getattr(layer, "_gradient_checkpointing_func", None)
-    return isinstance(function, partial) and not function.keywords.get("use_reentrant", True)
+def _fused_with_gradient(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that is compiled where gradients are taken, and runs as it is elsewhere."""
+    fused = torch.compile(forward, fullgraph=True, dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (fused if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return run
+
+
+class _LayerRun:
+    """Stands in for the forward of one decoder layer; its hooks stay outside."""
+
+    def __init__(
+        self, control: RoutingControl, spec: BlockSpec, run: Callable[..., Any], *, recompute: bool, fuse: bool
+    ) -> None:
+        self._control, self._index, self._run, self._recompute, self._fuse = control, spec.index, run, recompute, fuse
+        self._layer, self._forward = spec.layer, spec.layer.forward
+        # Something else may have taken the forward's place before, such as a move between devices.
+        self._replaced = spec.layer.__dict__.get("forward")
+        self._gates = [gate for _, part in spec.sublayers() if (gate := gate_of(part.module)) is not None]
+        self._routers = [gate.source for gate in self._gates if isinstance(gate.source, Router)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if self._fuse and not args[0].requires_grad:
+            # Before the first layer nothing has a gradient, and that would be a graph of its own.
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        # What hooks outside have shown to the gates, which take it once.
+        residuals = [gate.residual for gate in self._gates]
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            for gate, residual in zip(self._gates, residuals, strict=True):
+                gate.residual = residual
+            return self._run(self._layer, self._replaced, self._routers, *args, **kwargs)
+
+        if self._recompute:
+            output, attention, ffn = checkpoint(once, *args, use_reentrant=False, **kwargs)
+        else:
+            output, attention, ffn = once(*args, **kwargs)
+        if self._control.observed is not None:
+            seen = self._control.observed[self._index]
+            seen.attention, seen.ffn = attention, ffn
+        return output
+
+
+def _run_layer(
+    layer: nn.Module, replaced: Callable[..., Any] | None, routers: Sequence[Router], *args: Any, **kwargs: Any
+) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Return a layer's output and the masks of its attention and FFN.
+
+    The masks are outputs like any other, and nothing here depends on the layer's number: so all layers share a graph,
+    and a layer that runs again notes nothing twice.
+    """
+    seen = LayerRouting()
+    for router in routers:
+        router.seen = seen
+    try:
+        output = type(layer).forward(layer, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
+    finally:
+        # A layer that runs again is left in the middle, as soon as all is there that the backward asks for.
+        for router in routers:
+            router.seen = None
+    return output, seen.attention, seen.ffn
 
 
 class _TextIsReadError(Exception):
@@ -142,14 +225,13 @@ def rehearsal(model: Any) -> Iterator[None]:
     Args:
         model: The Hugging Face model that the block works on.
     """
-    handle = model.get_input_embeddings().register_forward_pre_hook(_stop)
+    # What FSDP begins in the forward of the whole model it must be able to end.
+    place = model if is_sharded(model) else model.get_input_embeddings()
     try:
-        with without_bars():
+        with place.register_forward_pre_hook(_stop, prepend=True), without_bars():
             yield
     except _TextIsReadError:
         return
-    finally:
-        handle.remove()
 
 
 def _stop(_module: object, _args: object) -> NoReturn:

@@ -14,10 +14,8 @@ micro-batch and averaged over them, because the rate of the step is unknown unti
 the joint batch while all micro-batches lie on the same side of the target.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ from wide.models.observe import bypass, observe
 from wide.routing import Routing
 from wide.training.modes import forward_precision
 from wide.training.parallel import DataParallel
-from wide.training.token_loss import token_losses
+from wide.training.token_loss import OutputHead, losses_of, token_losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +63,7 @@ class Objective:
             routers the rates that are reported are those of the static plan.
         config: Target, measure and weights.
         parallel: The processes that share a batch; None for a single one.
+        fuse: Whether `torch.compile` fuses the loss of a chunk of tokens.
 
     Raises:
         NotAttachedError: If the model carries no routers.
@@ -74,10 +73,13 @@ class Objective:
     Source: paper, section 3.2 ('mean') and the appendix on uniform sparsity ('uniform').
     """
 
-    def __init__(self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None, fuse: bool = False
+    ) -> None:
         """Compute what each sublayer weighs."""
         self._model = model
-        self._forward: Callable[..., Any] = model
+        self._head = OutputHead(model)
+        self._compute = torch.compile(losses_of, fullgraph=True, dynamic=False) if fuse else losses_of
         self.config = config
         self._parallel = parallel or DataParallel()
         self._routers = attachment(model).routers()
@@ -119,12 +121,17 @@ class Objective:
             padded = not bool(batch.valid.all())
         # Without padding no mask is handed over: it would cost the fast attention kernels.
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.valid.long() if padded else None}
-        teacher = self._dense_logits(inputs) if self.config.distillation else None
+        teacher = self._dense_states(inputs) if self.config.distillation else None
         with observe(self._model) as routing, forward_precision(self._model):
-            logits = self._forward(**inputs, use_cache=False).logits
+            states, head = self._head.states(self._model, **inputs, use_cache=False)
         labels = target_labels(batch)
         token_sum, entropy, divergence = token_losses(
-            logits, labels, teacher=teacher, distillation=self.config.distillation
+            states,
+            labels,
+            teacher=teacher,
+            distillation=self.config.distillation,
+            head=head,
+            compute=self._compute,
         )
         if targets_in_step is None:
             targets_in_step = self._parallel.sum((labels[:, 1:] != IGNORED).sum().float())
@@ -134,11 +141,7 @@ class Objective:
             torch.cat([torch.stack([token_sum.detach(), entropy, divergence, tokens]), skipped.detach()])
         )
         rates = self._rates(skipped, total[4:], total[3])
-        wanted = self.config.sparsity if target is None else target
-        if self.config.per_token and self._routers:
-            distance = self._distance_of_tokens(routing, batch.valid, wanted)
-        else:
-            distance = _distance(wanted - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
+        distance = self._distance_of(rates, routing, batch.valid, self.config.sparsity if target is None else target)
         sparsity_loss = (self.config.weight if weight is None else weight) / micro_batches * distance
         if isinstance(targets_in_step, Tensor):
             targets_in_step = targets_in_step.clamp(min=1)
@@ -153,26 +156,32 @@ class Objective:
             ffn=rates[-1],
         )
 
-    @contextmanager
-    def compiled(self) -> Iterator[None]:
-        """Let `torch.compile` fuse the model's forward and backward inside the block, as one graph.
+    def distance(self, routing: Routing, valid: Tensor, target: float) -> tuple[Tensor, Tensor]:
+        """Return the sparsity term without its weight, for a loop with a loss of its own, and the skip rate measured.
 
-        Shapes are compiled one by one. Afterwards everything that was compiled in this process is forgotten, because
-        there is a limit for graphs of one function. The dense model of distillation runs as it is.
+        Args:
+            routing: What `observe` saw of a forward in training mode.
+            valid: True for tokens of that forward, False for padding, bool `[B, T]`.
+            target: Sparsity wanted.
         """
-        self._forward = torch.compile(self._model, fullgraph=True, dynamic=False)
-        try:
-            yield
-        finally:
-            self._forward = self._model
-            torch.compiler.reset()
+        tokens = valid.sum().float()
+        skipped = tokens - self._executed(routing, valid)
+        total = self._parallel.sum(torch.cat([tokens[None], skipped.detach()]))
+        rates = self._rates(skipped, total[1:], total[0])
+        return self._distance_of(rates, routing, valid, target), rates[: self._num_terms].mean().detach()
+
+    def _distance_of(self, rates: Tensor, routing: Routing, valid: Tensor, target: float) -> Tensor:
+        if self.config.per_token and self._routers:
+            return self._distance_of_tokens(routing, valid, target)
+        return _distance(target - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
 
     def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
         """Return the tokens that each routed sublayer executes, by the group, `[sublayers]` float32, with gradient."""
         if not self._routers:
             return torch.zeros(0, device=valid.device)
         # One product over all groups of all layers, instead of a handful of kernels for each sublayer.
-        return self._groups @ (valid.flatten().float() @ self._masks(routing))
+        with _counting(valid):
+            return self._groups @ (valid.flatten().float() @ self._masks(routing))
 
     def _masks(self, routing: Routing) -> Tensor:
         """Return the masks of all routed sublayers side by side, `[B * T, sum of N_G]` float32, with gradient."""
@@ -186,8 +195,9 @@ class Objective:
         """
         first = attachment(self._model).control.first
         counted = (valid if first is None else valid & ~first).flatten().float()
-        rates = self._rows[: self._num_terms] @ (1.0 - self._groups @ self._masks(routing).T)
-        local = _distance(wanted - rates, self.config.smoothing).mean(0) @ counted
+        with _counting(valid):
+            rates = self._rows[: self._num_terms] @ (1.0 - self._groups @ self._masks(routing).T)
+            local = _distance(wanted - rates, self.config.smoothing).mean(0) @ counted
         summed = self._parallel.sum(torch.stack([local.detach(), counted.sum()]))
         tokens = summed[1].clamp(min=1)
         # As for `_rates`: the value is global, the gradient this process's.
@@ -201,7 +211,8 @@ class Objective:
         local = skipped / tokens
         # The value is global; the gradient is this process's share times the number of processes, for averaging.
         rates = skipped_everywhere / tokens + self._parallel.world * (local - local.detach())
-        return self._rows @ rates
+        with _counting(rates):
+            return self._rows @ rates
 
     def _weights(self) -> tuple[int, Tensor]:
         if not self._routers:
@@ -221,13 +232,18 @@ class Objective:
         if config.sparsity > reachable:
             raise ConfigError(
                 f"a {config.target} sparsity of {config.sparsity} is out of reach: skipping everything that is routed "
-                f"gives {reachable:.3f}; ask for less, or set include_fixed=false"
+                f"gives {reachable:.3f}; ask for less, or leave include_fixed out"
             )
         return len(terms), torch.tensor([*terms, *by_kind], dtype=torch.float32)
 
-    def _dense_logits(self, inputs: dict[str, Tensor | None]) -> Tensor:
+    def _dense_states(self, inputs: dict[str, Tensor | None]) -> Tensor:
         with torch.no_grad(), bypass(self._model), without_lora(self._model), forward_precision(self._model):
-            return self._model(**inputs, use_cache=False).logits
+            return self._head.states(self._model, **inputs, use_cache=False)[0]
+
+
+def _counting(like: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products stay float32, inside an autocast too: bfloat16 cannot count to 1000."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def target_labels(batch: TokenBatch) -> Tensor:

@@ -1,14 +1,18 @@
-"""Data parallelism under torchrun: the base is replicated, only the few trainable parameters are synchronised.
+"""Data parallelism under torchrun: each process has its share of a batch, and the few trainable parameters are summed.
 
-The trainer uses nothing of torch.distributed but this class, so that a sharding one (FSDP2) can take its place.
+The base is whole on every process, or sharded by FSDP2 (`wide.models.sharding`), which gathers its layers by itself:
+what is trained lies beside it, the same everywhere, so that nothing here depends on which of the two it is.
 """
 
 import os
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class DataParallel:
@@ -39,10 +43,10 @@ class DataParallel:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            # With a device, NCCL binds to it at once instead of guessing it at the first collective.
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-            )
+            # With a device, NCCL binds to it at once instead of guessing it at the first collective. Flags go through
+            # gloo on the CPU, so that asking all processes never waits for a GPU.
+            on_gpu = device.type == "cuda"
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
         return cls(rank=dist.get_rank(), world=dist.get_world_size(), device=device)
 
     @property
@@ -78,10 +82,33 @@ class DataParallel:
             gradient.copy_(piece.view_as(gradient))
 
     def any(self, flag: bool) -> bool:
-        """Return whether any process raises the flag (waits for the device)."""
+        """Return whether any process raises the flag."""
         if self.world == 1:
             return flag
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+        has_gloo = "gloo" in dist.get_backend_config()
+        return bool(self.sum(torch.tensor(float(flag), device="cpu" if has_gloo else self.device)) > 0)
+
+    def agree(self, value: T) -> T:
+        """Return what the first process has, of which the others may have more or less."""
+        box = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(box, device=self.device)
+        return box[0]
+
+    def smallest(self, value: float) -> float:
+        """Return the smallest number of all processes."""
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(found, dist.ReduceOp.MIN)
+        return float(found)
+
+    def first_error(self, error: Exception | None) -> str | None:
+        """Return what the first process that failed has to say, on all of them; None if none failed."""
+        if self.world == 1:
+            return None if error is None else str(error)
+        said: list[str | None] = [None] * self.world
+        dist.all_gather_object(said, None if error is None else str(error))
+        return next((words for words in said if words is not None), None)
 
     def barrier(self) -> None:
         """Wait for all processes."""

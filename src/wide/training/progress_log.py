@@ -3,14 +3,14 @@
 import importlib
 import importlib.util
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from wide.data.progress import shows_bars
+from wide.data.progress import bar_of
 from wide.errors import ConfigError, MissingExtraError
 from wide.records import Record, RecordFile, read_records
+from wide.writing import write_whole
 
 TrackerName = Literal["wandb", "trackio"]
 _PROJECT = "wide"
@@ -28,7 +28,6 @@ _UNITS = {
     "gradient_norm": "1",
     "tokens_per_second": "token/s",
 }
-_PLAIN_LINES = 20
 
 
 def require_tracker(name: TrackerName | None) -> None:
@@ -105,17 +104,11 @@ class ProgressLog:
         self, options: RunOptions, *, steps: int, first_step: int, device: str = "", silent: bool = False
     ) -> None:
         """Open the bar and continue the records of a resumed run."""
-        from tqdm import tqdm
-
         title, folder, tracker = options.title, options.output, options.tracker
-        self._title, self._steps, self._silent = title, steps, silent
-        self._on_terminal = sys.stderr.isatty()
-        has_bar = self._on_terminal and not silent and shows_bars()
-        self._bar = tqdm(total=steps, initial=first_step, desc=title, unit="step", disable=not has_bar)
+        self._title, self._silent = title, silent
+        self._bar = bar_of(total=steps, initial=first_step, desc=title, unit="step", leave=True)
         self._records, self._board = None, None
         self._tracker: Any = None
-        self._lines_at = max(1, steps // _PLAIN_LINES)
-        self._last_line = first_step
         if folder is not None and not silent:
             path = folder / "metrics.jsonl"
             _forget_from(path, title, first_step)
@@ -140,11 +133,9 @@ class ProgressLog:
         if self._silent or not points:
             return
         step, last = points[-1]
-        self._bar.set_postfix_str(_summary(last))
-        self._bar.update(step + 1 - self._bar.n)
-        if not self._on_terminal and (step + 1 - self._last_line >= self._lines_at or step + 1 == self._steps):
-            self._last_line = step + 1
-            sys.stderr.write(f"{self._title} {step + 1}/{self._steps}: {_summary(last)}\n")
+        self._bar.set_postfix_str(_summary(last), refresh=False)
+        self._bar.n = step + 1
+        self._bar.refresh()
         if self._records is not None:
             self._records.append(
                 Record(
@@ -193,6 +184,4 @@ def _forget_from(path: Path, subject: str, first_step: int) -> None:
     records, _ = read_records(path)
     kept = [r for r in records if r.subject != subject or (r.step is not None and r.step < first_step)]
     if len(kept) < len(records):
-        temporary = path.with_name(f".{path.name}.rewriting")
-        temporary.write_text("".join(json.dumps(asdict(r), sort_keys=True) + "\n" for r in kept), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, "".join(json.dumps(asdict(r), sort_keys=True) + "\n" for r in kept))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBatch
@@ -25,8 +26,9 @@ from wide.models.cost import Measure, half_weights
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.observe import bypass, judging
 from wide.models.router import Router
+from wide.models.sharding import whole
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
-from wide.training.modes import recomputation
+from wide.training.modes import layers_run
 from wide.training.objective import target_labels
 from wide.training.token_loss import token_losses
 
@@ -140,7 +142,7 @@ def _importance(
     """Return the logarithm of what each group adds to the loss, per token, float32 `[tokens, N_G]` on the CPU."""
     found: dict[int, Tensor] = {}
     with bypass(model):
-        for keys in in_passes({key: _gram_bytes(out, routers[key].num_groups) for key, out in outputs.items()}):
+        for keys in in_passes({key: _held_bytes(out, routers[key].num_groups) for key, out in outputs.items()}):
             energies = {key: group_energy(outputs[key], routers[key].num_groups) for key in keys}
 
             def keep(key: int, rows: Tensor, energies: dict[int, Callable[[Tensor], Tensor]] = energies) -> Tensor:
@@ -158,10 +160,11 @@ def group_energy(output: nn.Module, num_groups: int) -> Callable[[Tensor], Tenso
         output: A linear whose input channels are cut into groups.
         num_groups: Number of groups.
     """
-    weight: Any = output.weight
+    linear: Any = output
+    weight = whole(linear.weight.detach())
 
     def columns() -> Tensor:
-        return weight.detach().float().unflatten(1, (num_groups, -1)).transpose(0, 1)
+        return weight.float().unflatten(1, (num_groups, -1)).transpose(0, 1)
 
     width = weight.shape[1]
     # h_g^T (W_g^T W_g) h_g is the shorter way only where a group is narrower than the output.
@@ -174,6 +177,12 @@ def group_energy(output: nn.Module, num_groups: int) -> Callable[[Tensor], Tenso
         return ((grouped @ gram) * grouped).sum(-1).T
 
     return lambda rows: torch.cat([energy(part) for part in rows.split(max(1, _VALUES_AT_ONCE // width))])
+
+
+def _held_bytes(output: Any, num_groups: int) -> int:
+    """Return what `group_energy` holds beside the model: W_g^T W_g of every group, and a weight that is sharded."""
+    copied = isinstance(output.weight, DTensor)
+    return _gram_bytes(output, num_groups) + output.weight.numel() * output.weight.element_size() * copied
 
 
 def _gram_bytes(output: nn.Module, num_groups: int) -> int:
@@ -203,7 +212,7 @@ def _gradient_sizes(
     with (
         ExitStack() as hooks,
         judging(model),
-        recomputation(model, enable=recompute),
+        layers_run(model, recompute=recompute),
         bypass(model),
         torch.enable_grad(),
     ):

@@ -16,13 +16,16 @@ from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
+from wide.models.observe import own_randomness
 from wide.models.plan_check import check_plan
 from wide.models.pretrained import device_name, load_pretrained
+from wide.models.sharding import is_sharded
 from wide.plan import Plan
 from wide.records import fingerprint, versions
+from wide.schema import require
 from wide.training.checkpoint import has_checkpoint
 from wide.training.inference_target import calibration_batches, meet_target
-from wide.training.modes import own_randomness
+from wide.training.memory import saying_what_fits
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import RunOptions, TrackerName, require_tracker
@@ -90,13 +93,15 @@ def prune(
         DataError: If the text is too short or does not fit the model's vocabulary.
         UnsupportedModelError: If the model cannot be routed.
         ShapeError: If a group size does not divide.
-        TrainingError: If the loss is not finite, or a checkpoint cannot be written.
+        TrainingError: If the loss is not finite, a checkpoint cannot be written, or the GPU's memory is full.
 
     Source: paper, section 3.2 (router training) and section 4.1 (settings).
     """
     require_tracker(tracker)
     objective = _objective(objective, sparsity)
     _check_ramp(config, objective)
+    require(WideConfig | Plan | None, config, "config", "a WideConfig or a Plan")
+    require(StageConfig | None, stage, "stage", "a StageConfig")
     stage = stage or StageConfig()
     folder = _free_folder(output, resume)
     model = _loaded(model)
@@ -110,7 +115,7 @@ def prune(
         raise ConfigError("this plan has no router to train; attach it (wide.attach), and train LoRA with wide.recover")
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
-    source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
+    source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
     options = RunOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
     came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
     if came_bare:
@@ -173,6 +178,7 @@ def recover(
     """
     state = attachment(model)
     require_tracker(tracker)
+    require(RecoverConfig | None, stage, "stage", "a RecoverConfig")
     stage = stage or RecoverConfig()
     train_routers = stage.train_routers and state.plan.is_routed
     if not state.plan.is_routed:
@@ -184,7 +190,7 @@ def recover(
     folder = _free_folder(output, resume)
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
-    source = batch_source(data, model, tokenizer=tokenizer, sequence_length=stage.sequence_length, seed=stage.seed)
+    source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
     if state.lora is not None:
         _check_lora(state.lora.config, stage)
     else:
@@ -223,17 +229,20 @@ def _run(
     """
     settings, facts = start
     data, provenance = describe_source(source), attachment(model).provenance
+    text = getattr(source, "name", None)
     earlier = provenance.get("prune", {}) if name == "recover" else {}
     if earlier.get("data") == data:
         # On the same blocks, those that stage 1 read are left out.
         source = ShiftedSource(source, earlier["steps"] * earlier["stage"]["batch_size"])
-    loss = Objective(model, objective, parallel=parallel)
+    loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
     if options.train_routers:
         # What training samples has nothing to do with the threshold of an earlier calibration.
         set_sparsity(model, threshold=0.0)
-    key = _fingerprint(name, model, objective, stage, [data, parallel.world], settings)
+    # The 1 is from when runs were tied to their number of processes.
+    key = _fingerprint(name, model, objective, stage, [data, 1], settings)
     options = dataclasses.replace(options, fingerprint=key)
-    outcome = Trainer(model, loss, source, stage, options, parallel=parallel).train()
+    with saying_what_fits(options.title, model, stage, distils=objective.distillation > 0, world=parallel.world):
+        outcome = Trainer(model, loss, source, stage, options, parallel=parallel).train()
     size = micro_batch_size(stage, parallel.world)
     batches = calibration_batches(source, step=stage.steps, batch_size=stage.batch_size, micro_batch_size=size)
     inference = meet_target(model, batches, objective, adjust=calibrate, parallel=parallel)
@@ -245,13 +254,15 @@ def _run(
         **found,
         "inference": inference,
         "data": data,
+        "text": text,
         "processes": parallel.world,
+        "sharded": is_sharded(model),
         "device": device_name(model),
         "versions": versions(),
     }
     if facts:
         provenance[name]["start"] = facts
-    if options.output is not None and parallel.is_first:
+    if options.output is not None:
         save(model, options.output / "adapter")
     parallel.barrier()
 
@@ -316,6 +327,7 @@ def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:
 
 
 def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> ObjectiveConfig:
+    require(ObjectiveConfig | None, objective, "objective", "an ObjectiveConfig")
     if objective is None:
         return ObjectiveConfig() if sparsity is None else ObjectiveConfig(sparsity=sparsity)
     if sparsity is not None and sparsity != objective.sparsity:

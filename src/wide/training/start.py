@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from wide.training.parallel import DataParallel
 from wide.training.router_fit import fit_routers
 from wide.training.text_source import read_batches
 from wide.training.trainer import micro_batch_size
+from wide.writing import replacing
 
 _ORDER_FILE, _FACTS_FILE = "channel_order.safetensors", "start.json"
 # Groups are made for skipping shares in between; at the ends nothing would tell them apart.
@@ -128,13 +128,9 @@ def attach_started(
 
 
 def _write(folder: Path | None, name: str, content: bytes) -> None:
-    """Write a file whole or not at all: a run that is killed here must not find half of it."""
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{name}"
-    temporary.write_bytes(content)
-    os.replace(temporary, folder / name)
+    if folder is not None:
+        with replacing(folder / name) as file:
+            file.write_bytes(content)
 
 
 def _recorded(file: Path, read: Callable[[Path], Any], otherwise: str) -> Any:

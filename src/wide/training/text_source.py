@@ -1,17 +1,18 @@
 """What `data=` may be, turned into batches by step."""
 
 import hashlib
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from wide.config import StageConfig
 from wide.data.batches import BatchSource, TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
-from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
+from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
 from wide.errors import DataError
 from wide.records import fingerprint
+from wide.schema import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,8 +43,7 @@ def batch_source(
     model: nn.Module,
     *,
     tokenizer: "PreTrainedTokenizerBase | None",
-    sequence_length: int,
-    seed: int,
+    stage: StageConfig,
 ) -> BatchSource:
     """Return batches by step of whatever the caller gave as data.
 
@@ -52,26 +52,24 @@ def batch_source(
             order.
         model: Whose tokenizer and vocabulary count.
         tokenizer: None loads the one that lies beside the model.
-        sequence_length: Tokens per block.
-        seed: Of the order of the blocks.
+        stage: Length of the blocks and their order. Of a source that is streamed from a hub as much is read as two such
+            stages train on.
 
     Raises:
         DataError: If there is too little text, no tokenizer, or its ids do not fit the model.
-
-    Warns:
-        UserWarning: If text is cut into sequences that are longer than what the model was made for.
+        ConfigError: If text is to be cut into longer sequences than the model has positions for.
     """
     if hasattr(data, "batch_at"):
         source = cast(BatchSource, data)
     else:
-        warning = length_warning(sequence_length, model)
-        if warning is not None:
-            warnings.warn(warning, stacklevel=3)
+        check_positions("sequence_length", stage.sequence_length, model)
+        require(Callable | None, tokenizer, "tokenizer", "a tokenizer that is loaded")
         tokenizer = tokenizer or load_tokenizer(model)
+        shape: dict[str, Any] = {"sequence_length": stage.sequence_length, "seed": stage.seed}
         if isinstance(data, str | Path):
-            source = load_blocks(data, tokenizer, sequence_length=sequence_length, seed=seed)
+            source = load_blocks(data, tokenizer, max_tokens=2 * stage.num_tokens, **shape)
         else:
-            source = blocks_of_texts(_texts(data), tokenizer, sequence_length=sequence_length, seed=seed)
+            source = blocks_of_texts(_texts(data), tokenizer, **shape)
     if isinstance(source, TokenBlocks):
         check_vocabulary(source.largest_id, model)
     return source

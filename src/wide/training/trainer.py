@@ -1,7 +1,8 @@
 """The loop of both stages: batches by step, accumulation, clipping, AdamW, checkpoints.
 
 Nothing is read back from the device during a step; losses are looked at every few steps and before each checkpoint.
-Every step seeds its own noise from (seed, step, rank), so a resumed run repeats the interrupted one bit for bit (CPU).
+Every micro-batch seeds its own noise from (seed, step, its first sequence), so a resumed run repeats the interrupted
+one bit for bit (CPU), and up to rounding with another number of processes, where micro-batches stay the same.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from wide.config import StageConfig
 from wide.data.batches import BatchSource, TokenBatch
 from wide.errors import ConfigError, TrainingError
 from wide.models.attach import attachment
+from wide.models.observe import own_randomness
 from wide.models.pretrained import device_name
 from wide.training.checkpoint import CheckpointFolder, restore
-from wide.training.modes import own_randomness, trainable_parameters, training_mode
+from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog, RunOptions
@@ -138,10 +140,12 @@ class Trainer:
         try:
             with (
                 training_mode(
-                    self._model, routers=options.train_routers, gradient_checkpointing=stage.gradient_checkpointing
+                    self._model,
+                    routers=options.train_routers,
+                    gradient_checkpointing=stage.gradient_checkpointing,
+                    compile=stage.compile,
                 ),
                 own_randomness(self._device),
-                self._objective.compiled() if stage.compile else nullcontext(),
                 _stopping_later() as stop,
             ):
                 for step in range(first, stage.steps):
@@ -165,6 +169,12 @@ class Trainer:
             self._checkpoints.remove_unfinished()
         self._parallel.barrier()
         found = self._checkpoints.latest() if self._options.resume else None
+        step = 0 if found is None else found.step
+        if self._parallel.any(step != self._parallel.agree(step)):
+            raise TrainingError(
+                f"the processes find different checkpoints in {self._checkpoints.path} (step {step} here); the output "
+                "must be a folder that all of them see, also from other nodes"
+            )
         if found is None:
             return 0
         restore(found, self._parameters, self._optimizer)
@@ -173,7 +183,6 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         stage, parallel, control = self._stage, self._parallel, attachment(self._model).control
-        torch.manual_seed(_seed(stage.seed, step, parallel.rank))
         schedule = self._schedule(step)
         self._heat = schedule["temperature"]
         # A number would be a constant of the compiled graph, which would be compiled again in each step.
@@ -187,7 +196,9 @@ class Trainer:
         measured = torch.zeros(len(_NAMES), device=self._device)
         steering = self._objective.config
         weight = sparsity_weight(step, steps=stage.steps, final=steering.weight, ramp=steering.weight_ramp)
-        for part in parts:
+        first = parallel.rank * len(batch.input_ids)
+        for index, part in enumerate(parts):
+            torch.manual_seed(_seed(stage.seed, step, first + index * self._micro_size))
             padded = not bool(part.valid.all())
             loss, found = self._objective(
                 part.to(self._device),
@@ -228,9 +239,7 @@ class Trainer:
         every = self._stage.checkpoint_every
         due = is_last or (every > 0 and done % every == 0)
         look = due or done % _LOOK_EVERY == 0
-        # Several processes must agree where to stop, which costs a wait, so they ask only now and then.
-        may_stop = look or self._parallel.world == 1
-        stop = not is_last and may_stop and self._parallel.any(requested.is_set())
+        stop = not is_last and self._parallel.any(requested.is_set())
         if look or stop:
             log.add(self._look())
         if due or stop:
@@ -272,8 +281,9 @@ class Trainer:
                 self._checkpoints.write(done, self._parameters, self._optimizer, seconds=self._timer.seconds)
             except TrainingError as failure:
                 error = failure
-        if self._parallel.any(error is not None):
-            raise error or TrainingError("the first process could not write its checkpoint; see its message")
+        reason = self._parallel.first_error(error)
+        if reason is not None:
+            raise TrainingError(reason) from error
 
     def _outcome(self, first: int) -> Outcome:
         steps = self._stage.steps
@@ -334,8 +344,8 @@ def micro_batch_size(stage: StageConfig, world: int) -> int:
     return size
 
 
-def _seed(seed: int, step: int, rank: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:7])
+def _seed(seed: int, step: int, sequence: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {sequence}".encode()).digest()[:7])
 
 
 @contextmanager

@@ -1,0 +1,229 @@
+"""Routers trained inside transformers' Trainer, TRL's trainers, or any loop that differentiates the model's own loss.
+
+    trainer = Trainer(model, args, train_dataset=..., callbacks=[wide.RouterCallback(sparsity=0.5)])
+
+In a loop of your own, as one with accelerate, call the three methods that the Trainer's events lead to:
+
+    routers = wide.RouterCallback(sparsity=0.5)
+    routers.begin(model, steps=1000)
+    for step, batch in enumerate(loader):
+        routers.step(step)
+        model(**batch).loss.backward()      # with the sparsity term
+        ...
+    routers.end()
+"""
+
+import dataclasses
+from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from wide.config import ObjectiveConfig, StageConfig
+from wide.data.batches import TokenBatch
+from wide.errors import ConfigError
+from wide.models.adapter import ROUTER_FILE, restore_routers, save
+from wide.models.attach import attachment
+from wide.models.observe import observe
+from wide.training.inference_target import meet_target
+from wide.training.modes import layers_run
+from wide.training.objective import Objective
+from wide.training.parallel import DataParallel
+from wide.training.schedule import sparsity_target, sparsity_weight, temperature
+
+FOLDER = "wide"
+"""The adapter in a checkpoint of a PEFT model, which holds LoRA alone."""
+_KEPT = 64
+
+
+class RouterCallback(TrainerCallback):  # type: ignore[misc]
+    """Adds the sparsity term to the loss that the model itself returns in training, and anneals the routers.
+
+    What else is trained, and at which rate, is the loop's: freeze the base with `requires_grad_(False)` before the
+    Trainer is made, or train it along. Afterwards thresholds are calibrated on the last batches, so that inference
+    meets the target. The Trainer's checkpoints are full checkpoints; of a PEFT model they hold LoRA, and the routers
+    lie beside it in `wide/`, an adapter for `wide.load`.
+
+    Args:
+        sparsity: Wanted share of skipped work in [0, 1).
+        objective: Measure, weight and ramps in full, instead of `sparsity`; its distillation is not for these loops.
+        temperatures: Of the Gumbel-softmax, at the first and last step.
+
+    Raises:
+        ConfigError: If both are given, or distillation is asked for.
+
+    Source: paper, section 3.2 (router training).
+    """
+
+    def __init__(
+        self,
+        sparsity: float | None = None,
+        *,
+        objective: ObjectiveConfig | None = None,
+        temperatures: tuple[float, float] = (StageConfig().temperature_start, StageConfig().temperature_end),
+    ) -> None:
+        """Keep the settings."""
+        if objective is not None and (sparsity is not None or objective.distillation):
+            raise ConfigError("give sparsity= or objective=, not both, and no distillation: the loss is the loop's own")
+        self.objective = objective or ObjectiveConfig(sparsity=0.5 if sparsity is None else sparsity)
+        self.temperatures = temperatures
+        self.measured: Tensor | None = None
+        self._open = ExitStack()
+        self._has_resumed = False
+
+    def begin(self, model: Any, *, steps: int, micro_batches: int = 1, loss_is_multiplied: bool = False) -> None:
+        """Let the loss of the model hold the sparsity term from now on.
+
+        Args:
+            model: An attached model, or PEFT's wrapper around one.
+            steps: Optimiser steps of the whole training.
+            micro_batches: Forwards in a step; matters where the loss is divided by `num_items_in_batch`.
+            loss_is_multiplied: Whether the loop multiplies such a loss by the number of processes.
+
+        Raises:
+            NotAttachedError: If the model has no plan.
+            ConfigError: If no router is trainable, or the target is out of reach.
+        """
+        self.end()
+        self._model = model = _inner(model)
+        state = attachment(model)
+        if not any(parameter.requires_grad for router in state.routers() for parameter in router.parameters()):
+            raise ConfigError("no router of this model is trainable; set requires_grad of their parameters")
+        device = next(model.parameters()).device
+        self._parallel = DataParallel.from_environment(device)
+        self._term = Objective(model, self.objective, parallel=self._parallel)
+        self._steps, self._batches = steps, deque[TokenBatch](maxlen=_KEPT)
+        self._micro_batches, self._times = micro_batches, self._parallel.world if loss_is_multiplied else 1
+        # Checkpointing that the loop has switched on may lose the gradient of masks; this is on instead.
+        self._open.enter_context(layers_run(model))
+        self._routing = self._open.enter_context(observe(model))
+        handle = model.register_forward_hook(self._add_term, with_kwargs=True)
+        self._open.callback(handle.remove)
+        self.step(0)
+
+    def step(self, step: int, *, micro_batches: int | None = None) -> None:
+        """Set temperature, target and weight of an optimiser step, counted from 0.
+
+        Args:
+            step: Its number.
+            micro_batches: Forwards in it, where they are fewer than `begin` was told.
+        """
+        self._forwards = micro_batches or self._micro_batches
+        start, end = self.temperatures
+        self._heat = temperature(step, steps=self._steps, start=start, end=end)
+        attachment(self._model).control.temperature = self._heat
+        asked = self.objective
+        self._target = sparsity_target(step, steps=self._steps, final=asked.sparsity, ramp=asked.ramp)
+        self._weight = sparsity_weight(step, steps=self._steps, final=asked.weight, ramp=asked.weight_ramp)
+
+    def end(self) -> None:
+        """Leave the loss as it was."""
+        self._open.close()
+
+    def calibrate(self) -> None:
+        """Calibrate thresholds on the last batches, as `wide.prune` does, and note what was asked and measured."""
+        if not self._batches:
+            return
+        found = meet_target(self._model, list(self._batches), self.objective, adjust=True, parallel=self._parallel)
+        asked = dataclasses.asdict(self.objective)
+        attachment(self._model).provenance["prune"] = {"objective": asked, "steps": self._steps, "inference": found}
+
+    def _add_term(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return None
+        if getattr(output, "loss", None) is None:
+            raise ConfigError(
+                "the model returned no loss to add the sparsity term to: give it labels, without label smoothing and "
+                "compute_loss_func, which take them away"
+            )
+        ids = given["input_ids"] if "input_ids" in given else args[0]
+        mask = given.get("attention_mask")
+        valid = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
+        distance, self.measured = self._term.distance(self._routing, valid, self._target)
+        # A loss that was divided by the tokens of the whole step is not divided by its forwards any more.
+        shares = self._forwards * self._times if given.get("num_items_in_batch") is not None else 1
+        output.loss = output.loss + self._weight * distance / shares
+        self._batches.append(TokenBatch(input_ids=ids, labels=ids, valid=valid))
+        return output
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Make routers trainable, which PEFT froze with the rest, before the optimiser is made."""
+        inner = _inner(model)
+        for router in attachment(inner).routers():
+            router.requires_grad_(True)
+        if inner is model:
+            return
+        # Only PEFT is told where LoRA is loaded from: to go on, wherever that lies, or as the best at the end.
+        load_lora = model.load_adapter
+
+        def load_adapter(folder: Any, *args: Any, **given: Any) -> Any:
+            found = load_lora(folder, *args, **given)
+            # Of several adapters, those that have names lie in folders of their own.
+            for beside in (Path(folder) / FOLDER / ROUTER_FILE, Path(folder).parent / FOLDER / ROUTER_FILE):
+                if beside.is_file():
+                    restore_routers(inner, load_file(beside))
+                    self._has_resumed = True
+                    break
+            return found
+
+        model.load_adapter = load_adapter
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Begin."""
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"one process drives {args.n_gpu} GPUs, which copies the model; use torchrun or accelerate"
+            )
+        inner = _inner(model)
+        if attachment(inner).lora is not None and not attachment(inner).lora.merged:
+            raise ConfigError("the Trainer cannot save LoRA of wide.recover; merge it, or put LoRA on with PEFT")
+        if inner is not model and state.global_step and not self._has_resumed:
+            raise ConfigError(
+                f"the checkpoint of step {state.global_step} has no routers beside LoRA ({FOLDER}/{ROUTER_FILE}); "
+                "resume from one that this callback wrote"
+            )
+        multiplied = bool(args.average_tokens_across_devices)
+        micro_batches = args.gradient_accumulation_steps
+        self.begin(model, steps=state.max_steps, micro_batches=micro_batches, loss_is_multiplied=multiplied)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        """Go on with the schedules."""
+        every = args.gradient_accumulation_steps
+        try:
+            batches = len(train_dataloader)
+        except TypeError:
+            # A stream; its end is not known before.
+            batches = every
+        # The last step of an epoch has what is left.
+        is_last = (state.global_step + 1) % -(-batches // every) == 0
+        self.step(state.global_step, micro_batches=batches % every if is_last else None)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Log the skip rate of the last forward."""
+        if self.measured is not None and logs is not None and "loss" in logs:
+            logs["sparsity"] = state.log_history[-1]["sparsity"] = float(self.measured)
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Write the routers beside PEFT's files."""
+        if _inner(model) is not model and state.is_world_process_zero:
+            # What PEFT trains of the base itself (modules_to_save) lies in its own files.
+            save(_inner(model), _beside(args, state), ignore_base_changes=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End, and calibrate."""
+        self.end()
+        self.calibrate()
+
+
+def _inner(model: Any) -> Any:
+    """Return the model that a PEFT wrapper holds, else the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _beside(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER

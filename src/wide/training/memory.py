@@ -1,0 +1,220 @@
+"""What training needs of a GPU, calculated from a model's structure, and what to change where it does not fit.
+
+Fitted to peaks measured at the shapes of Llama-3.1-8B with 4096 tokens, eager, compiled, recomputed, with and without
+LoRA; `tests/training/test_memory.py` holds them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wide.config import RecoverConfig, StageConfig
+from wide.errors import TrainingError
+from wide.models.block_spec import BlockSpec
+from wide.models.discovery import discover
+from wide.models.pretrained import is_added
+from wide.models.router import Router
+from wide.models.sharding import is_sharded
+from wide.training.token_loss import ELEMENTS_PER_CHUNK
+from wide.training.trainer import micro_batch_size
+
+# What the allocator cannot use, workspaces of libraries, and what the calculation leaves out.
+USABLE = 0.92
+# Parameter, gradient and two moments, float32, of each trained value.
+_TRAINED = 16
+# Routers of a layer, values: two of rank 32, whose input is as wide as the layer's.
+_ROUTERS = 2 * 32 * 1.1
+# FLOP/s on an H200 (989e12 dense at most) that the step reached at those shapes, by whether it was compiled, with LoRA.
+_REACHED = {(False, False): 0.42e15, (True, False): 0.58e15, (False, True): 0.31e15, (True, True): 0.49e15}
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Bytes of one GPU.
+
+    Args:
+        weights: Of the base.
+        activations: That layers keep for the backward.
+        logits: Of a chunk of tokens, with what their loss takes; or what the backward of a layer takes, if that is
+            more.
+        optimizer: Routers and LoRA with gradients and moments.
+    """
+
+    weights: int
+    activations: int
+    logits: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.activations + self.logits + self.optimizer
+
+    def fits(self, available: int) -> bool:
+        """Return whether a GPU with so many bytes can hold it."""
+        return self.total <= USABLE * available
+
+    def __str__(self) -> str:
+        """Return the sum and its parts in GiB."""
+        names = ("weights", "activations", "logits", "optimizer")
+        parts = ", ".join(f"{name} {getattr(self, name) / _GIB:.3g}" for name in names)
+        return f"{self.total / _GIB:.3g} GiB ({parts})"
+
+
+def needed(
+    model: Any,
+    stage: StageConfig,
+    *,
+    distils: bool = False,
+    dtype: str = "auto",
+    world: int = 1,
+    shards: int | None = None,
+) -> Need:
+    """Return what each of `world` processes needs of its GPU.
+
+    Args:
+        model: Attached or not; may be without weights (`load_skeleton`).
+        stage: What is trained.
+        distils: Whether the loss compares with the dense model.
+        dtype: Of the base, as for `load_pretrained`; 'auto' is that of the model's configuration.
+        world: Processes that share a batch.
+        shards: Processes that share the base, 1 where each has the whole; None means all where FSDP shards the model.
+    """
+    stored = model.config.dtype if dtype == "auto" else getattr(torch, dtype)
+    size, specs = (stored or torch.float32).itemsize, discover(model)
+    shards = shards or (world if is_sharded(model) else 1)
+    head = model.get_output_embeddings().weight
+    counts = [_weight_bytes(spec.layer, size) for spec in specs]
+    weights = base = _weight_bytes(model, size)
+    if shards > 1:
+        # Two layers are whole at a time, and what lies outside of layers.
+        weights = sum(counts) // shards + 2 * max(counts) + base - sum(counts)
+    tokens = micro_batch_size(stage, world) * stage.sequence_length
+    layers = [tokens * _kept(spec, stage, size) for spec in specs]
+    width = max(0 if spec.ffn is None else spec.ffn.width for spec in specs)
+    activations = sum(layers)
+    if stage.gradient_checkpointing:
+        activations = tokens * size * sum(spec.hidden_size for spec in specs) + max(layers)
+    # Beside them the dense model's, as they are and in float32 as logarithms and probabilities.
+    each = 3 * size + 4 + distils * (size + 8)
+    logits = min(tokens * len(head), ELEMENTS_PER_CHUNK) * each
+    routers = [p.numel() for module in model.modules() if isinstance(module, Router) for p in module.parameters()]
+    trained = sum(routers) if routers else int(sum(_ROUTERS * spec.hidden_size for spec in specs))
+    if isinstance(stage, RecoverConfig):
+        trained += stage.lora_rank * sum(inputs + outputs for spec in specs for inputs, outputs in _sizes(spec))
+    return Need(
+        weights=weights,
+        activations=activations,
+        logits=max(logits, 3 * size * tokens * width),
+        optimizer=_TRAINED * trained,
+    )
+
+
+def _weight_bytes(module: torch.nn.Module, size: int) -> int:
+    """Return the bytes of a module's part of the base; of a value that is not there yet, `size`."""
+    own = (parameter for name, parameter in module.named_parameters() if not is_added(name))
+    # What is quantised has a size of its own.
+    return sum(p.numel() * (size if p.is_meta else p.element_size()) for p in own)
+
+
+def _kept(spec: BlockSpec, stage: StageConfig, size: int) -> int:
+    """Return the bytes that a layer keeps of each token."""
+    attention, ffn, hidden = spec.attention, 0 if spec.ffn is None else spec.ffn.width, spec.hidden_size
+    heads = 2 * attention.query_width + 2 * attention.num_kv_heads * attention.head_dim
+    if stage.compile:
+        # The streams before the norms and what routers read; gate and up.
+        kept = size * (4 * hidden + heads + 2 * ffn)
+    else:
+        # Norms keep a float32 copy; the activation is kept before and after its mask, too.
+        kept = 2 * (4 + size) * hidden + size * (heads + 4 * ffn)
+    if isinstance(stage, RecoverConfig):
+        # What dropout leaves of the input of each linear, and where it left it.
+        kept += (size + bool(stage.lora_dropout)) * sum(inputs for inputs, _ in _sizes(spec))
+    return kept
+
+
+def _sizes(spec: BlockSpec) -> list[tuple[int, int]]:
+    """Return inputs and outputs of the linears of a layer."""
+    linears: list[Any] = [*spec.attention.linears(), *([] if spec.ffn is None else spec.ffn.linears())]
+    return [(linear.in_features, linear.out_features) for linear in linears]
+
+
+def step_flops(model: Any, stage: StageConfig) -> float:
+    """Return the FLOP of an optimiser step of all processes: matrix products and attention, forward and backward.
+
+    The frozen base needs gradients of its inputs alone, so that a backward costs what a forward does.
+    """
+    specs, head = discover(model), model.get_output_embeddings().weight
+    linear = sum(2.0 * inputs * outputs for spec in specs for inputs, outputs in _sizes(spec))
+    scores = sum(2.0 * spec.attention.query_width * stage.sequence_length for spec in specs)
+    each = 2.0 * linear + 3.5 * scores + 4.0 * head.numel()
+    if stage.gradient_checkpointing:
+        each += linear + scores
+    if isinstance(stage, RecoverConfig):
+        each += 6.0 * stage.lora_rank * sum(sum(sizes) for spec in specs for sizes in _sizes(spec))
+    return each * stage.batch_size * stage.sequence_length
+
+
+def calculated_seconds(model: Any, stage: StageConfig, *, world: int = 1) -> float:
+    """Return the seconds of an optimiser step on H200s, at the rate that was measured on one."""
+    return step_flops(model, stage) / (_REACHED[stage.compile, isinstance(stage, RecoverConfig)] * world)
+
+
+def way_out(
+    model: Any, stage: StageConfig, available: int, *, distils: bool = False, dtype: str = "auto", world: int = 1
+) -> str:
+    """Return in a sentence what a stage needs of a GPU and which settings fit one of `available` bytes.
+
+    Args:
+        model: As for `needed`.
+        stage: What is trained.
+        available: Bytes of the GPU.
+        distils: As for `needed`.
+        dtype: As for `needed`.
+        world: Processes of the run.
+    """
+    group = "recover" if isinstance(stage, RecoverConfig) else "train"
+    told: dict[str, Any] = {"distils": distils, "dtype": dtype}
+    need, changed = needed(model, stage, world=world, **told), stage
+    said = f"this stage needs about {need}, and the GPU has {available / _GIB:.1f}"
+    flags: dict[str, str] = {}
+    rows = micro_batch_size(stage, world)
+    tried: list[tuple[str, Any]] = [("micro_batch_size", size) for size in reversed(_divisors(rows)) if size < rows]
+    tried += [(name, True) for name in ("compile", "gradient_checkpointing") if not getattr(stage, name)]
+    for name, value in tried:
+        changed = replace(changed, **{name: value})
+        flags[name] = f"--{group}.{name} {str(value).lower()}"
+        need = needed(model, changed, world=world, **told)
+        if need.fits(available):
+            return f"{said}; with {' '.join(flags.values())} it is about {need.total / _GIB:.1f} GiB"
+    for shards in _divisors(stage.batch_size):
+        need = needed(model, changed, world=shards, shards=shards, **told)
+        if shards > 1 and need.fits(available):
+            with_flags = " ".join([*flags.values(), "--parallel fsdp"])
+            return f"{said}; on {shards} such GPUs with {with_flags} it is about {need.total / _GIB:.1f} GiB each"
+    return f"{said}; take larger GPUs, or a shorter --{group}.sequence_length"
+
+
+@contextmanager
+def saying_what_fits(title: str, model: Any, stage: StageConfig, *, distils: bool, world: int) -> Iterator[None]:
+    """Turn a full memory of the GPU inside the block into an error that says what would fit.
+
+    Raises:
+        TrainingError: Where the memory is full.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        available = torch.cuda.get_device_properties(next(model.parameters()).device).total_memory
+        raise TrainingError(
+            f"{title}: the memory of the GPU is full: "
+            f"{way_out(model, stage, available, distils=distils, world=world)}; checkpoints that were written are kept"
+        ) from error
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,174 @@
+"""Routers in the loops of others: the same gradient as in wide's own, and checkpoints that load routed."""
+
+import shutil
+
+import pytest
+import torch
+from tiny import RandomSource, batch, dense_model, routed_model
+from transformers import Trainer, TrainingArguments
+
+import wide
+from wide.data.batches import IGNORED
+from wide.errors import ConfigError, NotAttachedError
+from wide.models.attach import attachment
+from wide.training.callback import FOLDER
+from wide.training.objective import Objective
+
+STEPS = 8
+
+
+def examples(count=64):
+    source = RandomSource()
+    rows = [source.batch_at(step, batch_size=8).input_ids for step in range(count // 8)]
+    # As in supervised fine-tuning: the first half is a prompt.
+    return [
+        {"input_ids": row, "labels": row.clone().index_fill(0, torch.arange(8), IGNORED)} for row in torch.cat(rows)
+    ]
+
+
+def trainer_of(model, folder, callback, **changes):
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    arguments = TrainingArguments(**(settings | changes))
+    return Trainer(model, arguments, train_dataset=examples(), callbacks=[callback])
+
+
+def router_gradients(model):
+    return torch.cat([p.grad.flatten() for router in attachment(model).routers() for p in router.parameters()])
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_gradient_is_that_of_the_objective(padding, micro_batches):
+    text, config = batch(padding=padding), wide.ObjectiveConfig(sparsity=0.4)
+    model = routed_model().train()
+    parts = text.split(4 // micro_batches)
+    targets = sum(int((part.labels[:, 1:] != IGNORED).sum()) for part in parts)
+    objective = Objective(model, config)
+    attachment(model).control.temperature = 5.0
+    torch.manual_seed(1)
+    for part in parts:
+        objective(part, targets_in_step=targets, micro_batches=micro_batches)[0].backward()
+    wanted = router_gradients(model)
+    model.zero_grad()
+    routers = wide.RouterCallback(objective=config)
+    routers.begin(model, steps=3, micro_batches=micro_batches)
+    torch.manual_seed(1)
+    for part in parts:
+        inputs = {"input_ids": part.input_ids, "attention_mask": part.valid.long(), "labels": part.labels}
+        model(**inputs, num_items_in_batch=targets).loss.backward()
+    assert torch.allclose(router_gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    routers.end()
+    with torch.no_grad():
+        plain = model(input_ids=text.input_ids, labels=text.labels).loss
+    assert plain < 10
+    assert not attachment(model).control.observed
+
+
+def test_supervised_fine_tuning_with_routers_on(tmp_path):
+    model = routed_model()
+    callback = wide.RouterCallback(sparsity=0.5)
+    trainer = trainer_of(model, tmp_path / "out", callback, max_steps=40, save_steps=40, lr_scheduler_type="constant")
+    trainer.train()
+    logs = [line for line in trainer.state.log_history if "sparsity" in line]
+    assert len(logs) == 40
+    assert sum(line["sparsity"] for line in logs[-8:]) / 8 == pytest.approx(0.5, abs=0.08)
+    facts = attachment(model).provenance["prune"]
+    assert facts["inference"]["sparsity"] == pytest.approx(0.5, abs=0.1)
+    assert len(attachment(model).dial) > 3
+    trainer.save_model(str(tmp_path / "whole"))
+    again = wide.load_checkpoint(tmp_path / "whole")
+    ids = batch().input_ids
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+    assert attachment(wide.load_checkpoint(tmp_path / "out" / "checkpoint-40")).routers()
+    # The base was trained along, so an adapter cannot describe this model.
+    with pytest.raises(NotAttachedError, match="changed since"):
+        wide.save(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["whole", "peft"])
+def test_a_resumed_trainer_ends_as_if_it_had_not_stopped(tmp_path, wrapped):
+    if wrapped:
+        peft = pytest.importorskip("peft")
+
+    def model():
+        made = routed_model()
+        if not wrapped:
+            # Routers alone.
+            for name, parameter in made.named_parameters():
+                parameter.requires_grad_("wide_router" in name)
+            return made
+        torch.manual_seed(5)
+        return peft.get_peft_model(made, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+
+    first, second = model(), model()
+    trainer_of(first, tmp_path / "out", wide.RouterCallback(0.5)).train()
+    before = [p.clone() for p in second.parameters()]
+    trainer = trainer_of(second, tmp_path / "out", wide.RouterCallback(0.5))
+    moved = shutil.move(tmp_path / "out" / "checkpoint-4", tmp_path / "elsewhere")
+    trainer.train(resume_from_checkpoint=str(moved))
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    moved = [name for (name, p), old in zip(second.named_parameters(), before, strict=True) if not torch.equal(p, old)]
+    assert any("wide_router" in name for name in moved)
+    assert all("wide_router" in name or "lora_" in name for name in moved)
+    if wrapped:
+        shutil.rmtree(tmp_path / "elsewhere" / FOLDER)
+        with pytest.raises(ConfigError, match="step 4 has no routers beside LoRA"):
+            trainer_of(model(), tmp_path / "out", wide.RouterCallback(0.5)).train(
+                resume_from_checkpoint=str(tmp_path / "elsewhere")
+            )
+
+
+def test_the_last_step_of_an_epoch_has_the_whole_sparsity_term_in_fewer_forwards(tmp_path):
+    class Noted(wide.RouterCallback):
+        def _add_term(self, *args):
+            found.append(self._forwards)
+            return super()._add_term(*args)
+
+    found, rows = [], examples(32)[: 4 * 4]
+    changes = {"gradient_accumulation_steps": 3, "max_steps": 4, "save_strategy": "no"}
+    trainer = trainer_of(routed_model(), tmp_path, Noted(0.5), **changes)
+    trainer.train_dataset = rows
+    trainer.train()
+    assert found == [3, 3, 3, 1] * 2
+
+
+def test_checkpoints_of_a_peft_model_have_the_routers_beside_lora(tmp_path):
+    peft = pytest.importorskip("peft")
+    # The head is trained as a whole.
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(routed_model(), settings)
+    trainer_of(model, tmp_path, wide.RouterCallback(0.5)).train()
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    again = peft.PeftModel.from_pretrained(wide.load(dense_model(), folder / FOLDER), folder)
+    ids = batch().input_ids
+    for router in attachment(model.get_base_model()).routers():
+        # Calibrated after the last checkpoint.
+        router.threshold = 0.0
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    model = routed_model()
+    with pytest.raises(ConfigError, match="without label smoothing"):
+        trainer_of(model, tmp_path, wide.RouterCallback(0.5), label_smoothing_factor=0.1).train()
+    with pytest.raises(ConfigError, match="not both"):
+        wide.RouterCallback(0.5, objective=wide.ObjectiveConfig())
+    with pytest.raises(NotAttachedError):
+        trainer_of(dense_model(), tmp_path, wide.RouterCallback(0.5))
+    wide.models.lora.add_lora(model, rank=2)
+    with pytest.raises(ConfigError, match="with PEFT"):
+        trainer_of(model, tmp_path, wide.RouterCallback(0.5)).train()

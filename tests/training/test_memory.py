@@ -1,0 +1,128 @@
+"""What training needs of a GPU, calculated: as it was measured, and a way out that fits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import routed_model
+
+from wide.config import RecoverConfig, StageConfig
+from wide.errors import TrainingError
+from wide.profiling.synthetic import random_model
+from wide.runs import forecast
+from wide.training import memory, token_loss
+from wide.training.memory import needed, saying_what_fits, step_flops, way_out
+
+GIB = 2**30
+STAGE = StageConfig(batch_size=16, micro_batch_size=1, sequence_length=4096)
+LORA = RecoverConfig(batch_size=16, micro_batch_size=1, sequence_length=4096)
+
+
+@pytest.fixture(scope="module")
+def skeleton():
+    return random_model("llama-3.1-8b", num_layers=None, device=torch.device("meta"), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "measured"),
+    # Peaks on an H200, torch 2.11.
+    [
+        (STAGE, 38.78),
+        (replace(STAGE, compile=True), 29.37),
+        (replace(STAGE, compile=True, micro_batch_size=2), 43.24),
+        (replace(STAGE, compile=True, gradient_checkpointing=True), 16.94),
+        (LORA, 53.61),
+        (replace(LORA, compile=True), 44.21),
+    ],
+)
+def test_the_calculation_is_near_the_measured_peaks(skeleton, stage, measured):
+    assert needed(skeleton, stage, dtype="bfloat16").total / GIB == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize(("size", "each"), [(2, 10), (4, 16)])
+def test_the_loss_of_a_chunk_needs_its_logits_wherever_the_base_is_and_twice_where_it_distils(skeleton, size, each):
+    dtype, elements = {2: "bfloat16", 4: "float32"}[size], token_loss.ELEMENTS_PER_CHUNK
+    stage = replace(STAGE, compile=True)
+    for shards in (1, 4):
+        plain = needed(skeleton, stage, dtype=dtype, world=4, shards=shards)
+        taught = needed(skeleton, stage, distils=True, dtype=dtype, world=4, shards=shards)
+        assert plain.logits == each * elements
+        # The teacher's logits, and two float32 copies of them.
+        assert taught == replace(plain, logits=plain.logits + (size + 8) * elements)
+    assert "logits 1.25," in way_out(skeleton, stage, 20 * GIB, distils=True, dtype="bfloat16")
+
+
+def test_the_way_out_fits_and_changes_as_little_as_it_can(skeleton):
+    whole = replace(STAGE, micro_batch_size=None)
+
+    def found(stage, size):
+        return way_out(skeleton, stage, size * GIB, dtype="bfloat16").partition("; ")[2]
+
+    assert found(whole, 141).startswith("with --train.micro_batch_size 4 it is about ")
+    assert found(whole, 48).startswith("with --train.micro_batch_size 1 it is about 38.")
+    assert found(whole, 40).startswith("with --train.micro_batch_size 1 --train.compile true it is about 29.")
+    assert "--train.gradient_checkpointing true it is about 17." in found(STAGE, 24)
+    assert "on 2 such GPUs" in found(STAGE, 16)
+    assert "--recover.compile true" in found(LORA, 60)
+    assert found(STAGE, 2) == "take larger GPUs, or a shorter --train.sequence_length"
+
+
+def test_the_work_of_a_step_is_four_per_weight_and_token_and_attention(skeleton):
+    weights = sum(p.numel() for p in skeleton.parameters()) - skeleton.get_input_embeddings().weight.numel()
+    tokens = 16 * 4096
+    scores = 3.5 * 32 * 2 * 4096 * 4096
+    assert step_flops(skeleton, STAGE) == pytest.approx(tokens * (4 * weights + scores), rel=1e-3)
+
+
+def test_routers_and_lora_of_an_attached_model_are_no_part_of_its_base():
+    model = routed_model()
+    routers = sum(p.numel() for name, p in model.named_parameters() if "wide_router" in name)
+    base = sum(p.numel() for p in model.parameters()) - routers
+    found = needed(model, StageConfig(batch_size=4, sequence_length=16))
+    assert found.weights == 4 * base
+    assert found.optimizer == 16 * routers
+
+
+def test_weights_that_are_quantised_count_as_they_are(monkeypatch, skeleton):
+    model, stage = routed_model(), StageConfig(batch_size=4, sequence_length=16)
+    plain = needed(model, stage).weights
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.uint8), requires_grad=False)
+    assert needed(model, stage).weights == plain - 2 * 3 * 32 * 64
+    properties = type("Properties", (), {"total_memory": GIB})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    settings = {"device": torch.device("cuda"), "distils": False, "dtype": "auto", "may_shard": False}
+    with pytest.raises(TrainingError, match="this stage needs about"):
+        forecast.check_fits(skeleton, STAGE, **settings)
+    monkeypatch.setattr(skeleton.config, "quantization_config", {"load_in_4bit": True}, raising=False)
+    forecast.check_fits(skeleton, STAGE, **settings)
+
+
+def test_a_model_that_is_sharded_already_needs_a_share(monkeypatch):
+    model, stage = routed_model(num_hidden_layers=8), StageConfig(batch_size=4, sequence_length=16)
+    wanted = needed(model, stage, world=4, shards=4)
+    assert wanted.weights < needed(model, stage, world=4).weights
+    monkeypatch.setattr(memory, "is_sharded", lambda _model: True)
+    assert needed(model, stage, world=4) == wanted
+
+
+def test_a_dry_run_counts_on_shares_only_where_the_base_may_be_shared(monkeypatch):
+    model, stage = routed_model(num_hidden_layers=8), StageConfig(batch_size=4, sequence_length=16)
+    share, whole = (needed(model, stage, world=4, shards=shards).total for shards in (4, 1))
+    properties = type("Properties", (), {"total_memory": (share + whole) / 2 / memory.USABLE})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr(forecast, "num_processes", lambda: 4)
+    settings = {"distils": False, "device": torch.device("cuda"), "dtype": "auto"}
+    forecast.check_fits(model, stage, may_shard=True, **settings)
+    with pytest.raises(TrainingError, match="this stage needs about"):
+        forecast.check_fits(model, stage, may_shard=False, **settings)
+
+
+def test_a_full_memory_says_what_would_fit(monkeypatch):
+    properties = type("Properties", (), {"total_memory": 1 << 16})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    stage = StageConfig(batch_size=4, sequence_length=16)
+    message = "stage 1: the memory of the GPU is full: this stage needs about .* GiB"
+    told = {"distils": False, "world": 1}
+    with pytest.raises(TrainingError, match=message), saying_what_fits("stage 1", routed_model(), stage, **told):
+        raise torch.OutOfMemoryError
