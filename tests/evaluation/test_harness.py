@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -77,6 +78,14 @@ def test_scores_are_the_stock_harness_s(plain_model, tokenizer, local_data, tmp_
     assert piqa.value == raw["piqa_local"]["acc_norm,none"]
     assert piqa.stderr == raw["piqa_local"]["acc_norm_stderr,none"]
     assert piqa.other_metrics["acc"] == raw["piqa_local"]["acc,none"]
+
+
+def test_every_process_of_several_is_told_the_scores(plain_model, tokenizer, local_data, monkeypatch):
+    told = {"tokenizer": tokenizer, "local_data": local_data, "max_length": 32}
+    wanted = run_harness(plain_model, ["piqa"], **told).tasks[0].value
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run_harness(plain_model, ["piqa"], **told).tasks[0].value == wanted
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_perplexities_have_the_error_of_their_documents(plain_model, tokenizer, local_data):

@@ -39,7 +39,7 @@ def one_by_one(model, requests, max_length):
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(REQUESTS, st.integers(1, 4), st.integers(6, 12))
 def test_they_are_those_of_one_request_a_forward(model, requests, batch_size, max_length):
     found = log_likelihoods(model, requests, max_length=max_length, batch_size=batch_size)

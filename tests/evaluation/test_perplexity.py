@@ -64,6 +64,20 @@ def test_each_token_is_scored_once_whatever_window_stride_and_batch(length, wind
     assert model.training
 
 
+def test_the_bar_knows_that_short_windows_are_batches_of_their_own(monkeypatch):
+    shown = []
+
+    def progress(items, *, total, **_options):
+        items = list(items)
+        shown.append((len(items), total))
+        return items
+
+    monkeypatch.setattr("wide.evaluation.perplexity.progress", progress)
+    for length in (20, 24, 27):
+        token_perplexity(Bigram(), "a" * length, tokenizer=Letters(), window=8, batch_size=2)
+    assert shown == [(2, 2), (2, 2), (3, 3)]
+
+
 def test_documents_are_joined_by_blank_lines():
     documents = [Document(name="a", text="first"), "second"]
     joined = token_perplexity(Bigram(), documents, tokenizer=Letters(), window=8)

@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from wide.data.batches import TokenBatch
-from wide.errors import DataError, EvaluationError, NotAttachedError
-from wide.evaluation.routing_behaviour import (
+from wide.evaluation.routing_stats import (
     MAX_BINS,
     MAX_LAG,
     MAX_MATRIX_GROUPS,
     MAX_SAMPLE_TOKENS,
     HalfCounter,
-    behaviour_records,
     mean_by_distance,
-    routing_behaviour,
+    routing_records,
+    routing_stats,
     token_texts,
 )
 from wide.models.attach import attach, attachment, detach
@@ -31,7 +30,7 @@ def batch(rows, valid=None):
 
 
 def counted(mask, valid=None):
-    counter = HalfCounter(mask.shape[-1], mask.device)
+    counter = HalfCounter(*mask.shape[1:], mask.device)
     counter.add(mask, torch.ones(mask.shape[:2], dtype=torch.bool) if valid is None else valid)
     return counter
 
@@ -46,7 +45,7 @@ def test_counts_of_several_forwards_add_up_and_leave_padding_out():
     mask = torch.rand(2, 30, 4) < 0.5
     valid = torch.arange(30) < torch.tensor([30, 7])[:, None]
     whole = counted(mask, valid)
-    parts = HalfCounter(4, mask.device)
+    parts = HalfCounter(30, 4, mask.device)
     for row in range(2):
         parts.add(mask[row : row + 1], valid[row : row + 1])
     assert torch.equal(whole.rates(), parts.rates())
@@ -83,7 +82,7 @@ def test_stability_is_the_share_of_equal_neighbours():
 
 
 def test_behaviour_is_that_of_the_masks(attached_model, tokenizer):
-    found = routing_behaviour(attached_model, [batch(IDS, VALID)], tokenizer=tokenizer)
+    found = routing_stats(attached_model, [batch(IDS, VALID)])
     with torch.no_grad(), capture_routing(attached_model) as routing:
         attached_model(IDS, use_cache=False)
     assert found.tokens == int(VALID.sum())
@@ -92,47 +91,44 @@ def test_behaviour_is_that_of_the_masks(attached_model, tokenizer):
         mask = getattr(routing[half.layer], half.half)
         assert half.execute_rate == pytest.approx(float(mask[VALID].double().mean()))
         assert half.by_group == pytest.approx(mask[VALID].double().mean(0).tolist())
-        assert half.matrix_groups == tuple(range(half.num_groups))
-    assert len(found.sample.tokens) == 24
+        assert half.matrix_groups == tuple(range(len(half.by_group)))
+    assert len(found.sample) == 24
     share = routing[2].ffn[0, 5].double().mean()
-    assert found.sample.shares["ffn"][5][2] == pytest.approx(float(share))
+    assert found.sample_shares["ffn"][5][2] == pytest.approx(float(share))
     assert not attachment(attached_model).routers()[0]._forward_hooks
 
 
 def test_the_sample_of_left_padded_text_is_its_real_tokens(attached_model, tokenizer):
     valid = VALID.flip(1)[1:]
-    found = routing_behaviour(attached_model, [batch(IDS[1:], valid)], tokenizer=tokenizer)
+    found = routing_stats(attached_model, [batch(IDS[1:], valid)])
     with torch.no_grad(), capture_routing(attached_model) as routing:
         attached_model(IDS[1:], use_cache=False)
-    assert len(found.sample.tokens) == 11
+    assert len(found.sample) == 11
     share = routing[0].attention[0, 13].double().mean()
-    assert found.sample.shares["attention"][0][0] == pytest.approx(float(share))
+    assert found.sample_shares["attention"][0][0] == pytest.approx(float(share))
 
 
 def test_rounding_changes_only_decisions_near_the_threshold(attached_model, tokenizer):
-    found = routing_behaviour(attached_model, [batch(IDS)], tokenizer=tokenizer)
+    found = routing_stats(attached_model, [batch(IDS)])
     assert set(found.flips) == {"attention", "ffn"}
     assert all(0 <= share < 0.1 for share in found.flips.values())
     for router in attachment(attached_model).routers():
         router.threshold = -1e9
-    found = routing_behaviour(attached_model, [batch(IDS)], tokenizer=tokenizer)
+    found = routing_stats(attached_model, [batch(IDS)])
     assert found.flips == {"attention": 0.0, "ffn": 0.0}
-    flips = routing_behaviour(attached_model.bfloat16(), [batch(IDS)], tokenizer=tokenizer).flips
+    flips = routing_stats(attached_model.bfloat16(), [batch(IDS)]).flips
     assert flips == {}
 
 
 def test_padding_does_not_change_what_rounding_flips(attached_model, tokenizer):
-    shares = [
-        routing_behaviour(attached_model, [batch(IDS[:1], valid)], tokenizer=tokenizer).flips
-        for valid in (None, VALID[1:2])
-    ]
-    only_real = routing_behaviour(attached_model, [batch(IDS[:1, :11])], tokenizer=tokenizer).flips
+    shares = [routing_stats(attached_model, [batch(IDS[:1], valid)]).flips for valid in (None, VALID[1:2])]
+    only_real = routing_stats(attached_model, [batch(IDS[:1, :11])]).flips
     assert shares[1] == only_real
 
 
 def test_records_are_small_and_say_what_they_hold(attached_model, tokenizer):
-    found = routing_behaviour(attached_model, [batch(IDS)], tokenizer=tokenizer)
-    records = list(behaviour_records("stage 1", found, "text"))
+    found = routing_stats(attached_model, [batch(IDS)])
+    records = list(routing_records("stage 1", found, "text", tokenizer))
     metrics = {(r.metric, r.layer): r for r in records}
     assert len(metrics) == len(records)
     by_group = metrics["routing.ffn.by_group", 3].value
@@ -165,15 +161,17 @@ def test_many_groups_and_long_texts_are_cut_to_size(tokenizer):
     )
     model = attach(LlamaForCausalLM(config).eval(), WideConfig(ffn_group_size=8, router_rank=4))
     rows = torch.randint(0, 4096, (1, 200))
-    found = routing_behaviour(model, [batch(rows)], tokenizer=tokenizer)
+    found = routing_stats(model, [batch(rows)])
     (half,) = found.of("ffn")
-    assert half.num_groups == 150
-    assert len(half.by_group) == MAX_BINS
+    assert len(half.by_group) == 150
     assert len(half.matrix_groups) == len(half.matrix) == MAX_MATRIX_GROUPS
     assert half.matrix_groups[0] == 0
     assert half.matrix_groups[-1] == 149
-    assert len(found.sample.tokens) == MAX_SAMPLE_TOKENS
-    records = list(behaviour_records("s", found, "text"))
+    assert len(found.sample) == MAX_SAMPLE_TOKENS
+    records = list(routing_records("s", found, "text", tokenizer))
+    (rates,) = [r.value for r in records if r.metric == "routing.ffn.by_group"]
+    assert rates["groups"] == 150
+    assert len(rates["shares"]) == MAX_BINS
     assert sum(r.metric == "routing.ffn.group_matrix" for r in records) == 1
 
 
@@ -182,18 +180,20 @@ def test_halves_without_routers_are_left_out(attached_model, tokenizer):
     detach(attached_model)
     halves = [LayerPlan(attention=Dense(), ffn=layer.ffn) for layer in plan.layers[:1]]
     attach(attached_model, Plan((*halves, *(LayerPlan(attention=Dense(), ffn=Dense()) for _ in plan.layers[1:]))))
-    found = routing_behaviour(attached_model, [batch(IDS)], tokenizer=tokenizer)
+    found = routing_stats(attached_model, [batch(IDS)])
     assert [(half.layer, half.half) for half in found.halves] == [(0, "ffn")]
-    assert set(found.sample.shares) == {"ffn"}
-    assert found.sample.shares["ffn"][0][1:] == (None,) * 5
-    assert not [r for r in behaviour_records("s", found, "t") if "attention" in r.metric]
+    assert set(found.sample_shares) == {"ffn"}
+    assert found.sample_shares["ffn"][0][1:] == (None,) * 5
+    assert not [r for r in routing_records("s", found, "t", tokenizer) if "attention" in r.metric]
 
 
 def test_a_single_token_has_no_neighbour(attached_model, tokenizer):
-    found = routing_behaviour(attached_model, [batch(IDS[:1, :1])], tokenizer=tokenizer)
+    found = routing_stats(attached_model, [batch(IDS[:1, :1])])
     assert found.halves[0].same_as_previous is None
     assert found.halves[0].token_correlation == ()
-    assert [r.metric for r in behaviour_records("s", found, "t")].count("routing.attention.same_as_previous") == 0
+    assert [r.metric for r in routing_records("s", found, "t", tokenizer)].count(
+        "routing.attention.same_as_previous"
+    ) == 0
 
 
 def test_forced_masks_are_what_is_looked_at(attached_model, tokenizer):
@@ -201,24 +201,10 @@ def test_forced_masks_are_what_is_looked_at(attached_model, tokenizer):
         attached_model(IDS, use_cache=False)
     ones = [LayerRouting(attention=torch.ones_like(r.attention), ffn=torch.zeros_like(r.ffn)) for r in routing]
     with force_routing(attached_model, ones):
-        found = routing_behaviour(attached_model, [batch(IDS)], tokenizer=tokenizer)
+        found = routing_stats(attached_model, [batch(IDS)])
     assert {half.execute_rate for half in found.of("attention")} == {1.0}
     assert {half.same_as_previous for half in found.of("ffn")} == {1.0}
-    assert all(json.dumps(r.value) != "null" for r in behaviour_records("s", found, "t") if r.unit == "json")
-
-
-def test_what_cannot_be_looked_at_is_refused(plain_model, attached_model, tokenizer):
-    with pytest.raises(NotAttachedError):
-        routing_behaviour(plain_model, [batch(IDS)])
-    with pytest.raises(EvaluationError, match="no token"):
-        routing_behaviour(attached_model, [], tokenizer=tokenizer)
-    with pytest.raises(DataError, match="Tensor"):
-        routing_behaviour(attached_model, [torch.zeros(1, 4, dtype=torch.int64)], tokenizer=tokenizer)
-    plan = attachment(attached_model).plan
-    detach(attached_model)
-    attach(attached_model, Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in plan.layers)))
-    with pytest.raises(EvaluationError, match="no routers"):
-        routing_behaviour(attached_model, [batch(IDS)], tokenizer=tokenizer)
+    assert all(json.dumps(r.value) != "null" for r in routing_records("s", found, "t", tokenizer) if r.unit == "json")
 
 
 def test_texts_of_tokens_join_to_the_text(tokenizer):

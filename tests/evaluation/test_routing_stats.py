@@ -38,6 +38,12 @@ def test_rates_are_those_of_the_masks_without_padding(attached_model):
     assert json.loads(json.dumps(stats.to_json()))["tokens"] == stats.tokens
 
 
+def test_what_padding_on_the_left_holds_does_not_matter(attached_model):
+    valid = torch.arange(16).expand(3, -1) >= 5
+    first, second = (routing_stats(attached_model, [batch(IDS.masked_fill(~valid, fill), valid)]) for fill in (3, 99))
+    assert first == second
+
+
 def test_batches_add_up(attached_model):
     ids = IDS.flatten().numpy().astype(np.uint32)
     blocks = TokenBlocks(TokenStream(tokens=ids, starts=np.array([0]), largest_id=4095), 16)

@@ -1,6 +1,9 @@
 """A figure in words, so that tests can say what is drawn."""
 
-from wide.report.drawing import draw_svg as to_svg
+import io
+
+from wide.report.drawing import draw as draw_rows
+from wide.report.drawing import style
 
 
 def describe(figure, source):
@@ -26,6 +29,14 @@ def place(value):
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def draw(figure, source):
+    """Return what matplotlib is to draw."""
+    return draw_rows(figure, figure.table(source), source)
+
+
 def draw_svg(figure, source):
     """Return a figure as SVG and in words."""
-    return to_svg(figure, source), describe(figure, source)
+    svg = io.StringIO()
+    with style():
+        draw(figure, source).savefig(svg, format="svg", metadata={"Date": None})
+    return svg.getvalue(), describe(figure, source)

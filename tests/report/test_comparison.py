@@ -11,7 +11,6 @@ from report_words import draw_svg
 from wide.errors import DataError
 from wide.evaluation.tasks import ZERO_SHOT_TASKS
 from wide.records import Cell, Record, RecordFile, read_records
-from wide.report.bootstrap import perplexity_error, ratio_error
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_tables import (
@@ -20,14 +19,14 @@ from wide.report.comparison_tables import (
     footnotes,
     quality_table,
     tasks_table,
-    to_csv,
-    to_html,
     to_markdown,
+    to_sheet,
     to_text,
 )
-from wide.report.figure import MissingRecordsError
+from wide.report.figure import MissingRecordsError, to_csv
 from wide.report.folders import draw_comparison
 from wide.report.selection import Selection
+from wide.standard_error import perplexity_stderr
 
 
 def grid(methods=("wanda", "tyr"), sparsities=(0.5, 0.25), recovers=True):
@@ -103,7 +102,7 @@ def test_what_rounds_to_zero_has_no_sign():
     # All-zero columns are left out.
     other = measured(Cell("wanda", 0.5, 17), 20.0, sparsity__mean=0.5, sparsity__parameters_removed=0.5)
     whole = comparison(grid(recovers=False), measured(WANDA, 20.0, **shares), other)
-    assert "-0" not in "".join(map(to_csv, (found, whole))).replace("-09", "")
+    assert "-0" not in "".join(map(to_sheet, (found, whole))).replace("-09", "")
     lines = {line[:2]: line for line in facts_table(whole).rows}
     assert lines["wanda", "25"][3:5] == ("0.0", "0.0")
 
@@ -132,15 +131,15 @@ def test_what_is_missing_is_a_dash_and_what_failed_says_why():
     assert lines["tyr"][1:] == ("-", "-", "failed", "-")
     assert lines["wanda + LoRA"][1:] == ("-",) * 4
     assert footnotes(found) == ["failed: tyr, 0.5, seed 17: ValueError: no heads"]
-    assert [failure.cell.method for failure in found.failures(Row("tyr", False), 0.5)] == ["tyr"]
-    assert found.failures(Row("tyr", False), 0.25) == []
+    assert [stage.cell.method for stage in found.failures(Row("tyr", False), 0.5)] == ["tyr"]
+    assert found.failures(Row("tyr", False), 0.25) == {}
 
 
 def test_a_cell_that_failed_and_then_succeeded_has_succeeded():
     subject = WANDA.subject(recovered=False)
     failed = [Record(subject=subject, metric="status", value="OSError: disk")]
     found = comparison(grid(), failed, measured(WANDA, 20.0))
-    assert found.failures() == []
+    assert found.failures() == {}
     assert found.seeds(Row("wanda", False), 0.25) == [17]
 
 
@@ -181,7 +180,7 @@ def test_facts_name_the_seeds():
     seeds = [measured(Cell("wanda", 0.25, seed), 20.0, sparsity__mean=0.25) for seed in (19, 17)]
     found = comparison(grid(recovers=False), measured(DENSE_CELL, 10.0), *seeds)
     assert [line[2] for line in facts_table(found).rows] == ["17", "17, 19", "-", "-", "-"]
-    assert next(csv.DictReader(to_csv(found).splitlines()[:1] + to_csv(found).splitlines()[2:]))["seed"] == "17 19"
+    assert next(csv.DictReader(to_sheet(found).splitlines()[:1] + to_sheet(found).splitlines()[2:]))["seed"] == "17 19"
 
 
 def test_single_tasks_are_a_table_as_in_the_papers_appendix():
@@ -194,16 +193,16 @@ def test_single_tasks_are_a_table_as_in_the_papers_appendix():
     assert table.rows[0] == ("dense", "-", "70.00 ± 1.50", "45.0 ± 2.0", "30.0", "37.5", "100.0")
     assert table.rows[1][:2] == ("wanda", "25")
     assert table.rows[2] == ("tyr", "25", "-", "-", "-", "-", "-")
-    for text in (to_text(found), to_markdown(found), to_html(found)):
+    for text in (to_text(found), to_markdown(found)):
         assert "ARC-E" in text
-    line = next(csv.DictReader(io.StringIO(to_csv(found))))
+    line = next(csv.DictReader(io.StringIO(to_sheet(found))))
     assert (line["accuracy.arc_easy"], line["accuracy.arc_easy.error"]) == ("0.45", "0.02")
 
 
 def test_without_tasks_there_is_no_table_of_them():
     found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0))
     assert tasks_table(found) is None
-    assert "Zero-shot" not in to_html(found)
+    assert "Zero-shot" not in to_markdown(found)
 
 
 def test_tasks_are_those_of_the_evaluation():
@@ -212,7 +211,7 @@ def test_tasks_are_those_of_the_evaluation():
 
 def test_sheet_holds_unrounded_figures():
     found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.123456))
-    lines = list(csv.DictReader(io.StringIO(to_csv(found))))
+    lines = list(csv.DictReader(io.StringIO(to_sheet(found))))
     wanda = next(
         line for line in lines if (line["method"], line["recovered"], line["target"]) == ("wanda", "0", "0.25")
     )
@@ -224,7 +223,7 @@ def test_sheet_holds_unrounded_figures():
 def test_files_are_written_and_text_from_outside_is_escaped(tmp_path):
     file = RecordFile(tmp_path / "compare.jsonl", device="cpu")
     file.append([*grid(), *measured(WANDA, 20.0, deviations="<b>bold</b> claims")])
-    found = read_comparison(file.path)
+    found = read_comparison(tmp_path)
     paths, _ = draw_comparison(found, tmp_path, later=True)
     assert sorted(path.name for path in paths) == ["report.html", "table.csv", "table.md"]
     page = (tmp_path / "report.html").read_text()
@@ -239,29 +238,43 @@ def test_records_of_something_else_are_refused():
         comparison([Record(subject="dense", metric="token_perplexity", value=3.0)])
 
 
-def test_bootstrap_agrees_with_theory():
+def test_the_error_of_a_perplexity_is_that_of_windows_drawn_again():
     generator = np.random.default_rng(1)
-    windows = [(float(loss), 50) for loss in 50 * (2.0 + 0.3 * generator.standard_normal(400))]
-    nll = sum(loss for loss, _ in windows) / (50 * 400)
-    assert perplexity_error(windows) == pytest.approx(math.exp(nll) * 0.3 / math.sqrt(400), rel=0.15)
+    tokens = generator.integers(1, 60, 400)
+    losses = tokens * (2.0 + 0.3 * generator.standard_normal(400))
+    draws = generator.multinomial(400, np.full(400, 1 / 400), size=4000)
+    drawn_again = np.exp((draws @ losses) / (draws @ tokens)).std(ddof=1)
+    assert perplexity_stderr(losses.tolist(), tokens.tolist()) == pytest.approx(drawn_again, rel=0.06)
+
+
+def both_measured(perplexity, *, others=()):
+    """Return a comparison of wanda and the dense model, which share their windows but for those in `others`."""
+    dense = [*windows_of(10.0), *others]
+    windows = [[loss + tokens * math.log(perplexity / 10.0), tokens] for loss, tokens in windows_of(10.0)]
+    found = {DENSE_CELL: (10.0, dense), WANDA: (perplexity, windows)}
+    records = [
+        Record(subject=cell.subject(recovered=False), metric=metric, value=value)
+        for cell, (value, each) in found.items()
+        for metric, value in {PERPLEXITY: value, f"{PERPLEXITY}.windows": each, "status": FINISHED}.items()
+    ]
+    return comparison(grid(), records)
 
 
 def test_a_constant_factor_has_no_error_relative_to_dense():
-    dense = windows_of(10.0)
-    twice = [(loss + tokens * math.log(2), tokens) for loss, tokens in dense]
-    assert perplexity_error(twice) > 0.1
-    assert ratio_error(twice, dense) == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("windows", [[], [(20.0, 10)]])
-def test_no_error_from_less_than_two_windows(windows):
-    assert perplexity_error(windows) is None
-    assert ratio_error(windows, windows) is None
+    row, found = Row("wanda", False), both_measured(20.0)
+    assert found.value(row, WANDA.sparsity, PERPLEXITY).error > 0.1
+    assert found.value(row, WANDA.sparsity, RATIO).error == pytest.approx(0, abs=1e-9)
 
 
 def test_other_windows_are_not_compared():
-    assert ratio_error([(1.0, 2), (3.0, 4)], [(1.0, 2), (3.0, 5)]) is None
-    assert ratio_error([(1.0, 2), (3.0, 4)], [(1.0, 2)]) is None
+    value = both_measured(20.0, others=[[3.0, 4]]).value(Row("wanda", False), WANDA.sparsity, RATIO)
+    assert value.mean == 2.0
+    assert value.error is None
+
+
+@pytest.mark.parametrize("losses", [[], [20.0], [math.inf, 1.0], [1e6, 1e6]])
+def test_no_error_of_less_than_two_windows_or_of_what_overflows(losses):
+    assert perplexity_stderr(losses, [10] * len(losses)) is None
 
 
 def test_quality_is_drawn_over_sparsity():
@@ -276,7 +289,7 @@ def test_quality_is_drawn_over_sparsity():
     _, words = draw_svg(figure, found)
     assert "perplexity, x dense, wanda (without LoRA): 2.00 at 25; " in words
     assert "tyr: 1.50 at 50" in words
-    rows = list(csv.DictReader(io.StringIO(figure.to_csv(found))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(figure.table(found)))))
     assert [(row["method"], row["recovered"], row["target"]) for row in rows] == [
         ("wanda", "0", "0.25"),
         ("tyr", "1", "0.5"),
@@ -297,6 +310,6 @@ def test_quality_is_drawn_over_the_size_of_groups():
     figure = FIGURES["quality-groups"]
     _, words = draw_svg(figure, found)
     assert "channels of an FFN group, 25 % (without LoRA): 1.20 at 32, 1.50 at 128" in words
-    assert "other" not in figure.to_csv(found)
+    assert "other" not in to_csv(figure.table(found))
     with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
         draw_svg(figure, comparison(grid(), measured(DENSE_CELL, 10.0), measured(WANDA, 20.0)))

@@ -1,6 +1,7 @@
 """Which rows of several comparisons are one, and from which of them each cell comes."""
 
 import pytest
+from report_words import draw
 from test_comparison_speed import FIGURES, measured, rows, write
 
 from wide.cli.main import main
@@ -8,7 +9,6 @@ from wide.errors import DataError
 from wide.records import Cell, Record
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row, read_comparison
 from wide.report.comparison_merge import merge
-from wide.report.drawing import draw
 
 SETTINGS = {"ffn_group_size": 64}
 DENSE_CELL = Cell(DENSE, 0.0, 17)
@@ -25,7 +25,7 @@ def both_stages(cell, calibrated, recovered):
 
 
 def comparisons(*folders):
-    return {folder.name: read_comparison(folder / "compare.jsonl") for folder in folders}
+    return {folder.name: read_comparison(folder) for folder in folders}
 
 
 def quality(whole, cell=HIGH):
@@ -84,8 +84,8 @@ def test_a_cell_that_failed_later_does_not_replace_a_finished_one(tmp_path):
     two = write(tmp_path / "two", ["wide"], [failed])
     whole = merge(comparisons(one, two))
     assert quality(whole) == [11.0, None]
-    assert (whole.failures(), whole.notes) == ([], [])
-    assert [failure.reason for failure in merge(comparisons(two)).failures()] == ["OSError: disk"]
+    assert (whole.failures(), whole.notes) == ({}, [])
+    assert list(merge(comparisons(two)).failures().values()) == ["OSError: disk"]
 
 
 def test_dense_cells_are_those_of_the_first_that_has_both_stages(tmp_path):

@@ -13,7 +13,7 @@ from wide.records import Cell, Record, RecordFile
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_merge import merge
-from wide.report.figure import MissingRecordsError
+from wide.report.figure import MissingRecordsError, to_csv
 from wide.report.page import facts
 
 FIGURES = {figure.name: figure for figure in COMPARISON_FIGURES}
@@ -22,7 +22,7 @@ DENSE_CELL = Cell(DENSE, 0.0, 17)
 
 def rows(name, text):
     """Return the lines of a figure's sheet as dictionaries."""
-    return list(csv.DictReader(io.StringIO(FIGURES[name].to_csv(text))))
+    return list(csv.DictReader(io.StringIO(to_csv(FIGURES[name].table(text)))))
 
 
 def measured(cell, perplexity, *, work=0.4, settings=None, recovered=False):
@@ -73,7 +73,7 @@ def test_folders_name_their_cell():
 
 
 def test_each_checkpoint_has_its_own_perplexity_and_speed(timed):
-    found = read_comparison(timed / "compare.jsonl")
+    found = read_comparison(timed)
     svg, words = draw_svg(FIGURES["quality-speed"], found)
     assert "prefill, 64 tokens, tyr: 12.00 at 1.25" in words
     assert "prefill, 64 tokens, batch 4, wide: 14.00 at 0.9" in words
@@ -92,25 +92,25 @@ def test_speeds_of_another_model_or_of_unfinished_cells_are_not_drawn(tmp_path):
     time_cell(folder, finished, 1.25, model="another")
     time_cell(folder, begun, 1.5)
     with pytest.raises(MissingRecordsError, match="--comparison DIR"):
-        draw_svg(FIGURES["quality-speed"], read_comparison(folder / "compare.jsonl"))
+        draw_svg(FIGURES["quality-speed"], read_comparison(folder))
 
 
 def test_what_is_far_worse_is_an_arrow(tmp_path):
     far = Cell("tyr", 0.5, 17)
     folder = write(tmp_path / "one", ["tyr"], measured(far, 9000.0))
     time_cell(folder, far, 2.0)
-    (line,) = rows("quality-speed", read_comparison(folder / "compare.jsonl"))
+    (line,) = rows("quality-speed", read_comparison(folder))
     assert (line["perplexity"], line["drawn"], line["words"]) == ("9000.0", "60.0", "50 ↑")
 
 
 def test_quality_is_drawn_over_the_measured_work(tmp_path):
     cells = [measured(Cell("tyr", 0.25, 17), 12.0, work=0.2), measured(Cell("tyr", 0.5, 17), 20.0, work=0.4)]
     unstructured = measured(Cell("wanda", 0.5, 17), 11.0, work=0.0)
-    found = read_comparison(write(tmp_path / "one", ["tyr", "wanda"], *cells, unstructured) / "compare.jsonl")
+    found = read_comparison(write(tmp_path / "one", ["tyr", "wanda"], *cells, unstructured))
     _, words = draw_svg(FIGURES["quality-work"], found)
     assert "tyr (without LoRA): 1.20 at 20, 2.00 at 40" in words
     assert [line["method"] for line in rows("quality-work", found)] == ["tyr", "tyr"]
-    nothing = read_comparison(write(tmp_path / "two", ["wanda"]) / "compare.jsonl")
+    nothing = read_comparison(write(tmp_path / "two", ["wanda"]))
     with pytest.raises(MissingRecordsError, match="linear_flops_layers"):
         draw_svg(FIGURES["quality-work"], nothing)
 
@@ -123,7 +123,7 @@ def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
     cells = [
         measured(Cell(name, 0.5, 17), 12.0 + place, settings=own) for place, (name, own) in enumerate(settings.items())
     ]
-    found = read_comparison(write(tmp_path / "one", list(settings), *cells) / "compare.jsonl")
+    found = read_comparison(write(tmp_path / "one", list(settings), *cells))
     _, words = draw_svg(FIGURES["quality-groups"], found)
     assert "channels of an FFN group, 50 %, a and alike (without LoRA): 1.20 at 32, 1.30 at 128" in words
     assert (
@@ -141,11 +141,11 @@ def test_comparisons_share_a_page(timed, tmp_path):
     cells = (measured(other[0], 13.0), measured(other[1], 15.0), measured(DENSE_CELL, 8.0, recovered=True))
     second = write(tmp_path / "two", ["tyr", "ddp"], *cells, recovers=True)
     time_cell(second, other[0], 1.5)
-    whole = merge({path.name: read_comparison(path / "compare.jsonl") for path in (timed, second)})
+    whole = merge({path.name: read_comparison(path) for path in (timed, second)})
     assert list(dict.fromkeys(row.method for row in whole.rows)) == [DENSE, "tyr (one)", "tyr (two)", "wide", "ddp"]
     assert whole.value(Row("tyr (two)", False), 0.25, PERPLEXITY).mean == 13.0
     assert whole.value(Row(DENSE, True), 0.0, PERPLEXITY).mean == 8.0
-    assert {(cell.method, forward.speedup) for cell, forward in whole.speeds} == {
+    assert {(cell.method, forward["speedup"]) for cell, forward in whole.speeds} == {
         ("tyr (one)", 1.25),
         ("tyr (two)", 1.5),
         ("wide", 0.9),
@@ -168,13 +168,13 @@ def test_rows_of_equal_settings_are_one_and_later_cells_count(tmp_path):
     other = write(tmp_path / "three", ["wide", "tyr"], measured(high, 16.0, settings={"ffn_group_size": 32}))
     for folder, speedup in ((one, 1.1), (two, 1.2)):
         time_cell(folder, high, speedup)
-    found = {folder.name: read_comparison(folder / "compare.jsonl") for folder in (one, two)}
+    found = {folder.name: read_comparison(folder) for folder in (one, two)}
     whole = merge(found)
     assert [row.method for row in whole.rows] == [DENSE, "wide"]
     assert [whole.value(Row("wide", False), share, PERPLEXITY).mean for share in (0.25, 0.5)] == [11.0, 15.0]
     # The speed of the cell that was replaced is of another checkpoint.
-    assert [forward.speedup for _, forward in whole.speeds] == [1.2]
-    apart = merge(found | {"three": read_comparison(other / "compare.jsonl")}, ["wide"])
+    assert [forward["speedup"] for _, forward in whole.speeds] == [1.2]
+    apart = merge(found | {"three": read_comparison(other)}, ["wide"])
     assert [row.method for row in apart.rows] == [DENSE, "wide (one, two)", "wide (three)"]
     with pytest.raises(DataError, match="no row ddp; there are wide"):
         merge(found, ["ddp"])
@@ -199,17 +199,17 @@ def test_a_size_of_groups_that_is_left_to_the_model_is_its_own(tmp_path):
     groups = [measured(cell, 12.0, settings=own) for cell, own in zip(cells, sizes, strict=True)]
     folder = write(tmp_path / "one", ["a", "b"], *groups)
     with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
-        FIGURES["quality-groups"].table(read_comparison(folder / "compare.jsonl"))
+        FIGURES["quality-groups"].table(read_comparison(folder))
     own = Record(subject="run", metric="model.attention_group_size", value=192)
     RecordFile(folder / "compare.jsonl", device="cpu").append([own])
-    assert [line["size"] for line in rows("quality-groups", read_comparison(folder / "compare.jsonl"))] == ["64", "128"]
+    assert [line["size"] for line in rows("quality-groups", read_comparison(folder))] == ["64", "128"]
 
 
 def test_comparisons_of_different_models_or_texts_do_not_mix(tmp_path):
-    first = read_comparison(write(tmp_path / "a", ["tyr"]) / "compare.jsonl")
+    first = read_comparison(write(tmp_path / "a", ["tyr"]))
     others = {"model": {"model": "N"}, "held-out text": {"text": "another"}, "perplexities differ": {"dense": 10.5}}
     for place, (words, changes) in enumerate(others.items()):
-        other = read_comparison(write(tmp_path / f"b{place}", ["tyr"], **changes) / "compare.jsonl")
+        other = read_comparison(write(tmp_path / f"b{place}", ["tyr"], **changes))
         with pytest.raises(DataError, match=words):
             merge({"a": first, "b": other})
 
@@ -223,8 +223,12 @@ def test_a_page_of_comparisons_takes_nothing_else(timed, tmp_path, capsys):
     assert "cannot share a page" in capsys.readouterr().err
     assert main(["report", str(timed), "--output", str(timed), "--only"]) == 1
     assert "another --output" in capsys.readouterr().err
+
+
+def test_comparisons_of_one_name_are_told_apart_by_their_parents(timed, tmp_path):
+    pytest.importorskip("matplotlib")
     twin = tmp_path / "deeper" / "one"
     twin.parent.mkdir()
-    write(twin, ["tyr"])
-    assert main(["report", str(timed), str(twin), "--output", str(tmp_path / "both"), "--only"]) == 1
-    assert "told apart" in capsys.readouterr().err
+    write(twin, ["tyr"], measured(Cell("tyr", 0.5, 17), 12.0))
+    assert main(["report", str(timed), str(twin), "--output", str(tmp_path / "both"), "--only"]) == 0
+    assert "tyr (deeper/one)" in (tmp_path / "both/table.md").read_text()

@@ -9,10 +9,10 @@ from wide.records import Cell, Record, RecordFile
 from wide.report.comparison import DENSE, FINISHED, Comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.figure import MissingRecordsError
-from wide.report.folders import LAYERS_OF_RUNS, read_evidence
+from wide.report.folders import RUNS_FIGURES, read_folders
 from wide.report.selection import Selection
 
-LAYERS_OF_METHODS = COMPARISON_FIGURES[-1]
+LAYERS_OF_METHODS, (LAYERS_OF_RUNS,) = COMPARISON_FIGURES[-1], RUNS_FIGURES
 
 
 def layers(subject, *shares, half="ffn"):
@@ -82,7 +82,7 @@ def write_run(folder, *shares):
 
 def test_runs_share_a_picture(tmp_path):
     free, uniform = write_run(tmp_path / "free", 0.2, 0.8), write_run(tmp_path / "uniform", 0.5, 0.5)
-    rows = LAYERS_OF_RUNS.table(read_evidence([free, uniform]))
+    rows = LAYERS_OF_RUNS.table(read_folders([free, uniform]))
     assert [(row["name"], row["half"], row["layer"], row["skipped"]) for row in rows] == [
         ("free", "ffn", 0, 0.2),
         ("free", "ffn", 1, 0.8),
@@ -95,6 +95,6 @@ def test_runs_share_a_picture(tmp_path):
 
 def test_one_run_has_nothing_beside_it(tmp_path):
     with pytest.raises(MissingRecordsError, match="two runs"):
-        LAYERS_OF_RUNS.table(read_evidence([write_run(tmp_path / "free", 0.2)]))
+        LAYERS_OF_RUNS.table(read_folders([write_run(tmp_path / "free", 0.2)]))
     with pytest.raises(DataError, match="twice"):
-        read_evidence([tmp_path / "free", tmp_path / "free"])
+        read_folders([tmp_path / "free", tmp_path / "free"])

@@ -4,14 +4,14 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from report_words import draw
 
 from wide.report.comparison import read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_merge import merge
-from wide.report.drawing import draw
+from wide.report.reading import read_folder, read_profile
 from wide.report.run_figures import FIGURES
-from wide.report.selection import read_selection
-from wide.report.speed import SPEED_FIGURES, read_profile
+from wide.report.speed import SPEED_FIGURES
 
 ROWS = ("tyr", "ddp", "wide", "wide-32", "wide-fitted", "slicegpt", "f128-a64", "f128-a384")
 RESULTS = Path(__file__).parents[2] / "docs/results"
@@ -56,9 +56,9 @@ def overlap(a, b):
 
 
 def test_no_words_of_the_study_of_methods_cover_others():
-    records = RESULTS / "lab-88m/records.jsonl.gz"
-    comparison = merge({name: read_comparison(records, name) for name in ("n50", "n50-fitted", "g-sweep")}, ROWS)
-    run = read_selection(records, "fitted-50")
+    study = RESULTS / "lab-88m"
+    comparison = merge({name: read_comparison(study / name) for name in ("n50", "n50-fitted", "g-sweep")}, ROWS)
+    run = read_folder(study / "fitted-50").records
     cases = [*((figure, comparison) for figure in COMPARISON_FIGURES), *((figure, run) for figure in FIGURES)]
     assert {figure.name: found for figure, source in cases if (found := covered(figure, source))} == {}
 

@@ -15,12 +15,12 @@ from wide.cli.main import main
 from wide.records import Cell
 from wide.report.comparison import read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
-from wide.report.comparison_tables import to_csv, to_html, to_text
-from wide.report.figure import MissingRecordsError
+from wide.report.comparison_tables import to_markdown, to_sheet, to_text
+from wide.report.figure import MissingRecordsError, to_csv
 from wide.report.page import _sample
 from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
-from wide.report.speed import SPEED_FIGURES, Profile, bench_file, other_tables
+from wide.report.speed import SPEED_FIGURES, Profile, bench_file
 from wide.report.table import layer_lines, summary_table
 
 GONE = object()
@@ -31,7 +31,7 @@ def show(figures, source):
     """Put the figures into values and words, as far as records go."""
     for figure in figures:
         try:
-            assert figure.to_csv(source)
+            assert to_csv(figure.table(source))
             assert describe(figure, source)
         except MissingRecordsError:
             continue
@@ -72,7 +72,7 @@ def test_no_field_of_a_bench_is_taken_for_granted(name, tmp_path):
                 content = {"device": "GPU", "records": with_wrong(records, place, field, value)}
                 profile = Profile((bench_file(f"{name}.json", content),))
                 show(SPEED_FIGURES, profile)
-                assert all(table.rows for table in other_tables(profile).values())
+                assert all(table.rows for table in profile.others().values())
     for value in ({}, None, 3, "words", []):
         profile = Profile((bench_file(f"{name}.json", {"device": value, "records": [value, *records]}),))
         assert value == {} or any("damaged" in note for note in profile.notes)
@@ -86,7 +86,7 @@ def test_what_a_bench_lacks_is_said_under_the_figure_and_on_the_console(field, t
     assert main(["report", str(tmp_path)]) == 0
     words = f"1 of {len(records)} records left out, without '{field}'"
     assert words in capsys.readouterr().out
-    page = (tmp_path / "report.html").read_text().replace("&#x27;", "'")
+    page = (tmp_path / "report.html").read_text().replace("&#39;", "'")
     # Under the figures that are drawn from the file, and once more among the notes.
     assert page.count(words) >= 2
 
@@ -98,7 +98,7 @@ def test_no_value_of_a_run_is_taken_for_granted():
         for value in (None, "words", {}, [], {"groups": [1], "tokens": ["a"], "shares": 3}, True, 5.0):
             run = Selection([*records[:place], replace(records[place], value=value), *records[place + 1 :]])
             show(FIGURES, run)
-            summary_table(run).to_html()
+            summary_table({"": run}).to_markdown()
             layer_lines(run)
             _sample(run)
             assert value is not None or any(repr(metric) in note for note in run.notes)
@@ -114,18 +114,18 @@ def test_no_value_of_a_comparison_is_taken_for_granted(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     windows = {"metric": "token_perplexity.windows", "value": [[10.0, 5], [11.0, 5]]}
     lines += [line | windows for line in lines if line["metric"] == "token_perplexity"]
-    for place, line in enumerate(lines):
+    for place, line in {each["metric"]: (place, each) for place, each in enumerate(lines)}.values():
         for value in (None, "words", [[1]], {"ffn_group_size": "64"}, 7.0, []):
             file.write_text("".join(f"{json.dumps(each)}\n" for each in with_wrong(lines, place, "value", value)))
             unreadable = value == "words" and line["metric"] in ("settings", "token_perplexity.windows")
             if unreadable or line["metric"] in ("grid.methods", "grid.sparsities"):
                 assert main(["report", str(folder)]) in (0, 1)
                 continue
-            found = read_comparison(file)
+            found = read_comparison(folder)
             if line["metric"] != "token_perplexity.windows":
                 assert to_text(found)
-                assert to_html(found)
-                assert to_csv(found)
+                assert to_markdown(found)
+                assert to_sheet(found)
                 show(COMPARISON_FIGURES, found)
             assert value is not None or any(repr(line["metric"]) in note for note in found.notes)
 

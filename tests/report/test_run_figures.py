@@ -1,16 +1,17 @@
 """The figures of a run say no more than was measured, and can be read in grey."""
 
 import pytest
-from report_words import draw_svg
+from report_words import draw, draw_svg
 from test_report import complete_records, record
 
-from wide.report.drawing import draw
-from wide.report.run_figures import FIGURES, LAYERS, TRAINING
+from wide.report.figure import to_csv
+from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
 
 pytest.importorskip("matplotlib")
-MATRICES = next(figure for figure in FIGURES if figure.name == "group-correlation")
-CORRELATION = next(figure for figure in FIGURES if figure.name == "correlation")
+BY_NAME = {figure.name: figure for figure in FIGURES}
+LAYERS, TRAINING = BY_NAME["layers"], BY_NAME["training"]
+MATRICES, CORRELATION = BY_NAME["group-correlation"], BY_NAME["correlation"]
 
 
 def course(stage, target, **shares):
@@ -64,6 +65,6 @@ def test_negative_correlations_and_missing_ones_are_hatched():
 
 def test_correlations_that_round_to_zero_have_no_sign():
     run = matrix([[1.0, -0.0], [-0.04, 1.0]])
-    assert "-0.0\n" not in MATRICES.to_csv(run)
+    assert "-0.0\n" not in to_csv(MATRICES.table(run))
     series = Selection([record("stage 1", "routing.ffn.token_correlation", [-0.001, 0.2])])
     assert "FFN: 0.00 at 1" in draw_svg(CORRELATION, series)[1].replace("-0.00", "0.00")

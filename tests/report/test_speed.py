@@ -11,8 +11,9 @@ from wide.errors import DataError
 from wide.records import Record, RecordFile
 from wide.report.drawing import FOLDER, save_figure
 from wide.report.figure import MissingRecordsError
-from wide.report.folders import evidence_table, read_evidence, write_evidence, write_folder
-from wide.report.speed import SPEED_FIGURES, other_tables, read_profile
+from wide.report.folders import draw_folder, draw_together, read_folders, runs_table
+from wide.report.reading import read_profile
+from wide.report.speed import SPEED_FIGURES
 
 END_TO_END, OPERATORS = SPEED_FIGURES
 
@@ -184,7 +185,9 @@ def test_files_of_other_kinds_are_refused(tmp_path, content):
 
 
 def speeds(*folders):
-    return {row[:2]: row[-2:] for row in evidence_table(read_evidence(folders)).rows}
+    table = runs_table(read_folders(folders))
+    lines = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    return {(line.get("run"), line["model"]): (line.get("prefill", "-"), line.get("decode", "-")) for line in lines}
 
 
 def test_quality_joins_the_speed_of_the_same_model(tmp_path):
@@ -217,15 +220,15 @@ def test_a_materialised_method_joins_its_run(tmp_path):
     file.append([Record(subject=s, metric="token_perplexity", value=v) for s, v in (("dense", 10.0), ("pruned", 15.0))])
     timed = [step("dense", 1, 1.0), step("pruned", 1, 1.6), step("pruned", 4, 1.2)]
     write_json(tmp_path / "profile/endtoend.json", timed, model="M", method="tyr")
-    assert speeds(tmp_path)[tmp_path.name, "pruned"] == ("-", "1.20x-1.60x")
+    assert speeds(tmp_path)[None, "pruned"] == ("-", "1.20x-1.60x")
 
 
 def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
     pytest.importorskip("matplotlib")
     write_run(tmp_path)
     write_json(tmp_path / "endtoend.json", list(forwards()), model="M", ffn_group_size=64)
-    page = write_folder(tmp_path)[0][0].read_text()
-    assert "Quality and speed" in page
+    page = draw_folder(tmp_path)[0][0].read_text()
+    assert "<td>1.20x</td>" in page
     assert "Speed-up of whole models" in page
     assert "Perplexity" in page
 
@@ -234,32 +237,32 @@ def test_several_folders_share_a_page(tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("a", "b"):
         write_run(tmp_path / name / "run")
-    page = write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all")[0].read_text()
+    page = draw_together([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all")[0][0].read_text()
     assert "a/run" in page
     assert "b/run" in page
     with pytest.raises(DataError, match="another --output"):
-        write_evidence([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "a/run")
+        draw_together([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "a/run")
     with pytest.raises(DataError, match="named twice"):
-        write_evidence([tmp_path / "a/run"] * 2, tmp_path / "all")
+        draw_together([tmp_path / "a/run"] * 2, tmp_path / "all")
 
 
 def test_a_bench_without_a_figure_is_a_table_and_nothing_is_refused(tmp_path):
     record = {"axis": "N", "size": 64, "group_size": 16, "active": 0.5, "candidate": "dense", "parts_us": {"sort": 1.0}}
     write_json(tmp_path / "naive/naive.json", [record])
-    ((page,), _) = write_folder(tmp_path / "naive")
+    ((page,), _) = draw_folder(tmp_path / "naive")
     assert "Records of naive.json" in page.read_text()
     assert "Perplexity" not in page.read_text()
-    table = other_tables(read_profile(tmp_path / "naive"))["naive.json"]
+    table = read_profile(tmp_path / "naive").others()["naive.json"]
     assert table.header == ("device", "axis", "size", "group_size", "active", "candidate")
     assert table.rows == (("GPU", "N", "64", "16", "0.5", "dense"),)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds neither"):
-        write_folder(tmp_path / "empty")
+        draw_folder(tmp_path / "empty")
 
 
 def test_traffic_needs_no_gpu(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert main(["bench", "--config", "tab-traffic", "--rows", "512", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "--config", "tab-traffic", "--rows", "512", "--output", str(tmp_path)]) == 0
     assert "gather-scatter" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 0
     assert "gather-scatter" in (tmp_path / "report.html").read_text()

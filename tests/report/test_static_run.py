@@ -10,8 +10,8 @@ from test_report import record, routing_records
 from wide.cli.main import main
 from wide.models.cost import Sparsity
 from wide.records import RecordFile, read_records
-from wide.report.page import write_report
-from wide.report.run_figures import FIGURES, TRAINING, figures_of
+from wide.report.folders import draw_folder
+from wide.report.run_figures import FIGURES, figures_of
 from wide.report.selection import Selection
 from wide.runs.measuring import sparsity_records
 
@@ -97,12 +97,12 @@ def test_lora_on_a_static_plan_has_a_course_and_a_caution(tmp_path):
         lora += [record("pruned + LoRA", f"training.{metric}", 4.0 - step / 10, step=step) for step in range(2)]
     file = RecordFile(tmp_path / "records.jsonl")
     file.append(pruned(*lora))
-    page = write_report(file.path, tmp_path)[0].read_text()
+    page = draw_folder(tmp_path)[0][0].read_text()
     assert "<h2>Training</h2>" in page
     assert "LoRA adapts the weights to the training text" in page
     assert "part of what LoRA gains is that" in page
     assert "Stage 2" not in page
-    words = draw_svg(TRAINING, Selection(*read_records(file.path)))[1]
+    words = draw_svg(FIGURES[-1], Selection(*read_records(file.path)))[1]
     assert "LM loss: 4.00 at 0, 3.90 at 1" in words
 
 
@@ -111,5 +111,5 @@ def test_stage_2_is_spoken_of_where_there_is_one(tmp_path):
     for subject, is_said in (("stage 1", False), ("stage 1+2", True)):
         file = RecordFile(tmp_path / subject / "records.jsonl")
         file.append([record("stage 1", "token_perplexity", 3.0), record(subject, "token_perplexity", 2.0)])
-        page = write_report(file.path, file.path.parent)[0].read_text()
+        page = draw_folder(file.path.parent)[0][0].read_text()
         assert ("Stage 2 adapts the weights to the training text" in page) == is_said

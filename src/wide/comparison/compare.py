@@ -52,7 +52,7 @@ def compare(
 
     Args:
         model: Hub name or local folder of a Hugging Face causal LM.
-        data: Text that methods read and train on: 'python-docs', a file, folder or glob, or a Hugging Face data set.
+        data: Text that methods read and train on: any source of `load_documents`.
         methods: Names of methods and variants; 'dense' is always there.
         output: Folder for everything that is written.
         sparsities: Shares to prune, in (0, 1).

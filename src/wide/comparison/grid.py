@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -11,7 +11,8 @@ from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import ConfigError, UsageError, nearest
 from wide.methods.catalogue import Match, get, names
 from wide.records import Cell, Stage
-from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks, build
+from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks, build, calibration_tokens
+from wide.schema import Between, Checked
 
 OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
 """What of the objective can be set for every method that trains routers; the target says the rest."""
@@ -151,7 +152,7 @@ class GridOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class Budget(Checked):
     """Calibration text of all rows.
 
     Args:
@@ -162,12 +163,7 @@ class Budget:
     """
 
     budget: Literal["original", "equal"] = "original"
-    budget_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse a factor that leaves nothing."""
-        if not self.budget_scale > 0:
-            raise ConfigError(f"budget_scale must be positive, got {self.budget_scale}; 1 changes nothing")
+    budget_scale: Annotated[float, Between(0, without="low", hint="1 changes nothing")] = 1.0
 
     def of_training(self, stage: StageConfig) -> StageConfig:
         """Return the training of routers, scaled."""
@@ -183,7 +179,7 @@ class Budget:
         """
         names = {field.name for field in fields(settings)}
         if self.budget == "equal":
-            wanted = int(min(self.budget_scale * stage.steps * stage.batch_size * stage.sequence_length, num_tokens))
+            wanted = int(min(self.budget_scale * stage.num_tokens, num_tokens))
             return _with_tokens(settings, names, wanted, stage.sequence_length)
         name = next((size for size in _SIZES if size in names), None)
         if name is None:
@@ -233,6 +229,12 @@ class CompareRequest:
                         f"{row}.{name} {length} is longer than the sequences of {longest} tokens into which the text "
                         "of all rows is packed; lower it, or raise train.sequence_length"
                     )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of training text that the comparison can use."""
+        read = [calibration_tokens(settings, self.stage) for settings in self.settings.values()]
+        return max(read, default=0) + sum(each.num_tokens for each in (self.stage, self.recover) if each is not None)
 
     def cells(self) -> list[Cell]:
         """Return all cells, the dense model's first."""

@@ -1,14 +1,13 @@
 """What a comparison leaves behind: the records of all cells in one file, and the tables drawn from them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from wide.errors import DataError
 from wide.report.comparison import PERPLEXITY, RATIO, Comparison, read_comparison
 from wide.report.comparison_tables import to_text
 from wide.report.folders import draw_comparison
-from wide.report.writing import write_whole
-from wide.runs.folder import CELLS, COMPARISON, GRID, RECORDS
+from wide.report.reading import collect
 from wide.runs.process import say
 
 _FIGURES = {
@@ -67,49 +66,21 @@ def read_results(folder: str | Path) -> ComparisonResult:
     Raises:
         DataError: If it is not the folder of a comparison.
     """
-    comparison = read_comparison(collect(Path(folder)))
+    comparison = read_comparison(Path(folder))
     return ComparisonResult(folder=Path(folder), rows=tuple(_rows(comparison)), table=to_text(comparison))
 
 
-def _rows(comparison: Comparison) -> list[ComparisonRow]:
-    found = []
-    for row in comparison.rows:
-        for sparsity in [0.0] if comparison.is_dense(row) else comparison.sparsities:
-            figures = {
-                name: None if (value := comparison.value(row, sparsity, metric)) is None else value.mean
-                for name, metric in _FIGURES.items()
-            }
-            failures = comparison.failures(row, sparsity)
-            found.append(
-                ComparisonRow(
-                    method=row.method,
-                    recovered=row.recovered,
-                    sparsity=sparsity,
-                    seeds=tuple(comparison.seeds(row, sparsity)),
-                    failure=failures[0].reason if failures else "",
-                    **figures,
-                )
-            )
-    return found
-
-
-def collect(folder: Path) -> Path:
-    """Write the records of the grid and of all cells into one file and return its path.
-
-    Args:
-        folder: Of the comparison; some of its cells may be missing or still running.
-
-    Raises:
-        DataError: If it is not the folder of a comparison.
-    """
-    grid = folder / GRID
-    if not grid.is_file():
-        raise DataError(f"{folder} holds no comparison: {GRID} is missing; name the --output of a wide compare")
-    files = [grid, *sorted((folder / CELLS).glob(f"*/{RECORDS}"))]
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    # A process that was killed while it wrote leaves a line without an end.
-    write_whole(folder / COMPARISON, "".join(text if text.endswith("\n") else f"{text}\n" for text in texts))
-    return folder / COMPARISON
+def _rows(comparison: Comparison) -> Iterator[ComparisonRow]:
+    for row, sparsity in comparison.points():
+        values = {name: comparison.value(row, sparsity, metric) for name, metric in _FIGURES.items()}
+        yield ComparisonRow(
+            method=row.method,
+            recovered=row.recovered,
+            sparsity=sparsity,
+            seeds=tuple(comparison.seeds(row, sparsity)),
+            failure=next(iter(comparison.failures(row, sparsity).values()), ""),
+            **{name: None if value is None else value.mean for name, value in values.items()},
+        )
 
 
 def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
@@ -124,7 +95,9 @@ def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
         DataError: If it is not the folder of a comparison.
     """
     records = collect(folder)
-    comparison = read_comparison(records)
+    comparison = read_comparison(folder)
+    if not quiet and not later:
+        say(f"drawing  {folder}")
     paths, notes = draw_comparison(comparison, folder, later=later)
     if quiet:
         return

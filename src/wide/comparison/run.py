@@ -8,32 +8,32 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from wide.comparison.grid import DENSE, NEXT, CompareRequest
-from wide.comparison.results import collect, draw
+from wide.comparison.results import draw
 from wide.comparison.sharing import free_cells
 from wide.config import ObjectiveConfig, StageConfig
-from wide.errors import EvaluationError, MissingExtraError
+from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
-from wide.evaluation.tasks import find_task
-from wide.methods.apply import PROVENANCE, apply, recover_row
+from wide.evaluation.tasks import check_tasks
+from wide.methods.apply import PROVENANCE, apply, expected_time
 from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
 from wide.models.discovery import discover
-from wide.records import Cell, Record, RecordFile, Stage, read_records
+from wide.records import CELLS, GRID, RECORDS, Cell, Record, RecordFile, Stage
 from wide.report.comparison import FINISHED, read_comparison
 from wide.report.drawing import FOLDER
-from wide.report.selection import Selection
-from wide.runs.folder import ADAPTER, CELLS, GRID, RECORDS, RunFolder
+from wide.runs.folder import ADAPTER, RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import say, stoppable
 from wide.runs.sources import require_lora
 from wide.training.checkpoint import has_checkpoint
+from wide.training.modes import rehearsal
+from wide.training.stages import recover
 from wide.training.trainer import micro_batch_size
 
 _RECOVERED, _TRAINING = "recovered", "training"
@@ -77,7 +77,8 @@ class ComparisonRun:
     @cached_property
     def _materials(self) -> Materials:
         """Model and texts, the same for all cells."""
-        return Materials(self._request.run, self._request.scoring, self._request.tasks)
+        asked = self._request
+        return Materials(asked.run, asked.scoring, asked.tasks, max_tokens=asked.max_tokens)
 
     def run(self) -> None:
         """Run the cells that are not finished, and draw tables and page, also of a comparison that is stopped.
@@ -109,33 +110,42 @@ class ComparisonRun:
             micro_batch_size(stage, 1)
         if request.recover is not None:
             require_lora()
-        for name in request.tasks.names:
-            find_task(name)
-        if request.tasks.names and find_spec("lm_eval") is None:
-            raise MissingExtraError("--eval.tasks needs lm-evaluation-harness: pip install 'wide[eval]'")
-        self._materials.check_text(replace(request.stage, seed=request.grid.seed_values[0]))
+        check_tasks(request.tasks.names, request.tasks.local_data)
+        seed = request.grid.seed_values[0]
+        if request.recover is not None:
+            # Too little text must not be noticed after the first row.
+            self._materials.blocks(replace(request.recover, seed=seed))
+        self._materials.check_text(replace(request.stage, seed=seed))
+        self._rehearse(seed)
         self._folder.claim()
         file = self._folder.new_records(GRID)
         if not file.path.is_file():
             file.device = self._materials.device
             file.append(self._grid_records())
 
+    def _rehearse(self, seed: int) -> None:
+        """Refuse rows that cannot work, up to where their methods read text; whoever began the comparison did that."""
+        if (self._folder.path / GRID).is_file() and self._folder.resume:
+            return
+        for cell in self._request.own_cells():
+            if cell.seed != seed or cell.method == DENSE:
+                continue
+            try:
+                with rehearsal(self._materials.model):
+                    self._apply(cell, None)
+            except WideError as error:
+                raise type(error)(f"{cell.title}: {error}") from error
+
     def _grid_records(self) -> Iterator[Record]:
         request, grid, budget = self._request, self._request.grid, self._request.budget
         facts: dict[str, Any] = {
-            "description": request.run.description,
-            "model": request.run.model,
-            "data": request.run.data,
-            "target": f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}",
-            "held-out text": self._materials.held_out[1],
             "LoRA": _recipe(request),
-            "command": self._command,
             "grid.methods": list(grid.method_names),
             "grid.sparsities": list(grid.sparsity_values),
+            "grid.recovers": float(request.recover is not None),
         }
-        for name, value in facts.items():
-            yield Record(subject="run", metric=name, value=value, unit="text")
-        yield Record(subject="run", metric="grid.recovers", value=float(request.recover is not None))
+        target = f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}"
+        yield from self._materials.run_records(target, self._command, **facts)
         sizes = {spec.attention.kv_group_size for spec in discover(self._materials.model)}
         if len(sizes) == 1:
             # What rows that name no size have: they share lines with those that name it.
@@ -206,7 +216,7 @@ class ComparisonRun:
             assert self._request.recover is not None
             lora = replace(self._request.recover, seed=cell.seed)
             output = self._path(cell) / _RECOVERED
-            recover_row(model, self._materials.blocks(lora), lora, output=output, resume=True, seed=cell.seed)
+            recover(model, self._materials.blocks(lora), stage=lora, output=output, resume=True)
         records = self._records(cell)
         records.append(self._stage_records(stage, attachment(model).provenance))
         report = self._materials.measure(stage, records)
@@ -215,25 +225,35 @@ class ComparisonRun:
 
     def _bring(self, cell: Cell) -> None:
         """Attach what the method decided: from disk, or by letting it decide now."""
-        model, request, folder = self._materials.model, self._request, self._path(cell)
+        model, folder = self._materials.model, self._path(cell)
         if (folder / ADAPTER).is_dir():
             load(model, folder / ADAPTER)
             return
-        stage = replace(request.stage, seed=cell.seed)
-        blocks = self._materials.blocks(stage)
+        self._apply(cell, folder / _TRAINING)
+        save(model, folder / ADAPTER)
+
+    def _apply(self, cell: Cell, output: Path | None) -> None:
+        """Let the method of a cell decide or train; without a folder it rehearses, and nothing is compiled."""
+        model, request = self._materials.model, self._request
+        stage = request.budget.of_training(replace(request.stage, seed=cell.seed))
+        blocks, method = self._materials.blocks(stage), get(request.grid.method_of(cell.method))
+        settings = request.budget.of_method(request.settings[cell.method], request.stage, blocks.num_tokens)
+        if output is None:
+            stage = replace(stage, compile=False)
+        elif expected := expected_time(model, method, blocks, cell.sparsity, settings, stage):
+            say(f"{cell.title}: {expected}")
         apply(
             model,
-            get(request.grid.method_of(cell.method)),
+            method,
             blocks,
             Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method)),
-            request.budget.of_method(request.settings[cell.method], stage, blocks.num_tokens),
-            stage=request.budget.of_training(stage),
+            settings,
+            stage=stage,
             objective=request.objective,
-            output=folder / _TRAINING,
-            resume=True,
+            output=output,
+            resume=output is not None,
             seed=cell.seed,
         )
-        save(model, folder / ADAPTER)
 
     def _stage_records(self, stage: Stage, provenance: dict[str, Any]) -> Iterator[Record]:
         """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
@@ -267,8 +287,7 @@ class ComparisonRun:
 
     def _status(self, stage: Stage) -> Record | None:
         """Return what became of a stage: finished, or why it failed; None where neither is recorded."""
-        file = self._path(stage.cell) / RECORDS
-        return Selection(*read_records(file)).record(stage, "status") if file.is_file() else None
+        return RecordFile(self._path(stage.cell) / RECORDS).latest(stage, "status")
 
     def _is_finished(self, stage: Stage) -> bool:
         status = self._status(stage)
@@ -292,7 +311,7 @@ class ComparisonRun:
         # Figures that lie there already are kept up to date, lest a page lose them.
         if self._request.grid.shard is None or (folder / FOLDER).is_dir():
             return False
-        failed = {failure.cell.folder for failure in read_comparison(collect(folder)).failures()}
+        failed = {stage.cell.folder for stage in read_comparison(folder).failures()}
         return not all(cell.folder in failed or self._is_complete(cell) for cell in self._request.cells())
 
     def _kept(self) -> str:
@@ -309,11 +328,10 @@ class ComparisonRun:
     def _kept_of(self, cell: Cell) -> str:
         """Say what lies of a cell that was stopped."""
         folder = self._path(cell)
-        if has_checkpoint(folder / _RECOVERED):
+        decided = (folder / ADAPTER).is_dir()
+        if has_checkpoint(folder / (_RECOVERED if decided else _TRAINING)):
             return "its last checkpoint is kept"
-        if (folder / ADAPTER).is_dir():
-            return "what it decided is kept"
-        return "its last checkpoint is kept" if has_checkpoint(folder / _TRAINING) else "nothing of it is kept"
+        return "what it decided is kept" if decided else "nothing of it is kept"
 
     @property
     def _again(self) -> str:

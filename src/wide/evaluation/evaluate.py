@@ -1,6 +1,6 @@
 """Evaluate a model in one call: perplexity and tasks, pruned beside dense, with the work that was skipped."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,17 @@ from torch import nn
 from wide.data.batches import TokenBlocks
 from wide.data.corpus import PYTHON_DOCS, load_documents
 from wide.data.documents import Document
-from wide.data.tokenizer import load_tokenizer, longest_input
+from wide.data.tokenizer import check_positions, load_tokenizer, longest_input
 from wide.errors import ConfigError, EvaluationError
 from wide.evaluation.harness import run_harness
-from wide.evaluation.inference import RoutingTape, SkipMeter, dense, has_merged_lora
+from wide.evaluation.inference import RoutingTape, dense, has_merged_lora
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
-from wide.evaluation.tasks import find_task
+from wide.evaluation.tasks import check_tasks
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import is_attached
+from wide.models.cost import SkipCounter
+from wide.schema import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,27 +69,32 @@ def evaluate(
             share of decisions that differ between the two paths.
 
     Raises:
-        ConfigError: If a count is less than 1.
+        ConfigError: If a count is less than 1, or the window longer than the model's positions.
         DataError: If the text cannot be read or does not fit the model.
         EvaluationError: If a task is unknown, its data cannot be had, or the figures are not numbers.
         NotAttachedError: If `fused` is asked of a model that cannot run fused now; see `wide.optimize`.
     """
     # Wrong names and counts must fail before the first long forward.
-    for name in tasks:
-        find_task(name)
-    _check_counts(batch_size=batch_size, max_documents=max_documents, max_windows=max_windows, limit=limit)
+    require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
+    require(Callable | None, tokenizer, "tokenizer", "a tokenizer that is loaded")
+    check_tasks(tasks, local_data)
+    _check_counts(
+        window=window, batch_size=batch_size, max_documents=max_documents, max_windows=max_windows, limit=limit
+    )
     if data is None and not tasks:
         data = PYTHON_DOCS
     if tokenizer is None and not (isinstance(data, TokenBlocks) and not tasks):
         tokenizer = load_tokenizer(model)
-    text, title = _text(data, split, text_field, max_documents)
+    text, title = _text(data, split, text_field, max_documents, tokenizer)
     window = window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW)
+    if text is not None and not isinstance(text, TokenBlocks):
+        check_positions("window", window, model)
     shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size}
     for_text = shared | {"window": window, "stride": stride, "max_windows": max_windows}
     copies = None if local_data is None else Path(local_data)
     for_tasks = shared | {"local_data": copies, "max_length": window, "limit": limit}
 
-    def score(meter: SkipMeter, *, names: Sequence[str] = tasks, count_skips: bool = False) -> Scores:
+    def score(meter: SkipCounter | None, *, names: Sequence[str] = tasks, count_skips: bool = False) -> Scores:
         found = None if text is None else token_perplexity(model, text, meter=meter, **for_text)
         results = run_harness(model, names, count_skips=count_skips, **for_tasks) if names else None
         return Scores(perplexity=found, tasks=results)
@@ -96,17 +103,17 @@ def evaluate(
     tapes = (RoutingTape(model), RoutingTape(model)) if fused else None
     if tapes is not None and text is not None:
         masked = score(tapes[0], names=())
-    meter = SkipMeter(model) if tapes is None else tapes[1]
+    meter = tapes[1] if tapes is not None else SkipCounter(model) if is_attached(model) else None
     with _fused(model) if fused else nullcontext():
         scores = score(meter, count_skips=True)
     if compare_dense and is_attached(model):
         with dense(model):
-            dense_scores = score(SkipMeter(None))
+            dense_scores = score(None)
     return EvaluationReport(
         data=title,
         model=scores,
         dense=dense_scores,
-        sparsity=None if data is None else meter.result(),
+        sparsity=None if data is None or meter is None else meter.result(),
         masked=masked,
         flip_rate=None if masked is None or tapes is None else tapes[1].flip_rate(tapes[0]),
         dense_has_lora=dense_scores is not None and has_merged_lora(model),
@@ -135,6 +142,7 @@ def _text(
     split: str | None,
     text_field: str,
     max_documents: int | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> tuple[TokenBlocks | Sequence[Document | str] | None, str | None]:
     """Return what is scored, and what to call it."""
     if data is None:
@@ -142,8 +150,10 @@ def _text(
     if isinstance(data, str | Path):
         if split is None and data == PYTHON_DOCS:
             split = "heldout"
-        documents = list(load_documents(data, split=split, text_field=text_field, max_documents=max_documents))
-        return documents, str(data) if split is None else f"{data} ({split})"
+        documents = load_documents(
+            data, split=split, text_field=text_field, max_documents=max_documents, tokenizer=tokenizer
+        )
+        return list(documents), str(data) if split is None else f"{data} ({split})"
     if not isinstance(data, TokenBlocks):
         return data[:max_documents], f"{len(data)} documents"
     if max_documents is not None:

@@ -4,7 +4,7 @@ import copy
 import io
 import logging
 import math
-import random
+import os
 import statistics
 import sys
 import tempfile
@@ -15,17 +15,17 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from wide.errors import EvaluationError, MissingExtraError
-from wide.evaluation.inference import SkipMeter, model_device
+from wide.evaluation.inference import model_device, watching
 from wide.evaluation.likelihood import log_likelihoods
-from wide.evaluation.perplexity import ratio_stderr
-from wide.evaluation.tasks import PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
-from wide.models.cost import Sparsity
-from wide.models.observe import judging
+from wide.evaluation.perplexity import exp_or_infinity
+from wide.evaluation.tasks import ELSEWHERE, PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
+from wide.models.attach import is_attached
+from wide.models.cost import SkipCounter, Sparsity
+from wide.models.observe import judging, own_randomness
+from wide.standard_error import perplexity_stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,10 +146,12 @@ def run_harness(
     chosen = [find_task(name) for name in tasks]
     lm_eval = _import_lm_eval()
     results = []
-    with tempfile.TemporaryDirectory(prefix="wide-tasks-") as scratch, judging(model), _own_random_state(model):
+    # The harness seeds every generator.
+    own = own_randomness(model_device(model))
+    with tempfile.TemporaryDirectory(prefix="wide-tasks-") as scratch, judging(model), own:
         manager, names = _task_manager(lm_eval, chosen, local_data, Path(scratch))
         for task, name in zip(chosen, names, strict=True):
-            meter = SkipMeter(model if count_skips else None)
+            meter = SkipCounter(model) if count_skips and is_attached(model) else None
             lm = _counting_lm()(
                 meter,
                 pretrained=model,
@@ -157,7 +159,7 @@ def run_harness(
                 max_length=max_length,
                 batch_size=batch_size,
             )
-            with meter.watching(), _bars_on_terminals_only(), _without_waste(lm_eval):
+            with watching(meter), _bars_on_terminals_only(), _without_waste(lm_eval):
                 # Single documents are needed for the error of a perplexity only.
                 raw = _evaluate(lm_eval, lm, name, manager, limit, log_samples=task.metric == PER_WORD)
             results.append(_task_result(task, name, raw, meter, lm))
@@ -190,8 +192,11 @@ def _task_manager(lm_eval: Any, tasks: Sequence[Task], local_data: Path | None, 
 def _evaluate(
     lm_eval: Any, lm: Any, name: str, manager: Any, limit: int | None, *, log_samples: bool
 ) -> dict[str, Any]:
+    # Of several processes each scores everything: layers of a sharded model are gathered from all of them. The harness
+    # would tell the first one alone what it found.
+    rank = os.environ.pop("LOCAL_RANK", None)
     try:
-        raw = lm_eval.evaluator.simple_evaluate(
+        result: dict[str, Any] = lm_eval.evaluator.simple_evaluate(
             model=lm, tasks=[name], num_fewshot=0, task_manager=manager, limit=limit, log_samples=log_samples
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -200,11 +205,11 @@ def _evaluate(
             raise
         raise EvaluationError(
             f"the data of the task {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}; "
-            "check the network, or name a folder with copies as local_data"
+            f"check the network{ELSEWHERE}"
         ) from error
-    if raw is None:
-        raise EvaluationError("lm-evaluation-harness reports on the first process only; evaluate there")
-    result: dict[str, Any] = raw
+    finally:
+        if rank is not None:
+            os.environ["LOCAL_RANK"] = rank
     return result
 
 
@@ -217,13 +222,17 @@ def _is_about_data(error: BaseException) -> bool:
     return False
 
 
-def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter, lm: Any) -> TaskResult:
+def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipCounter | None, lm: Any) -> TaskResult:
     scores = {key.partition(",")[0]: value for key, value in raw["results"][name].items() if "," in key}
     numbers = {key: float(value) for key, value in scores.items() if isinstance(value, int | float)}
     stderr, token_perplexity, token_stderr = numbers.get(f"{task.metric}_stderr"), None, None
     if task.metric == PER_WORD:
-        token_perplexity = lm.perplexity()
-        stderr, token_stderr = _perplexity_errors(raw["samples"][name], numbers[PER_WORD], token_perplexity, lm)
+        documents = raw["samples"][name]
+        losses = [-float(document[PER_WORD][0]) for document in documents]
+        words = [int(document[PER_WORD][1]) for document in documents]
+        tokens = [len(lm.tok_encode(document["arguments"][0][0])) for document in documents]
+        token_perplexity = exp_or_infinity(math.fsum(losses) / max(sum(tokens), 1))
+        stderr, token_stderr = perplexity_stderr(losses, words), perplexity_stderr(losses, tokens)
     return TaskResult(
         task=task.name,
         metric=task.metric,
@@ -231,45 +240,16 @@ def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipMeter, l
         stderr=stderr,
         items=int(raw["n-samples"][name]["effective"]),
         full_items=task.num_items,
-        sparsity=meter.result(),
+        sparsity=None if meter is None else meter.result(),
         token_perplexity=token_perplexity,
         token_stderr=token_stderr,
         other_metrics={k: v for k, v in numbers.items() if k not in (task.metric, f"{task.metric}_stderr")},
     )
 
 
-def _perplexity_errors(
-    documents: Sequence[dict[str, Any]], per_word: float, per_token: float, lm: Any
-) -> tuple[float | None, float | None]:
-    """Return the standard errors of a word and a token perplexity over the documents that were scored."""
-    losses = [-float(document[PER_WORD][0]) for document in documents]
-    words = [int(document[PER_WORD][1]) for document in documents]
-    tokens = [len(lm.tok_encode(document["arguments"][0][0])) for document in documents]
-    return _scaled_error(losses, words, per_word), _scaled_error(losses, tokens, per_token)
-
-
-def _scaled_error(losses: Sequence[float], counts: Sequence[int], perplexity: float) -> float | None:
-    error = ratio_stderr(torch.tensor(losses, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64))
-    # A small change of the mean changes its exponential in proportion to that.
-    return None if error is None or not math.isfinite(perplexity) else perplexity * error
-
-
 def _bars_on_terminals_only() -> AbstractContextManager[object]:
     """Keep the harness's progress bars, which cannot be turned off, out of files (logging is not affected)."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-
-
-@contextmanager
-def _own_random_state(model: nn.Module) -> Iterator[None]:
-    """Undo the seeding of every generator that the harness does."""
-    device = model_device(model)
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -295,20 +275,14 @@ def _without_waste(lm_eval: Any) -> Iterator[None]:
 
 @cache
 def _counting_lm() -> type[Any]:
-    """Return the harness's model class with forwards of wide's own, which count skips and what was scored."""
+    """Return the harness's model class with forwards of wide's own, which count skips."""
     from lm_eval.models.huggingface import HFLM
 
     class CountingLM(HFLM):
-        def __init__(self, meter: SkipMeter, **settings: Any) -> None:
+        def __init__(self, meter: SkipCounter | None, **settings: Any) -> None:
             super().__init__(**settings)
             self._meter = meter
             self._encoded: dict[Any, list[int]] = {}
-            self._log_likelihood, self._scored = 0.0, 0
-
-        def perplexity(self) -> float:
-            """Return the perplexity per token of everything that was scored."""
-            mean = -self._log_likelihood / max(self._scored, 1)
-            return math.exp(mean) if mean < 700 else math.inf
 
         def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
             # The options of an item share their context.
@@ -318,16 +292,12 @@ def _counting_lm() -> type[Any]:
             return self._encoded[key]
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            found = log_likelihoods(
+            return log_likelihoods(
                 self.model,
                 [(context, continuation) for _, context, continuation in requests],
                 max_length=self.max_length,
                 batch_size=self.batch_size,
-                after_forward=self._meter.add,
+                after_forward=None if self._meter is None else self._meter.add_latest,
             )
-            self._log_likelihood += math.fsum(log_likelihood for log_likelihood, _ in found)
-            # The last part of a request are the tokens to be scored.
-            self._scored += sum(len(request[-1]) for request in requests)
-            return found
 
     return CountingLM

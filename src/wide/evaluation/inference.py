@@ -1,29 +1,21 @@
 """Running a model for judgement: evaluation mode, no gradients, and what it skips on the way."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wide.data.batches import TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
-from wide.data.progress import progress
-from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
-from wide.errors import DataError, EvaluationError
+from wide.errors import EvaluationError
 from wide.models.attach import attachment, is_attached
-from wide.models.cost import SkipCounter, Sparsity
+from wide.models.cost import SkipCounter
 from wide.models.lora import without_lora
-from wide.models.observe import bypass, judging, observe
-from wide.routing import LayerRouting, Routing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from wide.models.observe import bypass
+from wide.routing import Routing
 
 HALVES = ("attention", "ffn")
-RoutedText = TokenBlocks | Iterable[TokenBatch] | Sequence[str] | str | Path
 
 
 @contextmanager
@@ -49,6 +41,11 @@ def model_device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+def watching(counter: SkipCounter | None) -> AbstractContextManager[None]:
+    """Watch the forwards inside the block, where anything is to be counted."""
+    return nullcontext() if counter is None else counter.watching()
+
+
 def masks_of(routing: Routing) -> Iterator[tuple[int, str, Tensor]]:
     """Yield layer, 'attention' or 'ffn', and bool mask `[B, T, N_G]` of each routed sublayer."""
     for layer, found in enumerate(routing):
@@ -58,87 +55,7 @@ def masks_of(routing: Routing) -> Iterator[tuple[int, str, Tensor]]:
                 yield layer, half, mask.bool()
 
 
-def watch_routing(
-    model: nn.Module,
-    data: RoutedText,
-    look: Callable[[TokenBatch, Routing], None],
-    *,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    sequence_length: int,
-    batch_size: int,
-    max_blocks: int | None,
-    split: str | None = None,
-) -> None:
-    """Run text through an attached model in evaluation mode.
-
-    Args:
-        model: An attached model.
-        data: A source as in `load_documents`, texts, packed blocks, or batches.
-        look: Called after each forward with its batch, on the model's device, and its routing.
-        tokenizer: For a source and for texts; None loads that of the model.
-        sequence_length: Tokens in a block, for a source and for texts; no more than the model can take are used.
-        batch_size: Blocks per forward.
-        max_blocks: Use only so many blocks.
-        split: Of a source.
-
-    Raises:
-        DataError: If the data are of another kind, too short, or do not fit the model.
-    """
-    length = min(sequence_length, longest_input(model) or sequence_length)
-    if isinstance(data, str | Path):
-        data = load_blocks(data, tokenizer or load_tokenizer(model), sequence_length=length, split=split)
-    elif isinstance(data, list | tuple) and any(isinstance(item, str) for item in data):
-        data = blocks_of_texts(data, tokenizer or load_tokenizer(model), sequence_length=length, shorten=True)
-    if isinstance(data, TokenBlocks):
-        check_vocabulary(data.largest_id, model)
-        data = data.in_order(batch_size, max_blocks=max_blocks)
-    batches: Iterable[Any] = data
-    with judging(model), observe(model) as routing:
-        for batch in progress(batches, title="routing", unit="batch"):
-            if not isinstance(batch, TokenBatch):
-                raise DataError(f"data holds {type(batch).__name__}; wanted texts, token batches, blocks or a source")
-            moved = batch.to(model_device(model))
-            model(input_ids=moved.input_ids, use_cache=False)
-            look(moved, routing)
-
-
-class SkipMeter:
-    """Counts what an attached model skips in the forwards inside a `with` block; nothing for a plain model.
-
-    Args:
-        model: Attached or not; None counts nothing.
-    """
-
-    def __init__(self, model: nn.Module | None) -> None:
-        """Start at zero."""
-        self._model = model
-        self._counter = SkipCounter(model) if model is not None and is_attached(model) else None
-        self._routing: list[LayerRouting] = []
-
-    @contextmanager
-    def watching(self) -> Iterator["SkipMeter"]:
-        """Watch the forwards inside the block."""
-        if self._counter is None or self._model is None:
-            yield self
-            return
-        with observe(self._model) as self._routing:
-            yield self
-
-    def add(self, valid: Tensor) -> None:
-        """Count the latest forward.
-
-        Args:
-            valid: Bool `[B, T]`, True for tokens that count.
-        """
-        if self._counter is not None:
-            self._counter.add(self._routing, valid)
-
-    def result(self) -> Sparsity | None:
-        """Return the rates so far, None for a plain model (waits for the device)."""
-        return None if self._counter is None else self._counter.result()
-
-
-class RoutingTape(SkipMeter):
+class RoutingTape(SkipCounter):
     """Counts what is skipped and keeps every decision on the host, eight to a byte, to compare two runs.
 
     Args:
@@ -151,9 +68,9 @@ class RoutingTape(SkipMeter):
         self._bits: list[Any] = []
         self._decisions = 0
 
-    def add(self, valid: Tensor) -> None:
-        """Keep the latest forward's decisions on valid tokens, bool `[B, T]`."""
-        super().add(valid)
+    def add_latest(self, valid: Tensor) -> None:
+        """Keep the latest forward's decisions on valid tokens, bool `[B, T]`, too."""
+        super().add_latest(valid)
         for _, _, mask in masks_of(self._routing):
             chosen = mask[valid]
             self._bits.append(np.packbits(chosen.cpu().numpy()))

@@ -18,14 +18,18 @@ from wide.data.documents import Document
 from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary
 from wide.errors import EvaluationError
-from wide.evaluation.inference import SkipMeter, model_device
+from wide.evaluation.inference import model_device, watching
+from wide.models.cost import SkipCounter
 from wide.models.observe import judging
+from wide.standard_error import ratio_stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Rows of logits that are turned to float32 at a time: 512 MiB for a vocabulary of 128k.
 _ROWS_PER_CHUNK = 1024
+# exp of more overflows float64.
+_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ def token_perplexity(
     stride: int | None = None,
     batch_size: int = 1,
     max_windows: int | None = None,
-    meter: SkipMeter | None = None,
+    meter: SkipCounter | None = None,
 ) -> PerplexityResult:
     r"""Return the perplexity per token.
 
@@ -91,31 +95,24 @@ def token_perplexity(
             raise EvaluationError(f"packed blocks are scored whole, stride={stride} is not possible; give text instead")
         check_vocabulary(data.largest_id, model)
         window = stride = data.sequence_length
-        count = min(len(data), max_windows or len(data))
+        num_batches = math.ceil(min(len(data), max_windows or len(data)) / batch_size)
         batches = data.in_order(batch_size, max_blocks=max_windows)
     else:
         stride = window if stride is None else stride
         ids = _stream_ids(data, tokenizer, window, stride)
         check_vocabulary(int(ids.max()), model)
         begins = _window_begins(len(ids), window, stride)[:max_windows]
-        count = len(begins)
+        # Windows that are cut short have batches of their own.
+        short = sum(begin + window > len(ids) for begin in begins)
+        num_batches = math.ceil((len(begins) - short) / batch_size) + short
         batches = _windows(ids, begins, window, stride, batch_size)
-    losses = _score(model, batches, math.ceil(count / batch_size), meter)
+    losses = _score(model, batches, num_batches, meter)
     return _result(losses, window, stride)
 
 
-def ratio_stderr(sums: Tensor, counts: Tensor) -> float | None:
-    """Return the standard error of sum / count over independent units, None for a single one.
-
-    Args:
-        sums: Of each unit, float64 `[N]`.
-        counts: Of what was summed, float64 `[N]`.
-    """
-    if len(sums) < 2:
-        return None
-    total = counts.sum()
-    residual = sums - sums.sum() / total * counts
-    return float((residual.square().sum() * len(sums) / (len(sums) - 1)).sqrt() / total)
+def exp_or_infinity(nll: float) -> float:
+    """Return exp(nll), infinite where that overflows or `nll` is not a number."""
+    return math.exp(nll) if nll < _LARGEST_EXPONENT else math.inf
 
 
 def _stream_ids(
@@ -153,17 +150,17 @@ def _windows(ids: Tensor, begins: list[int], window: int, stride: int, batch_siz
 
 
 def _score(
-    model: nn.Module, batches: Iterable[TokenBatch], num_batches: int, meter: SkipMeter | None
+    model: nn.Module, batches: Iterable[TokenBatch], num_batches: int, meter: SkipCounter | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return per batch the summed loss and the number of scored tokens of each window, float64 `[B]`."""
-    meter = meter or SkipMeter(None)
     device = model_device(model)
     losses = []
-    with judging(model), meter.watching():
+    with judging(model), watching(meter):
         for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
             moved = batch.to(device)
             logits = model(input_ids=moved.input_ids, use_cache=False).logits
-            meter.add(moved.valid)
+            if meter is not None:
+                meter.add_latest(moved.valid)
             losses.append(window_losses(logits, moved.labels))
     return losses
 
@@ -204,10 +201,9 @@ def _result(losses: list[tuple[Tensor, Tensor]], window: int, stride: int) -> Pe
             "dtype are at fault: try float32, and check the model without routing"
         )
     return PerplexityResult(
-        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        perplexity=exp_or_infinity(nll),
         nll=nll,
-        # Windows are the independent unit: tokens within one are not.
-        stderr=ratio_stderr(sums, counts),
+        stderr=ratio_stderr(sums.tolist(), counts.tolist()),
         tokens=tokens,
         window=window,
         stride=stride,

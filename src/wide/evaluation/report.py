@@ -9,6 +9,7 @@ from typing import Any
 from wide.evaluation.harness import HarnessResult, TaskResult
 from wide.evaluation.perplexity import PerplexityResult
 from wide.models.cost import Sparsity
+from wide.writing import write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +72,7 @@ class EvaluationReport:
 
     def save(self, path: Path) -> None:
         """Write the report as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        write_whole(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     def table(self) -> str:
         """Return the report as readable text."""

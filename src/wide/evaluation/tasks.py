@@ -1,15 +1,19 @@
 """The tasks of the paper's tables: their metrics, their sizes, and their files on disk."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from wide.data.documents import read_json_lines
-from wide.errors import EvaluationError
+from wide.data.local_names import unreachable
+from wide.errors import EvaluationError, MissingExtraError
 
 Row = dict[str, Any]
+ELSEWHERE = "; or name a folder with copies with --local_data (in Python, local_data=)"
 PER_WORD = "word_perplexity"
 """The metric of the one task that is no choice between options."""
 
@@ -104,6 +108,39 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
+def check_tasks(names: Sequence[str], local_data: str | Path | None) -> None:
+    """Refuse tasks that cannot be scored here, before anything that takes long.
+
+    Args:
+        names: Of the tasks.
+        local_data: Folder with copies of their data; None means those of the Hugging Face hub.
+
+    Raises:
+        EvaluationError: If there is no such task, or neither the hub nor its cache gives the data.
+        MissingExtraError: If lm-evaluation-harness is not installed.
+    """
+    tasks = [find_task(name) for name in names]
+    harness = find_spec("lm_eval")
+    if tasks and (harness is None or harness.origin is None):
+        raise MissingExtraError("task evaluation needs lm-evaluation-harness: pip install 'wide[eval]'")
+    for task in tasks:
+        if local_data is not None:
+            _local_file(task, Path(local_data))
+            continue
+        assert harness is not None
+        assert harness.origin is not None
+        wrong = unreachable(_data_set(Path(harness.origin).parent / "tasks" / task.stock), "dataset")
+        if wrong is not None:
+            raise EvaluationError(f"the data of the task {task.name!r} cannot be loaded: {wrong}{ELSEWHERE}")
+
+
+def _data_set(definition: Path) -> str:
+    """Return the hub name of a task's data."""
+    # The harness's tags are not those of plain YAML.
+    facts = dict(re.findall(r"^(dataset_path|include): *(\S+)", definition.read_text(encoding="utf-8"), re.MULTILINE))
+    return facts["dataset_path"] if "dataset_path" in facts else _data_set(definition.parent / facts["include"])
+
+
 def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Path) -> str:
     """Write a task definition that reads a local copy of the data; prompts and metrics stay the harness's own.
 
@@ -145,7 +182,7 @@ def _local_file(task: Task, local_data: Path) -> Path:
             return found[0]
     raise EvaluationError(
         f"{local_data} has no file for the task {task.name!r}; wanted {' or '.join(patterns)}, there or in a folder "
-        "directly below; leave out local_data to load the task from the Hugging Face hub"
+        "directly below; leave out --local_data to load the task from the Hugging Face hub"
     )
 
 

@@ -5,13 +5,12 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from wide.errors import MissingExtraError
-from wide.report.figure import Figure, MissingRecordsError, Row, Source
-from wide.report.writing import replacing, write_whole
+from wide.report.figure import Figure, MissingRecordsError, Row, to_csv
+from wide.writing import replacing, write_whole
 
 FOLDER = "figures"
 """Folder beside a report that holds its figures as SVG, PNG and CSV."""
@@ -55,11 +54,6 @@ def ink(share: float) -> str:
     return "#ffffff" if share >= _WHITE_FROM else "#000000"
 
 
-def has_matplotlib() -> bool:
-    """Return whether figures can be drawn."""
-    return find_spec("matplotlib") is not None
-
-
 def require_matplotlib() -> None:
     """Refuse early where figures cannot be drawn.
 
@@ -74,20 +68,8 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def draw_svg(figure: Figure[Source], source: Source) -> str:
-    """Return one figure as SVG.
-
-    Raises:
-        MissingRecordsError: If records that it needs are missing.
-    """
-    stream = io.StringIO()
-    with _style():
-        draw(figure, source).savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
-
-
-def save_figure(figure: Figure[Source], source: Source, folder: Path) -> str:
-    """Write a figure as SVG and PNG and its values as CSV, and return the SVG.
+def save_figure(figure: Figure, source: Any, folder: Path) -> tuple[str, Sequence[Row]]:
+    """Write a figure as SVG and PNG and its values as CSV, and return the SVG and the values.
 
     Args:
         figure: The figure.
@@ -97,35 +79,45 @@ def save_figure(figure: Figure[Source], source: Source, folder: Path) -> str:
     Raises:
         MissingRecordsError: If records that it needs are missing; nothing is written then.
     """
-    place = folder / FOLDER / figure.name
-    values, svg = figure.to_csv(source), draw_svg(figure, source)
-    with _style(), replacing(place.with_suffix(".png")) as unfinished:
-        draw(figure, source).savefig(unfinished, format="png", dpi=_DPI)
-    write_whole(place.with_suffix(".svg"), svg)
-    write_whole(place.with_suffix(".csv"), values)
-    return svg
+    place, rows, svg = folder / FOLDER / figure.name, figure.table(source), io.StringIO()
+    with style(), replacing(place.with_suffix(".png")) as unfinished:
+        drawn = draw(figure, rows, source)
+        drawn.savefig(svg, format="svg", metadata={"Date": None})
+        drawn.savefig(unfinished, format="png", dpi=_DPI)
+    write_whole(place.with_suffix(".svg"), svg.getvalue())
+    write_whole(place.with_suffix(".csv"), to_csv(rows))
+    return svg.getvalue(), rows
 
 
-def save_png(path: Path, figures: Sequence[Figure[Source]], source: Source) -> None:
+def save_png(path: Path, figures: Sequence[Figure], source: Any) -> None:
     """Write figures below each other as one picture; where records are missing the picture says so."""
-    heights = [_height(figure, source) + 0.5 for figure in figures]
-    with _style():
+    tables: list[Sequence[Row] | MissingRecordsError] = []
+    for figure in figures:
+        try:
+            tables.append(figure.table(source))
+        except MissingRecordsError as missing:
+            tables.append(missing)
+    heights = [
+        0.5 + (figure.height if isinstance(rows, MissingRecordsError) else _height(figure, rows))
+        for figure, rows in zip(figures, tables, strict=True)
+    ]
+    with style():
         whole = _canvas(sum(heights))
         parts = whole.subfigures(len(figures), 1, height_ratios=heights, squeeze=False)[:, 0]
-        for part, figure in zip(parts, figures, strict=True):
+        for part, figure, rows in zip(parts, figures, tables, strict=True):
             part.suptitle(figure.title, fontweight="bold", x=0.01, ha="left")
-            try:
-                _fill(part, figure, source)
-            except MissingRecordsError as missing:
-                part.text(0.5, 0.5, str(missing), ha="center", va="center", wrap=True)
+            if isinstance(rows, MissingRecordsError):
+                part.text(0.5, 0.5, str(rows), ha="center", va="center", wrap=True)
+            else:
+                _fill(part, figure, rows, source)
         with replacing(path) as unfinished:
             whole.savefig(unfinished, format="png", dpi=_DPI)
 
 
-def draw(figure: Figure[Source], source: Source) -> Any:
-    """Return a figure of matplotlib with what is to be seen."""
-    drawn = _canvas(_height(figure, source))
-    _fill(drawn, figure, source)
+def draw(figure: Figure, rows: Sequence[Row], source: Any) -> Any:
+    """Return a figure of matplotlib that shows rows of `Figure.table`."""
+    drawn = _canvas(_height(figure, rows))
+    _fill(drawn, figure, rows, source)
     return drawn
 
 
@@ -135,18 +127,12 @@ def _canvas(height: float) -> Any:
     return Canvas(figsize=(_WIDTH, height), layout="constrained")
 
 
-def _height(figure: Figure[Source], source: Source) -> float:
-    try:
-        return figure.height * -(-len(figure.panels(figure.table(source))) // figure.columns)
-    except MissingRecordsError:
-        return figure.height
+def _height(figure: Figure, rows: Sequence[Row]) -> float:
+    return figure.height * -(-len(figure.panels(rows)) // figure.columns)
 
 
-def _fill(drawn: Any, figure: Figure[Any], source: Any) -> None:
-    rows = figure.table(source)
-    panels = figure.panels(rows)
-    if not panels:
-        raise MissingRecordsError(f"no value {figure.y!r} among the records")
+def _fill(drawn: Any, figure: Figure, rows: Sequence[Row], source: Any) -> None:
+    panels, across = figure.panels(rows), figure.lines(source)
     columns = min(figure.columns, len(panels))
     shared = "row" if figure.kind != "image" and figure.y_label else "none"
     grid = drawn.subplots(-(-len(panels) // columns), columns, squeeze=False, sharey=shared).flatten()
@@ -161,7 +147,6 @@ def _fill(drawn: Any, figure: Figure[Any], source: Any) -> None:
         return
     drawn.supylabel(figure.y_label, fontsize="medium")
     order = list(dict.fromkeys(str(row[figure.by]) for row in rows if row[figure.y] is not None)) if figure.by else [""]
-    across = {} if figure.lines is None else figure.lines(source)
     for axes, (name, found) in zip(grid, panels.items(), strict=False):
         _plot(axes, figure, found, order)
         if figure.line_at is not None:
@@ -171,31 +156,29 @@ def _fill(drawn: Any, figure: Figure[Any], source: Any) -> None:
                 axes.axhline(heights[name], color="black", linewidth=1, linestyle=dash)
     # Only now: panels that share an axis share the greatest height of all of them.
     for axes, found in zip(grid, panels.values(), strict=False):
-        _scale_height(axes, figure, [figure.scale * float(row[figure.y] or 0) for row in found])
+        _scale_height(axes, figure, [figure.scale * row[figure.y] for row in found])
     _legend(drawn, figure, order, rows, [name for name, heights in across.items() if set(heights) & set(panels)])
 
 
-def _plot(axes: Any, figure: Figure[Any], rows: Sequence[Row], order: Sequence[str]) -> None:
+def _plot(axes: Any, figure: Figure, rows: Sequence[Row], order: Sequence[str]) -> None:
     named = figure.even or any(isinstance(row[figure.x], str) for row in rows)
     places = list(dict.fromkeys(row[figure.x] for row in rows))
     if named and all(isinstance(place, int | float) for place in places):
-        places.sort(key=lambda place: float(place or 0))
+        places.sort()
     series = figure.series(rows)
     width = 0.8 / len(series)
     for number, ((name, filled), points) in enumerate(series.items()):
-        x = [places.index(row[figure.x]) if named else float(row[figure.x] or 0) for row in points]
-        y = [figure.scale * float(row[figure.y] or 0) for row in points]
+        x = [places.index(row[figure.x]) if named else row[figure.x] for row in points]
+        y = [figure.scale * row[figure.y] for row in points]
         style = _bar_style(order.index(name)) if figure.kind == "bar" else _line_style(order.index(name), filled=filled)
         if figure.kind == "bar":
             axes.bar([place + (number - (len(series) - 1) / 2) * width for place in x], y, width, **style)
         else:
-            errors = [figure.scale * float(row[figure.error] or 0) for row in points] if figure.error else None
+            errors = [figure.scale * (row[figure.error] or 0.0) for row in points] if figure.error else None
             # Where a line is many steps, markers would hide it.
             axes.errorbar(x, y, yerr=errors, capsize=3, **(style | ({"marker": ""} if len(x) > _MANY_TICKS else {})))
         if figure.ideal:
-            ideal = [
-                math.nan if (value := row[figure.ideal]) is None else figure.scale * float(value) for row in points
-            ]
+            ideal = [math.nan if row[figure.ideal] is None else figure.scale * row[figure.ideal] for row in points]
             axes.plot(x, ideal, color=style["color"], linestyle=":", marker="_", markersize=12)
         for row, *place in zip(points, x, y, strict=True) if figure.words else ():
             words = str(row[figure.words] or "")
@@ -215,7 +198,7 @@ def _tick(place: Any) -> str:
     return f"{place:g}" if isinstance(place, float) else str(place)
 
 
-def _scale_height(axes: Any, figure: Figure[Any], heights: Sequence[float]) -> None:
+def _scale_height(axes: Any, figure: Figure, heights: Sequence[float]) -> None:
     positive = [height for height in heights if height > 0]
     span = max(positive, default=1.0) / min(positive, default=1.0)
     if figure.log is True or (figure.log == "wide" and span > _WIDE):
@@ -246,7 +229,7 @@ def _bar_style(number: int) -> dict[str, Any]:
     return {"facecolor": CYCLE[number % len(CYCLE)], "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
 
 
-def _image(drawn: Any, axes: Any, figure: Figure[Any], rows: Sequence[Row]) -> None:
+def _image(drawn: Any, axes: Any, figure: Figure, rows: Sequence[Row]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -254,7 +237,7 @@ def _image(drawn: Any, axes: Any, figure: Figure[Any], rows: Sequence[Row]) -> N
     cells = [[math.nan] * len(across) for _ in down]
     for row in rows:
         value = row[figure.y]
-        cells[down.index(row[figure.by])][across.index(row[figure.x])] = math.nan if value is None else float(value)
+        cells[down.index(row[figure.by])][across.index(row[figure.x])] = math.nan if value is None else value
     ends = [VERMILION, "#ffffff", shade(1.0)] if figure.signed else [shade(0.0), shade(1.0)]
     colours = LinearSegmentedColormap.from_list("values", ends).with_extremes(bad="#bbbbbb")
     low = -1.0 if figure.signed else 0.0
@@ -277,7 +260,7 @@ def _image(drawn: Any, axes: Any, figure: Figure[Any], rows: Sequence[Row]) -> N
     drawn.colorbar(image, ax=axes, label=figure.y_label)
 
 
-def _legend(drawn: Any, figure: Figure[Any], order: Sequence[str], rows: Sequence[Row], across: Sequence[str]) -> None:
+def _legend(drawn: Any, figure: Figure, order: Sequence[str], rows: Sequence[Row], across: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -305,7 +288,8 @@ def _legend(drawn: Any, figure: Figure[Any], order: Sequence[str], rows: Sequenc
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """Draw in the block as all figures are drawn."""
     require_matplotlib()
     import matplotlib
 

@@ -2,14 +2,19 @@
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from importlib import resources
+from typing import Any, Literal, TypeVar
+
+import yaml
 
 from wide.errors import WideError
 
-Value = str | float | int | None
-Row = Mapping[str, Value]
+Row = Mapping[str, Any]
+"""Numbers and texts by column; None where there is no value."""
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 class MissingRecordsError(WideError, LookupError):
@@ -17,35 +22,7 @@ class MissingRecordsError(WideError, LookupError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """A file of records that figures are drawn from.
-
-    Args:
-        path: Where it lies.
-        about: What it says of its measurement: device and date.
-        command: That measured, empty where it is not known.
-        notes: What was left out of it, in words.
-    """
-
-    path: str
-    about: str = ""
-    command: str = ""
-    notes: Sequence[str] = ()
-
-
-class Records(Protocol):
-    """What figures are drawn from."""
-
-    @property
-    def origins(self) -> Sequence[Origin]:
-        """The files that the records lie in."""
-
-
-Source = TypeVar("Source", bound=Records)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure(Generic[Source]):
+class Figure:
     """One figure of a report.
 
     All that is drawn lies in `rows`, which are also its CSV file; the other arguments name their columns.
@@ -53,8 +30,8 @@ class Figure(Generic[Source]):
     Args:
         name: Of its files, without their endings.
         title: Above it.
-        rows: Returns what is shown, each row with the same columns; raises `MissingRecordsError` where records are
-            missing.
+        rows: Returns what is shown, each row with the same columns; it may raise `MissingRecordsError`.
+        missing: Which records are missing where there are no rows: a sentence without its full stop.
         x: Column of the place: a number, or a name in the order of the rows.
         y: Column of the height; a row without it is in the table only.
         by: Column that tells lines or bars apart by colour, marker and hatch; empty for one of them.
@@ -82,7 +59,8 @@ class Figure(Generic[Source]):
 
     name: str
     title: str
-    rows: Callable[[Source], Sequence[Row]]
+    rows: Callable[[Any], Sequence[Row]]
+    missing: str = ""
     x: str
     y: str
     by: str = ""
@@ -102,12 +80,12 @@ class Figure(Generic[Source]):
     log: bool | Literal["wide"] = False
     signed: bool = False
     line_at: float | None = None
-    lines: Callable[[Source], Mapping[str, Mapping[str, float]]] | None = None
+    lines: Callable[[Any], Mapping[str, Mapping[str, float]]] = lambda _source: {}
     columns: int = 3
     height: float = 3.4
 
-    def table(self, source: Source) -> Sequence[Row]:
-        """Return `rows`, one at least.
+    def table(self, source: Any) -> Sequence[Row]:
+        """Return `rows`, one at least that can be drawn.
 
         Raises:
             MissingRecordsError: If records are missing or damaged: one bad record must not cost a whole page.
@@ -120,49 +98,64 @@ class Figure(Generic[Source]):
                     raise TypeError(f"{column!r} is {wrong[0]!r}")
         except (ArithmeticError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
             raise MissingRecordsError(f"its records are damaged ({error!r}); measure them again") from error
+        if not self.panels(rows):
+            raise MissingRecordsError(f"no value {self.y!r} among the records" if rows else self.missing)
         return rows
-
-    def to_csv(self, source: Source) -> str:
-        """Return the rows as CSV, to 12 digits, a zero without a sign; what there is not stays empty.
-
-        Further digits are those of a machine's order of summation: the same records must give the same file.
-        """
-        rows = self.table(source)
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(rows[0])
-        writer.writerows([_in_csv(value) for value in row.values()] for row in rows)
-        return stream.getvalue()
 
     def panels(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
         """Return the rows that are drawn, by panel, in their order."""
-        found: dict[str, list[Row]] = {}
-        for row in rows:
-            if row[self.y] is not None or self.kind == "image":
-                found.setdefault(str(row[self.panel]) if self.panel else "", []).append(row)
-        return found
+        drawn = [row for row in rows if row[self.y] is not None or self.kind == "image"]
+        return grouped(drawn, lambda row: str(row[self.panel]) if self.panel else "")
 
     def series(self, rows: Sequence[Row]) -> dict[tuple[str, bool], list[Row]]:
         """Return the rows of a panel by their line: its name, and whether it is filled."""
-        found: dict[tuple[str, bool], list[Row]] = {}
-        for row in rows:
-            name = str(row[self.by]) if self.by else ""
-            found.setdefault((name, not self.filled or bool(row[self.filled])), []).append(row)
-        return found
+        return grouped(
+            rows, lambda row: (str(row[self.by]) if self.by else "", not self.filled or bool(row[self.filled]))
+        )
 
 
-def _in_csv(value: Value) -> str | float | int:
-    if value is None:
-        return ""
-    return float(f"{value:z.12g}") if isinstance(value, float) else value
+def figures(
+    kind: str,
+    rows: Mapping[str, Callable[[Any], Sequence[Row]]],
+    lines: Mapping[str, Callable[[Any], Mapping[str, Mapping[str, float]]]] | None = None,
+) -> tuple[Figure, ...]:
+    """Return the figures of a kind of records in their order, as `figures.yaml` beside this file describes them.
 
-
-def required(rows: Sequence[Row], what: str) -> Sequence[Row]:
-    """Return the rows of a figure.
-
-    Raises:
-        MissingRecordsError: If there are none; the message is `what`.
+    Args:
+        kind: Key in that file.
+        rows: What each shows, by its name.
+        lines: Lines across, by the name of the figure.
     """
-    if not rows:
-        raise MissingRecordsError(what)
-    return rows
+    looks = yaml.safe_load((resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8"))[kind]
+    for name, across in (lines or {}).items():
+        looks[name]["lines"] = across
+    return tuple(Figure(name=name, rows=rows[name], **look) for name, look in looks.items())
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return items by what `key` says of them; keys and items keep their order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def to_csv(rows: Sequence[Row], *, exact: bool = False) -> str:
+    """Return rows as CSV, a zero without a sign; what there is not stays empty.
+
+    Args:
+        rows: One at least, with the same columns.
+        exact: Keep all digits. Those after the twelfth are of a machine's order of summation: without them the same
+            records give the same file everywhere.
+    """
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(rows[0])
+    writer.writerows([_number(value, exact) for value in row.values()] for row in rows)
+    return stream.getvalue()
+
+
+def _number(value: Any, exact: bool) -> Any:
+    if not isinstance(value, float):
+        return value
+    return value + 0.0 if exact else float(f"{value:z.12g}")

@@ -1,14 +1,14 @@
 """Figures of a run: perplexity, sparsity by layer, what routers do with a text, and the course of training."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from wide.report.figure import Figure, Row, required
+from wide.report.figure import Figure, Row, figures
 from wide.report.selection import NAMES, SUBLAYERS, Selection
 
 _STAGES = ("stage 1", "stage 1+2", "pruned", "pruned + LoRA")
-_MEASURE = "measure the routing (wide prune with held-out text does)"
-_MOST_TOKENS = 48
+_MOST_TOKENS = 48  # as figures.yaml says
 _COURSE = {
     "lm_loss": ("LM loss, nats per token", "LM loss"),
     "sparsity.attention": ("skipped groups, %", "attention"),
@@ -65,7 +65,7 @@ def _routed(run: Selection, name: str) -> Iterator[tuple[str, int, Any]]:
     """Yield sublayer, layer and content of the records of the last model whose routing was measured."""
     subject = run.last_subject_with(*(f"routing.{sublayer}.{name}" for sublayer in SUBLAYERS))
     for sublayer in SUBLAYERS if subject else ():
-        for layer, content in run.content_by_layer(subject or "", f"routing.{sublayer}.{name}"):
+        for layer, content in run.by_layer(subject or "", f"routing.{sublayer}.{name}"):
             yield SUBLAYERS[sublayer], layer, content
 
 
@@ -81,13 +81,11 @@ def _tokens(run: Selection) -> list[Row]:
             "share_of_groups": None if share is None else share / 100,
         }
         for key, name in SUBLAYERS.items()
-        for place, (token, shares) in enumerate(zip(sample.get("tokens", ()), sample.get(key, ()), strict=False))
+        for place, (token, shares) in enumerate(
+            islice(zip(sample.get("tokens", ()), sample.get(key, ()), strict=False), _MOST_TOKENS)
+        )
         for layer, share in enumerate(shares)
     ]
-
-
-def _first_tokens(run: Selection) -> list[Row]:
-    return [row for row in _tokens(run) if int(row["position"] or 0) < _MOST_TOKENS]
 
 
 def _word(token: str) -> str:
@@ -140,128 +138,23 @@ def _stability(run: Selection) -> list[Row]:
     ]
 
 
-PERPLEXITY: Figure[Selection] = Figure(
-    name="perplexity",
-    title="Perplexity",
-    rows=lambda run: required(_perplexities(run), "no record 'token_perplexity'; run the evaluation"),
-    kind="bar",
-    x="model",
-    y="token_perplexity",
-    words="words",
-    y_label="token perplexity",
-    log="wide",
-    about="Token perplexity on held-out text",
-    height=2.8,
+FIGURES = figures(
+    "run",
+    {
+        "perplexity": _perplexities,
+        "layers": _layers,
+        "tokens": _tokens,
+        "group-patterns": _patterns,
+        "correlation": _correlations,
+        "group-correlation": _matrices,
+        "stability": _stability,
+        "training": _training,
+    },
 )
-LAYERS: Figure[Selection] = Figure(
-    name="layers",
-    title="Sparsity per layer",
-    rows=lambda run: required(
-        _layers(run), "no record 'sparsity.attention' or 'sparsity.ffn' of a layer; run the evaluation"
-    ),
-    kind="bar",
-    x="layer",
-    y="skipped_share",
-    by="half",
-    scale=100,
-    top=103,
-    even=True,
-    x_label="decoder layer",
-    y_label="skipped groups, %",
-    about="Skipped groups of each layer in percent, of the last model that was measured",
-    height=3.2,
-)
-TRAINING: Figure[Selection] = Figure(
-    name="training",
-    title="Training",
-    rows=lambda run: required(
-        _training(run), "no record 'training.lm_loss' with steps; wide prune and wide recover write it while they train"
-    ),
-    x="step",
-    y="value",
-    by="metric",
-    panel="panel",
-    x_label="optimiser step, over all stages",
-    about="Training by step; the target is one of both sublayers together, which count as it counts them",
-)
-ROUTING_FIGURES: tuple[Figure[Selection], ...] = (
-    Figure(
-        name="tokens",
-        title="Execution by token and layer",
-        rows=lambda run: required(_first_tokens(run), f"no record 'routing.sample'; {_MEASURE}"),
-        kind="image",
-        panel="half",
-        x="token",
-        by="layer",
-        y="share_of_groups",
-        y_label="share of groups",
-        about=f"Share of groups that each of the first {_MOST_TOKENS} tokens executes in each layer",
-        columns=1,
-        height=2.6,
-    ),
-    Figure(
-        name="group-patterns",
-        title="Execution by group and layer",
-        rows=lambda run: required(_patterns(run), f"no record 'routing.ffn.by_group'; {_MEASURE}"),
-        kind="image",
-        panel="half",
-        x="group_or_bin",
-        by="layer",
-        y="share_of_tokens",
-        x_label="group, or bin of neighbouring groups",
-        y_label="share of tokens",
-        about="Share of tokens that execute each group",
-    ),
-    Figure(
-        name="correlation",
-        title="Correlation between groups and between tokens",
-        rows=lambda run: required(_correlations(run), f"no record 'routing.ffn.group_correlation'; {_MEASURE}"),
-        panel="between",
-        x="distance",
-        y="phi",
-        by="half",
-        x_label="distance",
-        y_label="phi coefficient, mean over layers",
-        line_at=0.0,
-        about="Mean correlation of the decisions of two groups for one token, and of one group for two tokens",
-    ),
-    Figure(
-        name="group-correlation",
-        title="Correlation of each two groups",
-        rows=lambda run: required(_matrices(run), f"no record 'routing.ffn.group_matrix'; {_MEASURE}"),
-        kind="image",
-        signed=True,
-        panel="panel",
-        x="other_group",
-        by="group",
-        y="phi",
-        y_label="phi coefficient",
-        x_label="group",
-        about="Correlation of the decisions of each two groups for one token, in the layers that execute most and "
-        "least; negative ones are hatched, groups whose decisions never change are grey and crossed",
-        columns=2,
-    ),
-    Figure(
-        name="stability",
-        title="Stability from token to token",
-        rows=lambda run: required(_stability(run), f"no record 'routing.ffn.same_as_previous'; {_MEASURE}"),
-        x="layer",
-        y="same_as_previous",
-        by="half",
-        ideal="same_by_chance",
-        ideal_means="if tokens were independent",
-        scale=100,
-        x_label="decoder layer",
-        y_label="as for the previous token, %",
-        about="Share of decisions equal to the previous token's, in percent",
-    ),
-)
-"""Figures of the records that `wide.evaluation.routing_behaviour` writes."""
-FIGURES = (PERPLEXITY, LAYERS, *ROUTING_FIGURES, TRAINING)
-"""All figures of a run, in the order of the page."""
+"""All figures of a run, in the order of the page; `wide.evaluation.routing_behaviour` measures what routers do."""
 
 
-def figures_of(run: Selection) -> tuple[Figure[Selection], ...]:
+def figures_of(run: Selection) -> tuple[Figure, ...]:
     """Return the figures of a run, without those of what a static plan has not: routing, and a course of training.
 
     Args:
@@ -270,4 +163,5 @@ def figures_of(run: Selection) -> tuple[Figure[Selection], ...]:
     if not run.is_static():
         return FIGURES
     has_course = any(run.by_step(stage, "training.lm_loss") for stage in _STAGES)
-    return (PERPLEXITY, LAYERS, *([TRAINING] if has_course else []))
+    shown = ("perplexity", "layers", "training" if has_course else "")
+    return tuple(figure for figure in FIGURES if figure.name in shown)

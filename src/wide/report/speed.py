@@ -1,99 +1,36 @@
-"""What `wide bench` and `wide profile` measured, read from their JSON files, and the figures of it."""
+"""What `wide bench` and `wide profile` measured, as rows of values, and the figures of it."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.errors import DataError
-from wide.records import STUDY, Cell, read_lines
-from wide.report.figure import Figure, Origin, Row, Value, required
+from wide.report.figure import Row, figures, grouped
+from wide.report.selection import Origin
 from wide.report.table import Table
 
 OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
 BENCH_FILES = (OPERATORS, ATTENTION, END_TO_END, "naive.json", "depth.json", "glue.json")
 """Names of the files that benches write; of those after the first three the page shows the records as a table."""
-_PLACES = (".", "coarse", "profile", "bench", "bench/coarse")
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
 _NOT_OURS = ("dense", "operator, nothing skipped")
-Fields = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forward:
-    """One candidate of a profile at one size.
-
-    Args:
-        device: Name of the GPU.
-        model: Name of the model or of the shape with random weights.
-        adapter: Folder of its routers, empty where they are random.
-        checkpoint: Folder of a materialised model that was timed, empty where there is none.
-        method: Which method made the adapter.
-        group_size: Channels of an FFN group; None where it is not known.
-        what: 'prefill', 'first token', 'decode' or 'generate_batch'.
-        door: What was called, e.g. 'generate()'; empty where it is not known.
-        tokens: Tokens of the prompt, or cached before the step.
-        batch: Sequences.
-        candidate: Name, e.g. 'dense', 'as loaded', 'own routing'.
-        median_us: Time, of a step where it is not of a prompt, microseconds.
-        speedup: Over the dense candidate; None where that was not timed.
-        speedup_as_loaded: Over the dense model as transformers runs it; None where that was not timed.
-        skipped_attention: Share of attention that is skipped; None where it is not known.
-        skipped_ffn: Share of the FFN that is skipped; None where it is not known.
-        energy_j: Joules of one call; None where not measured.
-        memory_bytes: Most memory held during a call; None where not measured.
-    """
-
-    device: str
-    model: str
-    adapter: str
-    checkpoint: str
-    method: str
-    group_size: int | None
-    what: str
-    door: str
-    tokens: int
-    batch: int
-    candidate: str
-    median_us: float
-    speedup: float | None
-    speedup_as_loaded: float | None
-    skipped_attention: float | None
-    skipped_ffn: float | None
-    energy_j: float | None
-    memory_bytes: int | None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What equal measurements share."""
-        model = self.device, self.model, self.adapter, self.checkpoint, self.group_size
-        return *model, self.what, self.door, self.tokens, self.batch, self.candidate
-
-    @property
-    def is_own(self) -> bool:
-        """Whether a pruned model itself was timed: its routers deciding, or what a static plan left."""
-        return self.candidate in ("own routing", "pruned") and self.speedup is not None
-
-    @property
-    def shape(self) -> str:
-        """What was timed and its size, in words."""
-        batch = "" if self.batch == 1 else f", batch {self.batch}"
-        return f"{self.what}, {self.tokens} {'cached' if self.what == 'decode' else 'tokens'}{batch}"
+# What equal measurements share.
+_OPERATOR = ("operator", "device", "group_size", "batch", "tokens", "active")
+_FORWARD = (
+    *("device", "model", "adapter", "checkpoint", "group_size", "what", "door", "tokens", "batch", "candidate"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchFile:
-    """What one file of a bench holds: its name and place, and its points, or its records as they are."""
+    """What one file of a bench holds: its name, its place, and its records as rows."""
 
     name: str
     origin: Origin
-    operators: tuple[Row, ...] = ()
-    forwards: tuple[Forward, ...] = ()
-    others: tuple[Row, ...] = ()
+    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,47 +51,29 @@ class Profile:
 
     def operators(self) -> list[Row]:
         """Return the fastest variant of each operator at each size, beside its dense peer."""
-        keys = ("operator", "device", "group_size", "batch", "tokens", "active")
-        points = (point for file in self.files for point in file.operators)
-        return list({tuple(point[key] for key in keys): point for point in points}.values())
+        return self._latest((OPERATORS, ATTENTION), _OPERATOR)
 
-    def forwards(self) -> list[Forward]:
+    def forwards(self) -> list[Row]:
         """Return the candidates of whole models that ran."""
-        return list({point.key: point for file in self.files for point in file.forwards}.values())
+        return self._latest((END_TO_END,), _FORWARD)
+
+    def others(self) -> dict[str, Table]:
+        """Return the records of benches without a figure, such as those of naive products, by the file's name."""
+        files = grouped((file for file in self.files if file.name not in BENCH_FILES[:3]), key=lambda file: file.name)
+        rows = {name: [row for file in found for row in file.rows] for name, found in files.items()}
+        return {name: Table.of_rows(found) for name, found in rows.items() if found}
+
+    def _latest(self, names: Sequence[str], key: Sequence[str]) -> list[Row]:
+        rows = (row for file in self.files if file.name in names for row in file.rows)
+        return list({tuple(row[name] for name in key): row for row in rows}.values())
 
 
-def read_profile(folder: Path) -> Profile:
-    """Return what benches left in a folder, in those that they make in it, or in the file of a study there.
-
-    Raises:
-        DataError: If a file is not one of a bench.
-    """
-    kept = read_study(folder / STUDY) if (folder / STUDY).is_file() else {}
-    files = [file for (_, cell), profile in kept.items() if cell is None for file in profile.files]
-    for path in (folder / place / name for place in _PLACES for name in BENCH_FILES):
-        if path.is_file():
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{path} is not JSON, perhaps cut while being written; measure again") from error
-            if not isinstance(content, dict) or not isinstance(content.get("records"), list):
-                raise DataError(f"{path} holds no list of records; wanted what wide bench or wide profile writes")
-            files.append(bench_file(path.name, content, str(path)))
-    return Profile(tuple(files))
+def is_own(forward: Row) -> bool:
+    """Return whether a pruned model itself was timed: its routers deciding, or what a static plan left."""
+    return forward["candidate"] in ("own routing", "pruned") and forward["speedup"] is not None
 
 
-def read_study(path: Path) -> dict[tuple[str, Cell | None], Profile]:
-    """Return the profiles in the record file of a study, by run, and by cell where they are of one."""
-    found: dict[tuple[str, Cell | None], Profile] = {}
-    for line in read_lines(path)[0]:
-        if isinstance(line, dict) and line.get("bench") in BENCH_FILES:
-            key = str(line.get("run", "")), Cell(**line["cell"]) if line.get("cell") else None
-            file = bench_file(line["bench"], line, str(path))
-            found[key] = Profile((*found.get(key, Profile()).files, file))
-    return found
-
-
-def bench_file(name: str, content: Fields, path: str = "") -> BenchFile:
+def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFile:
     """Return the content of a bench's file with the records that can be drawn, and in words what was left out.
 
     Args:
@@ -163,15 +82,15 @@ def bench_file(name: str, content: Fields, path: str = "") -> BenchFile:
         path: Where it lies.
     """
     head = {key: value for key, value in content.items() if isinstance(value, str | int)}
-    read: Callable[[Any, Fields], Any] = _forward if name == END_TO_END else _timed
-    if name not in (OPERATORS, ATTENTION, END_TO_END):
-        read = _as_row
+    read: Callable[[Any, Row], Row] = _as_row
+    if name in (OPERATORS, ATTENTION, END_TO_END):
+        read = _forward if name == END_TO_END else _timed
     faults: Counter[str] = Counter()
-    found = []
+    rows: list[Row] = []
     records = [record for kind in ("records", "first_tokens", "batched") for record in content.get(kind) or ()]
     for record in records:
         try:
-            found.append(read(record, head))
+            rows.append(read(record, head))
         except KeyError as error:
             # What failed or was not asked for has no time; that is no fault.
             if error.args != ("median_us",):
@@ -185,25 +104,23 @@ def bench_file(name: str, content: Fields, path: str = "") -> BenchFile:
         command=command,
         notes=[f"{path or name}: {n} of {len(records)} records left out, {f}" for f, n in faults.items()],
     )
-    if read is _timed:
-        return BenchFile(name=name, origin=origin, operators=tuple(_races(found, device)))
-    return BenchFile(name=name, origin=origin, **{"forwards" if read is _forward else "others": tuple(found)})
+    return BenchFile(name=name, origin=origin, rows=tuple(_races(rows) if read is _timed else rows))
 
 
-def _positive(record: Fields, name: str) -> float:
+def _positive(record: Row, name: str) -> float:
     value = float(record[name])
     if isinstance(record[name], bool) or not 0 < value < math.inf:
         raise ValueError(f"{name!r} is {record[name]!r}")
     return value
 
 
-def _text(record: Fields, name: str) -> str:
+def _text(record: Row, name: str) -> str:
     if not isinstance(record[name], str) or not record[name].strip():
         raise ValueError(f"{name!r} is {record[name]!r}")
     return str(record[name])
 
 
-def _optional(record: Fields, *names: str) -> float | None:
+def _optional(record: Row, *names: str) -> float | None:
     """Return a number inside mappings, None where there is none."""
     value: Any = record
     for name in names:
@@ -211,87 +128,97 @@ def _optional(record: Fields, *names: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _forward(record: Fields, head: Fields) -> Forward:
+def _whole(record: Row, name: str) -> int | None:
+    value = _optional(record, name)
+    return None if value is None else int(value)
+
+
+def _forward(record: Row, head: Row) -> Row:
+    """Return one candidate at one size.
+
+    Tokens are those of the prompt, or cached before the step; speed-ups are over the dense model in the same engine,
+    and as transformers runs it.
+    """
     if record["what"] == "generate_batch":
         step = {"tokens": record["prompt"], "batch": record["requests"], "median_us": 1e3 * record["step_ms"]}
         record = {**record, **step}
-    size, memory = _optional(head, "ffn_group_size"), _optional(record, "peak_memory_bytes")
-    return Forward(
+    return {
         **{name: str(head.get(name) or "") for name in ("device", "model", "adapter", "checkpoint", "method")},
-        group_size=int(size) if size else None,
-        what=_text(record, "what"),
-        door=str(record.get("runtime", "")),
-        tokens=int(_positive(record, "tokens")),
-        batch=int(_positive(record, "batch")),
-        candidate=_text(record, "candidate"),
-        median_us=_positive(record, "median_us"),
-        speedup=_positive(record, "speedup") if "speedup" in record else None,
-        speedup_as_loaded=_optional(record, "speedup_as_loaded"),
-        skipped_attention=_optional(record, "skipped", "attention"),
-        skipped_ffn=_optional(record, "skipped", "ffn"),
-        energy_j=_optional(record, "energy_j"),
-        memory_bytes=int(memory) if memory else None,
-    )
+        "group_size": _whole(head, "ffn_group_size") or None,
+        "what": _text(record, "what"),
+        "door": str(record.get("runtime", "")),
+        "tokens": int(_positive(record, "tokens")),
+        "batch": int(_positive(record, "batch")),
+        "candidate": _text(record, "candidate"),
+        "median_us": _positive(record, "median_us"),
+        "speedup": _positive(record, "speedup") if "speedup" in record else None,
+        "speedup_as_loaded": _optional(record, "speedup_as_loaded"),
+        "skipped_attention": _optional(record, "skipped", "attention"),
+        "skipped_ffn": _optional(record, "skipped", "ffn"),
+        "energy_j": _optional(record, "energy_j"),
+        "memory_bytes": _whole(record, "peak_memory_bytes") or None,
+    }
 
 
-def _as_row(record: Fields, head: Fields) -> Row:
+def _as_row(record: Row, head: Row) -> Row:
     device = {"device": str(head.get("device", ""))}
     return device | {key: value for key, value in record.items() if isinstance(value, str | int | float)}
 
 
-def _timed(record: Fields, _head: Fields) -> Fields:
-    """Return a record of a race with what all of them must have."""
+def _timed(record: Row, head: Row) -> Row:
+    """Return one candidate of a race of operators."""
     group = _text(record, "sweep" if "sweep" in record else "race")
-    facts = {"group": group, "candidate": _text(record, "candidate"), "median_us": _positive(record, "median_us")}
+    row = {"group": group, "candidate": _text(record, "candidate"), "median_us": _positive(record, "median_us")}
     if group.startswith("reorder"):
-        return facts
-    size = "num_rows" if record.get("num_rows") else "length"
-    ideal = 1.0 / _positive(record, "union" if "union" in record else "active")
-    number = {name: _optional(record, name) for name in ("group_size", "batch")}
-    sizes = {name: None if value is None else int(value) for name, value in number.items()}
-    sizes |= {"tokens": int(_positive(record, size))}
-    # A weight is read if any of the rows executes it, a cache if any head of its group does.
-    more = {"peer": record.get("peer", "dense"), "shipped": bool(record.get("shipped")), "ideal_speedup": ideal}
-    return facts | sizes | more | {"active": _positive(record, "active")}
+        return row
+    return row | {
+        "device": str(head.get("device", "")),
+        "peer": record.get("peer", "dense"),
+        "shipped": bool(record.get("shipped")),
+        "group_size": _whole(record, "group_size"),
+        "batch": _whole(record, "batch"),
+        "tokens": int(_positive(record, "num_rows" if record.get("num_rows") else "length")),
+        "active": _positive(record, "active"),
+        # A weight is read if any of the rows executes it, a cache if any head of its group does.
+        "ideal_speedup": 1.0 / _positive(record, "union" if "union" in record else "active"),
+    }
 
 
-def _races(records: Sequence[Fields], device: str) -> Iterator[Row]:
+def _races(rows: Sequence[Row]) -> Iterator[Row]:
     """Yield the fastest of each sweep or race: one operator at one size, with the dense peer among the candidates."""
-    races: dict[str, list[Fields]] = {}
-    for record in records:
-        if not record["group"].startswith("reorder"):
-            races.setdefault(record["group"], []).append(record)
+    races = grouped((row for row in rows if not row["group"].startswith("reorder")), lambda row: row["group"])
     for name, found in races.items():
-        dense = [record for record in found if record["candidate"] == record["peer"]]
-        ours = [record for record in found if not record["candidate"].startswith(_NOT_OURS)]
-        charged = [record for record in ours if record["candidate"].endswith(_CHARGED)]
+        dense = [row for row in found if row["candidate"] == row["peer"]]
+        ours = [row for row in found if not row["candidate"].startswith(_NOT_OURS)]
+        charged = [row for row in ours if row["candidate"].endswith(_CHARGED)]
         # Where records say which tile ships, its time is quoted, not that of the fastest that was tried.
-        ours = charged or [record for record in ours if record["shipped"]] or ours
+        ours = charged or [row for row in ours if row["shipped"]] or ours
         if not dense or not ours:
             continue
-        best = min(ours, key=lambda record: float(record["median_us"]))
+        best = min(ours, key=lambda row: float(row["median_us"]))
         first, *others = name.split()
         operator = {"decode_groups": "decode"}.get(first, first)
         if first == "gemv":
             operator = " ".join((first, *others[:1]))
         elif operator in ("prefill", "decode"):
             operator = f"{operator} attention"
-        names = ("group_size", "batch", "tokens", "active", "candidate", "median_us", "ideal_speedup")
+        names = ("device", "group_size", "batch", "tokens", "active", "candidate", "median_us", "ideal_speedup")
         dense_us = float(dense[0]["median_us"])
-        values: dict[str, Value] = {name: best[name] for name in names}
         times = {"dense_us": dense_us, "speedup": dense_us / best["median_us"]}
-        yield {"operator": operator, "device": device, **values, **times}
+        yield {"operator": operator, **{name: best[name] for name in names}, **times}
 
 
 def _operator_rows(profile: Profile) -> list[Row]:
-    points = sorted(profile.operators(), key=lambda point: int(point["tokens"] or 0))
-    lines: dict[tuple[Value, str], list[Row]] = {}
-    for point in points:
+    points = sorted(profile.operators(), key=lambda point: point["tokens"])
+    several = len({point["device"] for point in points}) > 1
+
+    def line(point: Row) -> str:
         size = {"G": point["group_size"], "B": point["batch"]}
-        words = [f"{100 * (1 - float(point['active'] or 0)):.4g} % skipped"]
+        words = [f"{100 * (1 - point['active']):.4g} % skipped"]
         words += [f"{name} {number}" for name, number in size.items() if number is not None]
-        words += [str(point["device"])] if len({point["device"] for point in points}) > 1 else []
-        lines.setdefault((point["operator"], ", ".join(words)), []).append(point)
+        return ", ".join([*words, *([point["device"]] if several else [])])
+
+    lines = grouped(points, lambda point: (point["operator"], line(point)))
     # Where an operator has lines over several sizes, single points are in the values only.
     long = {operator for (operator, _), found in lines.items() if len(found) > 1}
     return [
@@ -302,72 +229,29 @@ def _operator_rows(profile: Profile) -> list[Row]:
 
 
 def _forward_rows(profile: Profile) -> list[Row]:
-    points = profile.forwards()
-    facts = {name: len({getattr(each, name) for each in points}) > 1 for name in ("model", "group_size", "adapter")}
+    points = sorted(profile.forwards(), key=lambda point: (point["tokens"], point["batch"]))
+    differs = {name: len({point[name] for point in points}) > 1 for name in ("model", "group_size", "adapter")}
     rows: list[Row] = []
-    for each in sorted(points, key=lambda point: (point.tokens, point.batch)):
-        run = Path(each.adapter).parent.name if facts["adapter"] else ""
-        group = f"G {each.group_size}" if facts["group_size"] and each.group_size and each.candidate != "dense" else ""
-        new = each.batch * (each.tokens if each.what == "prefill" else 1)
+    for point in points:
+        has_size = differs["group_size"] and point["group_size"] and point["candidate"] != "dense"
+        size = f"G {point['group_size']}" if has_size else ""
+        run = Path(point["adapter"]).parent.name if differs["adapter"] else ""
+        model = point["model"] if differs["model"] else ""
+        new = point["batch"] * (point["tokens"] if point["what"] == "prefill" else 1)
         rows.append(
             {
-                "panel": ", ".join(filter(None, (each.model if facts["model"] else "", each.what, each.door))),
-                "line": ", ".join(filter(None, (each.candidate, group, run))),
-                "size": f"{each.tokens}{'' if each.batch == 1 else f' x {each.batch}'}",
-                **asdict(each),
+                "panel": ", ".join(filter(None, (model, point["what"], point["door"]))),
+                "line": ", ".join(filter(None, (point["candidate"], size, run))),
+                "size": f"{point['tokens']}{'' if point['batch'] == 1 else ' x ' + str(point['batch'])}",
+                **point,
                 # Joules of a token of the prompt, or of a new one.
-                "energy_per_token_j": None if each.energy_j is None else each.energy_j / new,
+                "energy_per_token_j": None if point["energy_j"] is None else point["energy_j"] / new,
                 # The dense candidate is the line at 1.
-                "drawn": None if each.candidate == "dense" else each.speedup,
+                "drawn": None if point["candidate"] == "dense" else point["speedup"],
             }
         )
     return rows
 
 
-SPEED_FIGURES: tuple[Figure[Profile], ...] = (
-    Figure(
-        name="end-to-end",
-        title="Speed-up of whole models",
-        rows=lambda profile: required(
-            _forward_rows(profile), f"no candidate that was timed in {END_TO_END}; run wide profile on a GPU"
-        ),
-        panel="panel",
-        x="size",
-        y="drawn",
-        by="line",
-        line_at=1.0,
-        x_label="tokens of the prompt or cached before the step; x sequences where there are several",
-        y_label="speed-up over dense",
-        about="Measured speed-up of whole models over the dense one (black line)",
-        columns=2,
-        height=4.2,
-    ),
-    Figure(
-        name="operators",
-        title="Speed-up of operators",
-        rows=lambda profile: required(
-            _operator_rows(profile), f"no records of operators ({OPERATORS}, {ATTENTION}); run wide bench on a GPU"
-        ),
-        panel="operator",
-        x="tokens",
-        y="drawn",
-        by="line",
-        ideal="ideal_speedup",
-        even=True,
-        line_at=1.0,
-        x_label="tokens (length of the text for attention); 1k is 1024",
-        y_label="speed-up over the dense peer",
-        about="Speed-up of the fastest agreeing variant of each operator over its dense peer (black line)",
-        columns=3,
-        height=2.8,
-    ),
-)
+SPEED_FIGURES = figures("speed", {"end-to-end": _forward_rows, "operators": _operator_rows})
 """Figures of whole models and of operators."""
-
-
-def other_tables(profile: Profile) -> dict[str, Table]:
-    """Return the records of benches without a figure, such as those of naive products, by the file's name."""
-    rows: dict[str, list[Row]] = {}
-    for file in profile.files:
-        rows.setdefault(file.name, []).extend(file.others)
-    return {name: Table.of_rows(found) for name, found in rows.items() if found}

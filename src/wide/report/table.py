@@ -1,15 +1,24 @@
-"""Tables, and that of a run: one line per measured model."""
+"""Tables of texts, and that of runs: one line per measured model."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
 
-from wide.report.figure import Row, Value
+from wide.report.figure import Row
 from wide.report.selection import NAMES, SUBLAYERS, Selection
 
 ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
 """Subject -> what fitted it to the training text."""
-_BESIDE_ADAPTED = "x dense + LoRA"
+PERPLEXITY = "token_perplexity"
+_SHARES = {
+    "accuracy": "accuracy.average",
+    "retention": "accuracy.retention",
+    "attention": "sparsity.attention",
+    "FFN": "sparsity.ffn",
+    "mean": "sparsity.mean",
+    "linear FLOPs": "sparsity.linear_flops",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,23 +34,25 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row]) -> "Table":
-        """Return a table of rows of values, to four digits; columns without any value are left out."""
+    def of_rows(cls, rows: Sequence[Row], *, nothing: str = "") -> "Table":
+        """Return a table of rows of values, to four digits; columns without any value are left out.
+
+        Args:
+            rows: Texts and numbers by column.
+            nothing: What stands where there is no value.
+        """
         every = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in every if any(row.get(name) not in (None, "") for row in rows)]
-        return cls(header=tuple(names), rows=tuple(tuple(_plain(row.get(name)) for name in names) for row in rows))
+        lines = (tuple(nothing if row.get(name) is None else _plain(row[name]) for name in names) for row in rows)
+        return cls(header=tuple(names), rows=tuple(lines))
 
     def to_text(self) -> str:
         """Return the table in aligned columns, for a terminal."""
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        texts = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        texts = []
+        for first, *others in (self.header, *self.rows):
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            texts.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
         return "\n".join([texts[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *texts[1:]])
 
     def to_markdown(self) -> str:
@@ -49,41 +60,34 @@ class Table:
         rule = ("---", *("---:" for _ in self.header[1:]))
         return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows))
 
-    def to_html(self) -> str:
-        """Return the table as HTML that scrolls sideways where it is too wide."""
-        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.header)
-        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
+def summary_table(
+    runs: Mapping[str, Selection], speeds: Callable[[str, str], Row] = lambda _run, _subject: {}
+) -> Table:
+    """Return quality, sparsity and speed of each measured model of runs; columns without any value are left out.
 
-def summary_table(run: Selection) -> Table:
-    """Return quality, sparsity and training speed of each measured model; columns without any value are left out."""
-    dense, adapted = (run.number(subject, "token_perplexity") for subject in ("dense", "dense + LoRA"))
-    columns = [
-        ("perplexity", "token_perplexity", decimal),
-        ("x dense", "token_perplexity", lambda value: _ratio(value, dense)),
-        (_BESIDE_ADAPTED, "token_perplexity", lambda value: _ratio(value, adapted)),
-        ("word ppl", "word_perplexity", decimal),
-        ("accuracy %", "accuracy.average", percent),
-        ("retention %", "accuracy.retention", percent),
-        ("attention %", "sparsity.attention", percent),
-        ("FFN %", "sparsity.ffn", percent),
-        ("mean %", "sparsity.mean", percent),
-        ("linear FLOPs %", "sparsity.linear_flops", percent),
-        ("trained tokens/s", "training.tokens_per_second", lambda value: f"{value:z,.0f}"),
-    ]
-    subjects = run.subjects()
-    used = [column for column in columns if any(run.number(subject, column[1]) is not None for subject in subjects)]
-    if adapted is None:
-        used = [column for column in used if column[0] != _BESIDE_ADAPTED]
-    rows = []
-    for subject in subjects:
-        values = [
-            (None if name == _BESIDE_ADAPTED and subject not in ADAPTED else run.number(subject, metric), show)
-            for name, metric, show in used
-        ]
-        rows.append((NAMES[subject], *("-" if value is None else show(value) for value, show in values)))
-    return Table(header=("model", *(name for name, _, _ in used)), rows=tuple(rows))
+    Args:
+        runs: Records by the name of the run, which is shown where there are several.
+        speeds: Returns further columns of a run's subject.
+    """
+    rows: list[Row] = []
+    for name, run in runs.items():
+        dense, adapted = (run.number(subject, PERPLEXITY) for subject in ("dense", "dense + LoRA"))
+        for subject in run.subjects():
+            perplexity = run.number(subject, PERPLEXITY)
+            values = {
+                "perplexity": (perplexity, decimal),
+                "x dense": (_ratio(perplexity, dense), decimal),
+                "x dense + LoRA": (_ratio(perplexity, adapted) if subject in ADAPTED else None, decimal),
+                "word ppl": (run.number(subject, "word_perplexity"), decimal),
+                **{f"{title} %": (run.number(subject, metric), percent) for title, metric in _SHARES.items()},
+                "trained tokens/s": (run.number(subject, "training.tokens_per_second"), "{:z,.0f}".format),
+            }
+            shown = {title: None if value is None else show(value) for title, (value, show) in values.items()}
+            rows.append(
+                {"run": name if len(runs) > 1 else None, "model": NAMES[subject], **shown, **speeds(name, subject)}
+            )
+    return Table.of_rows(rows, nothing="-")
 
 
 def layer_lines(run: Selection) -> list[str]:
@@ -99,19 +103,21 @@ def layer_lines(run: Selection) -> list[str]:
     return lines
 
 
-def decimal(value: float) -> str:
-    """Return a perplexity as text."""
-    return f"{value:z.2f}" if value < 10_000 else f"{value:.3g}"
+def decimal(value: float, error: float | None = None) -> str:
+    """Return a perplexity or a ratio as text, with its error where there is one."""
+    if not math.isfinite(value) or value >= 10_000:
+        return f"{value:.3g}"
+    return f"{value:z.2f}" if error is None else f"{value:z.2f} ± {error:.2f}"
 
 
-def percent(value: float) -> str:
-    """Return a share in percent, as text."""
-    return f"{100 * value:z.1f}"
+def percent(value: float, error: float | None = None) -> str:
+    """Return a share in percent as text, with its error where there is one."""
+    return f"{100 * value:z.1f}" if error is None else f"{100 * value:z.1f} ± {100 * error:.1f}"
 
 
-def _plain(value: Value) -> str:
-    return "" if value is None else f"{value:z.4g}" if isinstance(value, float) else str(value)
+def _plain(value: Any) -> str:
+    return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
-def _ratio(value: float, dense: float | None) -> str:
-    return "-" if not dense else f"{value / dense:z.2f}"
+def _ratio(value: float | None, of: float | None) -> float | None:
+    return value / of if value is not None and of else None

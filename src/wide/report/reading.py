@@ -1,0 +1,159 @@
+"""What folders and the record files of studies hold: the records of a run or a comparison, and what was timed of it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from wide.errors import DataError
+from wide.records import CELLS, COMPARISON, GRID, RECORDS, STUDY, Cell, read_lines, read_records
+from wide.report.selection import Origin, Selection
+from wide.report.speed import BENCH_FILES, Profile, bench_file
+from wide.writing import write_whole
+
+_PLACES = (".", "coarse", "profile", "bench", "bench/coarse")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folder:
+    """What a folder holds, or a run in the record file of a study, which is named as if it were a folder beside it.
+
+    Args:
+        path: As it was named.
+        records: Of its run or comparison; None of benches alone.
+        is_comparison: Whether these are the records of a comparison.
+        profile: What was timed, but for the cells of a comparison.
+        cells: What was timed of these.
+    """
+
+    path: Path
+    records: Selection | None
+    is_comparison: bool
+    profile: Profile
+    cells: Mapping[Cell, Profile]
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The files of the records and of the benches."""
+        profiles = (self.profile, *self.cells.values())
+        own = () if self.records is None else self.records.origins
+        return [*own, *(origin for profile in profiles for origin in profile.origins)]
+
+
+def read_folder(path: Path) -> Folder:
+    """Return what a folder holds; records of a comparison's cells are collected into one file first.
+
+    Args:
+        path: Folder of a run, a comparison or a bench; or a run in the record file of a study, STUDY/NAME.
+
+    Raises:
+        DataError: If there is nothing of these, or a file cannot be read.
+    """
+    study = _study_of(path)
+    file: Path | None
+    if study is not None:
+        file, name = study
+        profiles = _kept_profiles(file, name)
+    else:
+        if (path / GRID).is_file():
+            collect(path)
+        file, name = next((path / each for each in (COMPARISON, RECORDS) if (path / each).is_file()), None), ""
+        cells = {Cell.from_folder(folder.name): folder for folder in sorted((path / CELLS).glob("*"))}
+        profiles = {cell: read_profile(folder) for cell, folder in cells.items() if cell is not None}
+        profiles[None] = read_profile(path)
+    profile = profiles.pop(None, Profile())
+    records, notes = ([], []) if file is None else read_records(file, name)
+    if not records and not profile.files:
+        benches = f"{', '.join(BENCH_FILES[:-1])} or {BENCH_FILES[-1]}"
+        holds = f"{path} holds neither {RECORDS} of a run nor {benches} of a bench"
+        raise DataError(
+            f"{holds if file is None else f'{file} holds no record of a run'}; name the --output of wide prune, "
+            "compare, bench or profile"
+        )
+    run = Selection(records, notes, str(file))
+    is_comparison = file is not None and file.name == COMPARISON
+    return Folder(
+        path=path,
+        records=run if records else None,
+        is_comparison=is_comparison or (study is not None and run.content("run", "grid.methods") is not None),
+        profile=profile,
+        cells={cell: found for cell, found in profiles.items() if cell is not None},
+    )
+
+
+def expand(path: Path) -> list[Path]:
+    """Return the runs in the record file of a study as STUDY/NAME each; any other folder as it is.
+
+    Raises:
+        DataError: If there is neither a folder nor a run of a study.
+    """
+    study = _study_of(path)
+    if not path.is_dir() and (study is None or study[1] not in _runs_of(study[0])):
+        raise DataError(f"there is no folder {path}; name the output of a run, a comparison or a bench")
+    if (path / STUDY).is_file() and read_records(path / STUDY)[0]:
+        return [path / name for name in _runs_of(path / STUDY)]
+    return [path]
+
+
+def read_profile(path: Path) -> Profile:
+    """Return what benches left in a folder, in those that they make in it, or in the file of a study there.
+
+    Raises:
+        DataError: If a file is not one of a bench.
+    """
+    kept = _kept_profiles(path / STUDY).get(None, Profile()) if (path / STUDY).is_file() else Profile()
+    files = [*kept.files]
+    for file in (path / place / name for place in _PLACES for name in BENCH_FILES):
+        if file.is_file():
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(f"{file} is not JSON, perhaps cut while being written; measure again") from error
+            if not isinstance(content, dict) or not isinstance(content.get("records"), list):
+                raise DataError(f"{file} holds no list of records; wanted what wide bench or wide profile writes")
+            files.append(bench_file(file.name, content, str(file)))
+    return Profile(tuple(files))
+
+
+def collect(folder: Path) -> Path:
+    """Write the records of a comparison's grid and of all its cells into one file and return its path.
+
+    Args:
+        folder: Of the comparison; some of its cells may be missing or still running.
+
+    Raises:
+        DataError: If it is not the folder of a comparison.
+    """
+    grid = folder / GRID
+    if not grid.is_file():
+        raise DataError(f"{folder} holds no comparison: {GRID} is missing; name the --output of a wide compare")
+    files = [grid, *sorted((folder / CELLS).glob(f"*/{RECORDS}"))]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    # A process that was killed while it wrote leaves a line without an end.
+    write_whole(folder / COMPARISON, "".join(text if text.endswith("\n") else f"{text}\n" for text in texts))
+    return folder / COMPARISON
+
+
+def _study_of(path: Path) -> tuple[Path, str] | None:
+    """Return the record file of a study and the run in it that a path names; None for other folders."""
+    for parent in path.parents:
+        if (parent / STUDY).is_file():
+            name = path.relative_to(parent).as_posix()
+            # The page of a run makes a folder of its name.
+            return (parent / STUDY, name) if not path.is_dir() or name in _runs_of(parent / STUDY) else None
+    return None
+
+
+def _runs_of(file: Path) -> list[str]:
+    return list(dict.fromkeys(str(line.get("run", "")) for line in read_lines(file)[0]))
+
+
+def _kept_profiles(file: Path, run: str | None = None) -> dict[Cell | None, Profile]:
+    """Return the profiles in the record file of a study, of one run or of all, by cell where they are of one."""
+    found: dict[Cell | None, Profile] = {}
+    for line in read_lines(file)[0]:
+        if isinstance(line, dict) and line.get("bench") in BENCH_FILES and run in (None, str(line.get("run", ""))):
+            cell = Cell(**line["cell"]) if line.get("cell") else None
+            bench = bench_file(line["bench"], line, str(file))
+            found[cell] = Profile((*found.get(cell, Profile()).files, bench))
+    return found
