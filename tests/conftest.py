@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
+# What takes longer than a fifth of a second on a busy machine is not wrong.
+settings.register_profile("wide", deadline=None)
+settings.load_profile("wide")
 # Read by Triton when it and each kernel are imported, which any test module may do first.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -47,7 +47,7 @@ def test_a_plan_says_what_is_in_it(plan, is_routed, is_static):
 
 @pytest.mark.parametrize("options", [{"form": "deep"}, {"router_input": "embedding"}])
 def test_words_that_no_router_knows_are_refused(options):
-    with pytest.raises(ConfigError, match="must be one of"):
+    with pytest.raises(ConfigError, match=r"must be .* or .*, got"):
         Routed(grouping=CHANNELS, rank=2, **options)
 
 
@@ -56,7 +56,6 @@ def test_words_that_no_router_knows_are_refused(options):
     [
         lambda data: data.pop("stream"),
         lambda data: data.update(width=3),
-        lambda data: data.update(layers=[]),
         lambda data: data.update(stream=[1]),
         lambda data: data.update(stream={"width": 24}),
         lambda data: data["layers"][0].pop("ffn"),

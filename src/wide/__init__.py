@@ -4,10 +4,15 @@
 
     model = wide.prune("some/model", "some/text", sparsity=0.5, output="run")
 
-Names are looked up when they are first used, so that `import wide` is light.
+Names are looked up when they are first used, so that `import wide` is light. transformers' Auto classes, pipelines and
+whatever uses them open wide's checkpoints in a process that has imported wide, before or after transformers.
 """
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from wide.version import __version__
@@ -18,20 +23,23 @@ if TYPE_CHECKING:
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.routing_stats import routing_stats
     from wide.inference.optimize import deoptimize, optimize
-    from wide.materialisation.checkpoint import load_checkpoint, register_auto_classes, save_checkpoint
+    from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
     from wide.materialisation.materialise import materialise
-    from wide.models.adapter import load, save
+    from wide.models.adapter import load, push_to_hub, save
     from wide.models.attach import attach, detach
     from wide.models.dial import set_sparsity
     from wide.models.lora import merge_lora
     from wide.models.observe import capture_routing, force_routing
     from wide.plan import Plan
+    from wide.runs.text import generate
+    from wide.training.callback import RouterCallback
     from wide.training.stages import prune, recover
 
 _HOMES = {
     "ObjectiveConfig": "wide.config",
     "Plan": "wide.plan",
     "RecoverConfig": "wide.config",
+    "RouterCallback": "wide.training.callback",
     "StageConfig": "wide.config",
     "WideConfig": "wide.config",
     "attach": "wide.models.attach",
@@ -41,14 +49,15 @@ _HOMES = {
     "detach": "wide.models.attach",
     "evaluate": "wide.evaluation.evaluate",
     "force_routing": "wide.models.observe",
+    "generate": "wide.runs.text",
     "load": "wide.models.adapter",
     "load_checkpoint": "wide.materialisation.checkpoint",
     "materialise": "wide.materialisation.materialise",
     "merge_lora": "wide.models.lora",
     "optimize": "wide.inference.optimize",
     "prune": "wide.training.stages",
+    "push_to_hub": "wide.models.adapter",
     "recover": "wide.training.stages",
-    "register_auto_classes": "wide.materialisation.checkpoint",
     "routing_stats": "wide.evaluation.routing_stats",
     "save": "wide.models.adapter",
     "save_checkpoint": "wide.materialisation.checkpoint",
@@ -59,6 +68,7 @@ __all__ = [
     "ObjectiveConfig",
     "Plan",
     "RecoverConfig",
+    "RouterCallback",
     "StageConfig",
     "WideConfig",
     "__version__",
@@ -69,14 +79,15 @@ __all__ = [
     "detach",
     "evaluate",
     "force_routing",
+    "generate",
     "load",
     "load_checkpoint",
     "materialise",
     "merge_lora",
     "optimize",
     "prune",
+    "push_to_hub",
     "recover",
-    "register_auto_classes",
     "routing_stats",
     "save",
     "save_checkpoint",
@@ -96,3 +107,47 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return the public names, for completion."""
     return sorted({*globals(), *__all__})
+
+
+_AUTO = "transformers.models.auto.configuration_auto"
+
+
+class _Checkpoints(dict[Any, Any]):
+    """What others registered with transformers' AutoConfig, and wide's classes, made when they are first asked for."""
+
+    def __contains__(self, key: object) -> bool:
+        if not super().__contains__(key) and str(key).startswith("wide_"):
+            import_module("wide.materialisation.checkpoint").register(str(key))
+        return super().__contains__(key)
+
+
+class _WithTransformers:
+    """Waits for transformers' registry of models to be imported: importing it from here would take seconds."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find nothing but that registry, which is extended as soon as it has run."""
+        if name != _AUTO:
+            return None
+        sys.meta_path.remove(_WithTransformers)
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run: Any = spec.loader.exec_module
+
+            def run_and_extend(module: ModuleType) -> None:
+                run(module)
+                _extend(module)
+
+            spec.loader.exec_module = run_and_extend  # type: ignore[method-assign]
+        return spec
+
+
+def _extend(registry: ModuleType) -> None:
+    known: Any = registry.CONFIG_MAPPING
+    known._extra_content = _Checkpoints(known._extra_content)
+
+
+if _AUTO in sys.modules:
+    _extend(sys.modules[_AUTO])
+else:
+    sys.meta_path.insert(0, _WithTransformers)

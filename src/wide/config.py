@@ -4,23 +4,23 @@ This file imports no torch, so that `wide --help` is quick. Each field says its 
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from wide.errors import ConfigError
 from wide.plan import RouterInput
+from wide.schema import Between, Checked, Count, Positive, Share
 
 SparsityTarget = Literal["mean", "uniform", "linear_flops"]
 FfnGrouping = Literal["adjacent", "clustered"]
 RouterStart = Literal["random", "fitted"]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+NotNegative = Annotated[float, Between(0)]
+AboveZero = Annotated[float, Between(0, without="low")]
+Sparsity = Annotated[float, Between(0, 1, "high", "0.5 skips half of the work")]
+Seed = Annotated[int, Between(0, 2**63, without="high")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WideConfig:
+class WideConfig(Checked):
     """How a model is cut into groups and routed (paper, section 3.1).
 
     Args:
@@ -42,45 +42,30 @@ class WideConfig:
             read whole.
     """
 
-    ffn_group_size: int = 128
-    attention_group_size: int | None = None
-    router_rank: int = 32
+    ffn_group_size: Positive = 128
+    attention_group_size: Positive | None = None
+    router_rank: Positive = 32
     router_input: RouterInput = "normed"
     router_bias: bool = False
     execute_bias: float = 0.0
     ffn_grouping: FfnGrouping = "adjacent"
     router_start: RouterStart = "random"
-    start_tokens: int = 16_384
+    start_tokens: Positive = 16_384
 
     def __post_init__(self) -> None:
         """Refuse values that can never work; divisibility is checked against the model at attach."""
-        _require(self.ffn_group_size >= 1, f"ffn_group_size must be at least 1, got {self.ffn_group_size}")
-        _require(
-            self.attention_group_size is None or self.attention_group_size >= 1,
-            f"attention_group_size must be at least 1 or null, got {self.attention_group_size}",
-        )
-        _require(self.router_rank >= 1, f"router_rank must be at least 1, got {self.router_rank}")
-        _require(
-            self.router_input in get_args(RouterInput),
-            f"router_input must be one of {list(get_args(RouterInput))}, got {self.router_input!r}",
-        )
-        _require(
-            self.execute_bias == 0.0 or self.router_bias,
-            f"execute_bias={self.execute_bias} needs router_bias=true",
-        )
-        for name, kinds in (("ffn_grouping", FfnGrouping), ("router_start", RouterStart)):
-            value = getattr(self, name)
-            _require(value in get_args(kinds), f"{name} must be one of {list(get_args(kinds))}, got {value!r}")
-        _require(
-            self.router_start == "random" or (self.router_bias and self.execute_bias == 0.0),
-            f"router_start='fitted' needs router_bias=true and finds the bias itself (execute_bias=0); got router_bias="
-            f"{self.router_bias}, execute_bias={self.execute_bias}",
-        )
-        _require(self.start_tokens >= 1, f"start_tokens must be at least 1, got {self.start_tokens}")
+        Checked.__post_init__(self)
+        if self.execute_bias != 0.0 and not self.router_bias:
+            raise ConfigError(f"execute_bias={self.execute_bias} needs router_bias=true")
+        if self.router_start == "fitted" and not (self.router_bias and self.execute_bias == 0.0):
+            raise ConfigError(
+                "router_start='fitted' needs router_bias=true and finds the bias itself (execute_bias=0); got "
+                f"router_bias={self.router_bias}, execute_bias={self.execute_bias}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Checked):
     """What training minimises: LM loss + weight * |target - measured skip rate| (paper, section 3.2).
 
     Args:
@@ -99,30 +84,15 @@ class ObjectiveConfig:
             (D-LLM); otherwise it is constant (paper).
     """
 
-    sparsity: float = 0.5
+    sparsity: Sparsity = 0.5
     target: SparsityTarget = "mean"
-    weight: float = 20.0
+    weight: NotNegative = 20.0
     include_fixed: bool = False
-    distillation: float = 0.0
-    ramp: float = 0.0
-    smoothing: float = 0.0
+    distillation: Share = 0.0
+    ramp: Share = 0.0
+    smoothing: Share = 0.0
     per_token: bool = False
     weight_ramp: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
-        _require(
-            0.0 <= self.sparsity < 1.0,
-            f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work",
-        )
-        _require(
-            self.target in ("mean", "uniform", "linear_flops"),
-            f"target must be 'mean', 'uniform' or 'linear_flops', got {self.target!r}",
-        )
-        _require(self.weight >= 0, f"weight must not be negative, got {self.weight}")
-        _require(0.0 <= self.distillation <= 1.0, f"distillation must lie in [0, 1], got {self.distillation}")
-        _require(0.0 <= self.ramp <= 1.0, f"ramp must lie in [0, 1], got {self.ramp}")
-        _require(0.0 <= self.smoothing <= 1.0, f"smoothing must lie in [0, 1], got {self.smoothing}")
 
 
 def objective_after_stage_1(objective: ObjectiveConfig) -> ObjectiveConfig:
@@ -134,7 +104,7 @@ def objective_after_stage_1(objective: ObjectiveConfig) -> ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageConfig:
+class StageConfig(Checked):
     """One training stage; the defaults are stage 1 of the paper.
 
     Args:
@@ -151,54 +121,32 @@ class StageConfig:
         noise: Share of the steps, from the first on, that sample masks; in those after them masks are what inference
             executes, with the same straight-through gradient. 1 is the paper's.
         gradient_checkpointing: Trade a second forward for memory (always non-reentrant).
-        compile: Whether `torch.compile` fuses the forward and its backward: worth its minutes in long runs. Noise is
-            then another sample of the same distribution; a resumed run no longer repeats an interrupted one exactly.
-            Not together with gradient checkpointing.
+        compile: Whether `torch.compile` fuses each layer's forward and backward: faster and leaner after a first step
+            of seconds. Noise is then another sample of the same distribution.
         checkpoint_every: Steps between resumable checkpoints; 0 writes none but the last.
         seed: Of initialisation, data order and Gumbel noise.
     """
 
-    steps: int = 10_000
-    batch_size: int = 16
-    micro_batch_size: int | None = None
-    sequence_length: int = 4096
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    warmup: float = 0.1
-    temperature_start: float = 5.0
-    temperature_end: float = 0.5
-    noise: float = 1.0
+    steps: Positive = 10_000
+    batch_size: Positive = 16
+    micro_batch_size: Positive | None = None
+    sequence_length: Annotated[int, Between(2)] = 4096
+    learning_rate: AboveZero = 2e-3
+    weight_decay: NotNegative = 0.01
+    max_grad_norm: AboveZero = 1.0
+    warmup: Share = 0.1
+    temperature_start: AboveZero = 5.0
+    temperature_end: AboveZero = 0.5
+    noise: Share = 1.0
     gradient_checkpointing: bool = False
     compile: bool = False
-    checkpoint_every: int = 500
-    seed: int = 17
+    checkpoint_every: Count = 500
+    seed: Seed = 17
 
-    def __post_init__(self) -> None:
-        """Refuse values that cannot be trained with."""
-        for name in ("steps", "batch_size"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        _require(
-            self.micro_batch_size is None or self.micro_batch_size >= 1,
-            f"micro_batch_size must be at least 1 or null, got {self.micro_batch_size}",
-        )
-        _require(self.sequence_length >= 2, f"sequence_length must be at least 2, got {self.sequence_length}")
-        _require(self.learning_rate > 0, f"learning_rate must be positive, got {self.learning_rate}")
-        _require(self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}")
-        _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
-        _require(0.0 <= self.warmup <= 1.0, f"warmup must lie in [0, 1], got {self.warmup}")
-        _require(
-            self.temperature_start > 0 and self.temperature_end > 0,
-            f"temperatures must be positive, got {self.temperature_start} and {self.temperature_end}",
-        )
-        _require(
-            not (self.compile and self.gradient_checkpointing),
-            "compile and gradient_checkpointing cannot both be on: masks that are observed inside a recomputed layer "
-            "cannot be compiled; set one of them to false",
-        )
-        _require(0.0 <= self.noise <= 1.0, f"noise must lie in [0, 1], got {self.noise}")
-        _require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), got {self.seed}")
-        _require(self.checkpoint_every >= 0, f"checkpoint_every must not be negative, got {self.checkpoint_every}")
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all steps read."""
+        return self.steps * self.batch_size * self.sequence_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,16 +162,9 @@ class RecoverConfig(StageConfig):
         restart_temperature: Anneal the temperature anew; otherwise it stays at `temperature_end`.
     """
 
-    learning_rate: float = 2e-4
-    lora_rank: int = 16
-    lora_alpha: float = 32.0
-    lora_dropout: float = 0.1
+    learning_rate: AboveZero = 2e-4
+    lora_rank: Positive = 16
+    lora_alpha: AboveZero = 32.0
+    lora_dropout: Annotated[float, Between(0, 1, without="high")] = 0.1
     train_routers: bool = True
     restart_temperature: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse values that LoRA cannot take."""
-        StageConfig.__post_init__(self)
-        _require(self.lora_rank >= 1, f"lora_rank must be at least 1, got {self.lora_rank}")
-        _require(self.lora_alpha > 0, f"lora_alpha must be positive, got {self.lora_alpha}")
-        _require(0.0 <= self.lora_dropout < 1.0, f"lora_dropout must lie in [0, 1), got {self.lora_dropout}")

@@ -40,10 +40,6 @@ class DataError(WideError, ValueError):
     """A text source is missing, empty, too short, of a wrong type, or does not fit the tokenizer."""
 
 
-class EmptySplitError(DataError):
-    """A text source has documents, and none of them falls into the split that is asked for."""
-
-
 class TrainingError(WideError, RuntimeError):
     """Training cannot go on (for example the loss is not finite); the message names what was kept."""
 

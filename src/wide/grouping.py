@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from wide.errors import ShapeError
 
+_WIDEST = 2**20
+
 
 def divisors(number: int, *, of: int = 1) -> list[int]:
     """Return the divisors of `number` that are multiples of `of`, ascending."""
@@ -19,7 +21,8 @@ class Grouping:
         group_size: Channels in a group; must divide `width`.
 
     Raises:
-        ShapeError: If `group_size` does not divide `width`; the message names the sizes that do.
+        ShapeError: If `group_size` does not divide `width` (the message names the sizes that do), or no layer is that
+            wide.
 
     Source: paper, section 3.1 (pruning units).
     """
@@ -28,7 +31,9 @@ class Grouping:
     group_size: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not divide the width."""
+        """Refuse sizes that do not divide the width, and widths that no layer has."""
+        if not 1 <= self.width <= _WIDEST:
+            raise ShapeError(f"a width of {self.width} channels is not one of 1 to {_WIDEST}")
         if self.group_size < 1 or self.width % self.group_size:
             raise ShapeError(
                 f"a group size of {self.group_size} does not divide the width {self.width}; "

@@ -1,16 +1,18 @@
 """The Plan: what each sublayer of a model runs. Whoever decides writes one, the executor reads it."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from wide.errors import AdapterError, ConfigError, ShapeError
+from wide.errors import ConfigError
 from wide.grouping import Grouping
+from wide.schema import Between, Checked, typed
 
 RouterInput = Literal["normed", "residual", "layer_input"]
 RouterForm = Literal["bottleneck", "linear", "mlp", "dllm"]
 
+# Beyond any that makes sense, so that a damaged plan asks for no memory.
+Rank = Annotated[int, Between(1, 2**16)]
 EMBEDDING_BASIS = "stream.embedding"
 
 
@@ -40,6 +42,11 @@ class Kept:
     grouping: Grouping
     kept: int
 
+    def __post_init__(self) -> None:
+        """Refuse more units than there are."""
+        if not 0 <= self.kept <= self.grouping.num_groups:
+            raise ConfigError(f"kept must lie in 0 to {self.grouping.num_groups}, the number of units, got {self.kept}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Following:
@@ -66,7 +73,7 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
+class Routed(Checked):
     """A router decides per token which channel groups of the sublayer execute.
 
     Args:
@@ -81,39 +88,28 @@ class Routed:
         first_tokens: So many tokens at the start of each sequence always execute.
 
     Raises:
-        ConfigError: If the input or the form is none of these, several groups are to evict, or the number of first
-            tokens is negative.
+        ConfigError: If the input or the form is none of these, several groups are to evict, or the rank or the number
+            of first tokens is out of its range.
     """
 
     grouping: Grouping
-    rank: int
+    rank: Rank
     router_input: RouterInput = "normed"
     bias: bool = False
     form: RouterForm = "bottleneck"
     evicts: bool = False
-    first_tokens: int = 0
+    first_tokens: Annotated[int, Between(0, 2**31)] = 0
 
     def __post_init__(self) -> None:
         """Refuse words that no router knows, and numbers that mean nothing."""
-        for name, allowed in (("router_input", get_args(RouterInput)), ("form", get_args(RouterForm))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}")
+        Checked.__post_init__(self)
         if self.evicts and self.grouping.num_groups != 1:
             raise ConfigError(
                 f"only an attention of one group evicts, this one has {self.grouping.num_groups}; its groups share keys"
             )
-        if self.first_tokens < 0:
-            raise ConfigError(f"first_tokens must not be negative, got {self.first_tokens}; 0 protects none")
 
 
 Half = Dense | Skipped | Kept | Routed | Following
-_KINDS: dict[str, type[Half]] = {
-    "dense": Dense,
-    "skipped": Skipped,
-    "kept": Kept,
-    "routed": Routed,
-    "following": Following,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +157,17 @@ class Plan:
             shapes[EMBEDDING_BASIS] = (self.stream.width, self.stream.kept)
         return shapes
 
+    def in_words(self) -> list[str]:
+        """Return what the layers run, a line for each kind of layer, and what becomes of the residual stream."""
+        kinds: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            words = f"attention {_in_words(layer.attention)}; FFN {_in_words(layer.ffn)}"
+            kinds.setdefault(words, []).append(index)
+        lines = [f"layers {_ranges(layers)}: {words}" for words, layers in kinds.items()]
+        if self.stream is not None:
+            lines.append(f"residual stream: {self.stream.kept} of {self.stream.width} dimensions kept")
+        return lines
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready object with one entry a layer."""
         return {
@@ -173,24 +180,10 @@ class Plan:
         """Read what `to_json` wrote.
 
         Raises:
-            AdapterError: If a key is missing, unknown or of a wrong type.
+            AdapterError: If a key is missing or unknown, or a value is none that it can have.
         """
-        if not isinstance(data, Mapping) or set(data) != {"layers", "stream"}:
-            raise AdapterError(f"a plan has exactly the keys 'layers' and 'stream', got {data!r}")
-        layers = data["layers"]
-        if not isinstance(layers, list) or not layers:
-            raise AdapterError(f"a plan is a non-empty list of layers, not {type(layers).__name__}")
-        plans = []
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, Mapping) or set(layer) != {"attention", "ffn"}:
-                raise AdapterError(f"layer {index} of the plan must have exactly the keys 'attention' and 'ffn'")
-            plans.append(
-                LayerPlan(
-                    attention=_half_from_json(layer["attention"], f"layer {index}, attention"),
-                    ffn=_half_from_json(layer["ffn"], f"layer {index}, ffn"),
-                )
-            )
-        return cls(tuple(plans), _stream_from_json(data["stream"]))
+        plan: Plan = typed(cls, data, "plan")
+        return plan
 
 
 def scale_name(layer: int, half: str) -> str:
@@ -204,28 +197,21 @@ def basis_name(layer: int, half: str) -> str:
 
 
 def _half_to_json(half: Half) -> dict[str, Any]:
-    kind = next(name for name, cls in _KINDS.items() if type(half) is cls)
-    return {"kind": kind, **dataclasses.asdict(half)}
+    return {"kind": type(half).__name__.lower(), **dataclasses.asdict(half)}
 
 
-def _half_from_json(data: object, where: str) -> Half:
-    if not isinstance(data, Mapping) or data.get("kind") not in _KINDS:
-        raise AdapterError(f"{where}: expected an object with 'kind' in {sorted(_KINDS)}, got {data!r}")
-    fields = {key: value for key, value in data.items() if key != "kind"}
-    try:
-        if data["kind"] in ("routed", "kept"):
-            fields["grouping"] = Grouping(**fields["grouping"])
-        return _KINDS[data["kind"]](**fields)
-    except (TypeError, KeyError, ConfigError, ShapeError) as error:
-        raise AdapterError(f"{where}: malformed plan entry {dict(data)!r} ({error})") from error
+def _in_words(half: Half) -> str:
+    if isinstance(half, Kept):
+        return f"keeps {half.kept} of {half.grouping.num_groups} units of {half.grouping.group_size} channels"
+    if isinstance(half, Routed):
+        groups, size = half.grouping.num_groups, half.grouping.group_size
+        router = "" if half.form == "bottleneck" else f"{half.form} router, "
+        return f"{groups} groups of {size} channels, {router}rank {half.rank}, {half.router_input} input"
+    if isinstance(half, Following):
+        return "for the tokens that the attention executes for"
+    return "left out for every token" if isinstance(half, Skipped) else "dense"
 
 
-def _stream_from_json(data: object) -> Stream | None:
-    if data is None:
-        return None
-    if not isinstance(data, Mapping):
-        raise AdapterError(f"the stream of a plan is an object or null, got {data!r}")
-    try:
-        return Stream(**data)
-    except TypeError as error:
-        raise AdapterError(f"malformed stream {dict(data)!r} ({error})") from error
+def _ranges(layers: list[int]) -> str:
+    whole = layers == list(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]}-{layers[-1]}" if whole and len(layers) > 1 else ", ".join(map(str, layers))

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 from wide.errors import DataError
 
 _DISTRIBUTIONS = ("wide", "torch", "transformers", "peft", "lm-eval", "triton")
-STUDY = "records.jsonl.gz"
-"""The one compressed file of records that a study keeps; each line names its run."""
+RECORDS, STUDY = "records.jsonl", "records.jsonl.gz"
+"""Records of a run or a cell, and those of a study, compressed in one file, where each line names its run."""
+GRID, CELLS, COMPARISON = "grid.jsonl", "cells", "compare.jsonl"
+"""In the folder of a comparison: what was asked for, the folder of all cells, and the records of all of them."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -107,7 +110,7 @@ class Record:
 
 
 _FIELDS = tuple(field.name for field in fields(Record))
-_REQUIRED = frozenset({"subject", "metric", "value"})
+_CELL: dict[str, type] = {"method": str, "sparsity": float, "seed": int}
 
 
 class RecordFile:
@@ -117,20 +120,29 @@ class RecordFile:
         path: The JSON-lines file; made at the first `append`.
         config_fingerprint: Written into every record.
         device: Written into every record.
+        silent: Write nothing, because another process of the run does.
     """
 
-    def __init__(self, path: Path, *, config_fingerprint: str = "", device: str = "") -> None:
+    def __init__(self, path: Path, *, config_fingerprint: str = "", device: str = "", silent: bool = False) -> None:
         """Open nothing yet."""
         self.path = path
+        self._silent = silent
         self.device = device
         self._fingerprint = config_fingerprint
         self._versions = versions()
+
+    def latest(self, subject: Subject, metric: str) -> Record | None:
+        """Return the last record of a whole-model value; None where it was not measured."""
+        found = read_records(self.path)[0] if self.path.is_file() else []
+        return next((each for each in reversed(found) if (each.subject, each.metric) == (subject, metric)), None)
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records with fingerprint, device and the time, and force them to the disk.
 
         Versions are long and the same for all: only the first record of each call carries them.
         """
+        if self._silent:
+            return
         facts: dict[str, Any] = {
             "config_fingerprint": self._fingerprint,
             "device": self.device,
@@ -165,9 +177,9 @@ def read_records(path: Path, run: str = "") -> tuple[list[Record], list[str]]:
         DataError: If the file is missing, or a line other than a cut one is not a record.
     """
     lines, notes = read_lines(path)
-    found = [line for line in lines if not (isinstance(line, dict) and "bench" in line)]
-    records = [_record(line, f"{path}, record {number}") for number, line in enumerate(found, 1)]
-    return [record for record in records if run in ("", record.run)], notes
+    of_others = [isinstance(line, dict) and ("bench" in line or run not in ("", line.get("run", ""))) for line in lines]
+    found = [line for line, is_other in zip(lines, of_others, strict=True) if not is_other]
+    return [_record(line, f"{path}, record {number}") for number, line in enumerate(found, 1)], notes
 
 
 def read_lines(path: Path) -> tuple[list[Any], list[str]]:
@@ -200,6 +212,12 @@ def fingerprint(config: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed distributions that results depend on."""
+    return dict(_versions())
+
+
+# Reading the metadata of all of them takes tens of milliseconds.
+@cache
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -209,23 +227,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _record(found: object, where: str) -> Record:
-    if not isinstance(found, dict) or not set(found) >= _REQUIRED or not isinstance(found["metric"], str):
-        raise DataError(f"{where}: a record needs {sorted(_REQUIRED)}, got {found!r}"[:300])
-    # A later version may know more fields; what this version does not know it does not draw either.
-    kept = {key: value for key, value in found.items() if key in _FIELDS}
+def _record(found: Any, where: str) -> Record:
     try:
-        kept["subject"] = _subject(found["subject"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{where}: damaged ({error!r}); delete the line, or measure again") from error
-    return Record(**kept)
-
-
-def _subject(found: Any) -> Subject:
-    if isinstance(found, str):
-        return found
-    cell = Cell(str(found["method"]), float(found["sparsity"]), int(found["seed"]))
-    return Stage(cell, bool(found["recovered"]))
+        # A later version may know more fields; what this version does not know it does not draw either.
+        kept = {key: value for key, value in found.items() if key in _FIELDS}
+        if not isinstance(kept["subject"], str):
+            cell = Cell(*(kind(kept["subject"][name]) for name, kind in _CELL.items()))
+            kept["subject"] = Stage(cell, bool(kept["subject"]["recovered"]))
+        if not isinstance(kept["metric"], str):
+            raise TypeError(f"metric {kept['metric']!r} is no text")
+        return Record(**kept)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{where}: a record needs subject, metric and value ({error!r}), got {f'{found!r}'[:200]}; delete the "
+            "line, or measure again"
+        ) from error
 
 
 def _end_last_line(path: Path) -> None:

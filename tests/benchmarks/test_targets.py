@@ -3,12 +3,14 @@
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from benchmarks.targets import fill, main, targets
+from benchmarks.targets import PARTS, fill, main, measure, targets
+from wide.cli import bench, profile
 from wide.errors import DataError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -87,23 +89,34 @@ HOPPER = {
 }
 
 
-def _record(what, tokens, candidate, median_us, batch=1, speedup=1.0):
-    facts = {"what": what, "tokens": tokens, "batch": batch, "candidate": candidate}
-    return {**facts, "median_us": median_us, "speedup": speedup}
+def _over(values, value):
+    peers = {"speedup": "dense", "speedup_as_loaded": "as loaded"}
+    return {
+        field: max(values[peer], value) / min(values[peer], value) for field, peer in peers.items() if peer in values
+    }
 
 
-def _race(what, tokens, times, **more):
-    return [_record(what, tokens, name, us, speedup=times["dense"] / us, **more) for name, us in times.items()]
+def _race(what, tokens, times, batch=1):
+    facts = {"what": what, "tokens": tokens, "batch": batch}
+    found = [{**facts, "candidate": name, "median_us": us, **_over(times, us)} for name, us in times.items()]
+    return [each | {"speedup": times["dense"] / each["median_us"]} for each in found]
 
 
 def _content():
     steps = {"as loaded": 21000.0, "dense": 4900.0, "routed 0.5/0.5": 3000.0, "routed 0/0": 5000.0}
+    # The next sparsity's race has another dense time, which is no peer of the first one's.
+    later = {"dense": 5300.0, "routed 0.7/0.7": 2500.0}
     forwards = {"as loaded": 120000.0, "dense": 100000.0, "routed 0.5/0.5": 69000.0}
     start = {"candidate": "routed 0.5/0.5", "optimize_s": 2.0, "first_call_s": 3.5, "bare_step_us": 2600.0}
     return {
         "device": "GPU",
         "model": "llama-3.1-8b",
-        "records": [*_race("decode", 2080, steps), *_race("decode", 4128, steps), *_race("prefill", 4096, forwards)],
+        "records": [
+            *_race("decode", 2080, steps),
+            *_race("decode", 4128, steps),
+            *_race("prefill", 4096, forwards),
+            *_race("decode", 2080, later),
+        ],
         "starts": [{**start, "memory_beyond_dense_bytes": 2**29}],
     }
 
@@ -111,9 +124,11 @@ def _content():
 @pytest.fixture
 def folders(tmp_path):
     names = ("as loaded", "dense", "routed 0.5/0.5")
+    rates = dict(zip(names, (300.0, 1000.0, 1120.0), strict=True))
     batches = [
-        {"what": "generate_batch", "requests": 8, "prompt": 1024, "candidate": name, "tokens_per_s": rate}
-        for name, rate in zip(names, (300.0, 1000.0, 1120.0), strict=True)
+        {"what": "generate_batch", "requests": 8, "prompt": 1024, "candidate": name, "tokens_per_s": rates[name]}
+        | _over(rates, rates[name])
+        for name in names
     ]
     several = _race("decode", 1056, {"dense": 5000.0, "routed 0.5/0.5": 5100.0}, batch=4)
     for name, content in (("a", _content()), ("b", {**_content(), "records": several, "batched": batches})):
@@ -156,6 +171,59 @@ def test_rows_that_are_not_measured_again_stay_as_they_are(folders, tmp_path, ca
     assert "not measured" in capsys.readouterr().out
 
 
+# Writes a record into the folder that a command names, and then does not end.
+ENDLESS = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+folder.mkdir(parents=True)
+(folder / "endtoend.json").write_text(json.dumps({"given": sys.argv[1:]}))
+time.sleep(60)
+"""
+
+
+def test_parts_are_stopped_and_what_they_wrote_counts(tmp_path):
+    parts = {"a": ("wide profile --output DIR --prompt 8", 2.0), "none": ("wide --output DIR", 2.0)}
+    (tmp_path / "none").mkdir()
+    folders = measure(tmp_path, parts, [sys.executable, "-c", ENDLESS])
+    assert folders == [tmp_path / "a"]
+    given = json.loads((tmp_path / "a" / "endtoend.json").read_text())["given"]
+    assert given == ["profile", "--output", str(tmp_path / "a"), "--prompt", "8"]
+
+
+def test_parts_measure_all_rows_in_ten_minutes():
+    assert sum(seconds + 5 for _, seconds in PARTS.values()) <= 600
+    assert {target.command for target in targets()} == {command for command, _ in PARTS.values()}
+    for command, _ in PARTS.values():
+        options = profile.build(
+            profile.ProfileOptions, profile.arguments().parse(command.removeprefix("wide profile ").split())
+        )
+        assert (options.output, options.name) == ("DIR", "llama-3.1-8b")
+    # What a user is promised is made of 128 tokens.
+    assert "--generate" not in PARTS["alone"][0]
+    assert profile.ProfileOptions().generate == 128
+
+
+def test_batches_by_sparsity_and_trained_rates_have_rows(tmp_path):
+    times = {"dense": 5000.0, "routed 0.5/0.5": 4900.0}
+    grid = [*_race("decode", 1040, times, batch=4), *_race("decode", 1040, {"dense": 5.0, "routed 0/0": 5.1}, batch=8)]
+    trained = [
+        *_race("decode", 2112, {"dense": 5000.0, "routed 0.66/0.28": 4000.0}),
+        *_race("prefill", 4096, {"dense": 5000.0, "routed 0.66/0.28": 2500.0}),
+    ]
+    for name, records in (("grid", grid), ("trained", trained)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "endtoend.json").write_text(json.dumps(_content() | {"records": records, "starts": []}))
+    rows = fill([tmp_path / "grid", tmp_path / "trained"], commit="abcdef0", date="2026-01-02")
+    found = {row["what"]: (row["value"], row["reached"]) for row in rows if row["value"] is not None}
+    rates = "at the paper's trained rates, 66 % of attention and 28 % of the FFN"
+    assert found == {
+        "least speed-up over dense, 2 to 64 sequences, 50 %": (1.0204, "goal"),
+        "least speed-up over dense, 2 to 64 sequences, 0 to 70 %": (0.9804, "floor"),
+        f"`generate()`, a token, prompt of 2048, {rates}": (1.25, "for orientation"),
+        f"forward of 4096 tokens, {rates}": (2.0, "for orientation"),
+    }
+
+
 def test_records_of_another_model_are_refused(tmp_path):
     (tmp_path / "endtoend.json").write_text(json.dumps({**_content(), "model": "tiny"}))
     with pytest.raises(DataError, match=r"records of tiny"):
@@ -173,13 +241,17 @@ def test_the_committed_rows_are_the_targets():
 @pytest.mark.parametrize("name", ["operators.json", "hopper.json"])
 def test_committed_rows_say_truly_what_is_reached_and_how_to_repeat_it(name):
     for row in _committed(name):
-        assert row.keys() >= FIELDS, row["what"]
+        # What a module that is gone has measured through a door that is gone names that module instead of a command.
+        assert row.keys() >= FIELDS - {"command"}, row["what"]
+        assert ("command" in row) != ("measured_with" in row), row["what"]
         sign = -1 if row["unit"] == "us" else 1
         steps = [step for step in ("floor", "goal") if sign * row["value"] >= sign * row[step]]
         assert row["reached"] == ["missed", *steps][-1], row["what"]
         assert re.fullmatch(r"[0-9a-f]{7}", row["commit"]), row["what"]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]), row["what"]
-        assert row["command"].startswith(("python ", "wide ")), row["what"]
+        if "command" in row:
+            given = bench.arguments().parse(row["command"].removeprefix("wide bench ").split())
+            assert bench.build(bench.BenchOptions, given).output == "DIR"
 
 
 def test_committed_values_are_those_of_the_records_that_they_name():

@@ -1,5 +1,8 @@
 """What the tests of commands share."""
 
+import io
+from pathlib import Path
+
 import pytest
 
 
@@ -10,3 +13,17 @@ def short_calibration():
         patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
         patch.setattr("wide.runs.run._DIAL_BLOCKS", 4)
         yield
+
+
+@pytest.fixture(scope="module")
+def drawn_at_once():
+    """Leave pictures empty, because drawing takes longer than a run of a tiny model; yield what draws them."""
+    from matplotlib.figure import Figure
+
+    def savefig(_figure, file, **_options):
+        file.write("<svg/>") if isinstance(file, io.StringIO) else Path(file).write_bytes(b"x")
+
+    real = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield real

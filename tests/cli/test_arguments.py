@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from wide.cli import bench, compare, profile, prune
+from wide.cli import bench, compare, evaluate, profile, prune, recover, tune
 from wide.cli.arguments import build, field_texts
 from wide.cli.main import main
 from wide.cli.recipes import recipe_command, recipe_names, recipe_path
@@ -59,6 +59,31 @@ def test_a_flag_is_known_by_the_name_that_it_has_in_the_other_command():
     for flag in ("--ffn_group_size=64", "--wide.ffn_group_size=64"):
         values = flags.parse([*EVERYDAY, "--methods=wide,wanda", flag])
         assert compare.request(values).settings["wide"].ffn_group_size == 64
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "key", "value"),
+    [
+        (evaluate, ["--model=M", "--eval.window=64"], ("window",), 64),
+        (recover, [*EVERYDAY, "--adapter=A", "--steps=7"], ("recover", "steps"), 7),
+        (recover, [*EVERYDAY, "--adapter=A", "--lora_rank", "4"], ("recover", "lora_rank"), 4),
+        (prune, [*EVERYDAY, "--window", "64"], ("eval", "window"), 64),
+        (bench, ["--out=O", "--ffn_group_size=64"], ("group_size",), 64),
+        (profile, ["--out", "O"], ("output",), "O"),
+        (tune, ["--model=M", "--out=O"], ("output",), "O"),
+    ],
+)
+def test_a_flag_may_be_spelled_as_in_other_commands_where_only_one_is_meant(command, given, key, value):
+    found = command.arguments().parse(given)
+    for name in key:
+        found = found[name]
+    assert found == value
+
+
+@pytest.mark.parametrize("given", ["--batch_size=3", "--sequence_length=3", "--train.lora_rank=3", "--eval.steps=3"])
+def test_a_flag_that_two_may_mean_is_refused(given):
+    with pytest.raises(UsageError, match=r"has no flag --.*; did you mean"):
+        parse(given)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +144,11 @@ def test_values_out_of_range_are_refused(more):
     [
         (["--train.batch_size=0"], "train.batch_size must be at least 1, got 0"),
         (["--eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
+        (["--recover.steps=-1"], "recover.steps must be at least 0, got -1; 0 leaves LoRA out"),
         (["--recover.steps=1", "--recover.lora_rank=0"], "recover.lora_rank must be at least 1"),
         (["--eval.window=0"], "eval.window=0 and stride=None: wanted 1 <= stride"),
-        (["--objective.weight=-1"], "objective.weight must not be negative"),
-        (["--train.temperature_end=0"], "train: temperatures must be positive"),
+        (["--objective.weight=-1"], "objective.weight must be at least 0"),
+        (["--train.temperature_end=0"], "train.temperature_end must be above 0"),
         # Flags of no group, one of which is checked together with a group.
         (["--sparsity=1.0"], "sparsity must lie in"),
         (["--ffn_group_size=0"], "ffn_group_size must be at least 1"),
@@ -199,13 +225,13 @@ def test_every_recipe_fits_the_schema_and_says_what_it_is_for(name):
             "bench": (bench, bench.BenchOptions),
             "profile": (profile, ProfileOptions),
         }[recipe_command(settings)]
-        asked = build(options, command.arguments().parse(["--config", name, "--out", "O"]))
+        asked = build(options, command.arguments().parse(["--config", name, "--output", "O"]))
         assert asked.description == settings["description"]
         return
     if recipe_command(settings) == "compare":
         asked = compare.request(compare.arguments(settings["methods"].split(",")).parse(given))
     else:
-        asked = prune.request(prune.arguments().parse(given))
+        asked = prune.request(prune.arguments(in_files=settings).parse(given))
     assert asked.run.description == settings["description"]
 
 

@@ -6,46 +6,54 @@ from wide.cli import bench
 from wide.cli.arguments import field_texts
 from wide.cli.main import main
 from wide.errors import EvaluationError, UsageError
-from wide.profiling.bench import HOPPER_OPERATORS
+from wide.profiling.bench import SPECIAL_OPERATORS
 
 
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
-        (["bench", "--out", "o", "--operators", "gemv", "--rows", "4"], 2, "--rows does not go with gemv"),
+        (["bench", "--output", "o", "--operators", "gemv", "--rows", "4"], 2, "--rows does not go with gemv"),
         (
-            ["bench", "--out", "o", "--operators", "decode,prefill", "--rows", "4"],
+            ["bench", "--output", "o", "--operators", "decode,prefill", "--rows", "4"],
             2,
             "does not go with decode, prefill",
         ),
-        (["bench", "--out", "o", "--backends", "triton"], 2, "--backends does not go with glue, naive"),
+        (["bench", "--output", "o", "--backends", "triton"], 2, "--backends does not go with glue, naive"),
         (
-            ["bench", "--out", "o", "--operators", "glue", "--rows", "4"],
+            ["bench", "--output", "o", "--operators", "glue", "--rows", "4"],
             2,
             "--rows does not go with glue (got 4): it is for reorder, gemm_mn, gemm_k, coarse, naive, naive_depth, "
             "traffic; leave it out, or name only those in --operators",
         ),
         (
-            ["bench", "--out", "o", "--operators", "coarse", "--group_size", "64"],
+            ["bench", "--output", "o", "--operators", "coarse", "--group_size", "64"],
             2,
             "with coarse (got 64): it is for gemm_mn",
         ),
-        (["bench", "--out", "o", "--operators", "coarse", "--sparsity", "0.3"], 2, "with coarse (got 0.3)"),
-        (["bench", "--out", "o", "--operators", "coarse", "--quick", "true"], 2, "with coarse (got True)"),
-        (["bench", "--out", "o", "--operators", "gemm_mn,glue", "--group_size", "64"], 2, "with glue (got 64)"),
-        (["bench", "--out", "o", "--operators", "gemm_mn,glue", "--sparsity", "0.3"], 2, "with glue (got 0.3)"),
-        (["bench", "--out", "o", "--operators", "gemm_mn,glue", "--quick", "true"], 2, "with glue (got True)"),
-        (["bench", "--out", "o", "--operators", "naive_depth", "--group_size", "64"], 2, "with naive_depth (got 64)"),
-        (["bench", "--out", "o", "--operators", "traffic", "--quick", "true"], 2, "with traffic (got True)"),
-        (["bench", "--out", "o", "--operators", "reorder,gemm_k", "--sparsity", "0.3"], 2, "with reorder (got 0.3)"),
-        (["bench", "--out", "o", "--operators", "gemm_k", "--backends", "torch"], 1, "got ['torch']"),
-        (["bench", "--out", "o", "--operators", "prefill", "--backends", "cuda"], 1, "prefill have no cuda backend"),
-        (["bench", "--out", "o", "--operators", "gemv", "--backends", "gluon"], 1, "gemv have no gluon backend"),
-        (["profile", "--out", "o", "--shape", "gpt"], 2, "unknown shape 'gpt'; choose one of llama-3.1-8b, tiny"),
-        (["profile", "--out", "o", "--model", "m", "--layers", "2"], 2, "leave out --layers (got 2; null where a file"),
-        (["profile", "--out", "o", "--model", "m", "--shape", "tiny"], 2, "leave out --shape (got tiny"),
+        (["bench", "--output", "o", "--operators", "coarse", "--sparsity", "0.3"], 2, "with coarse (got 0.3)"),
+        (["bench", "--output", "o", "--operators", "coarse", "--quick", "true"], 2, "with coarse (got True)"),
+        (["bench", "--output", "o", "--operators", "gemm_mn,glue", "--group_size", "64"], 2, "with glue (got 64)"),
+        (["bench", "--output", "o", "--operators", "gemm_mn,glue", "--sparsity", "0.3"], 2, "with glue (got 0.3)"),
+        (["bench", "--output", "o", "--operators", "gemm_mn,glue", "--quick", "true"], 2, "with glue (got True)"),
         (
-            ["profile", "--out", "o", "--model", "m", "--adapter", "a", "--ffn_group_size", "128"],
+            ["bench", "--output", "o", "--operators", "naive_depth", "--group_size", "64"],
+            2,
+            "with naive_depth (got 64)",
+        ),
+        (["bench", "--output", "o", "--operators", "traffic", "--quick", "true"], 2, "with traffic (got True)"),
+        (["bench", "--output", "o", "--operators", "reorder,gemm_k", "--sparsity", "0.3"], 2, "with reorder (got 0.3)"),
+        (["bench", "--output", "o", "--operators", "gemm_k", "--backends", "torch"], 1, "got ['torch']"),
+        (["bench", "--output", "o", "--operators", "prefill", "--backends", "cuda"], 1, "prefill have no cuda backend"),
+        (["bench", "--output", "o", "--operators", "gemv", "--backends", "gluon"], 1, "gemv have no gluon backend"),
+        (["profile", "--output", "o", "--shape", "gpt"], 2, "unknown shape 'gpt'; choose one of llama-3.1-8b, tiny"),
+        (
+            ["profile", "--output", "o", "--model", "m", "--layers", "2"],
+            2,
+            "leave out --layers (got 2; null where a file",
+        ),
+        (["profile", "--output", "o", "--model", "m", "--shape", "tiny"], 2, "leave out --shape (got tiny"),
+        (
+            ["profile", "--output", "o", "--model", "m", "--adapter", "a", "--ffn_group_size", "128"],
             2,
             "the adapter says how large its groups are; leave out --ffn_group_size (got 128",
         ),
@@ -55,7 +63,7 @@ from wide.profiling.bench import HOPPER_OPERATORS
             "the adapter of each cell says how large its groups are; leave out --ffn_group_size (got 64",
         ),
         (
-            ["profile", "--out", "o", "--model", "m", "--checkpoint", "c", "--ffn_group_size", "64"],
+            ["profile", "--output", "o", "--model", "m", "--checkpoint", "c", "--ffn_group_size", "64"],
             2,
             "--checkpoint is timed as it is; leave out --ffn_group_size (got 64",
         ),
@@ -90,19 +98,19 @@ def raced(monkeypatch):
 
 
 def test_rows_and_backends_reach_the_benches_that_take_them(raced):
-    bench.run(["--out", "o", "--operators", "gemm_mn,gemm_k", "--backends", "cuda"])
+    bench.run(["--output", "o", "--operators", "gemm_mn,gemm_k", "--backends", "cuda"])
     assert (raced["package"].names, raced["package"].backends) == (["gemm_mn", "gemm_k"], ("cuda",))
     assert list(raced["package"].rows) == [1024, 4096, 16384]
-    bench.run(["--out", "o", "--operators", "gemm_mn", "--rows", "512"])
+    bench.run(["--output", "o", "--operators", "gemm_mn", "--rows", "512"])
     assert raced["package"].rows == [512]
-    bench.run(["--out", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5"])
+    bench.run(["--output", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5"])
     assert raced["naive_depth"] == {"rows": [64], "sparsity": 0.5, "quick": False}
-    bench.run(["--out", "o", "--operators", "naive,traffic", "--rows", "64"])
+    bench.run(["--output", "o", "--operators", "naive,traffic", "--rows", "64"])
     assert (raced["naive"], raced["traffic"]) == ({"sizes": [64], "quick": False}, {"sizes": [64]})
 
 
 def test_all_operators_go_with_flags_that_some_of_them_take(raced):
-    bench.run(["--out", "o", "--rows", "64", "--group_size", "64", "--sparsity", "0.3", "--quick", "true"])
+    bench.run(["--output", "o", "--rows", "64", "--group_size", "64", "--sparsity", "0.3", "--quick", "true"])
     request = raced["package"]
     assert (request.group_size, request.sparsity, request.quick, request.rows) == (64, 0.3, True, [64])
     assert request.names == ["reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"]
@@ -116,20 +124,20 @@ def test_all_operators_go_with_flags_that_some_of_them_take(raced):
 def test_a_red_bench_costs_no_other_and_all_red_ones_are_named(raced):
     raced["red"] = ["gemm_k", "glue"]
     with pytest.raises(EvaluationError, match=r"\(benches: gemm_k, glue; marked RED above"):
-        bench.run(["--out", "o", "--operators", "gemm_mn,prefill,glue,gemm_k,naive"])
+        bench.run(["--output", "o", "--operators", "gemm_mn,prefill,glue,gemm_k,naive"])
     assert {"package", "glue", "naive"} <= set(raced)
 
 
 def test_without_a_checkout_its_benches_are_refused_by_name_and_left_out_of_all(raced, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
     with pytest.raises(UsageError, match="naive lie in benchmarks/ of the repository"):
-        bench.run(["--out", "o", "--operators", "gemm_mn,naive"])
-    bench.run(["--out", "o"])
+        bench.run(["--output", "o", "--operators", "gemm_mn,naive"])
+    bench.run(["--output", "o"])
     assert "left out" in capsys.readouterr().out
     assert set(raced) == {"package"}
 
 
 def test_the_help_names_the_operators_of_each_backend_of_one_gpu():
     told = field_texts(bench.BenchOptions)["backends"]
-    for backend, operators in HOPPER_OPERATORS.items():
+    for backend, operators in SPECIAL_OPERATORS.items():
         assert f"{backend} ({', '.join(operators)})" in told

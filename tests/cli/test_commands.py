@@ -2,8 +2,13 @@
 
 import io
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +19,8 @@ import wide
 from wide.cli.main import main
 from wide.config import ObjectiveConfig, RecoverConfig
 from wide.data.batches import load_blocks
+from wide.data.corpus import load_documents
 from wide.data.tokenizer import load_tokenizer
-from wide.methods.apply import recover_row
 from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
@@ -36,7 +41,7 @@ LORA = ["--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_lengt
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_model_folder, prose_folder):
+def finished(tmp_path_factory, tiny_model_folder, prose_folder, drawn_at_once):
     """Return the folder of a finished run of both stages."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     code = main(
@@ -52,16 +57,50 @@ def finished(tmp_path_factory, tiny_model_folder, prose_folder):
     return folder
 
 
+def test_a_dry_run_says_what_it_costs_and_writes_nothing(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+    named = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    assert main(["prune", *named, *SHORT, *LORA, "--dry_run"]) == 0
+    text = capsys.readouterr().out
+    assert "groups   layers 0-1: attention 2 groups of 16 channels, " in text
+    assert "stage 1: 3 steps of 2 x 32 tokens = 192, the text " in text
+    assert text.count("memory   calculated: ") == text.count("time     measured on cpu, 1 threads: ") == 2
+    assert yaml.safe_load(text.partition("settings\n")[2].partition("\n\n")[0])["train"]["steps"] == 3
+    adapter = ["--adapter", str(finished), "--recover.steps=2", *SHORT[:2], "--recover.batch_size=2"]
+    assert main(["recover", *named, *adapter, "--recover.sequence_length=32", "--eval.window=32", "--dry_run"]) == 0
+    text = capsys.readouterr().out
+    assert "stage 2: 2 steps" in text
+    assert text.endswith("nothing was written\n")
+    assert not list(tmp_path.iterdir())
+    # What a run refuses, a dry run refuses, too.
+    assert main(["prune", *named, *SHORT, "--ffn_group_size=15", "--dry_run"]) == 1
+    assert "ffn_group_size 15 does not divide" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_what_does_not_fit_the_gpu_before_loading(
+    tiny_model_folder, prose_folder, monkeypatch, capsys
+):
+    properties = type("Properties", (), {"total_memory": 1 << 16})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr("wide.runs.run.Materials.model", property(lambda _self: pytest.fail("loaded")))
+    named = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", "unused"]
+    short = [flag for flag in SHORT if "device" not in flag]
+    assert main(["prune", *named, *short, "--dry_run"]) == 1
+    assert "stage 1: this stage needs about" in capsys.readouterr().err
+
+
 def test_prune_leaves_adapter_records_report_and_configuration(finished):
-    for name in (
-        "adapter/wide_config.json",
-        "adapter/lora",
-        "records.jsonl",
-        "report.html",
-        "report.png",
-        "config.yaml",
-    ):
+    for name in ("adapter/wide_config.json", "adapter/lora", "records.jsonl", "report.html", "config.yaml"):
         assert (finished / name).exists(), name
+    assert (finished / "report.png").read_bytes() == b"x"
+
+
+def test_the_report_of_a_run_can_be_drawn_again(finished, drawn_at_once, monkeypatch, tmp_path):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", drawn_at_once)
+    run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("report*", "figures"))
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((run / "figures").glob("*.svg"))) == len(list((finished / "figures").glob("*.svg"))) > 3
 
 
 def test_prune_measures_every_model_of_the_run(finished):
@@ -120,6 +159,7 @@ def test_untrained_routers_are_compared_at_the_same_sparsity(finished):
 
 def test_untrained_routers_are_compared_with_a_run_that_begins_with_text(tiny_model_folder, prose_folder, tmp_path):
     run = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    run += ["--report=false"]
     start = ["--ffn_grouping=clustered", "--router_start=fitted", "--router_bias=true", "--start_tokens=256"]
     assert main([*run, *SHORT, *start, "--eval.untrained=true"]) == 0
     records = Selection(*read_records(tmp_path / "run/records.jsonl"))
@@ -153,15 +193,41 @@ def test_interrupted_run_goes_on_with_resume(tiny_model_folder, prose_folder, tm
     assert (tmp_path / "run" / "adapter" / "wide_config.json").exists()
 
 
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.main"]
+
+
 @pytest.mark.slow
-def test_two_processes_write_one_run(tiny_model_folder, prose_folder, tmp_path):
-    command = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.main", "prune", "--report=false"]
+@pytest.mark.parametrize("parallel", ["replicate", "fsdp"])
+def test_two_processes_write_one_run(tiny_model_folder, prose_folder, tmp_path, parallel):
     given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
-    result = subprocess.run([*command, *given, *SHORT], capture_output=True, text=True)
+    command = [*TORCHRUN, "prune", "--report=false", *given, *SHORT, f"--parallel={parallel}", "--sample.prompt=A"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("finished in") == 1
+    assert f"parallel {parallel} over 2 processes" in result.stdout
     run = Selection(*read_records(tmp_path / "run" / "records.jsonl"))
     assert run.subjects() == ["dense", "stage 1"]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_run_with_one_message_and_one_process_goes_on(
+    tiny_model_folder, prose_folder, tmp_path
+):
+    run = tmp_path / "run"
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(run), "--resume"]
+    long = [*SHORT, "--train.steps=400", "--train.checkpoint_every=20", "--eval.tokens=0"]
+    command = [*TORCHRUN, "prune", "--report=false", *given, *long, "--parallel=fsdp"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as torchrun:
+        until = time.monotonic() + 120
+        while not list(run.glob("stage1/checkpoints/step-*")) and time.monotonic() < until:
+            time.sleep(0.1)
+        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        _, said = torchrun.communicate(timeout=60)
+    assert torchrun.returncode != 0
+    assert sum(line.startswith("wide:") for line in said.splitlines()) == 1
+    assert main(["prune", "--report=false", *given, *long]) == 0
+    assert (run / "adapter" / "wide_config.json").is_file()
 
 
 def test_recover_continues_from_the_adapter(finished, tiny_model_folder, prose_folder, tmp_path):
@@ -206,15 +272,14 @@ def test_every_way_to_stage_2_has_the_full_target_from_its_first_step(
     assert main(["recover", *everyday, "--output", str(tmp_path / "alone"), "--adapter", str(adapter)]) == 0
     stage = RecoverConfig(steps=2, batch_size=2, sequence_length=32)
     blocks = load_blocks(str(prose_folder), load_tokenizer(tiny_model_folder), sequence_length=32)
-    models = [wide.load(str(tiny_model_folder), adapter) for _ in range(2)]
-    wide.recover(models[0], blocks, stage=stage)
-    recover_row(models[1], blocks, stage, seed=17)
+    model = wide.load(str(tiny_model_folder), adapter)
+    wide.recover(model, blocks, stage=stage)
 
     found = [objective_of_stage_2(tmp_path / name) for name in ("both", "alone")]
-    found += [attachment(model).provenance["recover"]["objective"] for model in models]
-    before = attachment(models[0]).provenance["prune"]["objective"]
+    found += [attachment(model).provenance["recover"]["objective"]]
+    before = attachment(model).provenance["prune"]["objective"]
     assert {name: before[name] for name in ramps} == ramps
-    assert found == [before | {"ramp": 0.0, "weight_ramp": False}] * 4
+    assert found == [before | {"ramp": 0.0, "weight_ramp": False}] * 3
     lines = (tmp_path / "both" / "stage2" / "metrics.jsonl").read_text().splitlines()
     targets = [line["value"] for line in map(json.loads, lines) if line["metric"].endswith("sparsity.target")]
     assert targets == [before["sparsity"]] * 2
@@ -327,6 +392,26 @@ def test_chat_answers_by_the_template_turn_after_turn(finished, tiny_model_folde
     # The second turn holds the first, its answer and the next message.
     assert asked[1] > count([*told, {"role": "user", "content": "And now?"}])
 
+    # A message that is too long costs nothing but itself.
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n" + 200 * "x" + "\nAnd now?\n"))
+    assert main([*chat, "--adapter", str(finished)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in said if "positions" in line or line.startswith("[prompt")][::2] == 2 * [
+        "[prompt"
+    ]
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    answer = wide.generate(model, "Hello", system="Be kind", max_new_tokens=4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert answer == first.out.rstrip("\n")
+    assert wide.generate(model.train(), told, tokenizer=tokenizer, max_new_tokens=4) == answer
+    assert model.training
+    plain = wide.generate(model, "Hello", max_new_tokens=4)
+    ids = model.eval().generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert plain == tokenizer.decode(ids[0, -4:], skip_special_tokens=True)
+
     assert main([*given, "--model", str(tiny_model_folder), "--chat", "--prompt=Hello"]) == 1
     assert "no chat template" in capsys.readouterr().err
 
@@ -356,16 +441,24 @@ def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_
     [
         (["--ffn_group_size=48"], "choose one of"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
-        (["--train.sequence_length=100000"], "one block needs"),
+        (["--data=short.txt", "--train.sequence_length=128"], "one block needs"),
         (["--model=./nowhere"], "./nowhere"),
+        (["--data=.", "--cache=run/cache"], "cache run/cache lies in a folder that data . reads"),
         (["--device=quantum"], "quantum"),
         (["--eval.data=nowhere.txt"], "nowhere.txt"),
         (["--eval.window=129"], "eval.window 129 exceeds the 128 positions of the model"),
+        (["--train.sequence_length=129"], "train.sequence_length 129 exceeds the 128 positions of the model"),
+        (
+            ["--recover.steps=1", "--recover.sequence_length=129"],
+            "recover.sequence_length 129 exceeds the 128 positions of the model",
+        ),
         (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide the 4 sequences"),
     ],
 )
 def test_bad_input_writes_nothing(changes, words, tmp_path, tiny_model_folder, prose_folder, capsys):
     output = tmp_path / "run"
+    (tmp_path / "short.txt").write_text("A few words.")
+    changes = [word.replace("short.txt", str(tmp_path / "short.txt")) for word in changes]
     given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)]
     assert main(["prune", *given, *SHORT, *changes]) == 1
     error = capsys.readouterr().err
@@ -373,11 +466,50 @@ def test_bad_input_writes_nothing(changes, words, tmp_path, tiny_model_folder, p
     assert not output.exists()
 
 
-def test_sequences_beyond_the_model_are_warned_of(tmp_path, tiny_model_folder, prose_folder, capsys):
-    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
-    changes = ["--train.steps=1", "--train.sequence_length=160", "--eval.tokens=0", "--report=false"]
-    assert main(["prune", *given, *SHORT, *changes]) == 0
-    assert "exceed the 128 positions" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("mmlu", "there is no task 'mmlu'; tasks: wikitext"),
+        ("arc_challenge", "data of the task 'arc_challenge' cannot be loaded: .*allenai/ai2_arc.*--local_data"),
+    ],
+)
+def test_tasks_that_cannot_be_scored_are_refused_before_the_model_is_read(task, words, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+
+    def no_network(_name, _kind):
+        raise OSError("no network")
+
+    monkeypatch.setattr("wide.data.local_names._ask_hub", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["eval", f"--model={tmp_path}", f"--tasks={task}"]) == 1
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_all_that_is_wanted_may_be_more_documents_than_a_machine_counts(prose_folder):
+    assert len(list(load_documents(prose_folder, max_documents=10**25))) == 40
+
+
+def test_a_configuration_that_transformers_stumbles_over_is_refused(tiny_model_folder, tmp_path, capsys):
+    shutil.copytree(tiny_model_folder, tmp_path / "base")
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": 1}))
+    assert main(["inspect", "--model", str(tmp_path / "base")]) == 1
+    assert "no model can be loaded from the folder" in capsys.readouterr().err
+
+
+def test_slow_weights_are_seen_in_a_log(finished, tiny_model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("wide.data.progress._Lines.seconds_between", 0.0)
+    monkeypatch.setattr("wide.data.progress._Lines.last", 0.0)
+    monkeypatch.setattr("wide.data.progress._QUIET", {"mininterval": 0.0, "miniters": 1})
+    assert (
+        main(["generate", "--model", str(tiny_model_folder), "--prompt=A", "--max_new_tokens=1", "--device=cpu"]) == 0
+    )
+    assert re.search(r"Loading weights: .* \d+/20 after", capsys.readouterr().err)
+    given = ["--model", str(tiny_model_folder), "--adapter", str(finished), "--device=cpu"]
+    assert main(["export", *given, "--output", str(tmp_path / "whole")]) == 0
+    assert re.search(r"Writing model shards: .* 1/1 after.*sha256 of weights: file 1/1", capsys.readouterr().err, re.S)
 
 
 def test_recover_never_overwrites_the_adapter_it_reads(finished, tiny_model_folder, prose_folder, capsys):

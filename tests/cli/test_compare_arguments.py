@@ -10,7 +10,7 @@ from wide.cli import compare, prune, recover
 from wide.cli.arguments import look_ahead
 from wide.cli.main import main
 from wide.comparison.grid import Budget, GridOptions
-from wide.config import ObjectiveConfig, StageConfig
+from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import (
     CoopPrunerConfig,
@@ -75,7 +75,8 @@ def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tm
     for name in ("runs.run.Run", "comparison.run.ComparisonRun"):
         monkeypatch.setattr(f"wide.{name}", Claims)
     monkeypatch.setattr("wide.cli.recover.objective_after", lambda adapter, changes: ObjectiveConfig())
-    given = ["--model", "M", "--data", "D", "--output", str(tmp_path / "run"), *more]
+    (tmp_path / "config.json").write_text("{}")
+    given = ["--model", str(tmp_path), "--data", "python-docs", "--output", str(tmp_path / "run"), *more]
     command.run(given)
     saved = tmp_path / "run" / "config.yaml"
     whole = yaml.safe_load(saved.read_text())
@@ -117,7 +118,6 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["compare", "--methods", "tyr", "--shard", "next", "--overwrite"], "remove the folder"),
         (["compare", "--methods", "tyr", "--shard", "1/2", "--overwrite"], "remove the folder"),
         (["compare", "--methods", "tyr", "--eval.tokens", "0"], "nothing to compare by"),
-        (["compare", "--methods", "tyr", "--recover.steps", "-1"], "0 leaves LoRA out"),
         (["compare"], "required"),
         (["prune", "--method", "wandaa"], "did you mean wanda?"),
         (["prune", "--method", "tyr", "--wanda.pattern", "2:4"], "flag of method wanda"),
@@ -156,11 +156,22 @@ def test_a_file_may_say_where_the_data_of_tasks_lies_that_a_comparison_does_not_
         asked("--eval.limit", "-3")
 
 
-def test_flags_of_other_methods_are_refused_in_files_too(tmp_path, capsys):
+@pytest.mark.parametrize("method", ["tyr", "wide", "skipgpt"])
+def test_a_file_may_serve_runs_of_other_methods(method, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text(yaml.safe_dump({"method": "tyr", "wanda": {"pattern": "2:4"}}))
-    assert main(["prune", "--config", str(file), *EVERYDAY]) == 2
-    assert "flag of method wanda, and the command runs --method tyr" in capsys.readouterr().err
+    settings = {"wanda": {"pattern": "2:4"}, "ffn_group_size": 32, "train": {"steps": 3, "seed": 4}}
+    file.write_text(yaml.safe_dump(settings))
+    given = ["--config", str(file), "--method", method, *EVERYDAY]
+    flags = prune.arguments(method, look_ahead(given))
+    asked = prune.request(flags.parse(given))
+    assert (asked.method, asked.stage.seed) == (method, 4)
+    assert asked.settings == WideConfig(ffn_group_size=32) if method == "wide" else get(method).default_settings()
+    with pytest.raises(UsageError, match=f"flag of method wanda, and the command runs --method {method}"):
+        flags.parse([*given, "--wanda.pattern", "2:4"])
+    if method == "tyr":
+        for flag in ("--ffn_group_size=32", "--train.steps=3"):
+            with pytest.raises(UsageError, match=r"flag of method wide|for methods that train routers"):
+                flags.parse([*given, flag])
 
 
 def test_a_file_may_serve_comparisons_of_other_methods(tmp_path):
@@ -253,7 +264,7 @@ def test_the_equal_budget_is_the_text_that_routers_read():
     assert ddp.steps * 2 * 64 == 10 * 4 * 64
     assert equal.of_method(WandaConfig(window_length=32), STAGE, 320).num_windows == 10
     assert equal.of_method(DenseConfig(), STAGE, MUCH) == DenseConfig()
-    with pytest.raises(ConfigError, match="positive"):
+    with pytest.raises(ConfigError, match="budget_scale must be above 0"):
         Budget(budget_scale=0.0)
 
 

@@ -15,7 +15,7 @@ import yaml
 from wide.cli.compare import request
 from wide.cli.main import main
 from wide.comparison.grid import GridOptions
-from wide.runs.folder import flatten
+from wide.schema import flatten
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tools/compare_on_gpus.py"

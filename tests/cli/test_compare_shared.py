@@ -15,13 +15,13 @@ import yaml
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
 from wide.comparison.grid import GridOptions
-from wide.comparison.sharing import free_cells, held
+from wide.comparison.sharing import free_cells
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.records import Cell, Record, RecordFile, Stage, read_records
 from wide.report.selection import Selection
 from wide.runs.folder import RunFolder
-from wide.runs.process import stoppable
+from wide.runs.process import held, stoppable
 from wide.training import trainer
 
 SHORT = [
@@ -33,7 +33,7 @@ A, B, C = (Cell(name, 0.5, 1) for name in "abc")
 
 
 @pytest.fixture(scope="module")
-def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
+def everyday(tiny_model_folder, prose_folder, tmp_path_factory, drawn_at_once):
     settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
     wide = {"ffn_group_size": 16, "router_rank": 4}
     settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}, "wide": wide}))
@@ -57,7 +57,7 @@ def test_one_process_holds_a_cell(tmp_path):
 
 def test_a_killed_process_holds_nothing(tmp_path):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom wide.comparison.sharing import held\n"
+        "import sys, time\nfrom pathlib import Path\nfrom wide.runs.process import held\n"
         "with held(Path(sys.argv[1])) as mine:\n    print(mine, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
@@ -74,8 +74,8 @@ def test_file_systems_without_locks_are_refused_with_the_way_out(tmp_path, monke
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match=r"No locks available.*--shard I/N"), held(tmp_path):
-        pass
+    with pytest.raises(ConfigError, match=r"No locks available.*--shard I/N"):
+        list(free_cells([A], lambda cell: tmp_path / cell.method, lambda _: False))
 
 
 def test_free_cells_leave_out_what_is_over_or_held_and_come_back_to_what_was_let_go(tmp_path):
@@ -137,8 +137,9 @@ def test_what_failed_is_tried_again_by_the_next_run_only(everyday, tmp_path, mon
     real, tried = cell_runner.apply, []
 
     def fail(model, method, *args, **kwargs):
-        tried.append(method.name)
-        if method.name == "wide":
+        if kwargs["output"] is not None:
+            tried.append(method.name)
+        if tried[-1:] == ["wide"]:
             raise ConfigError("no luck")
         return real(model, method, *args, **kwargs)
 
@@ -203,7 +204,8 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
         return real(self, subject, records)
 
     def note(model, method, *args, **kwargs):
-        decided.append(method.name)
+        # The rehearsal writes nowhere.
+        decided.extend([method.name] if kwargs["output"] is not None else [])
         return real_apply(model, method, *args, **kwargs)
 
     monkeypatch.setattr(cell_runner, "apply", note)

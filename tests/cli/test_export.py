@@ -57,7 +57,9 @@ def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folde
     given += ["--output", str(output), "--dtype=float32", *([] if how is None else [f"--how={how}"])]
     assert main(given) == 0
     said = capsys.readouterr().out
-    assert ("AutoModelForCausalLM.from_pretrained" if ordinary else "wide.load_checkpoint") in said
+    assert ("after import wide" in said) is not ordinary
+    assert ("import wide" in (output / "README.md").read_text()) is not ordinary
+    assert {oct(path.stat().st_mode & 0o777) for path in output.iterdir()} == {"0o644"}
     model = base(output) if ordinary else load_checkpoint(output, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(model(torch.arange(8).unsqueeze(0)).logits, wanted, atol=1e-4, rtol=1e-3)

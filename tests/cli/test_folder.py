@@ -70,10 +70,14 @@ def test_file_systems_without_locks_are_told_of(tmp_path, monkeypatch, capsys):
 
 
 def test_a_second_run_in_a_folder_is_refused_before_the_model_is_loaded(tmp_path, capsys):
-    given = ["prune", "--model=./nowhere", "--data=D", "--output", str(tmp_path / "run"), "--overwrite"]
+    # A folder of a model without a model: found, and refused when it is loaded.
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    given = ["prune", f"--model={empty}", "--data=python-docs", "--output", str(tmp_path / "run"), "--overwrite"]
     with folder(tmp_path / "run") as run:
         run.claim()
         assert main(given) == 1
         assert "is being written by process" in capsys.readouterr().err
     assert main(given) == 1
-    assert "./nowhere" in capsys.readouterr().err
+    assert f"can be loaded from '{empty}'" in capsys.readouterr().err

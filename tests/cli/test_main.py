@@ -1,8 +1,10 @@
 """The entry point: exit codes, messages without tracebacks, and a quick help."""
 
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,12 +71,14 @@ def test_env_tells_versions_and_devices(capsys, monkeypatch, tmp_path):
         (["recipes", "show", "paper-5"], 2, "did you mean paper-50?"),
         (["recipes", "burn"], 2, "usage"),
         (["eval", "--model", "M"], 2, "nothing to evaluate"),
+        (["eval", "--model", "M", "--data", "D", "--tokens", "0"], 2, "nothing to evaluate"),
+        (["inspect", "--model", "M", "--adapter", "A"], 2, "got both"),
         (["eval", "--model", "M", "--data", "D", "--fused"], 2, "give --adapter"),
         (["eval", "--model", "M", "--data", "D", "--limit", "5"], 2, "--limit 5 is for tasks, and none is named"),
         (["eval", "--model", "M", "--data", "D", "--local_data=X", "--tasks", ","], 2, "--local_data X is for tasks"),
         (["eval", "--model", "M", "--tasks", "piqa", "--limit", "-3"], 1, "limit must be at least 1 or null, got -3"),
         (["eval", "--model", "M", "--tasks", "piqa", "--limit", "0"], 1, "limit must be at least 1 or null, got 0"),
-        (["inspect"], 2, "either --model or --adapter"),
+        (["inspect"], 2, "got neither"),
         (["prune", "--model", "M", "--data", "D", "--output", "O", "--train.seed", "-1"], 1, "train.seed must lie in"),
         (["prune", "--model", "M", "--data", "D", "--output", "O", "--train.seed", "1" + "0" * 20], 1, "must lie in"),
         (["generate", "--model", "M"], 2, "give --prompt with the beginning of the text, or --chat"),
@@ -154,3 +158,71 @@ def test_pruning_nothing_is_refused(capsys):
     error = capsys.readouterr().err
     assert "--sparsity 0 leaves nothing to prune" in error
     assert "wide eval --sparsity 0" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("wide pr", {"prune", "profile"}),
+        ("wide prune --ffn_g", {"--ffn_group_size", "--ffn_grouping"}),
+        ("wide prune --method tyr --tyr.prop", {"--tyr.propagation"}),
+        ("wide prune --config nowhere.yaml --method ty", {"tyr"}),
+        ("wide eval --dtype ", {"auto", "float32", "bfloat16", "float16"}),
+        ("wide compare --config quick", {"quickstart"}),
+        ("wide generate --model REA", {"README.md"}),
+        ("wide recipes sh", {"show"}),
+        ("wide recipes show qu", {"quickstart"}),
+        ("wide methods ", {"list"}),
+    ],
+)
+def test_a_shell_is_told_how_a_line_goes_on(line, words, tmp_path):
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    told = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
+    told |= {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-m", "wide.cli.main"], env=os.environ | told, cwd=root, check=True, timeout=100)
+    assert {word.strip() for word in answer.read_text().splitlines()} == words
+
+
+def test_a_shell_that_asks_copies_no_recipe(tmp_path):
+    pytest.importorskip("argcomplete")
+    line = f"wide recipes copy small {tmp_path / 'mine.yaml'} "
+    told = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
+    told |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    subprocess.run([sys.executable, "-m", "wide.cli.main"], env=os.environ | told, check=True, timeout=100)
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prune", "--data=python-docs", "--output=O"],
+        ["recover", "--data=python-docs", "--output=O", "--adapter=A"],
+        ["compare", "--data=python-docs", "--output=O", "--methods=wide", "--sparsities=0.5"],
+        ["eval", "--data=python-docs"],
+        ["generate", "--prompt=a"],
+        ["serve"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_model_or_text_that_is_nowhere_is_told_before_anything_heavy_is_imported(
+    words, monkeypatch, tmp_path, capsys
+):
+    def silent(_name, _kind):
+        raise OSError("no answer")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("wide.data.local_names._ask_hub", silent)
+    for name in ("wide.runs.run", "wide.comparison.run", "wide.evaluation.evaluate", "wide.runs.serving", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main([words[0], "--model=some/unknown", *words[1:]]) == 1
+    assert "there is no folder 'some/unknown'" in capsys.readouterr().err
+    assert main([words[0], f"--model={tmp_path}", *words[1:]]) == 1
+    assert f"{tmp_path} holds no config.json, so it is no model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    for word in words[1:]:
+        flag, _, source = word.partition("=")
+        if source == "python-docs":
+            assert main([words[0], f"--model={tmp_path}", *words[1:], f"{flag}=some/text"]) == 1
+            assert "cache has no dataset of this name" in capsys.readouterr().err

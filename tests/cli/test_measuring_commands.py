@@ -11,7 +11,9 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 
 
 @NO_GPU
-@pytest.mark.parametrize("command", [["bench", "--out", "o"], ["profile", "--out", "o"], ["tune", "--model", "m"]])
+@pytest.mark.parametrize(
+    "command", [["bench", "--output", "o"], ["profile", "--output", "o"], ["tune", "--model", "m"]]
+)
 def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(command) == 1
@@ -23,26 +25,30 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
     ("command", "code", "words"),
     [
         (["bench"], 2, "out"),
-        (["bench", "--out", "o", "--operators", "gemm_mn,gem"], 2, "unknown operators ['gem']"),
-        (["bench", "--out", "o", "--rows", "a"], 1, "positive numbers"),
-        (["bench", "--out", "o", "--group_size", "100"], 1, "divide 14336"),
-        (["bench", "--out", "o", "--sparsity", "50"], 1, "0.5 skips half"),
-        (["profile", "--out", "o", "--adapter", "a"], 2, "give --model"),
-        (["profile", "--out", "o", "--checkpoint", "c"], 2, "give --model"),
-        (["profile", "--out", "o", "--model", "m", "--adapter", "a", "--checkpoint", "c"], 2, "give one of them"),
-        (["profile"], 2, "--out is missing"),
+        (["bench", "--output", "o", "--operators", "gemm_mn,gem"], 2, "unknown operators ['gem']"),
+        (["bench", "--output", "o", "--rows", "a"], 1, "positive numbers"),
+        (["bench", "--output", "o", "--group_size", "100"], 1, "divide 14336"),
+        (["bench", "--output", "o", "--sparsity", "50"], 1, "0.5 skips half"),
+        (["profile", "--output", "o", "--adapter", "a"], 2, "give --model"),
+        (["profile", "--output", "o", "--checkpoint", "c"], 2, "give --model"),
+        (["profile", "--output", "o", "--model", "m", "--adapter", "a", "--checkpoint", "c"], 2, "give one of them"),
+        (["profile"], 2, "--output is missing"),
         (["profile", "--comparison", "c"], 2, "give --model"),
-        (["profile", "--model", "m", "--comparison", "c", "--out", "o"], 2, "--out does not go with --comparison"),
+        (
+            ["profile", "--model", "m", "--comparison", "c", "--output", "o"],
+            2,
+            "--output does not go with --comparison",
+        ),
         (["profile", "--model", "m", "--comparison", "c", "--adapter", "a"], 2, "--adapter does not go with"),
         (["profile", "--model", "m", "--comparison", "c", "--batched", "8"], 2, "leave it out with"),
-        (["profile", "--out", "o", "--sparsities", "0.5,1"], 1, "shares in [0, 1)"),
-        (["profile", "--out", "o", "--sparsities", "half"], 1, "shares in [0, 1)"),
-        (["profile", "--out", "o", "--doors", "window"], 1, "forward and generate"),
-        (["profile", "--out", "o", "--batched", "0"], 1, "positive numbers"),
+        (["profile", "--output", "o", "--sparsities", "0.5,1"], 1, "shares in [0, 1)"),
+        (["profile", "--output", "o", "--sparsities", "half"], 1, "shares in [0, 1)"),
+        (["profile", "--output", "o", "--doors", "window"], 1, "forward and generate"),
+        (["profile", "--output", "o", "--batched", "0"], 1, "positive numbers"),
         (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
-        (["profile", "--out", "o", "--rates", "0.5"], 1, "0.66,0.285"),
-        (["profile", "--out", "o", "--prompt", "0"], 1, "positive numbers"),
-        (["profile", "--out", "o", "--generate", "1"], 1, "at least 2"),
+        (["profile", "--output", "o", "--rates", "0.5"], 1, "0.66,0.285"),
+        (["profile", "--output", "o", "--prompt", "0"], 1, "positive numbers"),
+        (["profile", "--output", "o", "--generate", "1"], 1, "at least 2"),
         (["tune"], 2, "model"),
         (["tune", "--model", "m", "--rows", "0"], 1, "positive numbers"),
         (["tune", "--model", "m", "--executed", "0.5"], 1, "two shares"),
@@ -73,9 +79,9 @@ def profiled(monkeypatch):
 
 
 def test_profile_reads_its_flags(profiled):
-    profile.run(["--out", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
-    profile.run(["--out", "o", "--model", "M", "--checkpoint", "C", "--generate", "8"])
-    profile.run(["--out", "o", "--shape", "tiny", "--ffn_group_size", "64"])
+    profile.run(["--output", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
+    profile.run(["--output", "o", "--model", "M", "--checkpoint", "C", "--generate", "8"])
+    profile.run(["--output", "o", "--shape", "tiny", "--ffn_group_size", "64"])
     options = [each for each, _ in profiled]
     assert options[0].skipped == [(0.5, 0.5), (0.66, 0.285)]
     assert (options[0].prompts, options[0].layers, options[0].generate) == ([64, 128], 2, 128)
@@ -86,7 +92,7 @@ def test_profile_reads_its_flags(profiled):
 
 def test_a_red_gate_is_an_error(profiled):
     with pytest.raises(EvaluationError, match="does not compute what the model computes"):
-        profile.run(["--out", "red"])
+        profile.run(["--output", "red"])
 
 
 def test_profile_times_what_each_cell_of_a_comparison_keeps(profiled, tmp_path, capsys):

@@ -40,4 +40,4 @@ def test_the_page_names_files_and_commands(tmp_path):
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert '<a href="endtoend.json">endtoend.json</a>: GPU, 20' in page
-    assert "<code>wide profile --out &#x27;&lt;P&gt;&#x27;</code>" in page
+    assert "<code>wide profile --out &#39;&lt;P&gt;&#39;</code>" in page

@@ -12,11 +12,11 @@ import wide
 import wide.runs.run
 from wide.cli.main import main
 from wide.config import WideConfig
-from wide.data.documents import is_held_out
 from wide.data.progress import progress
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.training.modes import rehearsal
+from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog, RunOptions
 
 SMALL = ["--dtype=float32", "--device=cpu", "--train.sequence_length=32", "--eval.tokens=64", "--eval.window=32"]
@@ -44,6 +44,10 @@ def of(method, *given):
         (of("skipgpt", *TRAINED, "--match=linear_flops", "--sparsity=0.99"), "stay below"),
         (of("dllm-original", *TRAINED, "--sparsity=0.9", "--{0}.dense_layers=1"), "stay below 0.5"),
         (["--ffn_group_size=7", *TRAINED], "does not divide"),
+        (
+            ["--ffn_group_size=16", *TRAINED, "--sample.prompt=a", "--sample.tokens=200"],
+            "sample: 2 tokens of prompt and",
+        ),
         (["--ffn_group_size=16", *TRAINED, "--router_start=fitted", "--objective.ramp=0.5"], "router_start"),
     ],
 )
@@ -128,7 +132,8 @@ def test_ctrl_c_before_anything_was_written_says_so(
     capsys.readouterr()
     assert main(command_line) == 130
     as_it_was = f", and {output} is as it was" if before == "a run" else ""
-    assert capsys.readouterr().err == f"wide: interrupted: stopped; nothing was written{as_it_was}\n"
+    # A busy machine is told how far the tokenising is, too.
+    assert capsys.readouterr().err.endswith(f"wide: interrupted: stopped; nothing was written{as_it_was}\n")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == found
 
 
@@ -138,6 +143,8 @@ def test_ctrl_c_in_deciding_keeps_nothing_of_it(tiny_model_folder, prose_folder,
 
     def interrupt(*_args, output=None, **_options):
         if output is not None:
+            # Other processes, which may wait elsewhere, are asked nothing any more.
+            patch.setattr(DataParallel, "agree", None)
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -176,32 +183,46 @@ def test_a_wrong_adapter_is_refused_before_text_is_tokenised(
     assert not output.exists()
 
 
-def test_flags_of_recover_are_named_with_their_group(adapter_of_another, tmp_path, capsys):
-    given = ["--model=M", "--data=D", "--adapter", str(adapter_of_another), "--output", str(tmp_path / "run")]
+def test_flags_of_recover_are_named_with_their_group(adapter_of_another, tiny_model_folder, tmp_path, capsys):
+    given = [
+        f"--model={tiny_model_folder}",
+        "--data=python-docs",
+        "--adapter",
+        str(adapter_of_another),
+        "--output",
+        str(tmp_path / "run"),
+    ]
     assert main(["recover", *given, "--objective.weight=-1"]) == 1
-    assert "error: objective.weight must not be negative" in capsys.readouterr().err
+    assert "error: objective.weight must be at least 0" in capsys.readouterr().err
     assert main(["recover", *given, "--sparsity=1.5"]) == 1
     assert "error: sparsity must lie in" in capsys.readouterr().err
 
 
-def test_one_text_file_is_told_from_a_text_of_many_documents(tiny_model_folder, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["window_length", "search_window_length"])
+def test_settings_of_a_method_that_do_not_fit_the_text_are_named_as_their_flags_are(
+    name, tiny_model_folder, prose_folder, tmp_path, capsys
+):
+    given = [*of("tyr", "--{0}.num_windows=4", "--{0}.window_length=16", "--{0}.search_window_length=16")]
+    given += [f"--tyr.{name}=300", "--train.sequence_length=32", "--report=false"]
+    assert main(command(tiny_model_folder, prose_folder, tmp_path / "run", *given)) == 1
+    said = capsys.readouterr().err
+    assert f"error: tyr.{name} 300 is longer than the 32 tokens of a block of calibration text" in said
+    assert "pack the text with --train.sequence_length 300 or more" in said
+
+
+def test_one_text_file_holds_out_its_tail_by_itself(tiny_model_folder, tmp_path, capsys):
     text, output = tmp_path / "good.txt", tmp_path / "run"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
     given = of("shortened-ppl", *WINDOWS, "--{0}.protect_first=0", "--{0}.protect_last=1")
-    assert main(command(tiny_model_folder, text, output, *given)) == 1
-    said = capsys.readouterr().err
-    assert f"no held-out text: in {str(text)!r} there is 1 document, and it does not fall into the split" in said
-    assert "give several files, or rows. Name some with --eval.data" in said
-    held_out = next(tmp_path / f"{n}.txt" for n in range(100) if is_held_out(f"{n}.txt"))
-    text.rename(held_out)
-    assert main(command(tiny_model_folder, held_out, output, *given)) == 1
-    assert "no text to train on beside the held-out text: in" in capsys.readouterr().err
-    assert main(command(tiny_model_folder, held_out, output, *given, "--eval.tokens=0", "--report=false")) == 0
+    assert main(command(tiny_model_folder, text, output, *given, "--report=false")) == 0
+    assert f"held out {text} (heldout): 1 documents" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", [["prune"], ["compare", "--methods=wanda"]])
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(what, tmp_path, capsys):
-    given = [*what, "--model=./nowhere", "--data=nowhere", "--output"]
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(what, tmp_path, tmp_path_factory, capsys):
+    empty = tmp_path_factory.mktemp("empty")
+    (empty / "config.json").write_text("{}")
+    given = [*what, f"--model={empty}", "--data=python-docs", "--output"]
     # Nobody, root included, can make a name of more than 255 bytes.
     for long in (tmp_path / ("x" * 300), tmp_path / "deeper" / ("x" * 300)):
         assert main([*given, str(long)]) == 1
@@ -210,5 +231,5 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(what,
         assert main([*given, "/proc/wideout"]) == 1
         assert "--output /proc/wideout cannot be " in capsys.readouterr().err
     assert main([*given, str(tmp_path / "deeper" / "run")]) == 1
-    assert "./nowhere" in capsys.readouterr().err
+    assert str(empty) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import wide
 from wide.cli.main import main
@@ -42,13 +42,13 @@ def folders(tmp_path_factory, tiny_model_folder):
     return base, adapter
 
 
-def start(folders, *flags):
+def start(folders, *flags, device="cpu"):
     """Return a server's process, once it answers, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     base, adapter = folders
-    named = ["--model", str(base), "--adapter", str(adapter), "--device=cpu", "--name=tiny", f"--port={port}"]
+    named = ["--model", str(base), "--adapter", str(adapter), f"--device={device}", "--name=tiny", f"--port={port}"]
     code = "import sys, torch; torch.set_num_threads(1); from wide.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", *named, "--host=127.0.0.1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
@@ -167,11 +167,9 @@ def test_text_ends_where_the_positions_end(client):
     assert found.choices[0].finish_reason == ("length" if found.usage.total_tokens == 128 else "stop")
 
 
-def test_a_client_that_goes_away_stops_nothing(client, server):
-    stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=100, stream=True)
-    next(iter(stream))
-    stream.close()
-    host, port = server.removeprefix("http://").removesuffix("/v1").split(":")
+def kill_a_client(address):
+    """Ask for a stream, and cut the connection after its first bytes."""
+    host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
     body = b'{"model": "tiny", "prompt": "The quick", "max_tokens": 100, "stream": true}'
     with socket.create_connection((host, int(port))) as rude:
         head = (
@@ -180,6 +178,13 @@ def test_a_client_that_goes_away_stops_nothing(client, server):
         rude.sendall(head.encode() + b"\r\n\r\n" + body)
         assert rude.recv(64)
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+
+
+def test_a_client_that_goes_away_stops_nothing(client, server):
+    stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=100, stream=True)
+    next(iter(stream))
+    stream.close()
+    kill_a_client(server)
 
 
 def test_requests_at_once_are_all_answered(client):
@@ -200,6 +205,16 @@ def test_a_chat_without_a_template_is_refused_in_words(tiny_model_folder):
     assert "no chat template" in refused.value.detail
 
 
+def test_no_new_tokens_are_the_clients_mistake():
+    fastapi = pytest.importorskip("fastapi")
+    from wide.runs.serving import _generate
+
+    given = {"generation_config": GenerationConfig(), "input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    given["generation_config"].max_new_tokens = -4
+    with pytest.raises(fastapi.HTTPException, match="wanted at least 1 new token, got -4"):
+        _generate(None, 128, **given)
+
+
 def test_a_reset_by_a_client_keeps_the_model(client, server):
     assert "ok" in post(server, "/reset")
 
@@ -218,6 +233,71 @@ def test_continuous_batching_is_passed_on_and_ends_with_the_server(folders):
     assert found.choices[0].text == wanted(folders, "The quick", 6)
     assert "CB: True" in said
     assert code == 130
+
+
+def test_what_a_server_wraps_comes_back(tiny_model_folder, monkeypatch):
+    pytest.importorskip("fastapi")
+    from wide.runs import serving
+    from wide.runs.settings import ServerOptions
+
+    model = wide.attach(AutoModelForCausalLM.from_pretrained(tiny_model_folder), wide.WideConfig(ffn_group_size=16))
+    wide.optimize(model, backend="torch")
+    before = {name: vars(model)[name] for name in ("generate", "init_continuous_batching")}
+    seen = []
+    monkeypatch.setattr(serving, "Serve", lambda *_, **__: seen.append(dict(vars(model))))
+    serving.serve(model, load_tokenizer(tiny_model_folder), "tiny", ServerOptions())
+    for name, found in before.items():
+        assert seen[0][name] is not found
+        assert vars(model)[name] is found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags", [(), ("--continuous_batching=true", "--cb_num_blocks=64", "--cb_max_batch_tokens=256")]
+)
+def test_streams_at_once_and_killed_clients_on_a_gpu(tmp_path, tiny_tokenizer, flags):
+    for name in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(name)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
+    wide.save(wide.attach(model, wide.WideConfig(ffn_group_size=64, router_rank=16)), tmp_path / "adapter")
+    folders = tmp_path / "base", tmp_path / "adapter"
+    process, address = start(folders, "--backend=triton", "--dtype=bfloat16", *flags, device="cuda")
+    try:
+        with client_of(address) as client:
+
+            def streamed(prompt):
+                asked = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+                return "".join(part.choices[0].text for part in client.completions.create(**asked, stream=True))
+
+            # Nothing is captured before the first of them.
+            with ThreadPoolExecutor(2) as pool:
+                first = list(pool.map(streamed, ["The quick", "A list holds values"]))
+            assert all(first)
+            for _ in range(3):
+                kill_a_client(address)
+            with ThreadPoolExecutor(2) as pool:
+                again = list(pool.map(streamed, ["The quick", "A list holds values"]))
+            assert all(again)
+            # Shared forwards may run other tiles.
+            assert flags or again == first
+    finally:
+        code, said = stop(process)
+    assert code == 130, said
+    assert "tiny is optimised" in said
 
 
 def test_the_sparsity_is_set_at_the_start(folders, monkeypatch):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from torch.nn.attention import SDPBackend
 
+from wide.inference import products as executors
 from wide.inference.tuning import attention, products, race
 from wide.inference.tuning.timing import Timing
 from wide.profiling import bench, decode
@@ -41,7 +42,7 @@ def clock(dense_us=30.0, sparse_us=10.0):
 @pytest.fixture
 def host(monkeypatch):
     """Everything that names the GPU's kernels points at the host; layers are small."""
-    for module in (products, attention, bench, decode):
+    for module in (executors, products, attention, bench, decode):
         for name in KERNELS & vars(module).keys():
             monkeypatch.setattr(module, name, reference_of(getattr(module, name)))
         if hasattr(module, "COLD_BYTES"):

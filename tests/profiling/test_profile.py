@@ -13,13 +13,13 @@ from wide.inference.decoder import Decoder
 from wide.inference.operator_table import OperatorTable
 from wide.models.attach import attach
 from wide.models.router import Router
-from wide.profiling import profile
+from wide.profiling import doors, profile
 from wide.profiling.doors import AS_LOADED, DENSE, Candidate, generate_us, race_doors
 from wide.profiling.gates import check_decoder, decoder_of, places, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares
-from wide.report.speed import read_profile
+from wide.report.reading import read_profile
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -36,7 +36,7 @@ def model(monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 3, 40, 400])
 def test_the_gate_is_green_for_the_decoder_and_red_for_another_model(model, length):
-    decoder = Decoder(model, max_length=length + 8, tables=[OperatorTable(backend="torch")] * 2)
+    decoder = Decoder(model, max_length=length + 8, tables=[OperatorTable.fixed("torch")] * 2)
     wanted = reference(model, torch.randint(0, 64, (1, length)))
     found = check_decoder(decoder, wanted)
     assert found["green"]
@@ -161,7 +161,7 @@ def test_the_public_doors_are_raced_as_loaded_dense_and_optimised(tmp_path):
     assert starts["routed 0/0"]["skipped_steps"] == [0.0, 0.0]
     assert {entry["candidate"] for entry in found["summary"]} == {name for *_, name, _ in seen}
     assert any("x1.000 dense" in line for line in said)
-    assert {forward.candidate for forward in read_profile(tmp_path).forwards()} == {name for *_, name, _ in seen}
+    assert {forward["candidate"] for forward in read_profile(tmp_path).forwards()} == {name for *_, name, _ in seen}
 
 
 @pytest.mark.usefixtures("model")
@@ -173,18 +173,36 @@ def test_one_door_may_be_timed_alone(tmp_path):
 
 @pytest.mark.usefixtures("model")
 def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_path):
-    options = {"generate": 2, "doors": "forward", "batched": "2", "batched_generate": 4}
+    options = {"generate": 2, "doors": "forward", "batched": "1", "batched_generate": 4}
     found = _profiled(tmp_path, **options)[1]
     assert found["batched_gate"]["green"]
     names = ["as loaded", "dense", "routed 0.5/0.5"]
     assert [(r["what"], r["requests"], r["candidate"]) for r in found["batched"]] == [
-        ("generate_batch", 2, name) for name in names
+        ("generate_batch", 1, name) for name in names
     ]
     assert all(record["tokens_per_s"] > 0 for record in found["batched"])
     monkeypatch.setattr(profile, "batch_agreement", lambda *_: {"generate_batch": 0.1, "generate": 1.0})
     green, found, _ = _profiled(tmp_path, **options)
     assert not green
     assert "batched" not in found
+
+
+def test_sessions_of_batches_take_turns(monkeypatch):
+    order = []
+
+    def figures(candidate, requests, prompt, new):
+        order.append(candidate.name)
+        return {"tokens_per_s": float(len(order)), "step_ms": 1.0}
+
+    monkeypatch.setattr(doors, "batch_figures", figures)
+    candidates = [Candidate(name=name, model=None) for name in (AS_LOADED, DENSE, "routed")]
+    found = doors.race_batches(candidates, 1, 8, 4, quick=True)
+    assert order == [AS_LOADED, DENSE, "routed", DENSE, "routed"]
+    assert found["routed"] == {"tokens_per_s": 4.0, "step_ms": 1.0, "num_samples": 2}
+    order.clear()
+    found = doors.race_batches(candidates[1:], 1, 8, 4, quick=False)
+    assert order == [DENSE, "routed", "routed", DENSE] * 2 + [DENSE, "routed"]
+    assert found[DENSE]["tokens_per_s"] == 5.0
 
 
 @pytest.mark.usefixtures("model")

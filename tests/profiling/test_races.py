@@ -6,20 +6,18 @@ import math
 import pytest
 import torch
 
-from wide.inference.measured import LayerSizes
+from wide.inference.layer_sizes import LayerSizes
 from wide.inference.tuning import race as racing
-from wide.inference.tuning import tiles
-from wide.inference.tuning.products import few_rows_race, input_groups_race, output_groups_race, shipped_name
+from wide.inference.tuning.products import choice_name, product_race, shipped_name
 from wide.inference.tuning.race import Race, launched, measure, table
-from wide.inference.tuning.tiles import backend_of, k_tiles, mn_tiles
+from wide.inference.tuning.tiles import candidates
 from wide.inference.tuning.timing import Timing
-from wide.kernels.gemm_mn.tiles import ClusterMnTile, MnTile
-from wide.kernels.gemv.tiles import GemvTile
+from wide.kernels import device as kernel_device
 from wide.kernels.tuning import Choice
 from wide.profiling.bench import candidate_backend
 
 CPU = torch.device("cpu")
-CLUSTER = (256, ClusterMnTile(256, 256))
+CLUSTER = Choice(backend="cuda", tile=(256, 256), block_m=256)
 SIZES = LayerSizes(
     hidden_size=64,
     query_width=64,
@@ -29,7 +27,6 @@ SIZES = LayerSizes(
     ffn_width=512,
     ffn_groups=4,
     is_gated=True,
-    is_stacked=False,
 )
 
 
@@ -46,8 +43,8 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(tiles, "hopper_obstacle", lambda device: None)
-    monkeypatch.setattr(tiles, "native_obstacle", lambda: None)
+    monkeypatch.setattr(kernel_device, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(kernel_device, "native_obstacle", lambda: None)
 
 
 def _fails():
@@ -104,40 +101,47 @@ def test_without_a_gpu_no_kernels_are_launched():
     assert launched(lambda: torch.ones(3).sum()) == {}
 
 
+def _tried(name, size, *, groups=2, quick=True, rows=64, **sizes):
+    channels = "ffn" if name in ("gate_up", "down") else "attention"
+    width = {"ffn": "ffn_width", "attention": "query_width"}[channels]
+    layer = dataclasses.replace(SIZES, **{width: size * groups, f"{channels}_groups": groups}, **sizes)
+    return candidates(name, layer, rows, CPU, quick=quick)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_the_kernel_in_cuda_is_tried_where_groups_are_whole_tiles_of_it(monkeypatch):
-    def special(size, gated):
-        return [(m, t) for m, t in mn_tiles(CPU, size, gated=gated, quick=True) if backend_of(t) != "triton"]
+    def special(name, size):
+        return [choice for choice in _tried(name, size) if choice.backend != "triton"]
 
-    assert special(128, True) == special(512, False) == [CLUSTER]
-    assert special(64, True) == special(128, False) == []
-    monkeypatch.setattr(tiles, "native_obstacle", lambda: "no compiler")
-    assert special(128, True) == []
-    monkeypatch.setattr(tiles, "hopper_obstacle", lambda device: "not a Hopper")
-    assert special(128, True) == []
+    assert special("gate_up", 128) == special("query", 512) == [CLUSTER]
+    assert special("gate_up", 64) == special("query", 128) == []
+    monkeypatch.setattr(kernel_device, "native_obstacle", lambda: "no compiler")
+    assert special("gate_up", 128) == []
+    monkeypatch.setattr(kernel_device, "hopper_obstacle", lambda device: "not a Hopper")
+    assert special("gate_up", 128) == []
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("size", [16, 64, 96, 128, 256])
 def test_tiles_fit_groups_and_stand_once(quick, size):
-    found = mn_tiles(CPU, size, gated=True, quick=quick)
+    found = _tried("gate_up", size, quick=quick)
     assert len(set(found)) == len(found)
-    assert all(size % tile.block_n == 0 for _, tile in found if isinstance(tile, MnTile))
-    sums = k_tiles(CPU, size, 12, width=256, rows=64, quick=quick)
+    assert all(size % choice.tile[0] == 0 for choice in found if choice.backend == "triton")
+    sums = _tried("down", size, groups=12, hidden_size=256, quick=quick)
     assert len(set(sums)) == len(sums)
     # One sort of many groups is the first, where its kernel takes them.
-    assert (sums[0][0] == 12) == (size in (64, 128, 256))
+    assert (sums[0].groups_per_block == 12) == (size in (64, 128, 256))
 
 
 @pytest.mark.usefixtures("host", "hopper")
 def test_candidates_are_named_by_their_backend_and_stand_for_it():
-    tried = [(128, MnTile(128, 64, 4, 8, 1, 2)), CLUSTER]
-    race = output_groups_race("query", SIZES, 8, 0.5, tried, device=CPU, zeroed=False)
+    tried = [Choice(backend="triton", tile=(128, 64, 4, 8, 1, 2), block_m=128), CLUSTER]
+    race = product_race("query", SIZES, 8, 0.5, choices=tried, device=CPU)
     names = ["dense", "128x128x64x4x8x1x2", "256xcuda 256x256"]
     assert list(race.choices) == list(race.candidates) == names
     assert [candidate_backend(name) for name in names] == ["dense", "triton", "cuda"]
-    assert race.choices["256xcuda 256x256"] == Choice(backend="cuda", tile=(256, 256), block_m=256)
+    assert race.choices["256xcuda 256x256"] == CLUSTER
     assert race.name == "q G=32 p=0.5 M=8"
 
 
@@ -145,30 +149,30 @@ def test_candidates_are_named_by_their_backend_and_stand_for_it():
 @pytest.mark.parametrize("name", ["query", "gate_up"])
 @pytest.mark.parametrize("zeroed", [True, False, None])
 def test_products_over_output_groups_agree_where_they_execute(name, zeroed):
-    race = output_groups_race(
-        name, SIZES, 8, 0.5, mn_tiles(CPU, 32, gated=False, quick=True), device=CPU, zeroed=zeroed
-    )
+    race = product_race(name, SIZES, 8, 0.5, device=CPU, zeroed=zeroed)
     records = measure(race, rounds=1)
     assert all(record["error"] < 1e-2 and record["median_us"] for record in records)
-    assert any(name.endswith("zeroed") for name in race.candidates) == (zeroed is None)
+    assert any(each.endswith("zeroed") for each in race.candidates) == (zeroed is None and name == "gate_up")
     moved = race.case.sizes["num_rows"] * SIZES.hidden_size * 2
     assert all(record["active_gbytes_per_s"] * record["median_us"] * 1e3 > moved for record in records)
 
 
 @pytest.mark.usefixtures("host")
 def test_products_over_input_groups_read_nothing_that_is_skipped():
-    race = input_groups_race("down", SIZES, 8, 0.5, k_tiles(CPU, 128, 4, width=64, rows=8, quick=True), device=CPU)
+    race = product_race("down", SIZES, 8, 0.5, device=CPU)
     records = {record["candidate"]: record for record in measure(race, rounds=1)}
     assert all(record["error"] < 1e-2 for record in records.values())
     full, zeros = (race.candidates[name][0]() for name in ("dense", "dense on zeros"))
     assert not torch.allclose(full, zeros)
+    assert {name for name, choice in race.choices.items() if choice.backend == "dense"} == {"dense on zeros"}
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("name", ["query", "gate_up", "down", "output"])
 def test_products_of_few_rows_agree_and_the_shipped_tile_is_tried_first(name):
     shipped = Choice(backend="triton", tile=(4, 1024, 2), median_us=7.0)
-    race = few_rows_race(name, SIZES, 2, 0.5, [GemvTile(2, 512, 1)], device=CPU, shipped=shipped)
+    tried = [Choice(backend="triton", tile=(2, 512, 1))]
+    race = product_race(name, SIZES, 2, 0.5, choices=tried, device=CPU, shipped=shipped)
     records = {record["candidate"]: record for record in measure(race, rounds=1)}
     assert all(record["error"] < 1.5e-2 for record in records.values())
     assert [name for name, record in records.items() if record["shipped"]] == ["tile 4-1024-2"]
@@ -188,3 +192,15 @@ def test_what_ships_is_a_candidate():
     measured = Choice(backend="triton", tile=(2,), block_m=64, median_us=3.0)
     assert shipped_name(choices, measured) == "second"
     assert shipped_name(choices, dataclasses.replace(measured, backend="gluon")) == ""
+
+
+def test_backends_that_no_table_names_are_tried_under_names_of_their_own(monkeypatch):
+    for obstacle in ("ampere_obstacle", "cute_obstacle"):
+        monkeypatch.setattr(kernel_device, obstacle, lambda *_: None)
+    for name, rows in (("gate_up", 1), ("down", 1), ("gate_up", 64), ("down", 64)):
+        found = candidates(name, SIZES, rows, CPU, quick=True, unproven=True)
+        names = [choice_name(choice) for choice in found]
+        assert len(set(names)) == len(names)
+        assert [candidate_backend(each) for each in names] == [choice.backend for choice in found]
+        assert "cute" in {choice.backend for choice in found}
+        assert "cute" not in {choice.backend for choice in candidates(name, SIZES, rows, CPU, quick=True)}

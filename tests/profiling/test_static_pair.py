@@ -16,7 +16,7 @@ from wide.profiling import doors, static_pair
 from wide.profiling.doors import prefill_call, step_call
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
-from wide.report.speed import read_profile
+from wide.report.reading import read_profile
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_a_static_adapter_is_cut_and_raced(static, host, tmp_path):
         (what, batch, name) for what in ("prefill", "decode") for batch in (1, 2) for name in ("dense", "pruned")
     }
     assert {entry["candidate"] for entry in content["summary"]} == {"dense", "pruned"}
-    assert {forward.candidate for forward in read_profile(tmp_path / "run").forwards()} == {"dense", "pruned"}
+    assert {forward["candidate"] for forward in read_profile(tmp_path / "run").forwards()} == {"dense", "pruned"}
 
 
 def test_a_materialised_checkpoint_is_raced_beside_its_base(static, host, tmp_path):

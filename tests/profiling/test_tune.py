@@ -9,14 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from wide.cli import tune as command
 from wide.config import WideConfig
-from wide.errors import ConfigError, NotAttachedError, UnsupportedBackendError
+from wide.errors import ConfigError
 from wide.inference import measured
 from wide.inference.measured import is_measured, measured_table
 from wide.inference.operator_table import OPERATORS
 from wide.inference.optimize import optimize
 from wide.inference.tuning import race, tune
 from wide.inference.tuning.timing import Timing
-from wide.inference.tuning.tune import TunedLayer, tune_layers, tune_model
+from wide.inference.tuning.tune import TunedLayer, tune_layers
 from wide.kernels.tuning import TuningTable
 from wide.models.attach import attach, attachment
 from wide.models.gates import gate_of
@@ -139,9 +139,7 @@ def test_models_without_a_gate_and_adapters_are_measured_as_they_are(on_the_host
     wide.save(model, on_the_host / "adapter")
     layers = layers_of(name, adapter=str(on_the_host / "adapter"))
     assert layers[0].sizes.ffn_groups == 6
-    plain = TunedLayer(
-        sizes=dataclasses.replace(layers[0].sizes, is_gated=False, is_stacked=False), attention=False, ffn=True
-    )
+    plain = TunedLayer(sizes=dataclasses.replace(layers[0].sizes, is_gated=False), attention=False, ffn=True)
     tuned([plain], monkeypatch)
     table = measured_table(plain.sizes, device=CPU, dtype=torch.bfloat16)
     assert [table.how("gate_up", rows) for rows in (1, 32)] == ["few", "many"]
@@ -149,16 +147,11 @@ def test_models_without_a_gate_and_adapters_are_measured_as_they_are(on_the_host
 
 def test_an_attached_model_is_tuned_for_itself_and_stays_as_it_is(on_the_host, monkeypatch):
     _, model = tiny(on_the_host)
-    with pytest.raises(NotAttachedError):
-        tune_model(model)
     attach(model, WideConfig(ffn_group_size=64))
-    monkeypatch.setattr(tune, "triton_obstacle", lambda device: "no CUDA device")
-    with pytest.raises(UnsupportedBackendError, match="this model lies on cpu: no CUDA device"):
-        tune_model(model)
-    monkeypatch.setattr(tune, "triton_obstacle", lambda device: None)
     monkeypatch.setattr(race, "time_interleaved", clock(30.0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = tune_model(model, rows=ROWS)
+    state = attachment(model)
+    found = tune_layers(tune.tuned_layers(state.specs, state.plan), device=CPU, rows=ROWS, quick=True)
     assert found.left_out == ()
     assert found.num_sparse == len(found.choices)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

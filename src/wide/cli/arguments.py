@@ -1,5 +1,8 @@
 """From dataclasses to flags and YAML, and back: one schema, in which unknown keys are refused."""
 
+import argparse
+import inspect
+import os
 import re
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
-from wide.cli.recipes import find_recipe, is_recipe, recipe_command
+from wide.cli.recipes import find_recipe, is_recipe, recipe_command, recipe_names
 from wide.errors import UsageError, nearest
 from wide.methods.catalogue import get, names
 
@@ -20,6 +23,10 @@ from wide.runs.settings import build as build
 
 if TYPE_CHECKING:
     from wide.runs.folder import RunFolder
+
+
+COMPLETING = "_ARGCOMPLETE"
+"""Set where a shell asks how a line goes on (argcomplete): the number of words before what is completed."""
 
 
 class Arguments:
@@ -45,6 +52,8 @@ class Arguments:
         self._refused: dict[str, str] = {}
         self._only_in_files: set[str] = set()
         self._other_names: dict[str, str] = {}
+        # Words to choose from, for the completion of a shell.
+        self._words: dict[str, Sequence[str]] = {"method": names(), "config": recipe_names()}
         self.add_switch("debug", "Show the traceback of an error.")
 
     def refuse(self, names: Iterable[str], reason: str, *, even_known: bool = False) -> None:
@@ -125,6 +134,11 @@ class Arguments:
             options = {"required": True} if default is MISSING else {"default": default}
             name = f"{prefix}.{field.name}" if prefix else field.name
             # argparse expands % in help texts.
+            for each in (kind, *typing.get_args(kind)):
+                if typing.get_origin(each) is typing.Literal:
+                    self._words[name] = typing.get_args(each)
+                elif each is bool:
+                    self._words[name] = ("true", "false")
             group.add_argument(f"--{name}", type=kind, help=text.replace("%", "%%"), **options)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -134,9 +148,11 @@ class Arguments:
             UsageError: If a flag or key is unknown (the message names the nearest), a value has a wrong type, or a
                 required one is missing.
         """
+        if COMPLETING in os.environ:
+            self._complete()
         configs, words = _split_configs(arguments)
         parts = [word.partition("=") for word in words]
-        flags = ["".join((self._other_names.get(name, name), *value)) for name, *value in parts]
+        flags = ["".join((self._spelled_here(name), *value)) for name, *value in parts]
         self._refuse_unknown_flags(flags)
         for path in configs:
             self._refuse_unknown_keys(path)
@@ -169,9 +185,41 @@ class Arguments:
             defaults=self._parser.get_defaults(skip_validation=True).as_dict() | defaults,
         )
 
+    def _complete(self) -> None:
+        """Answer a shell that asks how the line goes on, and end the process."""
+        import argcomplete
+        from argcomplete.completers import FilesCompleter
+
+        def words_or_files(prefix: str, action: Any, **how: Any) -> list[str]:
+            words = [word for word in self._words.get(action.dest, ()) if word.startswith(prefix)]
+            return words or FilesCompleter()(prefix, action=action, **how)
+
+        # The parser of jsonargparse itself completes neither words to choose from nor files.
+        plain = argparse.ArgumentParser(add_help=False)
+        for action in self._parser._actions:
+            if action.option_strings and action.nargs == 0:
+                plain.add_argument(*action.option_strings, action="store_true")
+            elif action.option_strings:
+                plain.add_argument(*action.option_strings, dest=action.dest).completer = words_or_files  # type: ignore[attr-defined]
+        argcomplete.autocomplete(plain)
+
     def known_keys(self) -> list[str]:
         """Return every key in dotted form."""
         return [action.dest for action in self._parser._actions if action.dest not in ("help", "print_config")]
+
+    def _spelled_here(self, flag: str) -> str:
+        """Return a flag as this command spells it; others have it with a group, or without, or by another name."""
+        known = [name for action in self._parser._actions for name in action.option_strings]
+        name = flag.removeprefix("--")
+        if name == flag or flag in known or name in self._refused:
+            return flag
+        if flag in self._other_names:
+            return self._other_names[flag]
+        group, _, leaf = name.rpartition(".")
+        same = [
+            each for each in known if (each if group == self._command else each.rpartition(".")[2]).lstrip("-") == leaf
+        ]
+        return same[0] if len(same) == 1 and group in ("", self._command) else flag
 
     def _refuse_unknown_flags(self, flags: Sequence[str]) -> None:
         known = [name for action in self._parser._actions for name in action.option_strings]
@@ -181,7 +229,7 @@ class Arguments:
                 return
             if not name.startswith("--"):
                 continue
-            if name[2:].partition(".")[0] in self._only_in_files:
+            if {name[2:], name[2:].partition(".")[0]} & self._only_in_files:
                 self._refuse_misplaced(name, name[2:])
             if name not in known:
                 self._refuse_misplaced(name, name[2:])
@@ -240,8 +288,9 @@ def field_texts(cls: type) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        section = (base.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-        for entry in re.split(r"\n(?= {8}\w+: )", f"\n{section}"):
+        # From Python 3.13 on docstrings come without the indentation of the class.
+        section = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+        for entry in re.split(r"\n(?= {4}\w+: )", f"\n{section}"):
             name, _, text = entry.strip().partition(": ")
             if text:
                 texts[name] = " ".join(text.split())

@@ -38,7 +38,7 @@ class BenchOptions:
     """What is timed.
 
     Args:
-        out: Folder for operators.json, attention.json, glue.json, naive.json and depth.json; wide report draws them.
+        output: Folder for operators.json, attention.json, glue.json, naive.json and depth.json; wide report draws them.
         operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, decode_groups (decode over the
             heads of a group), gemv, glue (norm, rope and router), naive (products by gathering and scattering beside
             fused ones), naive_depth (those over whole tokens taken apart: indices, sort, gather, product, scatter),
@@ -50,7 +50,9 @@ class BenchOptions:
             512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
-            operator has them gluon (prefill) and cuda (gemm_mn, gemm_k). Not for glue, naive,
+            operator has them gluon (prefill) and cuda (gemm_mn, gemm_k); where they are named
+            tilelang (gemm_mn, gemm_k, decode, decode_groups, gemv) and
+            cute (gemm_mn, gemm_k, gemv), which `wide.optimize` and `wide tune` never take. Not for glue, naive,
             naive_depth, coarse and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
             ones. With 'all' operators it is for those of them, and so are the next two.
@@ -60,7 +62,7 @@ class BenchOptions:
         description: What this bench is for, in a sentence.
     """
 
-    out: str
+    output: str
     operators: str = "all"
     rows: str | None = None
     backends: str = _BACKENDS
@@ -99,6 +101,7 @@ def arguments() -> Arguments:
     """Return the flags of the command."""
     flags = Arguments("bench", "Time the operators at Llama-3.1-8B's shapes against dense peers, agreement first.")
     flags.add_fields(BenchOptions)
+    flags.also_called({"out": "output", "ffn_group_size": "group_size"})
     return flags
 
 
@@ -119,7 +122,7 @@ def run(given: Sequence[str]) -> None:
     names = _at_hand(options)
     if names != ["traffic"]:
         require_gpu("bench")
-    out = Path(options.out)
+    out = Path(options.output)
     # What runs over all sizes has a folder of its own.
     with noted(out, "bench", given), noted(out / "coarse", "bench", given):
         red = _race_operators([name for name in names if name not in _OF_CHECKOUT], options)
@@ -128,12 +131,12 @@ def run(given: Sequence[str]) -> None:
     if red:
         raise EvaluationError(
             f"some operators disagree with their references (benches: {', '.join(red)}; marked RED above and in "
-            f"{options.out}); their times mean nothing"
+            f"{options.output}); their times mean nothing"
         )
 
 
 def _check_flags(options: BenchOptions) -> None:
-    usual = BenchOptions(out=options.out)
+    usual = BenchOptions(output=options.output)
     for flag, takers in _TAKERS.items():
         value = getattr(options, flag)
         others = [name for name in options.names if name not in takers]
@@ -186,7 +189,7 @@ def _race_operators(names: Sequence[str], options: BenchOptions) -> list[str]:
         gated=not options.timed_only,
         **options.given("rows", "group_size", "sparsity"),
     )
-    return run_bench(request, Path(options.out), device=torch.device("cuda", torch.cuda.current_device()), say=say)
+    return run_bench(request, Path(options.output), device=torch.device("cuda", torch.cuda.current_device()), say=say)
 
 
 def _run_of_checkout(name: str, options: BenchOptions) -> bool:
@@ -194,7 +197,7 @@ def _run_of_checkout(name: str, options: BenchOptions) -> bool:
     if str(_CHECKOUT) not in sys.path:
         sys.path.append(str(_CHECKOUT))
     module: Any = importlib.import_module(f"benchmarks.{_OF_CHECKOUT[name]}")
-    out = Path(options.out)
+    out = Path(options.output)
     if name == "glue":
         return bool(module.run(out))
     if name == "naive_depth":

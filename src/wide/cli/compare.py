@@ -24,7 +24,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
         only_in_files: Further methods that configuration files may have settings of, to serve many comparisons.
     """
     flags = Arguments("compare", "Run a grid of methods, sparsities and seeds, and print one table.")
-    flags.add_fields(RunOptions, skip=("report", "tensorboard", "tracker"))
+    flags.add_fields(RunOptions, skip=("report", "tensorboard", "tracker", "parallel"))
     flags.add_fields(GridOptions)
     flags.add_fields(Budget)
     flags.add_run_switches()
@@ -77,6 +77,8 @@ def run(given: Sequence[str]) -> None:
     if unused:
         say(f"warning  variants that --methods does not name are left out: {', '.join(unused)}")
     # Nothing heavier than the schema is imported until the command line is known to be right.
+    asked.run.require_found()
+    asked.scoring.require_found()
     from wide.comparison.run import ComparisonRun
 
     command = ["wide", "compare", *given]

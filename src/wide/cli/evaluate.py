@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments, build
 from wide.errors import UsageError
-from wide.runs.process import say
-from wide.runs.settings import AdapterOptions, EvalOptions, ScoredTasks
+from wide.runs.process import is_main_process, say
+from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTasks
 
 if TYPE_CHECKING:
     from wide.evaluation.report import EvaluationReport
@@ -22,10 +22,12 @@ class TaskOptions(ScoredTasks):
     Args:
         text_field: Field that holds the text, where rows have fields.
         output: Folder for evaluation.json, records.jsonl and the resolved configuration; null writes nothing.
+        parallel: As for wide prune; 'auto' counts the weights alone.
     """
 
     text_field: str = "text"
     output: str | None = None
+    parallel: Parallel = "auto"
 
 
 def arguments() -> Arguments:
@@ -53,16 +55,20 @@ def run(given: Sequence[str]) -> None:
     flags = arguments()
     values = flags.parse(given)
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
+    if scoring.tokens == 0:
+        scoring = replace(scoring, data=None)
     if scoring.data is None and not tasks.names:
-        raise UsageError("nothing to evaluate: name text with --data, tasks with --tasks, or both")
+        raise UsageError("nothing to evaluate: name text with --data (and no --tokens 0), tasks with --tasks, or both")
     if not tasks.names:
         _refuse_flags_of_tasks(given, tasks)
     if values["fused"] and options.adapter is None:
         raise UsageError("--fused runs an adapter's routers: give --adapter, too")
+    options.require_found()
+    scoring.require_found()
     folder = None if tasks.output is None else flags.folder(values)
     report, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
-    if folder is not None:
+    if folder is not None and is_main_process():
         with folder:
             folder.claim()
             _write(folder, report, device)
@@ -85,12 +91,14 @@ def _evaluate(
     """Return the report, and what it ran on."""
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
+    from wide.evaluation.tasks import check_tasks
     from wide.models.adapter import read_config
     from wide.models.attach import attachment, detach
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
     from wide.runs.sources import attach_adapter, check_window, find_adapter, held_out_documents, load_base
 
+    check_tasks(tasks.names, tasks.local_data)
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
         read_config(find_adapter(options.adapter))
@@ -102,8 +110,10 @@ def _evaluate(
     }
     documents, name = None, None
     if scoring.data is not None:
-        documents, name = held_out_documents(scoring.data, scoring, text_field=tasks.text_field)
-    model = load_base(options, pruned_too=options.adapter is None)
+        documents, name = held_out_documents(
+            scoring.data, scoring, text_field=tasks.text_field, tokenizer=settings["tokenizer"]
+        )
+    model = load_base(options, pruned_too=options.adapter is None, parallel=tasks.parallel)
     if options.adapter is not None:
         # As much as can be told without scoring: whether it fits this model, and its dial the sparsity.
         attach_adapter(model, options)

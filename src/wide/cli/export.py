@@ -1,7 +1,5 @@
 """`wide export`: an adapter and its base as one Hugging Face checkpoint, cut where its plan is static."""
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from wide.cli.arguments import Arguments, build
 from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
 from wide.runs.settings import AdapterOptions
+from wide.writing import whole_folder
 
 _TOKENS = 64
 
@@ -54,33 +53,38 @@ def run(given: Sequence[str]) -> None:
         raise UsageError("name what is to be exported with --adapter: an adapter's folder, or that of its run")
     target = Path(wanted.output)
     _check_target(target, [options.model, options.adapter], overwrite=values["overwrite"])
+    from wide.data.progress import loading
     from wide.data.tokenizer import load_tokenizer
+    from wide.materialisation.checkpoint import HOW_TO_LOAD
+    from wide.models.adapter import config_of
     from wide.models.attach import attachment
+    from wide.models.card import finish_folder
+    from wide.models.files import write_sums
     from wide.runs.sources import load_routed
 
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)
     how = wanted.how or ("whole" if attachment(model).plan.is_routed else "sliced")
     before = _logits(model)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        part = temporary / target.name
-        part.mkdir()
-        ordinary = _write(model, how, part)
-        tokenizer.save_pretrained(part)
-        # Only a folder that is complete gets the name.
-        if target.exists():
-            target.replace(temporary / "replaced")
-        part.replace(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with whole_folder(target) as folder:
+        facts = config_of(model)
+        with loading():
+            ordinary = _write(model, how, folder)
+        tokenizer.save_pretrained(folder)
+        finish_folder(folder, facts, HOW_TO_LOAD.partition("\n")[2] if ordinary else HOW_TO_LOAD)
+        if ordinary:
+            write_sums(folder)
     after = _logits(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     say(f"{target}: {how}, {size:,} parameters")
-    say(f"logits of {_TOKENS} tokens differ by {float((after - before).norm() / before.norm()):.1e} (relative)")
-    loads = "AutoModelForCausalLM.from_pretrained" if ordinary else "wide.load_checkpoint"
-    say(f"load it with {loads}({str(target)!r}); wide eval --model and wide generate --model take it, too")
+    dtype = str(model.dtype).removeprefix("torch.")
+    rounds = "" if dtype == "float32" else f", in {dtype}"
+    if rounds and how == "whole":
+        rounds += ", where rounding tips near ties of routers, too; --dtype float32 tells it from a fault"
+    difference = float((after - before).norm() / before.norm())
+    say(f"logits of {_TOKENS} tokens differ by {difference:.1e} (relative{rounds})")
+    first = "" if ordinary else ", after import wide"
+    say(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}){first}; wide eval and wide generate, too")
 
 
 def _check_target(target: Path, sources: Sequence[str], *, overwrite: bool) -> None:

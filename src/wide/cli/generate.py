@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wide.cli.arguments import Arguments, build
-from wide.errors import UsageError
+from wide.errors import ConfigError, UsageError
 from wide.runs.settings import GenerationOptions, InferenceOptions
 
 
@@ -40,15 +40,16 @@ def run(given: Sequence[str]) -> None:
     """Carry out the command.
 
     Raises:
-        UsageError: If there is neither a prompt nor a chat, or a system prompt without a chat.
+        UsageError: If there is neither a prompt nor a chat, the prompt is empty, or a system prompt without a chat.
     """
     values = arguments().parse(given)
     options, how = build(InferenceOptions, values), build(GenerationOptions, values)
     asked, chats = build(PromptOptions, values), bool(values["chat"])
-    if not chats and asked.prompt is None:
+    if asked.prompt == "" or (not chats and asked.prompt is None):
         raise UsageError("give --prompt with the beginning of the text, or --chat for a conversation")
     if not chats and asked.system is not None:
         raise UsageError("--system is for a conversation: give --chat, too")
+    options.require_found()
     from wide.data.tokenizer import load_tokenizer
     from wide.runs.sources import load_routed
     from wide.runs.text import continue_prompt, install_operators
@@ -63,7 +64,15 @@ def run(given: Sequence[str]) -> None:
     messages = [] if asked.system is None else [{"role": "system", "content": asked.system}]
     for index, said in enumerate(_turns(asked.prompt)):
         messages.append({"role": "user", "content": said})
-        answer, summary = continue_prompt(model, tokenizer, messages, how, streams=True, warms_up=index == 0)
+        try:
+            answer, summary = continue_prompt(model, tokenizer, messages, how, streams=True, warms_up=index == 0)
+        except ConfigError as error:
+            if index == 0:
+                raise
+            # Too long, for example; what was said before stands.
+            print(error, file=sys.stderr)
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": answer})
         print(summary, file=sys.stderr)
 

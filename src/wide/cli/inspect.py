@@ -9,7 +9,6 @@ from wide.cli.arguments import Arguments, build
 from wide.config import WideConfig
 from wide.errors import UsageError
 from wide.grouping import divisors
-from wide.plan import Half, Kept, Plan, Routed
 from wide.runs.process import say
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ class InspectOptions:
     """What to look at.
 
     Args:
-        model: Hub name or local folder of a base model; only its configuration is read.
+        model: Hub name or local folder of a base model, of which only the configuration is read, or of a pruned
+            checkpoint, whose weights are compared with their sha256.
         adapter: Folder of an adapter, or of a run that holds one.
     """
 
@@ -45,7 +45,11 @@ def run(given: Sequence[str]) -> None:
     """
     options = build(InspectOptions, arguments().parse(given))
     if (options.model is None) == (options.adapter is None):
-        raise UsageError("name either --model or --adapter")
+        given_both = "both" if options.model is not None else "neither"
+        raise UsageError(
+            "name either --model (what it can be pruned to) or --adapter (what it holds; the base is not needed), "
+            f"got {given_both}"
+        )
     if options.adapter is not None:
         from wide.runs.sources import find_adapter
 
@@ -70,53 +74,35 @@ def describe_adapter(folder: Path) -> str:
     lines = [
         f"{folder}: adapter for {base.get('name_or_path') or base['model_type']} ({base['model_type']}, "
         f"{base['num_layers']} layers), written by wide {config['wide_version']}",
-        *_plan(Plan.from_json(config["plan"])),
+        *(f"  {line}" for line in config["plan"].in_words()),
         *(["  base weights replaced"] if config["has_weights"] else []),
         *_facts(config["provenance"]),
-        *_dial(config),
+        *_dial(config["dial"], has_routers=bool(config["thresholds"])),
         *_files(folder),
     ]
     return "\n".join(lines)
 
 
-def _plan(plan: Plan) -> list[str]:
-    kinds: dict[str, list[int]] = {}
-    for index, layer in enumerate(plan.layers):
-        kinds.setdefault(f"attention {_half(layer.attention)}; ffn {_half(layer.ffn)}", []).append(index)
-    lines = [f"  layers {_ranges(layers)}: {kind}" for kind, layers in kinds.items()]
-    if plan.stream is not None:
-        lines.append(f"  residual stream: {plan.stream.kept} of {plan.stream.width} dimensions kept")
-    return lines
-
-
-def _half(half: Half) -> str:
-    if isinstance(half, Kept):
-        return f"keeps {half.kept} of {half.grouping.num_groups} units of {half.grouping.group_size} channels"
-    if isinstance(half, Routed):
-        groups, size = half.grouping.num_groups, half.grouping.group_size
-        router = "" if half.form == "bottleneck" else f"{half.form} router, "
-        return f"{groups} groups of {size} channels, {router}rank {half.rank}, {half.router_input} input"
-    return type(half).__name__.lower()
-
-
-def _ranges(layers: list[int]) -> str:
-    whole = layers == list(range(layers[0], layers[-1] + 1))
-    return f"{layers[0]}-{layers[-1]}" if whole and len(layers) > 1 else ", ".join(map(str, layers))
-
-
 def _facts(facts: dict[str, Any], indent: str = "  ") -> list[str]:
     lines = []
     for name, value in facts.items():
-        if name == "notes":
+        if name == "notes" and isinstance(value, dict):
             # A method's notes are for programs: they may hold a number for every channel.
             lines.append(f"{indent}notes: {', '.join(value) or 'none'}")
         elif isinstance(value, dict):
             lines += [f"{indent}{name}", *_facts(value, indent + "  ")]
-        elif name == "layers" and isinstance(value, list):
+        elif name == "layers" and _are_pairs(value):
             lines += [f"{indent}skipped per layer (attention, FFN)", *_layers(value, indent)]
         else:
             lines.append(f"{indent}{name}: {_number(value)}")
     return lines
+
+
+def _are_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(rate, float | int | None) for rate in pair)
+        for pair in value
+    )
 
 
 def _layers(layers: list[Any], indent: str) -> list[str]:
@@ -130,9 +116,8 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _dial(config: dict[str, Any]) -> list[str]:
-    dial = config["dial"]
-    if not config["thresholds"]:
+def _dial(dial: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> list[str]:
+    if not has_routers:
         return ["  no routers: what it prunes is the same for every token"]
     if not dial:
         return ["  no calibrated thresholds: --sparsity cannot be set"]
@@ -156,11 +141,16 @@ def describe_model(name: str) -> str:
     Raises:
         ConfigError: If there is no such model.
         UnsupportedModelError: If it cannot be routed, with the reason.
+        AdapterError: If it is a pruned checkpoint or an export that is damaged.
     """
     from wide.models.discovery import discover
+    from wide.models.files import check_sums
     from wide.models.plan_check import attention_group_sizes
-    from wide.models.pretrained import load_skeleton
+    from wide.models.pretrained import is_pruned_checkpoint, load_skeleton
 
+    checked = check_sums(Path(name), however_large=True)
+    if is_pruned_checkpoint(name):
+        return _describe_checkpoint(name, checked)
     model = load_skeleton(name)
     specs = discover(model)
     first = specs[0]
@@ -182,6 +172,21 @@ def describe_model(name: str) -> str:
         lines.append(f"  FFN width           {first.ffn.width}")
         lines.append(f"  FFN groups          default {WideConfig().ffn_group_size} channels; possible {_listed(sizes)}")
     return "\n".join([*lines, *_work(specs, int(model.config.get_text_config().vocab_size))])
+
+
+def _describe_checkpoint(name: str, checked: Sequence[str]) -> str:
+    from transformers import PreTrainedConfig
+
+    from wide.models.adapter import check_config
+
+    facts, _ = PreTrainedConfig.get_config_dict(name)
+    lines = [f"{name}: pruned checkpoint of type {facts['model_type']}"]
+    if "wide" in facts:
+        config = check_config(facts["wide"], f"{name}/config.json: wide")
+        lines += [*(f"  {line}" for line in config["plan"].in_words()), *_facts(config["provenance"])]
+        lines += _dial(config["dial"], has_routers=bool(config["thresholds"]))
+    found = f"{len(checked)} compared with their sha256, as they were written" if checked else "no sha256 beside them"
+    return "\n".join([*lines, f"  weight files: {found}"])
 
 
 def _sizes(spec: "BlockSpec") -> tuple[Any, ...]:

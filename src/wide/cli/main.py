@@ -3,12 +3,15 @@
 Exit codes: 0 done; 1 a WideError (message, nothing half-written); 2 the command line was not understood; 130 Ctrl-C.
 """
 
+import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from wide.errors import UsageError, WideError, nearest
+from wide.runs.process import ends_first, num_processes
 from wide.version import __version__
 
 COMMANDS = {
@@ -29,7 +32,10 @@ COMMANDS = {
     "env": "versions, GPUs and tables of measurements, to be pasted into a report of a defect",
     "recipes": "list, show or copy the configurations that ship with wide",
 }
+_COMPLETING = "_ARGCOMPLETE"
 _MODULES = {"eval": "evaluate"}
+# What gloo, NCCL and the store of torch.distributed say when a process has gone.
+_LOST = re.compile("Dist(Backend|Network|Store)?Error|gloo|NCCL|Connection (closed|reset|refused)|[Bb]roken pipe")
 _OUT_OF_MEMORY = (
     "the memory is full; use smaller batches (--train.micro_batch_size, --eval.batch_size, --batch_size), shorter "
     "sequences, --train.gradient_checkpointing true or --dtype bfloat16; checkpoints that were written are kept"
@@ -43,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None means those of the process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if _COMPLETING in os.environ:
+        given = _complete()
     if not given or given[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if given else 2
@@ -53,6 +61,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = nearest(given[0], COMMANDS, otherwise=".").replace("mean ", "mean wide ")
         return _fail(f"there is no command {given[0]!r}{hint} Commands: {', '.join(COMMANDS)}", code=2)
     return _guarded(given[0], given[1:])
+
+
+def _complete() -> list[str]:
+    """Answer a shell that asks for a command; return the words of one that is there, which answers for itself."""
+    import argcomplete
+
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]
+    if len(words) < 2 or words[0] not in COMMANDS:
+        commands = argparse.ArgumentParser(add_help=False)
+        commands.add_argument("command", choices=list(COMMANDS))
+        argcomplete.autocomplete(commands)
+    os.environ[_COMPLETING] = "2"
+    if words[0] in ("recipes", "methods"):
+        # These two read plain words. They are answered for here: run, they would list or copy.
+        plain = argparse.ArgumentParser(add_help=False)
+        plain.add_argument("what", choices=["list", "show", "copy"] if words[0] == "recipes" else ["list"])
+        if words[1] in ("show", "copy"):
+            from wide.cli.recipes import recipe_names
+
+            plain.add_argument("name", choices=recipe_names())
+        if words[1] == "copy":
+            plain.add_argument("destination")
+        argcomplete.autocomplete(plain)
+    # What is being completed, and files, are not read.
+    return [word for word in words[:-1] if not word.startswith("--config")]
 
 
 def _guarded(command: str, arguments: list[str]) -> int:
@@ -85,7 +118,12 @@ def _guarded(command: str, arguments: list[str]) -> int:
 
 def _fail(message: str, *, code: int) -> int:
     prefix = "wide" if code == 130 else "wide: error"
-    print(f"{prefix}: {message}", file=sys.stderr)
+    if ends_first():
+        print(f"{prefix}: {message}", file=sys.stderr, flush=True)
+    if num_processes() > 1:
+        # The interpreter's end would wait for what other processes still owe to NCCL.
+        sys.stdout.flush()
+        os._exit(code)
     return code
 
 
@@ -95,6 +133,11 @@ def _describe(error: Exception) -> str:
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         return _OUT_OF_MEMORY
     kept = "what was written before is kept (--debug shows where this happened)"
+    if num_processes() > 1 and _LOST.search(f"{type(error).__name__}: {error}"):
+        return (
+            "another process of the run has ended, so this one cannot go on; the same command with --resume continues "
+            "from the last checkpoint, with as many processes as you like"
+        )
     if isinstance(error, OSError):
         # Full disks and missing permissions are no defects of wide.
         where = "" if error.filename is None else f"{error.filename}: "

@@ -10,7 +10,8 @@ from wide.cli.gpu import require_gpu
 from wide.cli.provenance import noted
 from wide.errors import DataError, EvaluationError, UsageError
 from wide.profiling.options import ProfileOptions
-from wide.runs.folder import ADAPTER, CELLS
+from wide.records import CELLS
+from wide.runs.folder import ADAPTER
 from wide.runs.process import say
 
 PROFILE = "profile"
@@ -25,6 +26,7 @@ def arguments() -> Arguments:
         "TPOT), and generate_batch; optimised beside the dense model as loaded and in the same engine.",
     )
     flags.add_fields(ProfileOptions)
+    flags.also_called({"out": "output"})
     return flags
 
 
@@ -48,7 +50,7 @@ def run(given: Sequence[str]) -> None:
         from wide.runs.sources import find_adapter
 
         options = replace(options, adapter=str(find_adapter(options.adapter)))
-    out = Path(str(options.out))
+    out = Path(str(options.output))
     with noted(out, "profile", given):
         is_green = _profile(options, out)
     if not is_green:
@@ -77,10 +79,10 @@ def _check(options: ProfileOptions) -> None:
     if options.adapter is not None and options.checkpoint is not None:
         raise UsageError("--checkpoint is timed as it is, so --adapter would change nothing; give one of them")
     if options.comparison is None:
-        if options.out is None:
-            raise UsageError("--out is missing: name the folder for endtoend.json")
+        if options.output is None:
+            raise UsageError("--output is missing: name the folder for endtoend.json")
         return
-    for name in ("out", "adapter", "checkpoint"):
+    for name in ("output", "adapter", "checkpoint"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
     if options.batched is not None:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from wide.report.writing import write_whole
 from wide.version import __version__
+from wide.writing import write_whole
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Without `--method` it is the paper's: routers are trained (stage 1), and LoRA with them (stage 2).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,18 +34,20 @@ class MethodOptions:
     match: Match = "nominal"
 
 
-def arguments(method: str = _DEFAULT) -> Arguments:
+def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Arguments:
     """Return the flags of the command.
 
     Args:
         method: Whose settings are among them; the flags of other methods are refused.
+        in_files: Keys of configuration files, which may have settings of other methods, too, to serve several.
     """
     flags = Arguments("prune", "Prune by a method and, with --recover.steps, train LoRA (stage 2).")
     flags.add_fields(RunOptions)
     flags.add_fields(ObjectiveConfig, only=("sparsity",))
     flags.add_fields(MethodOptions)
     flags.add_run_switches()
-    _add_settings(flags, method)
+    flags.add_switch("dry_run", "Check everything, say what the run costs here, and write nothing.")
+    _add_settings(flags, method, {key.replace("_", "-") for key in in_files})
     flags.add_fields(LoraOptions, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps",))
     flags.add_fields(EvalOptions, prefix="eval", skip=() if method == _DEFAULT else ("untrained",))
@@ -53,23 +55,29 @@ def arguments(method: str = _DEFAULT) -> Arguments:
     return flags
 
 
-def _add_settings(flags: Arguments, method: str) -> None:
+def _add_settings(flags: Arguments, method: str, in_files: Collection[str]) -> None:
     asked_by = f"--method {method}"
     trains, everyday = get(method).trains, [field.name for field in fields(WideConfig)]
+    others = {name for name in names() if name in in_files} - {method, _DEFAULT}
     if method == _DEFAULT:
         flags.add_fields(WideConfig)
         flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
         # The settings of this method are the everyday flags.
-        flags.add_methods((), asked_by=asked_by)
+        flags.add_methods((), asked_by=asked_by, only_in_files=others)
         flags.also_called({f"{_DEFAULT}.{name}": name for name in everyday})
         flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
     else:
-        flags.refuse([*everyday, "eval.untrained"], f"is a flag of method wide, and the command runs {asked_by}")
-        flags.add_methods((method,), asked_by=asked_by)
+        reason = f"is a flag of method wide, and the command runs {asked_by}"
+        flags.refuse([*everyday, "eval.untrained"], reason, even_known=True)
+        flags.add_fields(WideConfig, only=[name for name in everyday if name.replace("_", "-") in in_files] or ("",))
+        flags.add_methods((method,), asked_by=asked_by, only_in_files=others)
     if not trains:
         trained = ", ".join(name for name in names() if get(name).trains)
-        flags.refuse(["train", "objective"], f"is for methods that train routers ({trained}), not for {method}")
-    flags.add_fields(StageConfig, prefix="train", only=() if trains else _TEXT)
+        reason = f"is for methods that train routers ({trained}), not for {method}"
+        later = [f"train.{field.name}" for field in fields(StageConfig) if field.name not in _TEXT]
+        flags.refuse(["train", "objective", *later], reason)
+        flags.refuse(later, reason, even_known=True)
+    flags.add_fields(StageConfig, prefix="train", only=() if trains or "train" in in_files else _TEXT)
     if trains and method != _DEFAULT:
         flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
         for name in ("target", "include_fixed"):
@@ -130,12 +138,15 @@ def run(given: Sequence[str]) -> None:
     Raises:
         UsageError: If there is no such method, or a flag is not for it.
     """
-    flags = arguments(get(str(look_ahead(given).get("method") or _DEFAULT)).name)
+    ahead = look_ahead(given)
+    flags = arguments(get(str(ahead.get("method") or _DEFAULT)).name, ahead.keys())
     values = flags.parse(given)
     asked = request(values)
     # Nothing heavier than the schema is imported until the command line is known to be right.
+    asked.run.require_found()
+    asked.scoring.require_found()
     from wide.runs.run import Run
 
     folder = flags.folder(values)
     with stoppable(folder.kept), folder:
-        Run(asked, folder, command=["wide", "prune", *given]).prune()
+        Run(asked, folder, command=["wide", "prune", *given], dry_run=values["dry_run"]).prune()

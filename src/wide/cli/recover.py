@@ -10,6 +10,7 @@ from wide.config import ObjectiveConfig, RecoverConfig, objective_after_stage_1
 from wide.errors import AdapterError, ConfigError, UsageError
 from wide.runs.process import stoppable
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, flags_named
+from wide.schema import typed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ def arguments() -> Arguments:
     flags.add_fields(RunOptions)
     flags.add_fields(RecoverOptions)
     flags.add_run_switches()
+    flags.add_switch("dry_run", "Check everything, say what the run costs here, and write nothing.")
     flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",), otherwise="as in stage 1")
     flags.add_fields(RecoverConfig, prefix="recover")
     flags.add_fields(LoraOptions, prefix="recover", only=("dense_baseline",))
@@ -49,24 +51,28 @@ def run(given: Sequence[str]) -> None:
     """
     flags = arguments()
     values = flags.parse(given)
-    start = build(RecoverOptions, values)
+    start, options = build(RecoverOptions, values), build(RunOptions, values)
+    scoring = build(EvalOptions, values, group="eval")
+    options.require_found()
+    scoring.require_found()
+    _refuse_own_adapter(start.adapter, options.output)
+    objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     asked = RunRequest(
-        run=build(RunOptions, values),
+        run=options,
+        objective=objective,
         recover=build(RecoverConfig, values, group="recover"),
         dense_baseline=values["recover"]["dense_baseline"],
-        scoring=build(EvalOptions, values, group="eval"),
+        scoring=scoring,
         sample=build(SampleOptions, values, group="sample"),
     )
     from wide.runs.run import Run
 
-    _refuse_own_adapter(start.adapter, asked.run.output)
-    objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     told = asdict(objective)
     values |= {"sparsity": told.pop("sparsity"), "objective": told}
     # The objective's flags are null by default, which only says that stage 1 decides.
     folder = flags.folder(values, objective=asdict(ObjectiveConfig()))
     with stoppable(folder.kept), folder:
-        Run(asked, folder, command=["wide", "recover", *given]).recover(start.adapter, objective)
+        Run(asked, folder, command=["wide", "recover", *given], dry_run=values["dry_run"]).recover(start.adapter)
 
 
 def _refuse_own_adapter(adapter: str, output: str) -> None:
@@ -90,19 +96,20 @@ def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
         ConfigError: If a value is out of its range.
     """
     from wide.models.adapter import read_config
-    from wide.plan import Plan
     from wide.runs.sources import find_adapter
 
     folder = find_adapter(name)
     config = read_config(folder)
     given = {key: value for key, value in changes.items() if value is not None}
-    if not Plan.from_json(config["plan"]).is_routed:
+    if not config["plan"].is_routed:
         return _objective_without_routers(folder, given)
-    found = config["provenance"].get("prune", {}).get("objective", {})
+    where = f"{folder}: provenance.prune.objective"
+    found = typed(dict[str, Any], config["provenance"].get("prune", {}).get("objective", {}), where)
     if "sparsity" not in found and "sparsity" not in given:
         raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
     with flags_named("objective", of=given, not_of=("sparsity",)):
-        return replace(objective_after_stage_1(build(ObjectiveConfig, found)), **given)
+        stage_1: ObjectiveConfig = typed(ObjectiveConfig, asdict(ObjectiveConfig()) | found, where)
+        return replace(objective_after_stage_1(stage_1), **given)
 
 
 def _objective_without_routers(folder: Path, given: Mapping[str, Any]) -> ObjectiveConfig:

@@ -31,6 +31,7 @@ def run(given: Sequence[str]) -> None:
     missing = [name for name in ("fastapi", "openai", "pydantic", "uvicorn") if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"wide serve needs {', '.join(missing)}: pip install 'wide[serve]'")
+    options.require_found()
     from wide.data.tokenizer import load_tokenizer
     from wide.runs.serving import serve
     from wide.runs.sources import load_routed

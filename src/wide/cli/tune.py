@@ -27,7 +27,7 @@ class TuneOptions:
         rows: Numbers of tokens of a prompt, separated by commas; steps of one to four rows are measured before them.
             What pays at some number counts for all larger ones.
         executed: Expected shares of (token, group) pairs that execute, 'attention,FFN'; give `wide.optimize` the same.
-        out: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
+        output: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
         quick: Fewer tiles and rounds.
         seconds: No tile is begun after so many seconds, and what was not measured stays dense; null takes its time.
     """
@@ -38,7 +38,7 @@ class TuneOptions:
     attention_group_size: int | None = None
     rows: str = "1024,4096,16384"
     executed: str = "0.5,0.5"
-    out: str | None = None
+    output: str | None = None
     quick: bool = False
     seconds: float | None = None
 
@@ -70,6 +70,7 @@ def arguments() -> Arguments:
         "wide eval --fused follow it.",
     )
     flags.add_fields(TuneOptions)
+    flags.also_called({"out": "output"})
     return flags
 
 
@@ -89,7 +90,7 @@ def run(given: Sequence[str]) -> None:
     from wide.inference.tuning.tune import tune_layers
     from wide.kernels.tuning import TuningTable
 
-    table = TuningTable(None if options.out is None else Path(options.out))
+    table = TuningTable(None if options.output is None else Path(options.output))
     attention, ffn = options.shares
     tuned = tune_layers(
         layers(options),
@@ -121,14 +122,13 @@ def layers(options: TuneOptions) -> "list[TunedLayer]":
     from wide.models.attach import plan_for
     from wide.models.discovery import discover
     from wide.models.pretrained import load_skeleton
-    from wide.plan import Plan
 
     specs = discover(load_skeleton(options.model))
     if options.adapter is not None:
         from wide.models.adapter import read_config
         from wide.runs.sources import find_adapter
 
-        return tuned_layers(specs, Plan.from_json(read_config(find_adapter(options.adapter))["plan"]))
+        return tuned_layers(specs, read_config(find_adapter(options.adapter))["plan"])
     config = WideConfig(attention_group_size=options.attention_group_size)
     if options.ffn_group_size is not None:
         config = replace(config, ffn_group_size=options.ffn_group_size)

@@ -13,35 +13,34 @@ from typing import Any
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.measured import LayerSizes, measured_table
+from wide.inference.layer_sizes import LayerSizes
+from wide.inference.measured import measured_table
 from wide.inference.operator_table import OperatorName
 from wide.inference.tuning.attention import prompt_race
-from wide.inference.tuning.products import few_rows_race
+from wide.inference.tuning.products import product_race
 from wide.inference.tuning.race import Race, measure, table
-from wide.inference.tuning.tiles import gemv_tiles, prefill_tiles
-from wide.inference.tuning.tune import many_rows_race
+from wide.inference.tuning.tiles import UNPROVEN, candidates
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Operator
-from wide.kernels.gemm_k import GEMM_K
-from wide.kernels.gemm_k_rows import GEMM_K_ROWS
+from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES, reorder, reorder_patterns
+from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES, reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
-from wide.kernels.reorder_rows import REORDER_ROWS
 from wide.kernels.tuning import Choice
 from wide.profiling.agreement import rounding, verdicts
 from wide.profiling.decode import decode_race, decode_races, group_races
-from wide.profiling.hopper_cases import with_hopper_cases
 
 TIMED = ("triton", "gluon", "cuda")
 """Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
-HOPPER_OPERATORS: dict[str, tuple[str, ...]] = {
+SPECIAL_OPERATORS: dict[str, tuple[str, ...]] = {
     "gluon": ("prefill",),
     "cuda": ("gemm_mn", "gemm_k"),
+    "tilelang": ("gemm_mn", "gemm_k", "decode", "decode_groups", "gemv"),
+    "cute": ("gemm_mn", "gemm_k", "gemv"),
 }
-"""Operators, as benches name them, of each backend that only Hopper GPUs have."""
+"""Operators, as benches name them, of each backend that not all of them have."""
 OPERATORS: dict[str, tuple[Operator, ...]] = {
     "reorder": (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS),
     "gemm_mn": (GEMM_MN,),
@@ -64,9 +63,8 @@ SIZES = LayerSizes(
     ffn_width=14336,
     ffn_groups=112,
     is_gated=True,
-    is_stacked=False,
 )
-"""Of a layer of Llama-3.1-8B with FFN groups of 128 channels; records are of products however weights lie."""
+"""Of a layer of Llama-3.1-8B with FFN groups of 128 channels."""
 _GROUP, _ACTIVE, _MIDDLE = 128, 0.5, 4096
 # Below, the K-axis product is left to the dense candidate, and reordering is launch time.
 _LEAST_ROWS = 4096
@@ -82,7 +80,7 @@ class BenchRequest:
     Args:
         names: Keys of `OPERATORS`, or `COARSE`.
         rows: Tokens of products over many rows, reorder and coarse.
-        backends: Timed beside the dense peers, of `TIMED`.
+        backends: Timed beside the dense peers, of `TIMED` and `UNPROVEN`.
         group_size: Channels of an FFN group; None takes 128 and, for products without `quick`, 256.
         sparsity: Share that random masks skip; None takes 0.5 and, for some without `quick`, further ones.
         quick: Fewer shapes, tiles and rounds.
@@ -120,12 +118,13 @@ def parse_backends(text: str, operators: Sequence[str]) -> tuple[str, ...]:
         ConfigError: If a backend is unknown, or an operator has none of those named.
     """
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    unknown = sorted(set(names) - set(TIMED))
+    every = (*TIMED, *UNPROVEN)
+    unknown = sorted(set(names) - set(every))
     if unknown:
-        known = f"{', '.join(TIMED[:-1])} and {TIMED[-1]}"
+        known = f"{', '.join(every[:-1])} and {every[-1]}"
         raise ConfigError(f"backends are {known}, beside the dense peers that always run; got {unknown}")
     if "triton" not in names:
-        having = dict.fromkeys(operator for name in names for operator in HOPPER_OPERATORS[name])
+        having = dict.fromkeys(operator for name in names for operator in SPECIAL_OPERATORS[name])
         without = sorted(set(operators) - set(having))
         if without:
             lacking = f"{', '.join(without)} have no {' or '.join(names)} backend"
@@ -194,7 +193,7 @@ def _rounds(name: str, request: BenchRequest) -> int:
 
 def _gate(name: str, backends: Sequence[str], device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """Return red cases and the rounding of one bench's operators."""
-    operators = [with_hopper_cases(operator) for operator in OPERATORS[name]]
+    operators = OPERATORS[name]
     found = list(verdicts(operators, device, backends=(*backends, "dense"), dtypes=_HALVES))
     red = [
         {
@@ -232,11 +231,12 @@ def _of_backends(race: Race, backends: Sequence[str]) -> Race:
 
 
 def candidate_backend(candidate: str) -> str:
-    """Return 'dense', 'cuda', 'gluon' or 'triton' from the name of a candidate."""
+    """Return the backend from the name of a candidate, 'dense' of those of libraries."""
     if candidate.startswith("dense"):
         return "dense"
-    if "cuda" in candidate:
-        return "cuda"
+    for backend in ("cuda", *UNPROVEN):
+        if backend in candidate:
+            return backend
     return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
 
 
@@ -256,7 +256,7 @@ def races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Ra
         sizes = _with_groups(request.group_size or _GROUP)
         for rows in (1,) if request.quick else (1, 2, 4):
             for product in ("gate_up", "query", "down", "output"):
-                yield _few(product, sizes, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
+                yield _product(product, sizes, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
     else:
         make = decode_races if name == "decode" else group_races
         yield from make(request.active, quick=request.quick, device=device)
@@ -268,21 +268,18 @@ def _with_groups(size: int) -> LayerSizes:
 
 def _shipped(name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device) -> Choice:
     """Return what `wide.optimize` takes at a shape: by the user's measurements, else by those that ship."""
-    stacked = dataclasses.replace(sizes, is_stacked=sizes.is_gated)
-    known = measured_table(stacked, device=device, dtype=torch.bfloat16, executed=(active, active))
+    known = measured_table(sizes, device=device, dtype=torch.bfloat16, executed=(active, active))
     return known.choice(name, rows)
 
 
-def _few(name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device, *, quick: bool) -> Race:
-    shipped = _shipped(name, sizes, rows, active, device)
-    return few_rows_race(name, sizes, rows, active, gemv_tiles(quick=quick), device=device, shipped=shipped)
-
-
-def _many(
-    name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device, *, quick: bool
+def _product(
+    name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device, **options: Any
 ) -> Race:
+    """Return the race of a product; options as of `product_race`."""
     shipped = _shipped(name, sizes, rows, active, device)
-    return many_rows_race(name, sizes, rows, active, device, quick=quick, zeroed=None, shipped=shipped)
+    return product_race(
+        name, sizes, rows, active, device=device, zeroed=None, shipped=shipped, unproven=True, **options
+    )
 
 
 def _product_races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:
@@ -297,8 +294,8 @@ def _product_races(name: str, request: BenchRequest, device: torch.device) -> It
         if name == "gemm_k" and request.quick and rows < _LEAST_ROWS:
             continue
         for size, active in shapes:
-            yield _many(in_ffn, _with_groups(size), rows, active, device, quick=request.quick)  # type: ignore[arg-type]
-        yield _many(in_attention, SIZES, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
+            yield _product(in_ffn, _with_groups(size), rows, active, device, quick=request.quick)  # type: ignore[arg-type]
+        yield _product(in_attention, SIZES, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
 
 
 def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]:
@@ -307,8 +304,8 @@ def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]
         shapes = [(1024, _ACTIVE), *shapes, (4096, 0.34), (16384, 0.34)]
     for length, active in shapes:
         shipped = _shipped("attention", SIZES, length, active, device)
-        tiles = prefill_tiles(device, quick=request.quick)
-        yield prompt_race(SIZES, length, active, tiles, device=device, shipped=shipped)
+        tried = candidates("attention", SIZES, length, device, quick=request.quick)
+        yield prompt_race(SIZES, length, active, tried, device=device, shipped=shipped)
 
 
 def _reorder_race(rows: int, device: torch.device) -> Race:
@@ -349,14 +346,13 @@ def _coarse_races(rows: Sequence[int], device: torch.device) -> Iterator[Race]:
         sizes = _with_groups(size)
         products: tuple[OperatorName, ...] = ("gate_up", "down", "query", "output")
         for name in products if size == _GROUP else products[:2]:
-            yield _many(name, sizes, count, active, device, quick=True)
+            yield _product(name, sizes, count, active, device)
         if size == _GROUP:
             shipped = _shipped("attention", sizes, count, active, device)
             yield prompt_race(sizes, count, active, (), device=device, shipped=shipped)
         if count == _MIDDLE:
             for name in products[:2]:
-                choice = _shipped(name, sizes, 1, active, device)
-                yield few_rows_race(name, sizes, 1, active, (), device=device, shipped=choice)
+                yield _product(name, sizes, 1, active, device, choices=())
         if (count, size) == (_MIDDLE, _GROUP):
             for batch in (1, 8, 32) if active == _ACTIVE else (32,):
                 yield decode_race(batch, _MIDDLE, active, (), device=device)

@@ -14,10 +14,13 @@ from functools import partial
 import torch
 
 from wide.inference.tuning.attention import TOLERANCE, library_attention
-from wide.inference.tuning.products import COLD_BYTES, exact_mask, normal, tile_name
+from wide.inference.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
 from wide.inference.tuning.race import Call, Race, relative
-from wide.kernels.attention_decode import attention_decode
+from wide.inference.tuning.tiles import UNPROVEN
+from wide.kernels.attention_decode import ATTENTION_DECODE, attention_decode
 from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.device import backend_obstacle
+from wide.kernels.tuning import Choice
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_HEADS = (1, 2, 4, 8, 16, 32)
@@ -107,9 +110,15 @@ def _race(
     candidates |= {"dense operator": ours(None), "operator": ours(mask)}
     if num_groups > KV_HEADS:
         candidates["operator, whole KV heads"] = ours(needed)
+    candidates |= {
+        f"operator {backend}": [partial(attention_decode, q, k, v, lengths, mask, backend=backend) for k, v in views]
+        for backend in UNPROVEN
+        if backend in ATTENTION_DECODE.backends and backend_obstacle(backend, mask.device) is None
+    }
     for tile in tiles:
-        candidates[tile_name(tile)] = ours(mask, tile)
-        candidates["dense " + tile_name(tile)] = ours(None, tile)
+        name_of_tile = choice_name(Choice(backend="triton", tile=tile))
+        candidates[name_of_tile] = ours(mask, tile)
+        candidates[f"dense {name_of_tile}"] = ours(None, tile)
     facts = {"batch": batch, "length": length, "active": active}
     if name.startswith("decode_groups"):
         facts |= {"group_size": heads * HEAD_DIM, "group_heads": heads, "union": union}

@@ -28,6 +28,8 @@ Call = Callable[[], Tensor]
 _SPARE_PLACES = 64
 # Of a shape: as many rounds as fit, but the model as loaded is timed twice at most, and once where that takes long.
 _SECONDS, _QUICK_SECONDS, _MAX_ROUNDS, _LEAST_ROUNDS, _SLOW_ROUNDS = 2.0, 0.5, 10, 2, 2
+# Sessions of a candidate in `generate_batch`: graphs are captured in each.
+_MAX_SESSIONS, _SESSION_SECONDS = 5, 10.0
 # Prompts of up to so many tokens in all are captured, when their length comes a second time.
 _CAPTURED_TOKENS = 4096
 _TOKENS_A_STEP, _PAGE = 4096, 256
@@ -156,8 +158,7 @@ def race_doors(
     limit = _QUICK_SECONDS if quick else _SECONDS
     began, slow = time.perf_counter(), 0.0
     for turn in range(_MAX_ROUNDS):
-        first = turn % len(candidates)
-        for candidate in [*candidates[first:], *candidates[:first]]:
+        for candidate in _rotated(candidates, turn):
             if candidate.name != AS_LOADED:
                 once(candidate, generate, keeps=True)
             elif turn < _SLOW_ROUNDS and slow < limit:
@@ -219,6 +220,41 @@ def _batch(manager: Any, prompts: Sequence[list[int]], new: int) -> tuple[float,
         if output.is_finished():
             found[output.request_id] = list(output.generated_tokens)
     return time.perf_counter() - began, [found[name] for name in names]
+
+
+def race_batches(
+    candidates: Sequence[Candidate], requests: int, prompt: int, new: int, *, quick: bool
+) -> dict[str, dict[str, float]]:
+    """Return medians of `batch_figures` by candidate, and the number of samples of each.
+
+    Sessions of candidates follow each other in an order that rotates, and each frees its cache before the next begins,
+    so that memory holds one.
+
+    Args:
+        candidates: What runs; the model as loaded has one session.
+        requests: At once.
+        prompt: Random tokens of each.
+        new: Tokens that follow, at least 2.
+        quick: The fewest sessions.
+    """
+    samples: dict[str, list[dict[str, float]]] = {each.name: [] for each in candidates}
+    began = time.perf_counter()
+    for turn in range(_MAX_SESSIONS):
+        for each in _rotated(candidates, turn):
+            if turn == 0 or each.name != AS_LOADED:
+                samples[each.name].append(batch_figures(each, requests, prompt, new))
+        if turn + 1 >= _LEAST_ROUNDS and (quick or time.perf_counter() - began > _SESSION_SECONDS):
+            break
+    return {
+        name: {field: statistics.median(each[field] for each in found) for field in found[0]}
+        | {"num_samples": len(found)}
+        for name, found in samples.items()
+    }
+
+
+def _rotated(candidates: Sequence[Candidate], turn: int) -> list[Candidate]:
+    first = turn % len(candidates)
+    return [*candidates[first:], *candidates[:first]]
 
 
 def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) -> dict[str, float]:

@@ -98,10 +98,15 @@ def places(length: int, device: torch.device) -> Tensor:
     return torch.cat((spread, torch.arange(max(0, length - _STEPS - 1), length))).unique().to(device)
 
 
+def engine_of(model: Any) -> Engine | None:
+    """Return what stands in for an optimised model's forward."""
+    return next((handle for handle in attachment(model).handles_fused if isinstance(handle, Engine)), None)
+
+
 def decoder_of(model: Any) -> Decoder | None:
     """Return what an optimised model's calls run; None where its layers' own modules run."""
-    engines = [handle for handle in attachment(model).handles_fused if isinstance(handle, Engine)]
-    return engines[0].decoder if engines else None
+    engine = engine_of(model)
+    return None if engine is None else engine.decoder
 
 
 @torch.no_grad()

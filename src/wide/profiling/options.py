@@ -13,8 +13,8 @@ class ProfileOptions:
     """What is timed.
 
     Args:
-        out: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile. Null with
-            a comparison, whose cells keep their own.
+        output: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile. Null
+            with a comparison, whose cells keep their own.
         model: Hub name or local folder of a real model; null takes a shape with random weights.
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
         checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
@@ -41,7 +41,7 @@ class ProfileOptions:
         description: What this profile is for, in a sentence.
     """
 
-    out: str | None = None
+    output: str | None = None
     model: str | None = None
     adapter: str | None = None
     checkpoint: str | None = None

@@ -20,9 +20,9 @@ endtoend.json is written after every shape. Beside the facts of the run it holds
   speed-ups.
 - summary: TTFT, TPOT and TTLT (to the last token) of each candidate in milliseconds, once all is timed.
 
-Candidates are interleaved and times are medians, but for `generate_batch`, whose candidates follow each other. The
-model as loaded is timed at the first sparsity, and in `generate_batch` for at most 8 requests. Sequences of a batch
-differ.
+Candidates are interleaved and times are medians; in `generate_batch` sessions of one candidate each take turns, so that
+memory holds one cache. The model as loaded is timed at the first sparsity, and in `generate_batch` for one request, in
+one session. Sequences of a batch differ.
 """
 
 import copy
@@ -30,6 +30,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,24 +53,25 @@ from wide.profiling.doors import (
     Candidate,
     allocated_bytes,
     batch_agreement,
-    batch_figures,
     captured_race,
     generate_us,
     peak_bytes,
+    race_batches,
     race_doors,
     reset_peak,
     synchronise,
 )
-from wide.profiling.gates import check_decoder, decoder_of, reference
+from wide.profiling.gates import check_decoder, decoder_of, engine_of, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
+from wide.writing import write_whole
 
 _PAIR_GATE_TOKENS = 640
 _CALIBRATED = 2048
-_MOST_REQUESTS_AS_LOADED = 8
+_MOST_REQUESTS_AS_LOADED = 1
 # Near ties of random weights fall either way, wherever rounding differs; wrong kernels agree on nothing.
-_AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE = 256, 32, 0.5
+_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE = 2, 256, 32, 0.8
 _MILLI = 1e-3
 Say = Callable[[str], None]
 Record = dict[str, Any]
@@ -221,7 +223,7 @@ class _Report:
         return True
 
     def _write(self) -> None:
-        self._file.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        write_whole(self._file, json.dumps(self.content, indent=1) + "\n")
 
 
 def _line(record: Record) -> str:
@@ -454,7 +456,9 @@ class _Routed:
     def _race_batches(self) -> bool:
         """Time `generate_batch` where its tokens agree with those that the model prefers; return whether they do."""
         prompt, new = self.options.prompts[0], self.options.batched_generate
-        found = batch_agreement(self.model, min(prompt, _AGREEMENT_PROMPT), min(new, _AGREEMENT_TOKENS))
+        engine = engine_of(self.model)
+        with nullcontext() if engine is None else engine.shortened(_AGREEMENT_LAYERS):
+            found = batch_agreement(self.model, min(prompt, _AGREEMENT_PROMPT), min(new, _AGREEMENT_TOKENS))
         gate = {"green": found["generate_batch"] >= _AGREEMENT_SHARE * found["generate"], "preferred": found}
         if not self.report.begin_batches(gate):
             return False
@@ -462,22 +466,22 @@ class _Routed:
             candidates = self._candidates()
             if requests <= _MOST_REQUESTS_AS_LOADED and requests not in self.batched_as_loaded:
                 candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
-            rates: dict[str, float] = {}
+            figures = race_batches(candidates, requests, prompt, new, quick=self.options.quick)
+            _empty_cache()
+            if AS_LOADED in figures:
+                self.batched_as_loaded[requests] = figures[AS_LOADED]["tokens_per_s"]
+            records = []
             for each in candidates:
-                figures = batch_figures(each, requests, prompt, new)
-                _empty_cache()
-                rates[each.name] = rate = figures["tokens_per_s"]
-                if each.name == AS_LOADED:
-                    self.batched_as_loaded[requests] = rate
+                rate = figures[each.name]["tokens_per_s"]
                 record: Record = {"what": "generate_batch", "requests": requests, "prompt": prompt, "generate": new}
-                record |= {"candidate": each.name, **figures}
-                if DENSE in rates:
-                    record["speedup"] = rate / rates[DENSE]
+                record |= {"candidate": each.name, **figures[each.name]}
+                record["speedup"] = rate / figures[DENSE]["tokens_per_s"]
                 if requests in self.batched_as_loaded:
                     record["speedup_as_loaded"] = rate / self.batched_as_loaded[requests]
                 if each.skipped is not None:
                     record["skipped"] = _by_half(each.skipped)
-                self.report.add("batched", [record])
+                records.append(record)
+            self.report.add("batched", records)
         return True
 
 

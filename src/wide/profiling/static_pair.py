@@ -41,10 +41,9 @@ def is_static(adapter: Path) -> bool:
         AdapterError: If it is not an adapter.
     """
     from wide.models.adapter import read_config
-    from wide.plan import Plan
 
     config = read_config(adapter)
-    return Plan.from_json(config["plan"]).is_static or bool(config["has_weights"])
+    return config["plan"].is_static or config["has_weights"]
 
 
 def method_of(adapter: Path) -> str:

@@ -1,5 +1,6 @@
 """Models of real shape with random weights, built where they run, and routers that execute a wanted share."""
 
+import math
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # Below every margin.
-_EVERYTHING = -1e30
+_EVERYTHING = -math.inf
 # What a layer reads depends on what earlier ones skip, so that later thresholds settle after earlier ones.
 _PASSES = 4
 

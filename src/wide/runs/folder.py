@@ -1,33 +1,30 @@
 """The folder of a run: whose it is, what lies in it, and when it may be written to."""
 
-import contextlib
-import fcntl
 import os
 import shutil
 import socket
 import tempfile
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
 from wide.errors import ConfigError, UsageError
-from wide.records import RecordFile, fingerprint
-from wide.report.writing import is_unfinished, write_whole
-from wide.runs.process import is_main_process, say
+from wide.records import CELLS, COMPARISON, GRID, RECORDS, RecordFile, fingerprint
+from wide.runs.process import LOCK, held, is_main_process, say
+from wide.schema import flatten
 from wide.version import __version__
+from wide.writing import is_unfinished, write_whole
 
-CONFIG, ADAPTER, RECORDS = "config.yaml", "adapter", "records.jsonl"
-CELLS, GRID, COMPARISON = "cells", "grid.jsonl", "compare.jsonl"
-LOCK = "lock"
-"""Name of the file in a folder that is locked by who works there; it stays, because others may be waiting at it."""
+CONFIG, ADAPTER = "config.yaml", "adapter"
 _OF_A_RUN = (ADAPTER, "stage1", "stage2", "dense", "tensorboard", RECORDS, "evaluation.json", CONFIG)
 _OF_A_COMPARISON = (CELLS, GRID, COMPARISON, "table.md", "table.csv")
 _PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "report.png", "figures")
 # How a run is carried out, not what it is: left out of the saved configuration.
-_NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "json", "shard", "table", "help"}
+_NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "dry_run", "json", "shard", "table", "help"}
+_NOT_SAVED |= {"parallel"}
 
 
 class RunFolder:
@@ -69,7 +66,7 @@ class RunFolder:
         self.is_claimed = False
         self._overwrite = overwrite
         self._shared = shared
-        self._unlock: Callable[[], Any] = str
+        self._held = ExitStack()
         self._config = resolved(config)
         self._resumable = resumable
         self._defaults = dict(defaults or {})
@@ -79,7 +76,8 @@ class RunFolder:
             self._check()
             if (self.path / LOCK).exists():
                 # Nothing is written: what is refused later shall leave no trace.
-                self._lock(os.O_RDWR)()
+                self._hold()
+                self._held.close()
 
     def __enter__(self) -> Self:
         """Begin to work there."""
@@ -87,7 +85,7 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         """Let others work there."""
-        self._unlock()
+        self._held.close()
 
     def claim(self) -> None:
         """Remove the earlier run where it is to be replaced, and save the resolved configuration.
@@ -100,13 +98,13 @@ class RunFolder:
         self.is_claimed = True
         if not is_main_process():
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._unlock = self._lock(os.O_RDWR | os.O_CREAT)
+        self._hold()
         try:
             self._check()
         except ConfigError:
-            self._unlock()
+            self._held.close()
             raise
+        (self.path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         if not self.resume:
             self._remove_products()
         save_config(self.path / CONFIG, self._config)
@@ -122,32 +120,30 @@ class RunFolder:
 
     def new_records(self, name: str = RECORDS) -> RecordFile:
         """Return a file of records in this folder, which are marked with the configuration."""
-        return RecordFile(self.path / name, config_fingerprint=fingerprint(self._config))
+        return RecordFile(self.path / name, config_fingerprint=fingerprint(self._config), silent=not is_main_process())
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration, as it is saved."""
+        return self._config
 
     @property
     def adapter(self) -> Path:
         """Where the adapter goes."""
         return self.path / ADAPTER
 
-    def _lock(self, flags: int) -> Callable[[], Any]:
-        """Lock the folder, and return what unlocks it."""
-        descriptor = os.open(self.path / LOCK, flags, 0o666)
-        # Closed when nobody has this object any more, at the latest.
-        unlock = weakref.finalize(self, _unlock, descriptor)
+    def _hold(self) -> None:
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.read(descriptor, 256).decode(errors="replace").strip() or "another process"
-            unlock()
-            raise ConfigError(
-                f"--output {self.path} is being written by {owner}; wait for its end, or choose another folder"
-            ) from error
+            mine = self._held.enter_context(held(self.path, shared=self._shared))
         except OSError as error:
             say(f"warning  {self.path} cannot be locked ({error.strerror}): start no second run there meanwhile")
-        if flags & os.O_CREAT:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        return unlock
+            return
+        if not mine:
+            self._held.close()
+            owner = (self.path / LOCK).read_text(errors="replace")[:256].strip() or "another process"
+            raise ConfigError(
+                f"--output {self.path} is being written by {owner}; wait for its end, or choose another folder"
+            )
 
     def _check(self) -> None:
         self._check_writable()
@@ -218,13 +214,6 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
 
-def _unlock(descriptor: int) -> None:
-    # Closing alone would leave it with a child that was forked meanwhile.
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that say what a run is, without those that say how it is carried out."""
     return {key: value for key, value in values.items() if key not in _NOT_SAVED}
@@ -239,11 +228,3 @@ def save_config(path: Path, config: Mapping[str, Any]) -> None:
 def _as_read_again(config: Mapping[str, Any]) -> dict[str, Any]:
     # YAML has no tuples.
     return flatten(yaml.safe_load(yaml.safe_dump(dict(config))))
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

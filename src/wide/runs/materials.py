@@ -1,21 +1,22 @@
 """What a run works on: one base model, its tokenizer, the text that is trained on and the text that is scored."""
 
 import gc
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from wide.config import StageConfig
+from wide.config import RecoverConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.data.documents import Document
-from wide.data.tokenizer import check_vocabulary, length_warning, load_tokenizer
+from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.report import EvaluationReport
-from wide.evaluation.routing_behaviour import behaviour_records, routing_behaviour
+from wide.evaluation.routing_stats import routing_records, routing_stats
 from wide.models.attach import detach, is_attached
 from wide.models.pretrained import device_name
-from wide.records import RecordFile, Subject
+from wide.records import Content, Record, RecordFile, Subject
 from wide.runs.measuring import evaluation_records
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
@@ -31,21 +32,37 @@ class Materials:
         run: Which model and text.
         scoring: How much of the held-out text is scored, and how; with 0 tokens there is none.
         tasks: Tasks of lm-evaluation-harness that are scored beside the text.
+        max_tokens: How much of a text that is streamed from a hub is read, at most.
+        stages: What will be trained, for what it needs of a GPU's memory.
+        distils: Whether the loss compares with the dense model, for the same.
     """
 
-    def __init__(self, run: RunOptions, scoring: EvalOptions, tasks: ScoredTasks | None = None) -> None:
+    def __init__(
+        self,
+        run: RunOptions,
+        scoring: EvalOptions,
+        tasks: ScoredTasks | None = None,
+        *,
+        max_tokens: int,
+        stages: Sequence[StageConfig] = (),
+        distils: bool = False,
+    ) -> None:
         """Load the tokenizer; nothing else yet."""
         self._run = run
         self._scoring = scoring
         self._tasks = tasks or ScoredTasks()
+        self._max_tokens = max_tokens
+        self._stages, self._distils = stages, distils
         self._packed: tuple[tuple[int, int], TokenBlocks] | None = None
+        run.require_found()
+        scoring.require_found()
         say(f"model    {run.model}")
         self.tokenizer = load_tokenizer(run.model)
 
     @cached_property
     def model(self) -> Any:
         """The base model, with whatever the run has attached to it."""
-        return load_base(self._run)
+        return load_base(self._run, parallel=self._run.parallel, stages=self._stages, distils=self._distils)
 
     @cached_property
     def device(self) -> str:
@@ -57,7 +74,9 @@ class Materials:
         """The held-out documents and what to call them; None and '' where no text is scored."""
         if self._scoring.tokens == 0:
             return None, ""
-        documents, name = held_out_documents(self._run.data, self._scoring, text_field=self._run.text_field)
+        documents, name = held_out_documents(
+            self._run.data, self._scoring, text_field=self._run.text_field, tokenizer=self.tokenizer
+        )
         say(f"held out {name}: {len(documents)} documents")
         return documents, name
 
@@ -78,10 +97,13 @@ class Materials:
 
         Raises:
             DataError: If there is too little text.
+            ConfigError: If its sequences are longer than the model has positions for.
         """
+        with flags_named("recover" if isinstance(stage, RecoverConfig) else "train", of=("sequence_length",)):
+            check_positions("sequence_length", stage.sequence_length, self.model)
         key = stage.sequence_length, stage.seed
         if self._packed is None or self._packed[0] != key:
-            self._packed = key, training_blocks(self._run, self._scoring, self.tokenizer, stage)
+            self._packed = key, training_blocks(self._run, self._scoring, self.tokenizer, stage, self._max_tokens)
         return self._packed[1]
 
     def check_text(self, stage: StageConfig) -> TokenBlocks:
@@ -92,14 +114,30 @@ class Materials:
         """
         blocks = self.blocks(stage)
         check_vocabulary(blocks.largest_id, self.model)
-        warning = length_warning(blocks.sequence_length, self.model)
-        if warning is not None:
-            say(f"warning  {warning}")
         say(f"data     {self._run.data}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
         with flags_named("eval", of=("window",)):
             check_window(self._scoring, self.model)
         _ = self.held_out
         return blocks
+
+    def run_records(self, target: str, command: str, **more: Content) -> Iterator[Record]:
+        """Yield what is run, on what and toward what, as records.
+
+        Args:
+            target: What is asked for, in words.
+            command: The command line.
+            more: Further facts.
+        """
+        facts: dict[str, Content] = {
+            "description": self._run.description,
+            "model": self._run.model,
+            "data": self._run.data,
+            "target": target,
+            "held-out text": self.held_out[1],
+            "command": command,
+        }
+        for name, value in (facts | more).items():
+            yield Record(subject="run", metric=name, value=value, unit="text" if isinstance(value, str) else "")
 
     def measure(self, subject: Subject, records: RecordFile) -> EvaluationReport:
         """Score the model as it is now, write the records under `subject`, and return what was found."""
@@ -118,7 +156,7 @@ class Materials:
     def measure_routing(self, subject: str, records: RecordFile) -> None:
         """Write the records of how the attached model routes the beginning of the held-out text."""
         documents, name = self.held_out
-        found = routing_behaviour(
+        found = routing_stats(
             self.model,
             [document.text for document in documents or []],
             tokenizer=self.tokenizer,
@@ -126,4 +164,4 @@ class Materials:
             batch_size=self._scoring.batch_size,
             max_blocks=max(1, _ROUTING_TOKENS // self._scoring.window),
         )
-        records.append(behaviour_records(subject, found, name))
+        records.append(routing_records(subject, found, name, self.tokenizer))

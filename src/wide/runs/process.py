@@ -1,11 +1,17 @@
-"""The process of a run: which of several speaks and writes, and how it is stopped."""
+"""The process of a run: which of several speaks and writes, what it holds, and how it is stopped."""
 
+import fcntl
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+LOCK = "lock"
+"""Name of the file in a folder that is locked by who works there; it stays, because others may be waiting at it."""
+_SECONDS_TO_ASK = 5
 
 
 def is_main_process() -> bool:
@@ -18,10 +24,61 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ends_first() -> bool:
+    """Return whether no other process of the run has asked this before: one message says why a run ends.
+
+    The answer comes from the store that torchrun keeps for its processes, which outlives each of them.
+    """
+    if num_processes() == 1:
+        return True
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_SECONDS_TO_ASK))
+        return bool(store.add(f"wide/ended/{attempt}", 1) == 1)
+    # Whatever is wrong with the store, the reason must be told.
+    except Exception:
+        return True
+
+
 def say(text: str = "") -> None:
     """Print a line from the main process, at once."""
     if is_main_process():
         print(text, flush=True)
+
+
+@contextmanager
+def held(folder: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Hold a folder for the length of the block; yields False, and does not wait, where another process holds it.
+
+    The system gives the lock back when the process ends, by `kill -9` too.
+
+    Args:
+        folder: Made if it is missing.
+        shared: Whether others may hold it as well, as far as they share it, too.
+
+    Raises:
+        OSError: If the file system has no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            # Closing alone would leave it with a child that was forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

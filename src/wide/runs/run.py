@@ -3,35 +3,38 @@
 import importlib.util
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wide.config import ObjectiveConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, StageConfig, WideConfig, objective_after_stage_1
 from wide.data.batches import TokenBlocks
-from wide.methods.apply import apply
+from wide.methods.apply import apply, expected_time
 from wide.methods.catalogue import get
-from wide.methods.method import Target
+from wide.methods.method import Target, dense_plan
 from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.discovery import discover
-from wide.plan import Dense, LayerPlan, Plan
+from wide.models.lora import add_lora
+from wide.models.pretrained import choose_device, load_skeleton
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER, require_matplotlib
-from wide.report.page import write_report
+from wide.report.folders import draw_folder
 from wide.report.selection import Selection
 from wide.report.table import layer_lines, summary_table
 from wide.runs.folder import CONFIG, RunFolder
+from wide.runs.forecast import check_fits, forecast, say_groups, say_settings
 from wide.runs.materials import Materials
 from wide.runs.measuring import training_records
 from wide.runs.process import is_main_process, num_processes, say
 from wide.runs.settings import GenerationOptions, PruneRequest, RunRequest, flags_named
 from wide.runs.sources import find_adapter, require_lora
-from wide.runs.text import continue_prompt
+from wide.runs.text import continue_prompt, encode
 from wide.training.checkpoint import has_checkpoint
 from wide.training.modes import rehearsal
+from wide.training.parallel import DataParallel
 from wide.training.progress_log import require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
 from wide.training.trainer import micro_batch_size
@@ -46,6 +49,7 @@ _TARGETS = {
 _COUNTED = {"nominal": "as the method counts it", "linear_flops": "of the linear FLOPs of the decoder layers"}
 _UNSTEERED = "none: what is pruned stays pruned"
 _DENSE_ADAPTED = "dense + LoRA"
+_IS_DONE = "token_perplexity"
 _STAGES = {
     "stage 1": ("prune", "stage1"),
     "stage 1+2": ("recover", "stage2"),
@@ -63,29 +67,53 @@ class Run:
         request: Model, data, LoRA, evaluation and sample.
         folder: Where everything goes.
         command: The command line, for the report.
+        dry_run: Whether to refuse what can be refused and say what the run costs, and end there.
+
+    Raises:
+        TrainingError: If a dry run finds that the memory of the GPU is too small.
     """
 
-    def __init__(self, request: RunRequest, folder: RunFolder, *, command: Sequence[str]) -> None:
+    def __init__(
+        self, request: RunRequest, folder: RunFolder, *, command: Sequence[str], dry_run: bool = False
+    ) -> None:
         """Refuse what can be refused without a model, then load it."""
+        self._dry_run = dry_run
         self._request = request
         self._options = request.run
         self._folder = folder
         self._command = shlex.join(command)
         self._began = time.monotonic()
         self._records = folder.new_records()
+        stages: list[StageConfig] = []
         if isinstance(request, PruneRequest) and get(request.method).trains:
             _check_batch("train", request.stage)
+            stages.append(request.stage)
         if request.recover is not None:
             require_lora()
             _check_batch("recover", request.recover)
+            stages.append(request.recover)
         if self._options.report:
             require_matplotlib()
         require_tracker(self._options.tracker)
         left_out = require_tensorboard(self._options.tensorboard)
         if left_out is not None:
             say(left_out)
-        self._materials = Materials(request.run, request.scoring)
+        distils = request.objective.distillation > 0
+        self._materials = Materials(
+            request.run, request.scoring, max_tokens=request.max_tokens, stages=stages, distils=distils
+        )
+        if dry_run:
+            skeleton, device = load_skeleton(self._options.model), choose_device(self._options.device)
+            for stage in stages:
+                may_shard = self._options.parallel != "replicate"
+                check_fits(
+                    skeleton, stage, distils=distils, device=device, dtype=self._options.dtype, may_shard=may_shard
+                )
         self._model = self._materials.model
+        self._processes = DataParallel.from_environment(next(self._model.parameters()).device)
+        if request.sample.prompt and request.scoring.tokens != 0:
+            with flags_named("sample", of=()):
+                encode(self._model, self._materials.tokenizer, request.sample.prompt, self._sampling)
 
     def prune(self) -> None:
         """Let the method decide or train, then train LoRA if asked, each compared with the dense model.
@@ -108,20 +136,25 @@ class Run:
         later = None if asked.recover is None else self._materials.blocks(asked.recover)
         rehearsed = replace(asked, stage=replace(asked.stage, compile=False))
         self._rehearse(lambda: decide(blocks, rehearsed, {}))
+        if self._dry_run:
+            self._forecast(blocks, later)
+            say(f"\n{self._folder.kept()}")
+            return
         self._begin(target, objective.sparsity)
         self._measure("dense")
         self._adapt_dense(later)
         if asked.scoring.untrained and self._is_due("untrained"):
             self._measure_untrained(asked.settings, objective, blocks)
-        doing = "training" if method.trains else "deciding"
+        doing = ", ".join(filter(None, ("training" if method.trains else "deciding", self._expected(asked, blocks))))
         places = self._places(subject)
         self._train(subject, lambda: decide(blocks, asked, places), doing=doing)
         if later is not None:
             self._recover(later, adapted)
         self._finish()
 
-    def recover(self, adapter: str, objective: ObjectiveConfig) -> None:
+    def recover(self, adapter: str) -> None:
         """Train stage 2 on top of a saved adapter, compared with the dense model and with what it begins with."""
+        objective = self._request.objective
         assert self._request.recover is not None
         # Attached once before texts are read and anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
@@ -129,6 +162,11 @@ class Run:
         steers = attachment(self._model).plan.is_routed
         detach(self._model)
         blocks = self._materials.check_text(self._request.recover)
+        if self._dry_run:
+            load(self._model, find_adapter(adapter))
+            self._forecast_lora(blocks, objective)
+            say(f"\n{self._folder.kept()}")
+            return
         self._begin(_in_words(objective) if steers else _UNSTEERED, objective.sparsity)
         self._measure("dense")
         self._adapt_dense(blocks)
@@ -147,18 +185,20 @@ class Run:
         if places and self._folder.resume and self._folder.adapter.is_dir():
             load(self._model, self._folder.adapter)
             return
-        apply(
-            self._model,
-            get(asked.method),
-            blocks,
-            Target(sparsity=asked.objective.sparsity, match=asked.match),
-            asked.settings,
-            stage=asked.stage,
-            objective=asked.objective,
-            output=places.get("output"),
-            resume=places.get("resume", False),
-            seed=asked.stage.seed,
-        )
+        own = {field.name for field in fields(asked.settings)}
+        with flags_named("" if isinstance(asked.settings, WideConfig) else asked.method, of=own, not_of=("sparsity",)):
+            apply(
+                self._model,
+                get(asked.method),
+                blocks,
+                Target(sparsity=asked.objective.sparsity, match=asked.match),
+                asked.settings,
+                stage=asked.stage,
+                objective=asked.objective,
+                output=places.get("output"),
+                resume=places.get("resume", False),
+                seed=asked.stage.seed,
+            )
         if places:
             # At once: what took hours to decide must not wait for the evaluation.
             save(self._model, self._folder.adapter)
@@ -168,11 +208,46 @@ class Run:
         stage, places = self._request.recover, self._places(subject)
         self._train(subject, lambda: recover(self._model, blocks, objective=objective, stage=stage, **places))
 
+    def _expected(self, asked: PruneRequest, blocks: TokenBlocks) -> str:
+        method, sparsity = get(asked.method), asked.objective.sparsity
+        return expected_time(self._model, method, blocks, sparsity, asked.settings, asked.stage)
+
+    def _forecast(self, blocks: TokenBlocks, later: TokenBlocks | None) -> None:
+        """Say what `prune` costs."""
+        asked = self._request
+        assert isinstance(asked, PruneRequest)
+        say_settings(self._folder.config)
+        if asked.is_papers:
+            # What stage 1 begins with may read text, which takes a small share of it.
+            attach(self._model, replace(asked.settings, ffn_grouping="adjacent", router_start="random"))
+            say_groups(self._model)
+            forecast(self._model, blocks, asked.objective, asked.stage, routers=True)
+        else:
+            say(f"\n{asked.method}: {self._expected(asked, blocks) or 'how long it takes is not known before'}")
+            attach(self._model, dense_plan(len(discover(self._model))))
+        if later is not None:
+            self._forecast_lora(later, asked.objective)
+        self._materials.take_off()
+
+    def _forecast_lora(self, blocks: TokenBlocks, objective: ObjectiveConfig) -> None:
+        """Say what stage 2 costs on the attached model."""
+        stage = self._request.recover
+        assert stage is not None
+        if not isinstance(self._request, PruneRequest):
+            say_settings(self._folder.config)
+            say_groups(self._model)
+        if attachment(self._model).lora is None:
+            add_lora(self._model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
+        routers = stage.train_routers and attachment(self._model).plan.is_routed
+        if not routers:
+            objective = replace(objective, weight=0.0)
+        forecast(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
+
     def _adapt_dense(self, blocks: TokenBlocks | None) -> None:
         """Train and measure the same LoRA on the dense model, if that was asked for, and take it off again."""
         if blocks is None or not self._request.dense_baseline or not self._is_due(_DENSE_ADAPTED):
             return
-        attach(self._model, Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in discover(self._model))))
+        attach(self._model, dense_plan(len(discover(self._model))))
         try:
             self._recover(blocks, _DENSE_ADAPTED)
         finally:
@@ -203,25 +278,9 @@ class Run:
     def _begin(self, target: str, sparsity: float) -> None:
         self._records.device = self._materials.device
         self._folder.claim()
-        if is_main_process():
-            self._records.append(self._run_records(target, sparsity))
-
-    def _run_records(self, target: str, sparsity: float) -> Iterator[Record]:
-        facts = {
-            "description": self._options.description,
-            "model": self._options.model,
-            "data": self._options.data,
-            "target": target,
-            "held-out text": self._materials.held_out[1],
-            "command": self._command,
-        }
-        for name, value in facts.items():
-            yield Record(subject="run", metric=name, value=value, unit="text")
-        yield Record(subject="run", metric="target.sparsity", value=sparsity, unit="share")
+        self._records.append(self._materials.run_records(target, self._command, **{"target.sparsity": sparsity}))
 
     def _measure_untrained(self, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks) -> None:
-        if not is_main_process():
-            return
         # What stage 1 begins with may have read text already; untrained routers have not.
         attach(self._model, replace(config, ffn_grouping="adjacent", router_start="random"))
         try:
@@ -250,17 +309,18 @@ class Run:
             if has_checkpoint(stage_folder):
                 what = f"what was reached is kept in {stage_folder}"
             else:
-                what = "nothing of it is kept" if self._is_missing(subject) else f"{self._folder.path} is as it was"
+                # The others are not asked: they may wait for this process somewhere else.
+                measured = self._records.latest(subject, _IS_DONE) is not None
+                what = f"{self._folder.path} is as it was" if measured else "nothing of it is kept"
             raise KeyboardInterrupt(f"{subject} {str(interrupt) or 'stopped'}; {what}") from interrupt
-        if not is_main_process():
-            return
         self._records.append(training_records(subject, attachment(self._model).provenance[key], stage_folder))
         self._measure(subject)
         if subject != _DENSE_ADAPTED:
             save(self._model, self._folder.adapter)
 
     def _measure(self, subject: str) -> None:
-        if not is_main_process() or not self._is_due(subject):
+        # On every process: layers of a sharded model are gathered from all, and those of a replicated one would wait.
+        if not self._is_due(subject):
             return
         is_untrained = subject == "untrained"
         if not is_untrained and is_attached(self._model) and attachment(self._model).routers():
@@ -286,27 +346,32 @@ class Run:
 
     def _is_missing(self, subject: str) -> bool:
         """Return whether no measurement of a subject is there, which a resumed run may have from before."""
-        file = self._records.path
-        return not file.is_file() or Selection(*read_records(file)).record(subject, "token_perplexity") is None
+        missing = self._records.latest(subject, _IS_DONE) is None
+        # The main process writes the file, so others may read it too early.
+        return self._processes.agree(missing)
 
     def _write_sample(self, subject: str) -> None:
-        wanted = self._request.sample
-        how = GenerationOptions(max_new_tokens=wanted.tokens, temperature=0.8, top_p=0.9)
-        text, _ = continue_prompt(self._model, self._materials.tokenizer, wanted.prompt, how)
-        self._records.append([Record(subject=subject, metric="sample", value=wanted.prompt + text, unit="text")])
+        prompt = self._request.sample.prompt
+        text, _ = continue_prompt(self._model, self._materials.tokenizer, prompt, self._sampling)
+        self._records.append([Record(subject=subject, metric="sample", value=prompt + text, unit="text")])
+
+    @property
+    def _sampling(self) -> GenerationOptions:
+        return GenerationOptions(max_new_tokens=self._request.sample.tokens, temperature=0.8, top_p=0.9)
 
     def _finish(self) -> None:
         if not is_main_process():
             return
         paths: list[Path] = [self._folder.adapter, self._records.path, self._folder.path / CONFIG]
         if self._options.report:
-            paths += [*write_report(self._records.path, self._folder.path), self._folder.path / FOLDER]
+            say("\ndrawing the report")
+            paths += [*draw_folder(self._folder.path)[0], self._folder.path / FOLDER]
         if (self._folder.path / _BOARD).is_dir():
             paths.append(self._folder.path / _BOARD)
         run = Selection(*read_records(self._records.path))
         say()
         if self._materials.held_out[0] is not None:
-            say(summary_table(run).to_text())
+            say(summary_table({"": run}).to_text())
             say("\n".join(["", *layer_lines(run), *self._sample_lines(run)]))
         say(f"\nfinished in {time.monotonic() - self._began:.0f} s; written:")
         for path in paths:

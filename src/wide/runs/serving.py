@@ -59,6 +59,8 @@ def serve(model: Any, tokenizer: Any, name: str, options: ServerOptions) -> None
         batching.append(begin(**given))
         return batching[-1]
 
+    # The optimised model's own stand there already, and come back.
+    before = {name: vars(model).get(name) for name in ("init_continuous_batching", "generate")}
     model.init_continuous_batching = begin_batching
     if longest is not None:
         model.generate = functools.partial(_generate, model.generate, longest)
@@ -75,14 +77,21 @@ def serve(model: Any, tokenizer: Any, name: str, options: ServerOptions) -> None
         for each in batching:
             # The server leaves its thread running, and Python waits for it.
             each.stop(hard_stop=True)
-        vars(model).pop("generate", None)
-        del model.init_continuous_batching
+        for attribute, found in before.items():
+            vars(model).pop(attribute, None)
+            if found is not None:
+                vars(model)[attribute] = found
 
 
 def _generate(generate: Any, longest: int, **given: Any) -> Any:
     """Generate no more tokens than the model has positions for; the server tells from `max_new_tokens` why it ended."""
     config, room = given["generation_config"], longest - given["input_ids"].shape[1]
     if config.max_new_tokens is not None:
+        if config.max_new_tokens < 1:
+            from fastapi import HTTPException
+
+            detail = f"wanted at least 1 new token, got {config.max_new_tokens}; ask for more"
+            raise HTTPException(status_code=400, detail=detail)
         config.max_new_tokens = min(config.max_new_tokens, room)
     return generate(**given)
 

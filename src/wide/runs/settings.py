@@ -4,17 +4,22 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
-from wide.errors import ConfigError, UsageError
-from wide.methods.catalogue import Match, WideMethodConfig
+from wide.config import ObjectiveConfig, RecoverConfig, Seed, Sparsity, StageConfig, WideConfig
+from wide.data.corpus import reads, require_found
+from wide.data.local_names import missing_folder
+from wide.errors import ConfigError
+from wide.methods.catalogue import Match, WideMethodConfig, get
+from wide.schema import Between, Checked, Positive
 
 T = TypeVar("T")
+Parallel = Literal["auto", "replicate", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions:
+class ModelOptions(Checked):
     """The base model.
 
     Args:
@@ -27,17 +32,28 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
 
+    def require_found(self) -> None:
+        """Refuse a model that can be loaded from nowhere, before seconds go into importing what would load it.
+
+        Raises:
+            ConfigError: If there is no such folder, and the hub does not have the name or does not answer.
+        """
+        wrong = missing_folder(self.model)
+        if wrong is not None:
+            raise ConfigError(wrong)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions(ModelOptions):
     """A run that trains and writes into a folder.
 
     Args:
-        data: Text to train on: 'python-docs'; a file, folder or glob (.txt .md .json .jsonl .parquet, also .gz .zst);
-            or the name of a Hugging Face data set, with its configuration after a colon.
+        data: Text to train on: 'python-docs'; a file, folder or glob (.txt .md .csv .tsv .json .jsonl .parquet, also
+            .gz .zst); a folder that save_to_disk wrote; the name of a Hugging Face data set, with its configuration
+            after a colon; or a mixture, NAME=SHARE,NAME=SHARE.
         output: Folder for adapter, records, report, checkpoints and the resolved configuration.
         description: What this run is, in a sentence; shown in the report.
-        text_field: Field that holds the text, where rows have fields.
+        text_field: Field that holds the text, or a chat's messages, where rows have fields.
         max_documents: Train on only so many documents, the first ones; null means all.
         cache: Folder where packed tokens are built once, kept and memory-mapped; null packs them into memory.
         report: Draw report.html, report.png and figures (needs matplotlib).
@@ -45,33 +61,51 @@ class RunOptions(ModelOptions):
             tensorboard is installed.
         tracker: Keep the curves with a service, too: wandb or trackio, each configured by its own means (for example
             WANDB_MODE=offline); null keeps them here.
+        parallel: How the processes that torchrun started hold the base: 'replicate' each the whole, 'fsdp' each a
+            share, 'auto' the whole where it and the activations fit the smallest GPU.
     """
 
     data: str
     output: str
     description: str = ""
     text_field: str = "text"
-    max_documents: int | None = None
+    max_documents: Annotated[int, Between(1, hint="null means all")] | None = None
     cache: str | None = None
     report: bool = True
     tensorboard: bool | None = None
     tracker: Literal["wandb", "trackio"] | None = None
+    parallel: Parallel = "auto"
 
-    def __post_init__(self) -> None:
-        """Refuse to train on no documents."""
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ConfigError(f"max_documents must be at least 1 or null, got {self.max_documents}; null means all")
+    def require_found(self) -> None:
+        """Refuse a model or text that can be loaded from nowhere, and folders that would become part of the text.
+
+        Raises:
+            ConfigError: If there is no such model, or `output` or `cache` lies in a folder that `data` reads.
+            DataError: If there is no such text.
+        """
+        ModelOptions.require_found(self)
+        for name in ("output", "cache"):
+            folder = getattr(self, name)
+            if folder is not None and reads(self.data, Path(folder).expanduser()):
+                raise ConfigError(
+                    f"{name} {folder} lies in a folder that data {self.data} reads, so that it would become text; "
+                    "choose another one"
+                )
+        # What was packed before needs no source.
+        if self.cache is None:
+            require_found(self.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalOptions:
+class EvalOptions(Checked):
     """The evaluation on held-out text.
 
     Args:
         data: Source of held-out text, named as a training source is; where a run trains, null means the held-out
-            documents (one in ten) of its training source, which are then not trained on.
-        split: Split of that source; null means 'heldout' of 'python-docs' and 'test' of a Hugging Face data set, and
-            all documents of files.
+            documents of its training source, which are then not trained on: the test or validation split of a data set
+            that has one, else one document in ten, and of few documents the last tenth of each.
+        split: Split of that source; null means 'heldout' of 'python-docs' and of a mixture, 'test' of a Hugging Face
+            data set, and all documents of files.
         tokens: How many tokens to score; 0 switches the evaluation off, null scores all.
         window: Tokens that the model sees at once.
         stride: Tokens by which the window moves; null means disjoint windows.
@@ -81,22 +115,28 @@ class EvalOptions:
 
     data: str | None = None
     split: str | None = None
-    tokens: int | None = 65_536
+    tokens: Annotated[int, Between(0, hint="0 switches the evaluation off")] | None = 65_536
     window: int = 1024
     stride: int | None = None
-    batch_size: int = 4
+    batch_size: Positive = 4
     untrained: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be scored."""
+        Checked.__post_init__(self)
         if self.window < 2 or (self.stride is not None and not 1 <= self.stride <= self.window):
             raise ConfigError(
                 f"window={self.window} and stride={self.stride}: wanted 1 <= stride <= window, window >= 2"
             )
-        if self.tokens is not None and self.tokens < 0:
-            raise ConfigError(f"tokens must not be negative, got {self.tokens}; 0 switches the evaluation off")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    def require_found(self) -> None:
+        """Refuse text that can be read from nowhere.
+
+        Raises:
+            DataError: If there is no such text.
+        """
+        if self.data is not None and self.tokens != 0:
+            require_found(self.data)
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -111,7 +151,7 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredTasks:
+class ScoredTasks(Checked):
     """Tasks on which models are evaluated.
 
     Args:
@@ -123,12 +163,7 @@ class ScoredTasks:
 
     tasks: str = ""
     local_data: str | None = None
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse to score nothing of a task."""
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"limit must be at least 1 or null, got {self.limit}; null means all items of each task")
+    limit: Annotated[int, Between(1, hint="null means all items of each task")] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -142,7 +177,7 @@ class ScoredTasks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOptions:
+class SampleOptions(Checked):
     """A sample of generated text for the report.
 
     Args:
@@ -151,12 +186,7 @@ class SampleOptions:
     """
 
     prompt: str = ""
-    tokens: int = 60
-
-    def __post_init__(self) -> None:
-        """Refuse a sample without tokens."""
-        if self.tokens < 1:
-            raise ConfigError(f"tokens must be at least 1, got {self.tokens}; an empty prompt writes no sample")
+    tokens: Annotated[int, Between(1, hint="an empty prompt writes no sample")] = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,19 +194,19 @@ class AdapterOptions(ModelOptions):
     """A base model and, usually, its adapter.
 
     Args:
-        adapter: Folder of an adapter (or a run's folder that holds one); null leaves the model dense.
+        adapter: Folder of an adapter (or a run's folder that holds one), or its name on the Hub; null leaves the model
+            dense.
         sparsity: Share of groups to skip, by the adapter's calibrated thresholds; null keeps what the adapter says.
     """
 
     adapter: str | None = None
-    sparsity: float | None = None
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         """Refuse a sparsity without an adapter, or beyond its range."""
+        Checked.__post_init__(self)
         if self.sparsity is not None and self.adapter is None:
             raise ConfigError("sparsity is set by an adapter's calibrated thresholds: give --adapter, too")
-        if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
-            raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +222,7 @@ class InferenceOptions(AdapterOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOptions:
+class ServerOptions(Checked):
     """The server, of transformers.
 
     Args:
@@ -211,7 +241,7 @@ class ServerOptions:
     """
 
     host: str = "localhost"
-    port: int = 8000
+    port: Annotated[int, Between(1, 65535)] = 8000
     name: str | None = None
     continuous_batching: bool = False
     cb_max_batch_tokens: int | None = None
@@ -223,14 +253,9 @@ class ServerOptions:
     enable_cors: bool = False
     default_seed: int | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse what is no port."""
-        if not 0 < self.port < 65536:
-            raise ConfigError(f"port must lie in [1, 65535], got {self.port}")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationOptions:
+class GenerationOptions(Checked):
     """How text is generated.
 
     Args:
@@ -240,25 +265,14 @@ class GenerationOptions:
         seed: Of sampling.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 17
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature must not be negative, got {self.temperature}; 0 takes the likeliest token")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must lie in [0, 2**63), got {self.seed}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+    max_new_tokens: Positive = 128
+    temperature: Annotated[float, Between(0, hint="0 takes the likeliest token")] = 0.0
+    top_p: Annotated[float, Between(0, 1, without="low")] = 1.0
+    seed: Seed = 17
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoraOptions:
+class LoraOptions(Checked):
     """Whether LoRA is trained, and on what beside the pruned model.
 
     Args:
@@ -267,13 +281,8 @@ class LoraOptions:
             then on both sides of the comparison.
     """
 
-    steps: int = 0
+    steps: Annotated[int, Between(0, hint="0 leaves LoRA out")] = 0
     dense_baseline: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what is no number of steps."""
-        if self.steps < 0:
-            raise UsageError(f"steps must not be negative, got {self.steps}; 0 leaves LoRA out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,6 +291,7 @@ class RunRequest:
 
     Args:
         run: Model, data, output.
+        objective: Sparsity and loss.
         recover: Stage 2; None leaves it out.
         dense_baseline: Whether the dense model is given the same LoRA, for comparison.
         scoring: Evaluation on held-out text.
@@ -289,10 +299,16 @@ class RunRequest:
     """
 
     run: RunOptions
+    objective: ObjectiveConfig
     recover: RecoverConfig | None
     dense_baseline: bool = False
     scoring: EvalOptions
     sample: SampleOptions
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of training text that the run can use."""
+        return 0 if self.recover is None else self.recover.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,20 +319,37 @@ class PruneRequest(RunRequest):
         method: Name of the method that decides.
         match: What the sparsity counts, for methods other than 'wide' at 'nominal', which counts by the objective.
         settings: Of the method; for 'wide' at 'nominal' its groups and routers.
-        objective: Sparsity and loss.
         stage: Stage 1; of methods that train nothing, the length of calibration text and the seed.
     """
 
     method: str
     match: Match
     settings: Any
-    objective: ObjectiveConfig
     stage: StageConfig
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of training text that the run can use."""
+        read = self.stage.num_tokens if get(self.method).trains else calibration_tokens(self.settings, self.stage)
+        return read + (0 if self.recover is None else self.recover.num_tokens)
 
     @property
     def is_papers(self) -> bool:
         """Whether this is stage 1 of the paper, which has its own objective, rather than a row of the benchmark."""
         return isinstance(self.settings, WideConfig) and not isinstance(self.settings, WideMethodConfig)
+
+
+def calibration_tokens(settings: Any, stage: StageConfig) -> int:
+    """Return how many tokens of text a method's settings ask for, at most.
+
+    Args:
+        settings: Of a method; training of routers is not among them.
+        stage: Whose sequence length packs the text.
+    """
+    blocks = getattr(settings, "num_windows", None) or getattr(settings, "steps", 0) * getattr(
+        settings, "batch_size", 0
+    )
+    return blocks * stage.sequence_length + sum(getattr(settings, "stage_tokens", ()))
 
 
 @contextmanager

@@ -1,38 +1,59 @@
 """The models and texts of a run, as its settings name them."""
 
-import glob
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wide.config import StageConfig
 from wide.data.batches import TokenBlocks, load_blocks
-from wide.data.corpus import PYTHON_DOCS, load_documents
+from wide.data.corpus import PYTHON_DOCS, is_data_set, load_documents, mixture
 from wide.data.documents import Document
-from wide.data.tokenizer import longest_input
-from wide.errors import ConfigError, DataError, EmptySplitError, MissingExtraError
+from wide.data.progress import loading
+from wide.data.tokenizer import check_positions
+from wide.errors import DataError, MissingExtraError
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
 from wide.models.dial import set_sparsity
-from wide.models.pretrained import choose_device, is_pruned_checkpoint, load_pretrained
+from wide.models.hub import local_folder
+from wide.models.pretrained import (
+    choose_device,
+    is_pruned_checkpoint,
+    is_quantised_checkpoint,
+    load_pretrained,
+    load_skeleton,
+)
 from wide.runs.folder import ADAPTER
-from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, RunOptions
+from wide.runs.process import num_processes, say
+from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel, RunOptions
+from wide.training.memory import needed
+from wide.training.parallel import DataParallel
 
 _WITHOUT_HELD_OUT = "Name some with --eval.data (and --eval.split), or switch the evaluation off with --eval.tokens 0"
 # Characters of text that hold a token at the very most, in prose of any language and any tokenizer in use.
 _CHARACTERS_PER_TOKEN = 16
 
 
-def load_base(options: ModelOptions, *, pruned_too: bool = False) -> Any:
+def load_base(
+    options: ModelOptions,
+    *,
+    pruned_too: bool = False,
+    parallel: Parallel = "replicate",
+    stages: Sequence[StageConfig] = (),
+    distils: bool = False,
+) -> Any:
     """Return the base model in evaluation mode; under torchrun each process takes its own GPU.
 
     Args:
         options: Of the model.
         pruned_too: Whether a full pruned checkpoint may stand for it, which is then routed.
+        parallel: Whether processes that torchrun started share the weights.
+        stages: What will be trained, for 'auto'.
+        distils: Whether the loss compares with the dense model, for 'auto'.
     """
-    import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -42,8 +63,37 @@ def load_base(options: ModelOptions, *, pruned_too: bool = False) -> Any:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     if pruned_too and is_pruned_checkpoint(options.model):
         where = choose_device(device)
-        return load_checkpoint(options.model, dtype=options.dtype).to(where)
-    return load_pretrained(options.model, dtype=options.dtype, device=device)
+        with loading():
+            if is_quantised_checkpoint(options.model):
+                return load_checkpoint(options.model, dtype=options.dtype, device_map={"": str(where)})
+            return load_checkpoint(options.model, dtype=options.dtype).to(where)
+    sharded = num_processes() > 1 and _is_to_be_sharded(options, parallel, stages, distils, choose_device(device))
+    with loading():
+        return load_pretrained(options.model, dtype=options.dtype, device=device, sharded=sharded)
+
+
+def _is_to_be_sharded(
+    options: ModelOptions, parallel: Parallel, stages: Sequence[StageConfig], distils: bool, device: torch.device
+) -> bool:
+    """Return whether processes share the base: by 'auto' where it and training do not fit the smallest GPU."""
+    processes = DataParallel.from_environment(device)
+    reason = "as asked for"
+    if parallel == "auto" and device.type != "cuda":
+        parallel, reason = "replicate", "on CPUs the base is shared only where --parallel fsdp says so"
+    elif parallel == "auto" and is_quantised_checkpoint(options.model):
+        parallel, reason = "replicate", "quantised weights are shared only where --parallel fsdp says so"
+    elif parallel == "auto":
+        smallest = processes.smallest(torch.cuda.get_device_properties(device).total_memory)
+        skeleton = load_skeleton(options.model)
+        # Where nothing is trained, the weights and a few tokens.
+        wanted = stages or [StageConfig(batch_size=processes.world, sequence_length=2)]
+        told: dict[str, Any] = {"distils": distils, "dtype": options.dtype, "world": processes.world}
+        needs = [needed(skeleton, stage, **told) for stage in wanted]
+        parallel = "replicate" if all(need.fits(int(smallest)) for need in needs) else "fsdp"
+        largest = max(needs, key=lambda need: need.total)
+        reason = f"each with the whole base needs {largest}, and the smallest GPU has {smallest / 2**30:.1f} GiB"
+    say(f"parallel {parallel} over {processes.world} processes: {reason}")
+    return parallel == "fsdp"
 
 
 def load_routed(options: AdapterOptions) -> Any:
@@ -68,9 +118,9 @@ def attach_adapter(model: Any, options: AdapterOptions) -> None:
 
 
 def find_adapter(name: str) -> Path:
-    """Return the adapter's folder: the one named, or the one inside a run's folder."""
+    """Return the adapter's folder: the one named, the one inside a run's folder, or a copy of the Hub's."""
     inside = Path(name) / ADAPTER
-    return inside if inside.is_dir() else Path(name)
+    return inside if inside.is_dir() else local_folder(name)
 
 
 def check_window(options: EvalOptions, model: Any) -> None:
@@ -79,12 +129,8 @@ def check_window(options: EvalOptions, model: Any) -> None:
     Raises:
         ConfigError: If they are longer.
     """
-    longest = longest_input(model)
-    if options.tokens != 0 and longest is not None and options.window > longest:
-        raise ConfigError(
-            f"window {options.window} exceeds the {longest} positions of the model, so its scores would mean nothing; "
-            f"set it to {longest} or less"
-        )
+    if options.tokens != 0:
+        check_positions("window", options.window, model)
 
 
 def require_lora() -> None:
@@ -97,35 +143,40 @@ def require_lora() -> None:
         raise MissingExtraError("stage 2 needs PEFT: pip install 'wide[lora]', or leave it out with --recover.steps 0")
 
 
-def training_blocks(options: RunOptions, held_out: EvalOptions, tokenizer: Any, stage: StageConfig) -> TokenBlocks:
+def training_blocks(
+    options: RunOptions, held_out: EvalOptions, tokenizer: Any, stage: StageConfig, max_tokens: int
+) -> TokenBlocks:
     """Return the packed training text, without the documents that are held out of it for the evaluation.
 
+    A source that is streamed from a hub is read up to `max_tokens`.
+
     Raises:
-        DataError: If there is too little text, or none that is not held out.
+        DataError: If there is too little text.
     """
-    holds_out = held_out.tokens != 0 and held_out.data is None and not _is_hub_name(options.data)
-    try:
-        return load_blocks(
-            options.data,
-            tokenizer,
-            sequence_length=stage.sequence_length,
-            split="train" if holds_out else None,
-            text_field=options.text_field,
-            max_documents=options.max_documents,
-            cache=None if options.cache is None else Path(options.cache).expanduser(),
-            seed=stage.seed,
-        )
-    except EmptySplitError as error:
-        raise DataError(f"no text to train on beside the held-out text: {error}. {_WITHOUT_HELD_OUT}") from error
+    holds_out = held_out.tokens != 0 and held_out.data is None
+    return load_blocks(
+        options.data,
+        tokenizer,
+        sequence_length=stage.sequence_length,
+        split="train" if holds_out else None,
+        text_field=options.text_field,
+        max_documents=options.max_documents,
+        max_tokens=max_tokens,
+        cache=None if options.cache is None else Path(options.cache).expanduser(),
+        seed=stage.seed,
+    )
 
 
-def held_out_documents(source: str, options: EvalOptions, *, text_field: str) -> tuple[list[Document], str]:
+def held_out_documents(
+    source: str, options: EvalOptions, *, text_field: str, tokenizer: Any
+) -> tuple[list[Document], str]:
     """Return as many held-out documents as the evaluation needs, and what to call them.
 
     Args:
         source: The training source, for an evaluation that names no source of its own.
         options: Of the evaluation.
         text_field: Field that holds the text, where rows have fields.
+        tokenizer: Whose template turns chats into text.
 
     Raises:
         DataError: If there is no held-out text; the message says how to name some.
@@ -134,7 +185,7 @@ def held_out_documents(source: str, options: EvalOptions, *, text_field: str) ->
     if split is None:
         split = _default_split(name, is_training_source=options.data is None)
     try:
-        documents = _enough(load_documents(name, split=split, text_field=text_field), options)
+        documents = _enough(load_documents(name, split=split, text_field=text_field, tokenizer=tokenizer), options)
     except DataError as error:
         if options.data is not None:
             raise
@@ -154,10 +205,7 @@ def _enough(documents: Iterable[Document], options: EvalOptions) -> list[Documen
 
 
 def _default_split(name: str, *, is_training_source: bool) -> str | None:
-    if _is_hub_name(name):
-        return "test"
-    return "heldout" if is_training_source or name == PYTHON_DOCS else None
-
-
-def _is_hub_name(name: str) -> bool:
-    return name != PYTHON_DOCS and not Path(name).expanduser().exists() and not glob.has_magic(name)
+    # The parts of a mixture may have splits of their own, or none.
+    if is_training_source or name == PYTHON_DOCS or mixture(name):
+        return "heldout"
+    return "test" if is_data_set(name) else None

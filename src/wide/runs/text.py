@@ -7,17 +7,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MaxLengthCriteria, StoppingCriteriaList, TextStreamer
 
-from wide.data.tokenizer import check_vocabulary, longest_input
+from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
 from wide.errors import ConfigError, WideError
 from wide.inference.optimize import optimize
 from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter
 from wide.models.lora import merge_lora
-from wide.models.observe import forward_without_head, judging, observe
+from wide.models.observe import forward_without_head, judging, observe, own_randomness
 from wide.runs.settings import GenerationOptions
+from wide.schema import require
 
 # The engine captures a step when it comes first, and a short prompt when its length comes again.
 _WARM_UP_CALLS = 2
@@ -85,10 +86,64 @@ def continue_prompt(
         ConfigError: If prompt and text do not fit into the model, or there is no template for a chat.
         DataError: If the tokenizer is not the model's.
     """
-    encoded = _encode(tokenizer, prompt).to(model.device)
+    output, prompt_tokens, times = _generated(model, tokenizer, prompt, options, streams, warms_up)
+    new = output[0, prompt_tokens:]
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    return text, f"[{_speed(prompt_tokens, len(new), times)}; {_skipped(model, output[:, :-1])}]"
+
+
+def generate(
+    model: Any,
+    prompt: str | Sequence[Mapping[str, str]],
+    *,
+    tokenizer: Any = None,
+    system: str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 17,
+) -> str:
+    """Return the text that follows a prompt, or the answer to a chat.
+
+    Args:
+        model: A causal LM, attached, optimised or neither.
+        prompt: A text to continue; or the messages of a chat so far, each with `role` and `content`, which the
+            tokenizer's template turns into tokens. For the next turn, append the answer and what is said to it.
+        tokenizer: None loads the model's own.
+        system: What a chat's model is told before the first message; makes a text the first message.
+        max_new_tokens: Tokens to generate at most.
+        temperature: 0 takes the likeliest token; above 0 samples.
+        top_p: Sample from the smallest set of tokens with this probability, in (0, 1].
+        seed: Of sampling; the caller's random state is left alone.
+
+    Raises:
+        ConfigError: If an option is out of range, prompt and text do not fit into the model, or there is no template
+            for a chat.
+        DataError: If there is no tokenizer, or it is not the model's.
+    """
+    require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
+    require(str | Sequence, prompt, "prompt", "a text or a list of messages")
+    options = GenerationOptions(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    tokenizer = tokenizer or load_tokenizer(model)
+    if system is not None:
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = [{"role": "system", "content": system}, *said]
+    with judging(model), own_randomness(model.device):
+        output, prompt_tokens, _ = _generated(model, tokenizer, prompt, options, streams=False, warms_up=False)
+    return str(tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True))
+
+
+def _generated(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, str]],
+    options: GenerationOptions,
+    streams: bool,
+    warms_up: bool,
+) -> tuple[Tensor, int, list[float]]:
+    """Return the tokens [1, T] of prompt and text, how many are the prompt's, and when each came, if streamed."""
+    encoded = encode(model, tokenizer, prompt, options).to(model.device)
     prompt_tokens = int(encoded["input_ids"].shape[1])
-    _check_length(model, prompt_tokens, options)
-    check_vocabulary(int(encoded["input_ids"].max()), model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     settings: dict[str, Any] = {**encoded, "pad_token_id": pad, "max_new_tokens": options.max_new_tokens}
     settings["do_sample"] = options.temperature > 0
@@ -105,20 +160,31 @@ def continue_prompt(
         print(prompt, end="", flush=True)
     torch.manual_seed(options.seed)
     output = model.generate(**settings, streamer=streamer)
-    new = output[0, prompt_tokens:]
-    speed = _speed(prompt_tokens, len(new), [] if streamer is None else streamer.times)
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    return text, f"[{speed}; {_skipped(model, output[:, :-1])}]"
+    return output, prompt_tokens, [] if streamer is None else streamer.times
 
 
-def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> Any:
+def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], options: GenerationOptions) -> Any:
+    """Return the tokens of a prompt, or of the messages of a chat, as the tokenizer gives them.
+
+    Raises:
+        ConfigError: If there are none, they and the new ones do not fit into the model, or there is no template for a
+            chat.
+        DataError: If the tokenizer is not the model's.
+    """
     if isinstance(prompt, str):
-        return tokenizer(prompt, return_tensors="pt")
-    if tokenizer.chat_template is None:
-        raise ConfigError("the model's tokenizer has no chat template; leave --chat out, or take a model made for chat")
-    return tokenizer.apply_chat_template(
-        list(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+        encoded = tokenizer(prompt, return_tensors="pt")
+    elif tokenizer.chat_template is None:
+        raise ConfigError(
+            "the model's tokenizer has no chat template; give text instead of messages (without --chat), or take a "
+            "model made for chat"
+        )
+    else:
+        encoded = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    _check_length(model, int(encoded["input_ids"].shape[1]), options)
+    check_vocabulary(int(encoded["input_ids"].max()), model)
+    return encoded
 
 
 def _speed(prompt_tokens: int, tokens: int, times: Sequence[float]) -> str:
@@ -153,5 +219,5 @@ def _check_length(model: Any, prompt_tokens: int, options: GenerationOptions) ->
     if longest and prompt_tokens + options.max_new_tokens > longest:
         raise ConfigError(
             f"{prompt_tokens} tokens of prompt and {options.max_new_tokens} new ones exceed the {longest} positions of "
-            "the model; shorten the prompt or lower --max_new_tokens"
+            "the model; shorten the prompt, or ask for fewer new ones"
         )

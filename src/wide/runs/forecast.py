@@ -1,0 +1,128 @@
+"""What a run would cost: memory by calculation, time by a few steps on this machine."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import yaml
+
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+from wide.data.batches import BatchSource, TokenBatch, TokenBlocks
+from wide.errors import TrainingError
+from wide.models.attach import attachment
+from wide.models.pretrained import device_name
+from wide.runs.process import num_processes, say
+from wide.training.memory import calculated_seconds, needed, saying_what_fits, step_flops, way_out
+from wide.training.objective import Objective
+from wide.training.parallel import DataParallel
+from wide.training.progress_log import RunOptions
+from wide.training.trainer import Trainer, micro_batch_size
+
+_STEPS = 3
+# A step that would take a CPU minutes is not tried.
+_MOST_FLOPS_ON_CPU = 1e13
+
+
+class _Clocked:
+    """A source of batches that notes when each step asks for its own."""
+
+    def __init__(self, source: BatchSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self.times: list[float] = []
+
+    def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
+        self.note()
+        return self._source.batch_at(step, batch_size=batch_size, rank=rank, world=world)
+
+    def note(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.times.append(time.perf_counter())
+
+
+def say_settings(settings: Mapping[str, Any]) -> None:
+    """Print the resolved settings as the run would save them."""
+    say(f"settings\n{yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)}")
+
+
+def say_groups(model: Any) -> None:
+    """Print what the layers of an attached model run, each kind once."""
+    for line in attachment(model).plan.in_words():
+        say(f"groups   {line}")
+
+
+def check_fits(
+    model: Any, stage: StageConfig, *, distils: bool, device: torch.device, dtype: str, may_shard: bool
+) -> None:
+    """Refuse a stage that the memory of a GPU is too small for, before the base is loaded.
+
+    Args:
+        model: Without weights; where they are quantised, how large they are is not known, and nothing is checked.
+        stage: What is trained.
+        distils: Whether the loss compares with the dense model.
+        device: Where it would run; a CPU is not checked.
+        dtype: Of the base.
+        may_shard: Whether the processes of the run may share the base.
+
+    Raises:
+        TrainingError: If it does not fit; the message says what would.
+    """
+    if device.type != "cuda" or hasattr(model.config, "quantization_config"):
+        return
+    available, world = torch.cuda.get_device_properties(device).total_memory, num_processes()
+    told: dict[str, Any] = {"distils": distils, "dtype": dtype, "world": world}
+    if not needed(model, stage, shards=world if may_shard else 1, **told).fits(available):
+        raise TrainingError(f"{_title(stage)}: {way_out(model, stage, available, **told)}")
+
+
+def forecast(model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: StageConfig, *, routers: bool) -> None:
+    """Print what a stage costs: tokens, memory, speed and hours; a few of its steps are run where that is quick.
+
+    Args:
+        model: As the stage would find it; what is trained of it is changed.
+        blocks: The text.
+        objective: What is minimised.
+        stage: Steps, sizes and rates.
+        routers: Whether routers are trained.
+    """
+    device, title = next(model.parameters()).device, _title(stage)
+    parallel = DataParallel.from_environment(device)
+    tokens = stage.steps * stage.batch_size * stage.sequence_length
+    read = tokens / (len(blocks) * blocks.sequence_length)
+    say(
+        f"\n{title}: {stage.steps:,} steps of {stage.batch_size} x {stage.sequence_length} tokens = "
+        f"{tokens:,}, the text {read:.2f} times"
+    )
+    told: dict[str, Any] = {"distils": objective.distillation > 0, "world": parallel.world}
+    say(f"memory   calculated: {needed(model, stage, **told)}")
+    if device.type != "cuda" and step_flops(model, stage) > _MOST_FLOPS_ON_CPU:
+        seconds = calculated_seconds(model, stage)
+        say(f"time     calculated for one NVIDIA H200: {_speed(stage, seconds)}; too slow to be tried on this CPU")
+        return
+    clock = _Clocked(blocks, device)
+    tried = replace(stage, steps=_STEPS, checkpoint_every=0)
+    loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
+    options = RunOptions(title=f"{title}, tried", train_routers=routers)
+    with saying_what_fits(title, model, stage, **told):
+        outcome = Trainer(model, loss, clock, tried, options, parallel=parallel).train()
+    clock.note()
+    first, *others = [end - begin for begin, end in zip(clock.times, clock.times[1:], strict=False)]
+    if outcome.peak_memory_bytes is not None:
+        size = micro_batch_size(stage, parallel.world)
+        peak = outcome.peak_memory_bytes / 2**30
+        say(f"         measured: {peak:.1f} GiB, {size} x {stage.sequence_length} tokens at a time")
+    seconds = sum(others) / len(others)
+    where = f"{parallel.world} x {device_name(model)}" if parallel.world > 1 else device_name(model)
+    say(f"time     measured on {where}: {_speed(stage, seconds)}; the first step takes {first:.1f} s")
+
+
+def _speed(stage: StageConfig, seconds: float) -> str:
+    speed = stage.batch_size * stage.sequence_length / seconds
+    return f"{speed:,.0f} tokens/s, {timedelta(seconds=round(stage.steps * seconds))} h:m:s"
+
+
+def _title(stage: StageConfig) -> str:
+    return "stage 2" if isinstance(stage, RecoverConfig) else "stage 1"

@@ -1,0 +1,82 @@
+"""Hugging Face's own tools open wide's checkpoints in a process that has imported wide, and nothing else of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import wide
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, tiny_model_folder):
+    """Return the folder of a full checkpoint, and the logits of its model for a few tokens."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    wide.attach(model, wide.WideConfig(ffn_group_size=16, router_rank=4))
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    with torch.no_grad():
+        return folder, model(torch.arange(8)[None]).logits
+
+
+def test_one_import_makes_the_auto_classes_know_a_checkpoint(checkpoint):
+    folder, logits = checkpoint
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(torch.arange(8)[None]).logits, logits)
+
+
+def test_the_stock_server_loads_a_checkpoint_where_wide_was_imported_first(checkpoint):
+    for name in ("fastapi", "openai", "uvicorn"):
+        pytest.importorskip(name)
+    folder, logits = checkpoint
+    code = (
+        "import wide, json, os, torch\n"
+        "from transformers.cli.serving.model_manager import ModelManager\n"
+        f"model, tokenizer = ModelManager(device='cpu').load_model_and_processor({f'{folder}@main'!r})\n"
+        "logits = model(torch.arange(8)[None]).logits[0, -1]\n"
+        "print(json.dumps([tokenizer.chat_template, logits.tolist()]), flush=True)\n"
+        # Its timer, which lets idle models go, would keep the process for five minutes.
+        "os._exit(0)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    template, last = json.loads(said)
+    assert template
+    assert torch.equal(torch.tensor(last), logits[0, -1])
+
+
+def test_a_pipeline_continues_text(checkpoint):
+    folder, _ = checkpoint
+    model, tokenizer = wide.load_checkpoint(folder), AutoTokenizer.from_pretrained(folder)
+    found = pipeline("text-generation", str(folder))("Every", max_new_tokens=5, do_sample=False)
+    ids = tokenizer("Every", return_tensors="pt")
+    wanted = tokenizer.decode(model.generate(**ids, max_new_tokens=5, do_sample=False)[0], skip_special_tokens=True)
+    assert found == [{"generated_text": wanted}]
+
+
+def test_the_harness_scores_a_checkpoint_by_name(checkpoint):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    folder, _ = checkpoint
+    asked = [Instance("loglikelihood", {}, ("Every", " token"), 0)]
+    found, wanted = (
+        huggingface.HFLM(pretrained=model, tokenizer=str(folder), device="cpu").loglikelihood(asked, disable_tqdm=True)
+        for model in (str(folder), wide.load_checkpoint(folder))
+    )
+    assert found == wanted
+
+
+def test_other_model_types_are_as_before():
+    from transformers import CONFIG_MAPPING
+
+    assert "wide_nonsense" not in CONFIG_MAPPING
+    assert "nonsense" not in CONFIG_MAPPING
+    with pytest.raises(KeyError):
+        CONFIG_MAPPING["wide_nonsense"]
