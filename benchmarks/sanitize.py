@@ -20,20 +20,17 @@ from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.clear_skipped import CLEAR_SKIPPED
 from wide.kernels.contract import Operator
 from wide.kernels.device import DeviceFacts, device_facts, hopper_obstacle
-from wide.kernels.gemm_k import GEMM_K
-from wide.kernels.gemm_k_rows import GEMM_K_ROWS
+from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_SEQUENCES
-from wide.kernels.reorder_rows import REORDER_ROWS
+from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES
 from wide.kernels.rms_norm import RMS_NORM
 from wide.kernels.rope import ROPE
 from wide.kernels.route import NORM_ROUTE, ROUTE
 from wide.profiling.agreement import verdicts
-from wide.profiling.hopper_cases import with_hopper_cases
 
 OPERATORS: dict[str, Operator] = {
-    operator.name: with_hopper_cases(operator)
+    operator.name: operator
     for operator in (
         REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS, GEMM_MN, GEMM_K, GEMM_K_ROWS, GEMV_MN, GEMV_K,
         ATTENTION_PREFILL, ATTENTION_DECODE, ROUTE, NORM_ROUTE, RMS_NORM, ROPE, CLEAR_SKIPPED,
@@ -53,11 +50,9 @@ def few_programs(programs: int) -> Callable[[torch.device], DeviceFacts]:
 def limit_programs(programs: int) -> None:
     """Give the persistent Hopper products so few programs."""
     from wide.kernels.gemm_k import _cuda as gemm_k_cuda
-    from wide.kernels.gemm_k_rows import _cuda as gemm_k_rows
     from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
 
-    for module in (gemm_k_cuda, gemm_k_rows):
-        vars(module)["device_facts"] = few_programs(programs)
+    vars(gemm_k_cuda)["device_facts"] = few_programs(programs)
     # Its programs come in pairs, and one pair alone would share no work with another.
     vars(gemm_mn_cuda)["device_facts"] = few_programs(max(programs, _LEAST_OF_PAIRS))
 

@@ -221,15 +221,29 @@ def speed(rows_at_most: int | None = None) -> Table:
 _SPEED = {"as_loaded": "dense, as loaded", "dense": "dense, same engine", "ours": "after `wide.optimize`"}
 
 
-def house() -> Table:
-    """Return the targets of the house: sizes of the package, of the repository and of its tests."""
+def aims(name: str) -> Table:
+    """Return the rows of a file of targets: what was reached, and what was to be."""
     keys = ("value", "floor", "goal")
-    rows = tuple((row["what"], *(_with_unit(row[key], row["unit"]) for key in keys)) for row in targets("house"))
+    rows = tuple((row["what"], *(_with_unit(row[key], row["unit"]) for key in keys)) for row in targets(name))
     return Table(header=("what", "today", "floor", "goal"), rows=rows)
 
 
+def sizes() -> Table:
+    """Return what models of several sizes need of cards, in GiB, as it was calculated."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in json.loads((TARGETS.parent / "sizes.json").read_text(encoding="utf-8")):
+        cells = found.setdefault((row["model"], row["stage"]), {"tokens/s": "-"})
+        marks = f"{'r' * (row['way'] == 'recomputed')}{'s' * row['sharded']}"
+        cells[f"{row['gpus']} x {row['card']}"] = "-" if row["gib"] is None else f"{row['gib']:.0f} {marks}".strip()
+        if row["tokens_per_second"] is not None:
+            # Of the largest card that was looked at.
+            cells["tokens/s"] = f"{row['tokens_per_second']:,}"
+    header = ("model", "stage", *next(iter(found.values())))
+    return Table(header=header, rows=tuple((*key, *cells.values()) for key, cells in found.items()))
+
+
 def _with_unit(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:,g}{f' {unit}' if unit else ''}"
+    return "-" if value is None else f"{value:,g}{f' {unit}' if unit not in ('', 'ratio') else ''}"
 
 
 TABLES: dict[str, Callable[[], Table]] = {
@@ -240,7 +254,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "speed": speed,
     "speed-short": lambda: speed(3),
     "speed-operators": operators,
-    "house": house,
+    "house": lambda: aims("house"),
+    "training": lambda: aims("scale"),
+    "training-sizes": sizes,
 }
 """Name of a marker -> its table."""
 
