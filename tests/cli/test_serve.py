@@ -49,7 +49,11 @@ def start(folders, *flags, device="cpu"):
         port = free.getsockname()[1]
     base, adapter = folders
     named = ["--model", str(base), "--adapter", str(adapter), f"--device={device}", "--name=tiny", f"--port={port}"]
-    code = "import sys, torch; torch.set_num_threads(1); from wide.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # A shell that runs the tests behind it has them, and what they start, ignore Ctrl-C.
+    code = (
+        "import signal, sys, torch; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "torch.set_num_threads(1); from wide.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "serve", *named, "--host=127.0.0.1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     deadline = time.monotonic() + SECONDS
