@@ -206,3 +206,34 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_way_to_hold_
 def test_whatever_is_killed_when_the_run_ends_as_it_would_have(alone, bases, tmp_path):
     carried_out(tmp_path, bases, "random_ends")
     assert losses(tmp_path / "random") == pytest.approx(losses(alone[0] / "elastic"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_commands_compile_and_score_tasks_on_a_shared_base_as_on_a_whole_one(bases, tmp_path):
+    page = {"page": " = A page = \n\n" + " Some text of the page , with words . \n" * 20}
+    (tmp_path / "test.pages.jsonl").write_text(json.dumps(page) + "\n")
+    sizes = ["--train.steps=3", "--train.batch_size=2", "--train.micro_batch_size=1", "--train.sequence_length=32"]
+    how = ["--train.compile=true", "--train.gradient_checkpointing=true", "--eval.tokens=0", "--eval.data=null"]
+    base = [f"--model={bases / 'untied'}", "--ffn_group_size=16", "--router_rank=4"]
+    scored = ["--tasks=wikitext", f"--local_data={tmp_path}", "--data=null"]
+    found = []
+    for count, parallel in ((1, "replicate"), (2, "fsdp")):
+        for command, output, words in (
+            ("prune", f"run{count}", [*base, f"--data={bases / 'text.txt'}", *sizes, *how]),
+            ("eval", f"scores{count}", [base[0], f"--adapter={tmp_path / 'run1' / 'adapter'}", *scored]),
+        ):
+            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m", "wide.cli.main", command]
+            done = subprocess.run(
+                [sys.executable, *torchrun, *words, f"--parallel={parallel}", f"--output={tmp_path / output}"],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                capture_output=True,
+                text=True,
+                timeout=500,
+            )
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        lines = (tmp_path / f"scores{count}" / "records.jsonl").read_text().splitlines()
+        scores = {(r["subject"], r["metric"]): r["value"] for r in map(json.loads, lines) if "wikitext" in str(r)}
+        found.append((losses(tmp_path / f"run{count}" / "stage1"), scores))
+    assert all(found[0])
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, rel=1e-3)
