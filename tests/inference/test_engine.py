@@ -18,7 +18,7 @@ from wide.config import WideConfig
 from wide.errors import NotAttachedError
 from wide.inference import visible_keys
 from wide.inference.decoder import Decoder
-from wide.inference.engine import Engine, EngineCache
+from wide.inference.engine import EngineCache
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
@@ -39,7 +39,7 @@ def routed(family="llama", **changes):
 
 
 def engine_of(model):
-    return next(handle for handle in attachment(model).handles_fused if isinstance(handle, Engine))
+    return attachment(model).engine
 
 
 def padded(ids):
@@ -64,7 +64,8 @@ def asked(model, ids, *, in_every_way=True):
         found.append(model.generate(ids, **(GREEDY | {"num_beams": 3})))
         found.append(model.generate(ids, **(GREEDY | {"prompt_lookup_num_tokens": 2}))) if len(ids) == 1 else None
     scored = model.generate(ids, **GREEDY, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    runs = attachment(model).fused and engine_of(model).why_not is None
+    engine = engine_of(model)
+    runs = engine is not None and engine.why_not is None
     assert (getattr(scored.past_key_values, "slot", None) is not None) == runs
     more = torch.cat([scored.sequences, ids[:, :3]], 1)
     again = model.generate(more, past_key_values=scored.past_key_values, **GREEDY)

@@ -34,7 +34,6 @@ def refused(model, error, match, **options):
     with pytest.raises(error, match=match):
         optimize(model, **(options or {"table": SMALL}))
     assert not attachment(model).fused
-    assert not attachment(model).handles_fused
     assert {name: module.forward for name, module in model.named_modules()} == before
 
 

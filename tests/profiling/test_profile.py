@@ -11,11 +11,11 @@ from wide.config import WideConfig
 from wide.errors import ConfigError, EvaluationError
 from wide.inference.decoder import Decoder
 from wide.inference.operator_table import OperatorTable
-from wide.models.attach import attach
+from wide.models.attach import attach, attachment
 from wide.models.router import Router
 from wide.profiling import doors, profile
 from wide.profiling.doors import AS_LOADED, DENSE, Candidate, generate_us, race_doors
-from wide.profiling.gates import check_decoder, decoder_of, places, reference
+from wide.profiling.gates import check_decoder, places, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares
@@ -211,7 +211,8 @@ def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
 
     def wrong(model, **options):
         found = made(model, **options)
-        decoder_of(found).head = decoder_of(found).head.roll(1, 0)
+        decoder = attachment(found).engine.decoder
+        decoder.head = decoder.head.roll(1, 0)
         return found
 
     monkeypatch.setattr(profile, "optimize", wrong)

@@ -106,14 +106,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If an operator is unknown, does not take a flag that was given, or comes with a checkout only.
-        ConfigError: If a backend is unknown, or an operator has none of those named.
-        UnsupportedBackendError: If there is no GPU.
-        EvaluationError: If an operator disagrees with its reference.
-    """
+    """Carry out the command."""
     options = build(BenchOptions, arguments().parse(given))
     unknown = sorted(set(options.names) - set(_NAMES))
     if unknown:

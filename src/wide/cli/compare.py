@@ -47,12 +47,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If the words cannot be understood, or torchrun started several processes.
-        EvaluationError: If cells failed; all others are measured then, and the tables are written.
-    """
+    """Carry out the command."""
     ahead = look_ahead(given)
     if ahead.get("table"):
         from wide.comparison.results import draw

@@ -45,13 +45,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If neither data nor tasks are named, a flag is for tasks that are not, or fused operators are asked
-            of a model without routers.
-        ConfigError: If a value is out of its range.
-    """
+    """Carry out the command."""
     flags = arguments()
     values = flags.parse(given)
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)

@@ -40,13 +40,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If no adapter is named.
-        ConfigError: If the folder is not free, or tokens are routed and something is to be cut.
-        UnsupportedModelError: If the structure cannot be cut.
-    """
+    """Carry out the command."""
     values = arguments().parse(given)
     options, wanted = build(AdapterOptions, values), build(ExportOptions, values)
     if options.adapter is None:

@@ -37,11 +37,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If there is neither a prompt nor a chat, the prompt is empty, or a system prompt without a chat.
-    """
+    """Carry out the command."""
     values = arguments().parse(given)
     options, how = build(InferenceOptions, values), build(GenerationOptions, values)
     asked, chats = build(PromptOptions, values), bool(values["chat"])

@@ -37,12 +37,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If neither or both are named.
-        UnsupportedModelError: If the model cannot be routed, with the reason.
-    """
+    """Carry out the command."""
     options = build(InspectOptions, arguments().parse(given))
     if (options.model is None) == (options.adapter is None):
         given_both = "both" if options.model is not None else "neither"

@@ -1,6 +1,9 @@
 """`wide`: the entry point; chooses a command and turns errors into exit codes.
 
 Exit codes: 0 done; 1 a WideError (message, nothing half-written); 2 the command line was not understood; 130 Ctrl-C.
+
+A command is a module beside this one with `run(arguments)`, which raises a WideError with what to do, and a UsageError
+where words, flags or their combination mean nothing.
 """
 
 import argparse

@@ -13,11 +13,7 @@ wide prune --method NAME --help lists its settings."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If the words cannot be understood.
-    """
+    """Carry out the command."""
     words = [word for word in arguments if word != "--debug"]
     if words in (["-h"], ["--help"]):
         print(_USAGE)

@@ -31,14 +31,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If an adapter or checkpoint is named without its model, or flags contradict.
-        UnsupportedBackendError: If there is no GPU.
-        ConfigError: If batches are asked of a static plan, or the checkpoint is of another model.
-        EvaluationError: If what is timed does not compute what the model computes.
-    """
+    """Carry out the command."""
     options = build(ProfileOptions, arguments().parse(given))
     _check(options)
     cells = [] if options.comparison is None else _cells(Path(options.comparison))

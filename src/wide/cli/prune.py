@@ -133,11 +133,7 @@ def _settings(values: Mapping[str, Any], objective: ObjectiveConfig) -> Any:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If there is no such method, or a flag is not for it.
-    """
+    """Carry out the command."""
     ahead = look_ahead(given)
     flags = arguments(get(str(ahead.get("method") or _DEFAULT)).name, ahead.keys())
     values = flags.parse(given)

@@ -18,12 +18,7 @@ Run one with: wide COMMAND --config NAME [FLAGS], where the list says which comm
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If the words cannot be understood.
-        ConfigError: If there is no such recipe, or the destination exists.
-    """
+    """Carry out the command."""
     words = [word for word in arguments if word != "--debug"]
     if "-h" in words or "--help" in words:
         print(_USAGE)

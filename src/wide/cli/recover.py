@@ -43,12 +43,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        ConfigError: If the output folder holds the adapter itself.
-        UsageError: If the adapter has no routers, and a flag is to steer them.
-    """
+    """Carry out the command."""
     flags = arguments()
     values = flags.parse(given)
     start, options = build(RecoverOptions, values), build(RunOptions, values)

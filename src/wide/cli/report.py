@@ -46,13 +46,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If no folder is named, or the words cannot be understood.
-        DataError: If a folder holds no records.
-        MissingExtraError: If matplotlib is not installed.
-    """
+    """Carry out the command."""
     values = arguments().parse(given)
     page, folders, only = build(PageOptions, values), [Path(folder) for folder in values["folders"]], values["only"]
     if not folders:

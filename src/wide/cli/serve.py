@@ -21,11 +21,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command, until it is interrupted.
-
-    Raises:
-        MissingExtraError: If what transformers' server needs is not installed.
-    """
+    """Carry out the command, until it is interrupted."""
     values = arguments().parse(given)
     options, how = build(InferenceOptions, values), build(ServerOptions, values)
     missing = [name for name in ("fastapi", "openai", "pydantic", "uvicorn") if find_spec(name) is None]

@@ -75,14 +75,7 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command.
-
-    Raises:
-        UsageError: If an adapter comes with group sizes of one's own.
-        UnsupportedBackendError: If there is no GPU.
-        UnsupportedModelError: If the model cannot be routed, with the reason.
-        ConfigError: If the table is damaged, or no tokens skip anything.
-    """
+    """Carry out the command."""
     options = build(TuneOptions, arguments().parse(given))
     require_gpu("tune")
     import torch

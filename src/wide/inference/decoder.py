@@ -14,8 +14,7 @@ from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.cache import KvCache
 from wide.inference.operator_table import OperatorTable
 from wide.inference.paged import PagedStep
-from wide.inference.products import GatedWeights, gated_product, sum_groups
-from wide.inference.projections import project_routed
+from wide.inference.products import gated_product, project_queries, sum_groups
 from wide.inference.prompt_attention import attend_prompt
 from wide.inference.run import Run
 from wide.inference.stacking import unstack_linears
@@ -311,7 +310,7 @@ class Decoder:
             qkv = functional.linear(x, weights.qkv, weights.qkv_bias)
             q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
         else:
-            q, kv, order = project_routed(x, weights, mask, table)
+            q, kv, order = _project(x, weights, mask, table)
         keys, values = kv.chunk(2, 1)
         if weights.norms_width:
             q, keys = (apply_norm(*pair, None, table.backend)[1] for pair in ((q_norm, q), (k_norm, keys)))
@@ -387,8 +386,7 @@ class Decoder:
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.table
-        gated = GatedWeights(weights.gate, weights.up, weights.gate_bias, weights.up_bias, weights.activation)
-        product = gated_product(x, gated, mask, table)
+        product = gated_product(x, weights.gated, mask, table)
         if mask is None:
             return functional.linear(product, weights.down, weights.down_bias)
         return sum_groups("down", product, weights.down, weights.down_bias, mask, table)
@@ -400,6 +398,27 @@ class Decoder:
         if scale is not None:
             logits *= scale
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _project(
+    x: Tensor, weights: AttentionWeights, mask: Tensor, table: OperatorTable
+) -> tuple[Tensor, Tensor, Reordering | None]:
+    """Return queries [M, H_q d] of executing groups (others hold anything), keys and values, and the reordering if any.
+
+    The mask holds the router's extra groups, bool [M, N_G + extra].
+    """
+    assert weights.router is not None
+    width = weights.num_query_heads * weights.head_dim
+    how = table.how("query", x.shape[0])
+    qkv, bias = weights.qkv, weights.qkv_bias
+    if how == "dense" or (how == "few" and weights.router.extra):
+        few = how == "few"
+        whole = project_queries(x, qkv, bias, mask, table)[0] if few else functional.linear(x, qkv, bias)
+        return whole[:, :width], whole[:, width:], None
+    q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+    kv = functional.linear(x, qkv[width:], kv_bias)
+    q, order = project_queries(x, qkv[:width], q_bias, mask[:, : weights.router.source.num_groups], table)
+    return q, kv, order
 
 
 def _deciding(part: Sublayer, forced: Tensor | None, shared: _Pass) -> RuntimeRouter | None:

@@ -60,13 +60,9 @@ class FusedFeedForward:
 
     def _weights(self) -> GatedWeights:
         up: Any = self.spec.up
-        if self.spec.fused_gate:
-            width, weight, bias = self.spec.width, up.weight, up.bias
-            gate_bias, up_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-            return GatedWeights(weight[:width], weight[width:], gate_bias, up_bias, self.activation)
-        if self.spec.gate is None:
-            return GatedWeights(up.weight, None, up.bias, None, self.activation)
         gate: Any = self.spec.gate
+        if gate is None:
+            return GatedWeights.of_rows(up.weight, up.bias, self.spec.width, self.activation)
         return GatedWeights(gate.weight, up.weight, gate.bias, up.bias, self.activation)
 
 

@@ -1,7 +1,8 @@
 """Turn a routed model into one that runs wide's operators, and back."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from numbers import Real
 from statistics import mean
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from wide.inference.visible_keys import VisibleKeys
 from wide.inference.weights import ACTIVATIONS
 from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
-from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.models.block_spec import BlockSpec, FeedForwardSpec, standing_in
 from wide.models.gates import routed_gate
 from wide.models.router import Router
 from wide.plan import Routed
@@ -35,33 +36,6 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _PROBE_ROWS = 3
 _TUNING_SECONDS = 90.0
 _BACKENDS = ("auto", "triton", "torch")
-
-
-class _Replaced:
-    """A module's forward while another one stands in for it."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module = module
-        # The module may have had a forward of its own before; usually its class's shows through.
-        self._before = vars(module).get("forward")
-        module.forward = forward
-
-    def remove(self) -> None:
-        if self._before is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._before
-
-
-class _Stacked:
-    """Gate and up projections that view one buffer."""
-
-    def __init__(self, linears: tuple[nn.Linear, nn.Linear], where: str) -> None:
-        self._linears = linears
-        stack_linears(linears, where)
-
-    def remove(self) -> None:
-        unstack_linears(self._linears)
 
 
 def optimize(
@@ -143,27 +117,29 @@ def optimize(
     if is_chosen and obstacle(_weight(state).device, _weight(state).dtype) is None:
         _warn_if_nothing_pays(tables)
     fused = [_fuse(spec, state, index, tables[index], keys) for index, spec in enumerate(state.specs)]
-    for part in (part for pair in fused for part in pair if part is not None):
-        router = part.gate.source
-        if part.table.backend == "triton" and isinstance(router, Router):
-            state.handles_fused.append(_Replaced(router, FusedRouter(router, "triton")))
-    for index, (attention, ffn) in enumerate(fused):
-        if attention is not None:
-            attention.gate.executor = attention
-            state.handles_fused += [
-                _Replaced(attention.spec.query, attention.query),
-                _Replaced(attention.spec.output, attention.output),
-            ]
-        if ffn is not None:
-            state.handles_fused.append(_Replaced(ffn.spec.module, ffn.__call__))
-            if isinstance(ffn.spec.gate, nn.Linear) and isinstance(ffn.spec.up, nn.Linear):
-                state.handles_fused.append(_Stacked((ffn.spec.gate, ffn.spec.up), f"layer {index}: FFN"))
-    state.fused = True
-    engine = Engine(model, state, tables, keys)
-    state.handles_fused.append(engine)
-    has_sinks = any(hasattr(spec.attention.module, "sinks") for spec in state.specs)
-    if keys.unusual is None and not has_sinks and hasattr(model, "init_continuous_batching"):
-        state.handles_fused.append(PagedBatching(model, engine.made_of))
+    with ExitStack() as stack:
+        for part in (part for pair in fused for part in pair if part is not None):
+            router = part.gate.source
+            if part.table.backend == "triton" and isinstance(router, Router):
+                stack.enter_context(standing_in(router, FusedRouter(router, "triton")))
+        for index, (attention, ffn) in enumerate(fused):
+            if attention is not None:
+                attention.gate.executor = attention
+                stack.callback(setattr, attention.gate, "executor", None)
+                stack.enter_context(standing_in(attention.spec.query, attention.query))
+                stack.enter_context(standing_in(attention.spec.output, attention.output))
+            if ffn is not None:
+                stack.enter_context(standing_in(ffn.spec.module, ffn.__call__))
+                if isinstance(ffn.spec.gate, nn.Linear) and isinstance(ffn.spec.up, nn.Linear):
+                    both = ffn.spec.gate, ffn.spec.up
+                    stack_linears(both, f"layer {index}: FFN")
+                    stack.callback(unstack_linears, both)
+        engine = Engine(model, state, tables, keys)
+        stack.callback(engine.remove)
+        has_sinks = any(hasattr(spec.attention.module, "sinks") for spec in state.specs)
+        if keys.unusual is None and not has_sinks and hasattr(model, "init_continuous_batching"):
+            stack.callback(PagedBatching(model, engine.made_of).remove)
+        state.engine, state.fused = engine, stack.pop_all()
     return model
 
 
@@ -176,13 +152,8 @@ def deoptimize(model: ModelT) -> ModelT:
     state = attachment(model)
     if not state.fused:
         raise NotAttachedError("this model is not optimised")
-    for spec, layer in zip(state.specs, state.plan.layers, strict=True):
-        if isinstance(layer.attention, Routed):
-            routed_gate(spec.attention.module)[0].executor = None
-    for handle in reversed(state.handles_fused):
-        handle.remove()
-    state.handles_fused = []
-    state.fused = False
+    state.fused.close()
+    state.fused = state.engine = None
     return model
 
 

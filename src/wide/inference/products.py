@@ -27,6 +27,13 @@ class GatedWeights(NamedTuple):
     up_bias: Tensor | None
     activation: str
 
+    @classmethod
+    def of_rows(cls, rows: Tensor, bias: Tensor | None, width: int, activation: str) -> "GatedWeights":
+        """Return what one matrix holds: gate and below it up, [2 F, D], or the only projection, [F, D]."""
+        gate, up = rows[:width], rows[width:] if len(rows) > width else None
+        of_gate, of_up = (None, None) if bias is None else (bias[:width], None if up is None else bias[width:])
+        return cls(gate, up, of_gate, of_up, activation)
+
 
 def project_queries(
     x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, table: OperatorTable

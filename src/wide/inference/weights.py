@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
 from wide.inference.asked import Asked, ask, paired
+from wide.inference.products import GatedWeights
 from wide.inference.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
@@ -133,22 +134,14 @@ class FeedForwardWeights(Sublayer):
     """The FFN of a layer.
 
     Args:
-        gate: Rows under the activation, [F, D].
-        up: Rows that multiply it, right behind `gate` in memory; None without a gate.
-        gate_bias: [F] or None.
-        up_bias: [F] or None.
+        gated: Of the first half, up right behind gate in memory.
         down: [D, F].
         down_bias: [D] or None.
-        activation: In the operators' words.
     """
 
-    gate: Tensor
-    up: Tensor | None
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
+    gated: GatedWeights
     down: Tensor
     down_bias: Tensor | None
-    activation: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,18 +296,12 @@ def _feed_forward(where: str, part: FeedForwardSpec, around: dict[str, Any]) -> 
         both, bias = stack_linears([_plain(part.gate, where), up], where)
     else:
         both, bias = up.weight.detach(), _detached(up.bias)
-    is_gated = part.gate is not None or part.fused_gate
-    width = part.width
     return FeedForwardWeights(
         **around,
-        gate=both[:width],
-        up=both[width:] if is_gated else None,
-        gate_bias=None if bias is None else bias[:width],
-        up_bias=None if bias is None or not is_gated else bias[width:],
+        gated=GatedWeights.of_rows(both, bias, part.width, activation),
         down=down.weight.detach(),
         down_bias=_detached(down.bias),
-        activation=activation,
-        router=_router(part.module, both.dtype, width, 0),
+        router=_router(part.module, both.dtype, part.width, 0),
     )
 
 

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from os import PathLike
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -55,13 +56,6 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
 
 
-class Removable(Protocol):
-    """What can be taken off again."""
-
-    def remove(self) -> None:
-        """Take it off."""
-
-
 @dataclass(slots=True)
 class Attachment:
     """What wide knows about one attached model.
@@ -83,8 +77,8 @@ class Attachment:
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Calibrated thresholds as (sparsity, threshold) points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
-        fused: Whether the layers run fused operators (`wide.inference.optimize`).
-        handles_fused: Hooks and stand-ins of the fused execution, removed by `deoptimize`.
+        fused: Takes off the fused operators that the layers run (`wide.inference.optimize`); None where they run none.
+        engine: What then stands in for the model's forward.
     """
 
     plan: Plan
@@ -101,8 +95,8 @@ class Attachment:
     provenance: dict[str, Any] = field(default_factory=dict)
     dial: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
-    fused: bool = False
-    handles_fused: list[Removable] = field(default_factory=list)
+    fused: ExitStack | None = None
+    engine: Any = None
 
     def routers(self) -> list[Router]:
         """Return all routers, by layer, attention before FFN."""

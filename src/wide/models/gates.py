@@ -8,7 +8,7 @@ of the attention or constants, is the source of a gate; all gates enter here.
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,6 @@ GATHER_NAME = "wide_gather"
 """A module on an attention that picks the heads which the attention function sees."""
 PENDING_NAME = "wide_pending"
 """The `Gate` on a sublayer, which is no module."""
-
-
-class Executor(Protocol):
-    """Runs the attention function of one gated module in another way, and takes the pending mask itself."""
-
-    def attend(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        """Return what `function` gives, masked: output `[B, T, H, d]` and attention weights."""
 
 
 class StaticGate(nn.Module):
@@ -92,7 +75,8 @@ class Gate:
     Attributes:
         mask: The pending factors; None where there is nothing to apply.
         residual: What the source reads in place of the sublayer's input, where it reads the residual stream.
-        executor: What runs the attention instead of the dense function followed by the mask; None runs that.
+        executor: Its `attend` runs the attention, given the dense function and its arguments, and takes the mask by
+            itself; None runs that function, and masks after it.
         followed: The same mask once more, for the FFN that follows this attention.
     """
 
@@ -102,7 +86,7 @@ class Gate:
         self.layer_index, self.half_layer = source.layer_index, source.half_layer
         self.mask: Tensor | None = None
         self.residual: Tensor | None = None
-        self.executor: Executor | None = None
+        self.executor: Any = None
         self.followed: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from wide.inference.decoder import Decoder
-from wide.inference.engine import Engine
 from wide.inference.graphs import GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OPERATORS, OperatorTable
 from wide.inference.run import Masks, Run, force
@@ -96,17 +95,6 @@ def places(length: int, device: torch.device) -> Tensor:
     """Return places of a prompt at which logits are compared, int64, ascending: spread out, and the last ones."""
     spread = torch.linspace(0, length - 1, min(length, _PLACES)).long()
     return torch.cat((spread, torch.arange(max(0, length - _STEPS - 1), length))).unique().to(device)
-
-
-def engine_of(model: Any) -> Engine | None:
-    """Return what stands in for an optimised model's forward."""
-    return next((handle for handle in attachment(model).handles_fused if isinstance(handle, Engine)), None)
-
-
-def decoder_of(model: Any) -> Decoder | None:
-    """Return what an optimised model's calls run; None where its layers' own modules run."""
-    engine = engine_of(model)
-    return None if engine is None else engine.decoder
 
 
 @torch.no_grad()

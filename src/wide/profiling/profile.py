@@ -30,7 +30,6 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ from wide.profiling.doors import (
     reset_peak,
     synchronise,
 )
-from wide.profiling.gates import check_decoder, decoder_of, engine_of, reference
+from wide.profiling.gates import check_decoder, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
@@ -381,7 +380,7 @@ class _Routed:
         # Both peaks hold one model and its cache; this one the other model's weights and the reference, too.
         beyond = peak_bytes() - held - self.weight_bytes - self.dense_peak
         start["memory_beyond_dense_bytes"] = beyond + _graph_bytes()
-        decoder = decoder_of(self.model)
+        decoder = state.engine.decoder
         if decoder is None:
             gate: dict[str, Any] = {"green": True, "unchecked": "its layers' own modules run, which its tests check"}
         else:
@@ -456,8 +455,7 @@ class _Routed:
     def _race_batches(self) -> bool:
         """Time `generate_batch` where its tokens agree with those that the model prefers; return whether they do."""
         prompt, new = self.options.prompts[0], self.options.batched_generate
-        engine = engine_of(self.model)
-        with nullcontext() if engine is None else engine.shortened(_AGREEMENT_LAYERS):
+        with attachment(self.model).engine.shortened(_AGREEMENT_LAYERS):
             found = batch_agreement(self.model, min(prompt, _AGREEMENT_PROMPT), min(new, _AGREEMENT_TOKENS))
         gate = {"green": found["generate_batch"] >= _AGREEMENT_SHARE * found["generate"], "preferred": found}
         if not self.report.begin_batches(gate):
