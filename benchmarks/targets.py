@@ -33,7 +33,7 @@ _GRID = f"{_PROFILE} --prompt 1024 --batch 2,8,32,64,4,16 --doors generate --gen
 _TRAINED = f"{_PROFILE} --prompt 2048,4096,16384 --rates 0.66,0.28"
 PARTS = {"alone": (_ALONE, 190), "requests": (_REQUESTS, 140), "grid": (_GRID, 160), "trained": (_TRAINED, 80)}
 """What measures all rows: commands by the names of their folders, and the seconds that each may take."""
-_WIDE = (sys.executable, "-c", "import sys; from wide.cli.main import main; sys.exit(main(sys.argv[1:]))")
+WIDE = (sys.executable, "-c", "import sys; from wide.cli.main import main; sys.exit(main(sys.argv[1:]))")
 # Seconds in which a part that is interrupted must end.
 _GRACE = 10
 _PAPER = "routed 0.66/0.28"
@@ -241,13 +241,16 @@ def _several(candidate: str) -> Finder:
     return find
 
 
-def measure(out: Path, parts: Mapping[str, tuple[str, float]], wide: Sequence[str]) -> list[Path]:
+def measure(
+    out: Path, parts: Mapping[str, tuple[str, float]], wide: Sequence[str], files: str = "endtoend.json"
+) -> list[Path]:
     """Run commands one after the other, each until its time is up, and return the folders that hold records.
 
     Args:
         out: Holds a folder for each part.
         parts: Commands, with DIR for their folder, and the seconds that they may take, by name.
         wide: What stands for the word `wide`.
+        files: What holds the records in a folder, may be a pattern.
     """
     found = []
     for name, (command, seconds) in parts.items():
@@ -264,7 +267,7 @@ def measure(out: Path, parts: Mapping[str, tuple[str, float]], wide: Sequence[st
         finally:
             process.kill()
             process.wait()
-        if (folder / "endtoend.json").is_file():
+        if any(folder.glob(files)):
             found.append(folder)
     return found
 
@@ -299,7 +302,10 @@ def fill(
         if measured:
             content, found = measured[-1]
             found["value"] = round(found["value"], 4)
-            row |= found | {"reached": _reached(target, found["value"]), "device": content.get("device")}
+            row |= found | {
+                "reached": reached(target.floor, target.goal, found["value"], target.unit),
+                "device": content.get("device"),
+            }
             row |= {"date": date, "commit": commit}
         elif target.what in before:
             row.update(before[target.what], floor=target.floor, goal=target.goal)
@@ -309,17 +315,18 @@ def fill(
     return rows
 
 
-def _reached(target: Target, value: float) -> str:
-    """Return 'goal', 'floor' or 'missed'."""
-    if target.floor is None or target.goal is None:
+def reached(floor: float | None, goal: float | None, value: float, unit: str = "ratio") -> str:
+    """Return 'goal', 'floor' or 'missed', or that there is neither."""
+    if floor is None or goal is None:
         return "for orientation"
-    sign = 1.0 if target.unit == "ratio" else -1.0
-    if sign * value >= sign * target.goal:
+    sign = 1.0 if unit == "ratio" else -1.0
+    if sign * value >= sign * goal:
         return "goal"
-    return "floor" if sign * value >= sign * target.floor else "missed"
+    return "floor" if sign * value >= sign * floor else "missed"
 
 
-def _head() -> str:
+def head() -> str:
+    """Return the commit of this checkout."""
     found = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
@@ -334,9 +341,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", default=None, help="of the measured code; default: this checkout's")
     parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="YYYY-MM-DD")
     options = parser.parse_args(arguments)
-    folders = options.records or measure(options.measure, PARTS, _WIDE)
+    folders = options.records or measure(options.measure, PARTS, WIDE)
     known = json.loads(options.out.read_text()) if options.out.is_file() else []
-    rows = fill(folders, known, commit=options.commit or _head(), date=options.date)
+    rows = fill(folders, known, commit=options.commit or head(), date=options.date)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:

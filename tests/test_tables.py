@@ -28,3 +28,12 @@ def test_what_stands_between_the_marks_is_replaced_and_nothing_else():
 def test_a_table_that_there_is_not_is_named_with_those_that_there_are():
     with pytest.raises(KeyError, match=r"no table 'qualty'; there are quality"):
         tables.rendered("<!-- table: qualty -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize("name", ["columns", "columns-rows"])
+def test_languages_stand_side_by_side(name, monkeypatch):
+    row = {"operator": "down", "size": "16 rows", "share": 0.3, "floor": 1.5, "goal": 2.0}
+    monkeypatch.setattr(tables, "targets", lambda _: [{**row, "languages": {"cute": 1.25, "level 1": 1.25}}])
+    text = tables.TABLES[name]().to_markdown()
+    assert "1.25" in text
+    assert ("16 rows, 30 %" if name == "columns-rows" else "1.5") in text

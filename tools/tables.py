@@ -228,6 +228,42 @@ def aims(name: str) -> Table:
     return Table(header=("what", "today", "floor", "goal"), rows=rows)
 
 
+def columns() -> Table:
+    """Return what kernels in each language gain over dense, and what the best new language was to."""
+    rows = tuple(
+        (
+            f"{row['operator']}, {row['size']}",
+            *_of_languages(row, _LANGUAGES),
+            *(f"{row[key]:g}" for key in ("floor", "goal")),
+        )
+        for row in targets("columns")
+        if row["floor"] is not None
+    )
+    return Table(header=("operator, half skipped", *_LANGUAGES.values(), "floor", "goal"), rows=rows)
+
+
+def columns_rows() -> Table:
+    """Return what each language gains by size and by the share that masks skip."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in targets("columns"):
+        title = row["size"] if row["share"] == 0.5 else f"{row['size']}, {100 * row['share']:g} %"
+        for (key, name), text in zip(_WRITTEN.items(), _of_languages(row, _WRITTEN), strict=True):
+            if key in row["languages"]:
+                cells.setdefault((row["operator"], name), {})[title] = text
+    titles = dict.fromkeys(title for found in cells.values() for title in found)
+    rows = tuple((*key, *(found.get(title, "-") for title in titles)) for key, found in cells.items())
+    return Table(header=("operator", "language", *titles), rows=rows)
+
+
+_LANGUAGES = {"triton": "Triton", "gluon": "Gluon", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
+_WRITTEN = _LANGUAGES | {f"level {level}": f"CuTe, level {level}" for level in range(3)}
+
+
+def _of_languages(row: dict[str, Any], names: dict[str, str]) -> list[str]:
+    values = [row["languages"].get(key) for key in names]
+    return ["-" if value is None else f"{value:.2f}" for value in values]
+
+
 def sizes() -> Table:
     """Return what models of several sizes need of cards, in GiB, as it was calculated."""
     found: dict[tuple[str, str], dict[str, str]] = {}
@@ -254,6 +290,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "speed": speed,
     "speed-short": lambda: speed(3),
     "speed-operators": operators,
+    "columns": columns,
+    "columns-rows": columns_rows,
     "house": lambda: aims("house"),
     "training": lambda: aims("scale"),
     "training-sizes": sizes,

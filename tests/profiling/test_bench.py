@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from wide.kernels.contract import Backend, Case
 from wide.kernels.gemm_k import GEMM_K
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_MN
+from wide.kernels.native import cute
 from wide.kernels.reorder import REORDER
 from wide.profiling import agreement, bench
 from wide.profiling.agreement import rounding, verdicts
@@ -229,6 +231,22 @@ def test_red_and_rounding_are_written_and_what_is_red_is_returned(host, tmp_path
     assert {entry["backend"] for entry in content["red"]} == {"triton"}
     assert content["records"]
     assert any("RED" in line for line in said)
+    assert content["compiled"] == []
+
+
+def test_what_nvcc_compiles_is_compiled_before_the_first_race(host, tmp_path):
+    def asks(operators, device, backends, dtypes):
+        if backends == ["cute"]:
+            cute.function(tmp_path / "none.cu", CPU, LEVEL=2)()
+        return []
+
+    host.setattr(bench, "verdicts", asks)
+    host.setattr(bench, "_LEAST_ROWS", 16)
+    request = BenchRequest(names=("reorder",), rows=(16,), backends=("triton", "cute"), quick=True)
+    run_bench(request, tmp_path, device=CPU, say=lambda line: None)
+    (found,) = json.loads((tmp_path / "operators.json").read_text())["compiled"]
+    assert found["kernel"] == "none {'LEVEL': 2}"
+    assert re.search("FileNotFoundError|UnsupportedBackendError", found["failure"])
 
 
 def test_groups_of_decode_agree_on_what_executes(host):

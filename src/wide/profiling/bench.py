@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wide.data.progress import progress
 from wide.errors import ConfigError
 from wide.inference.layer_sizes import LayerSizes
 from wide.inference.measured import measured_table
@@ -26,6 +27,7 @@ from wide.kernels.contract import Operator
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.native import ahead
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES, reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
 from wide.kernels.tuning import Choice
@@ -66,7 +68,8 @@ SIZES = LayerSizes(
 )
 """Of a layer of Llama-3.1-8B with FFN groups of 128 channels."""
 _GROUP, _ACTIVE, _MIDDLE = 128, 0.5, 4096
-# Below, the K-axis product is left to the dense candidate, and reordering is launch time.
+_ROWS = (1024, 4096, 16384)
+# Below, unless it is asked for, the K-axis product is left to the dense candidate, and reordering is launch time.
 _LEAST_ROWS = 4096
 _ROUNDS, _QUICK_ROUNDS, _COARSE_ROUNDS = 20, 10, 8
 _HALVES = (torch.bfloat16, torch.float16)
@@ -89,7 +92,7 @@ class BenchRequest:
     """
 
     names: Sequence[str]
-    rows: Sequence[int] = (1024, 4096, 16384)
+    rows: Sequence[int] = _ROWS
     backends: Sequence[str] = TIMED
     group_size: int | None = None
     sparsity: float | None = None
@@ -146,6 +149,7 @@ def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Ca
     """
     red: list[str] = []
     gates: dict[str, dict[str, Any]] = {}
+    kernels = _compile_ahead(request, device)
     for name in request.names:
         # Decode over groups runs the operator of decode: its gate is run once.
         is_repeated = any(OPERATORS.get(other) == OPERATORS.get(name) for other in gates)
@@ -164,7 +168,7 @@ def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Ca
                 red.append(name)
             path = folder / ("operators.json" if race.kind == "sweep" else "attention.json")
             alike = [gate for each, gate in gates.items() if (each in _MANY_ROWS) == (race.kind == "sweep")]
-            content = files.setdefault(path, _head([] if name == COARSE else alike))
+            content = files.setdefault(path, _head([] if name == COARSE else alike) | {"compiled": kernels})
             content["records"] += found
             # Written after every race, so that a stopped run keeps what it measured.
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,6 +176,23 @@ def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Ca
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return list(dict.fromkeys(red))
+
+
+def _compile_ahead(request: BenchRequest, device: torch.device) -> list[dict[str, Any]]:
+    """Compile what gates and races will ask nvcc for, on all cores; return each kernel's seconds, or its failure."""
+    backends = [backend for backend in request.backends if backend in UNPROVEN]
+    if not backends:
+        return []
+    with ahead.noting() as notes:
+        for name in request.names:
+            if request.gated and name in OPERATORS:
+                list(verdicts(OPERATORS[name], device, backends=backends, dtypes=_HALVES))
+                rounding(OPERATORS[name], device, backends=backends)
+            for race in races(name, request, device):
+                for candidate, calls in _of_backends(race, backends).candidates.items():
+                    if not candidate.startswith("dense"):
+                        calls[0]()
+    return list(progress(ahead.compiled(notes), title="compiling", total=len(notes), unit="kernel")) if notes else []
 
 
 def _head(gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -291,7 +312,7 @@ def _product_races(name: str, request: BenchRequest, device: torch.device) -> It
     else:
         shapes = [(_GROUP, _ACTIVE), (256, _ACTIVE)]
     for rows in request.rows:
-        if name == "gemm_k" and request.quick and rows < _LEAST_ROWS:
+        if name == "gemm_k" and request.quick and request.rows is _ROWS and rows < _LEAST_ROWS:
             continue
         for size, active in shapes:
             yield _product(in_ffn, _with_groups(size), rows, active, device, quick=request.quick)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from wide.errors import UnsupportedBackendError
+from wide.kernels.native.ahead import stand_in
 from wide.kernels.native.build import cache_folder
 from wide.writing import replacing
 
@@ -95,15 +96,20 @@ def function(source: Path, device: torch.device, **variant: int) -> Callable[...
         UnsupportedBackendError: If it cannot be built, in the compiler's words.
     """
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return _function(source, 10 * major + minor, tuple(variant.items()))
+    asked = (source, 10 * major + minor, tuple(variant.items()))
+    return stand_in(f"{source.stem} {variant}", _library, *asked) or _function(*asked)
 
 
 @functools.cache
 def _function(source: Path, capability: int, variant: tuple[tuple[str, int], ...]) -> Callable[..., None]:
     from tvm_ffi import load_module
 
-    library = build(source, dict(variant), architecture(capability), cache_folder() / "kernels")
+    library = _library(source, capability, variant)
     return getattr(load_module(str(library)), source.parent.name)  # type: ignore[no-any-return]
+
+
+def _library(source: Path, capability: int, variant: tuple[tuple[str, int], ...]) -> Path:
+    return build(source, dict(variant), architecture(capability), cache_folder() / "kernels")
 
 
 def build(source: Path, variant: Mapping[str, int], architecture: str, folder: Path) -> Path:

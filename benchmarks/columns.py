@@ -1,0 +1,189 @@
+"""The languages of the kernels side by side: what `wide bench` measures of each, as targets and tables of a page.
+
+Usage: python -m benchmarks.columns --measure DIR [--out docs/measurements/targets/columns.json]
+       python -m benchmarks.columns --records DIR... [--out ...]
+
+The first runs the benches of `PARTS` on this machine's GPU, in ten minutes at most; the new languages must agree with
+their references in all cases first. `make tables` draws the pages. Levels of skipping inside a tile are CuTe's; what
+they cost where nothing is left over is seen at 0 %, where every tile is full, and what they save at few rows.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.targets import WIDE, head, measure, reached
+from wide.inference.tuning.tiles import UNPROVEN
+from wide.profiling.bench import TIMED, candidate_backend
+
+_OUT = Path(__file__).parents[1] / "docs/measurements/targets/columns.json"
+_OPERATORS = "wide bench --output DIR --operators gemm_mn,gemm_k,prefill,decode,gemv --quick true"
+_ALL = f"{_OPERATORS} --backends triton,gluon,cuda,tilelang,cute --timed_only true"
+_AGREE = f"{_OPERATORS} --backends tilelang,cute --rows 4096"
+_HALF = f"{_ALL} --rows 16,64,256,1024,4096,16384"
+_SHARES = {f"skipped-{share}": (f"{_ALL} --rows 4096 --sparsity 0.{share}", 60) for share in (0, 3, 7)}
+PARTS = {"agree": (_AGREE, 240), "half": (_HALF, 180), **_SHARES}
+"""What measures all rows: commands by the names of their folders, and the seconds that each may take."""
+_ROWS = (16, 64, 256, 1024, 4096, 16384)
+_BACKENDS = (*TIMED, *UNPROVEN)
+# Of the paper's levels: candidates of CuTe, whose tile is (level, stages).
+_LEVELS = ("level 0", "level 1", "level 2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One race of a bench.
+
+    Args:
+        operator: As pages call it.
+        size: Rows, tokens or caches.
+        share: That random masks skip.
+        race: Its name in the records.
+        floor: Least acceptable speed-up of the best new language; None where it is for orientation.
+        goal: Wanted one.
+    """
+
+    operator: str
+    size: str
+    share: float
+    race: str
+    floor: float | None = None
+    goal: float | None = None
+
+    @property
+    def what(self) -> str:
+        """Its name among targets."""
+        return f"{self.operator}, {self.size}, {self.share:.0%} skipped"
+
+    @property
+    def command(self) -> str:
+        """What measures it."""
+        return PARTS["half" if self.share == 0.5 else f"skipped-{round(10 * self.share)}"][0]
+
+
+def lines() -> Iterator[Line]:
+    """Yield all rows, in order."""
+    aims = {
+        ("gate_up", 4096): (1.80, 1.95),
+        ("gate_up", 16384): (1.85, 2.0),
+        ("q", 16384): (1.75, 1.92),
+        ("o", 16384): (1.40, 1.60),
+    }
+    products = {
+        "gate_up": ("gate + up + SwiGLU", 128),
+        "q": ("queries", 512),
+        "o": ("output", 512),
+        "down": ("down", 128),
+    }
+    for name, (operator, group) in products.items():
+        shapes = [(rows, 0.5) for rows in _ROWS] + [(4096, share) for share in (0.0, 0.3, 0.7)]
+        for rows, share in shapes:
+            floor, goal = aims.get((name, rows), (None, None)) if share == 0.5 else (None, None)
+            race = f"{name} G={group} p={1.0 - share} M={rows}"
+            yield Line(operator=operator, size=f"{rows} rows", share=share, race=race, floor=floor, goal=goal)
+    for share in (0.5, 0.0, 0.3, 0.7):
+        for length, floor, goal in ((4096, 1.7, 1.95), (16384, 1.8, 2.05)):
+            aim = {"floor": floor, "goal": goal} if share == 0.5 else {}
+            race = f"prefill T={length} p={1.0 - share}"
+            yield Line(operator="prefill attention", size=f"{length} tokens", share=share, race=race, **aim)
+        for batch, length in ((32, 4096), (8, 32768)):
+            aim = {"floor": 1.65, "goal": 1.85} if (share, batch) == (0.5, 32) else {}
+            race = f"decode B={batch} T={length} p={1.0 - share}"
+            yield Line(operator="decode attention", size=f"{batch} x {length} keys", share=share, race=race, **aim)
+    for name, group in (("gate_up", 128), ("down", 128), ("query", 512), ("output", 512)):
+        operator = {"gate_up": products["gate_up"][0], "query": "queries"}.get(name, name)
+        race = f"gemv {name} M=1 G={group} p=0.5"
+        yield Line(operator=operator, size="1 row", share=0.5, race=race, floor=1.7, goal=1.9)
+
+
+def fill(
+    contents: Iterable[Mapping[str, Any]], known: Sequence[Mapping[str, Any]] = (), *, commit: str, date: str
+) -> list[dict[str, Any]]:
+    """Return one JSON-ready object for each row.
+
+    Args:
+        contents: Files of `wide bench`; later ones replace what earlier ones measured.
+        known: Rows of earlier measurements, for what these do not hold.
+        commit: Of the code that was measured.
+        date: Of the measurement.
+    """
+    races: dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = {}
+    for content in contents:
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for record in content["records"]:
+            found.setdefault(record.get("sweep") or record["race"], []).append(record)
+        races |= {name: (content, records) for name, records in found.items()}
+    before = {row["what"]: row for row in known}
+    rows = []
+    for line in lines():
+        row: dict[str, Any] = {"what": line.what, "operator": line.operator, "size": line.size, "share": line.share}
+        row |= {"value": None, "floor": line.floor, "goal": line.goal, "unit": "ratio", "reached": "not measured"}
+        row |= {"device": None, "date": None, "commit": None, "command": line.command, "languages": {}}
+        content, records = races.get(line.race, ({}, []))
+        languages = _languages(records)
+        new = [languages[name] for name in UNPROVEN if name in languages]
+        if languages:
+            row |= {"languages": languages, "device": content["device"], "date": date, "commit": commit}
+        if new:
+            row["value"] = max(new)
+            row["reached"] = reached(line.floor, line.goal, row["value"])
+        elif line.what in before and not languages:
+            row.update(before[line.what], floor=line.floor, goal=line.goal)
+        rows.append(row)
+    return rows
+
+
+def _languages(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the best speed-up of each language over the dense peer, and of each of CuTe's levels."""
+    best: dict[str, float] = {}
+    for record in records:
+        backend = candidate_backend(record["candidate"])
+        if backend == "dense" or "speedup" not in record:
+            continue
+        names = [backend]
+        if backend == "cute" and record.get("choice", {}).get("tile"):
+            names.append(_LEVELS[int(record["choice"]["tile"][0])])
+        for name in names:
+            best[name] = max(best.get(name, 0.0), round(record["speedup"], 4))
+    return {name: best[name] for name in (*_BACKENDS, *_LEVELS) if name in best}
+
+
+def contents(folders: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield what benches wrote to folders."""
+    for folder in folders:
+        for path in sorted(folder.glob("*.json")):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if "records" in content:
+                yield content
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fill in the rows and print those that have a floor."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--records", type=Path, nargs="+", help="folders of wide bench")
+    source.add_argument("--measure", type=Path, help="folder for the records of all parts, measured now")
+    parser.add_argument("--out", type=Path, default=_OUT, help="the file to write")
+    parser.add_argument("--commit", default=None, help="of the measured code; default: this checkout's")
+    parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="YYYY-MM-DD")
+    options = parser.parse_args(arguments)
+    folders = options.records or measure(options.measure, PARTS, WIDE, "*.json")
+    known = json.loads(options.out.read_text()) if options.out.is_file() else []
+    rows = fill(contents(folders), known, commit=options.commit or head(), date=options.date)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    for row in rows:
+        if row["floor"] is not None:
+            value = "-" if row["value"] is None else f"{row['value']:.2f}"
+            name = f"{row['operator']}, {row['size']}"
+            sys.stdout.write(f"{name:48s} {value:>6s} {row['floor']:5.2f} {row['goal']:5.2f}  {row['reached']}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

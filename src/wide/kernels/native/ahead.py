@@ -1,0 +1,69 @@
+"""Notes which kernels some calls would compile, so that all are compiled side by side before the first of them runs."""
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+
+class Note(NamedTuple):
+    """A kernel that is to be compiled.
+
+    Args:
+        name: What a record calls it.
+        build: Compiles it and keeps it on disk; a function of a module, which another process can be given.
+        arguments: Of `build`.
+    """
+
+    name: str
+    build: Callable[..., object]
+    arguments: tuple[Hashable, ...]
+
+
+_notes: dict[Note, None] | None = None
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[Note, None]]:
+    """Note kernels instead of compiling them: what asks for one gets a function that does nothing."""
+    global _notes
+    _notes = {}
+    try:
+        yield _notes
+    finally:
+        _notes = None
+
+
+def stand_in(name: str, build: Callable[..., object], *arguments: Hashable) -> Callable[..., None] | None:
+    """Return, while kernels are noted, what stands for this one; else None. Arguments as of `Note`."""
+    if _notes is None:
+        return None
+    _notes[Note(name, build, arguments)] = None
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """Launch nothing."""
+
+
+def compiled(notes: dict[Note, None]) -> Iterator[dict[str, Any]]:
+    """Compile noted kernels on all cores, and yield for each its name and seconds, or why it failed, as they end."""
+    # Not forked: the process has a GPU already.
+    workers = min(len(notes), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(_timed, note): note for note in notes}
+        for done in as_completed(running):
+            yield {"kernel": running[done].name} | done.result()
+
+
+def _timed(note: Note) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        note.build(*note.arguments)
+    # Whoever asks for it in earnest is told again.
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {"seconds": round(time.perf_counter() - began, 2)}
