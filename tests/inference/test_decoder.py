@@ -3,22 +3,22 @@
 import pytest
 import torch
 from families import STRAIGHT, make, stirred, tokens
+from tables import fixed
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.decoder import Decoder
-from wide.inference.measured import dense_table
-from wide.inference.operator_table import OPERATORS, OperatorTable
+from wide.inference.operator_table import DENSE_TABLE as UNSKIPPED
+from wide.inference.operator_table import OPERATORS
 from wide.inference.run import Run, force
 from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
 
-DENSE_TABLE = OperatorTable.fixed("torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())
-SPARSE_TABLE = OperatorTable.fixed("torch", query=1, attention=1, output=1, gate_up=1, down=1, few=OPERATORS)
-MIXED_TABLE = OperatorTable.fixed("torch", query=5, attention=1, output=None, gate_up=5, down=None, few=("gate_up",))
+DENSE_TABLE = fixed("torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())
+SPARSE_TABLE = fixed("torch", query=1, attention=1, output=1, gate_up=1, down=1, few=OPERATORS)
+MIXED_TABLE = fixed("torch", query=5, attention=1, output=None, gate_up=5, down=None, few=("gate_up",))
 # As where nearly everything executes: attention over a cache skips no keys, but skipped heads must come out as zeros.
-UNSKIPPED_TABLE = dense_table()
-TABLES = (DENSE_TABLE, SPARSE_TABLE, MIXED_TABLE, UNSKIPPED_TABLE)
+TABLES = (DENSE_TABLE, SPARSE_TABLE, MIXED_TABLE, UNSKIPPED)
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 
 
@@ -74,7 +74,7 @@ def test_steps_without_skipped_keys_leave_zeros_in_skipped_heads(attention_group
     # A head of its own for each group, so that a KV head serves several, or all heads in one.
     model, ids = _attached("llama", attention_group_size=attention_group_size), tokens(2, 9)
     decoder = Decoder(model, max_length=16)
-    run = Run(table=UNSKIPPED_TABLE)
+    run = Run(table=UNSKIPPED)
     whole = decoder.prefill_logits(ids, decoder.new_cache(2), run).view(2, 9, -1)
     cache = decoder.new_cache(2)
     decoder.prefill(ids[:, :8], torch.full((2,), 8, dtype=torch.int32), cache, run)

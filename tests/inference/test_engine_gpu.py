@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 from families import STRAIGHT, make, tokens
+from tables import fixed
 
 from wide.config import WideConfig
 from wide.inference.engine import _Slot
-from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
 
@@ -23,7 +23,7 @@ SIZES = {
     "head_dim": 64,
     "max_position_embeddings": 16384,
 }
-TABLE = OperatorTable.fixed(query=5, attention=5, output=5, gate_up=5, down=5)
+TABLE = fixed(query=5, attention=5, output=5, gate_up=5, down=5)
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from families import FAMILIES, make, tokens
+from tables import fixed
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.inference.measured import dense_table
-from wide.inference.operator_table import OperatorTable
+from wide.inference.operator_table import DENSE_TABLE
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, detach
 from wide.models.gates import gate_of
@@ -16,7 +16,7 @@ from wide.models.observe import bypass, capture_routing, force_routing
 
 CONFIG = WideConfig(ffn_group_size=16)
 # Small enough that twelve tokens take the gathered operators and six the dense product.
-SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 WITHOUT_KERNEL = {"apertus"}
 
 
@@ -121,7 +121,7 @@ def test_auto_where_nothing_is_measured_runs_dense_and_gives_the_masked_outputs(
     with torch.no_grad(), capture_routing(model) as routing:
         masked = model(ids).logits
     optimize(model)
-    assert model_table(model) == dense_table()
+    assert model_table(model) == DENSE_TABLE
     with torch.no_grad(), force_routing(model, routing):
         torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
     with pytest.raises(ConfigError, match="unknown backend 'cuda'"):

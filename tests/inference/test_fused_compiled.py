@@ -2,10 +2,10 @@
 
 import torch
 from families import make, tokens
+from tables import fixed
 from transformers import StaticCache
 
 from wide.config import WideConfig
-from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import optimize
 from wide.models.attach import attach
 from wide.models.observe import capture_routing, force_routing
@@ -13,7 +13,7 @@ from wide.routing import LayerRouting
 
 PROMPT, STEPS = 9, 3
 # The prompt takes the gathered operators; steps take those for few tokens, and attention over the cache skips.
-TABLE = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
+TABLE = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 
 
 def test_steps_over_a_static_cache_compile_as_one_graph():

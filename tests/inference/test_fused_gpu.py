@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 from families import make, tokens
+from tables import fixed
 from transformers import DynamicCache, StaticCache
 
 from wide.config import WideConfig
-from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import optimize
 from wide.models.attach import attach
 from wide.models.observe import capture_routing, force_routing
@@ -25,7 +25,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 # Skips from few tokens on; decode steps and caches skip, too.
-TABLE = OperatorTable.fixed(query=5, attention=5, output=5, gate_up=5, down=5)
+TABLE = fixed(query=5, attention=5, output=5, gate_up=5, down=5)
 CONFIG = WideConfig(ffn_group_size=64, router_rank=16)
 BATCH, LENGTH, STEPS = 2, 200, 4
 PADDING = {"none": [], "left": [(0, 0, 70)], "right": [(1, 150, LENGTH)], "hole": [(0, 30, 60), (1, 0, 9)]}

@@ -11,8 +11,8 @@ import torch
 from wide.errors import ConfigError
 from wide.inference import measured
 from wide.inference.layer_sizes import LayerSizes, operator_case
-from wide.inference.measured import dense_table, measured_table
-from wide.inference.operator_table import DENSE, OPERATORS, OperatorTable
+from wide.inference.measured import measured_table
+from wide.inference.operator_table import DENSE, DENSE_TABLE, OPERATORS, OperatorTable
 from wide.kernels.contract import Case
 from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
 
@@ -245,7 +245,7 @@ def test_without_its_compiler_the_kernel_in_cuda_is_replaced_with_a_warning_once
 def test_devices_without_triton_run_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "triton_obstacle", lambda device: "no")
     table = _table(_measured(tmp_path))
-    assert table == dense_table()
+    assert table == DENSE_TABLE
     assert all(table.how(name, rows) == "dense" for name in OPERATORS for rows in (1, 4, 5, 16384))
 
 
@@ -287,11 +287,10 @@ def _any_case() -> Case:
 
 
 def test_tables_without_measurements_skip_from_fixed_numbers_of_rows_on() -> None:
-    table = OperatorTable.fixed(query=512, down=5, output=None, few=("down", "gate_up"))
-    assert [table.how("down", rows) for rows in (1, 4, 5)] == ["few", "few", "many"]
-    assert [table.how("gate_up", rows) for rows in (1, 4, 5, 511, 512)] == ["few", "few", "dense", "dense", "many"]
-    assert [table.how("query", rows) for rows in (1, 5, 512)] == ["dense", "dense", "many"]
-    assert [table.how("output", rows) for rows in (1, 999)] == ["dense", "dense"]
+    table = OperatorTable.fixed()
+    assert [table.how("down", rows) for rows in (1, 4, 5, 9999)] == ["few", "few", "dense", "dense"]
+    for name in ("query", "output", "gate_up"):
+        assert [table.how(name, rows) for rows in (1, 4, 5, 511, 512)] == ["few", "few", "dense", "dense", "many"]
     assert [table.how("attention", rows) for rows in (1, 255, 256)] == ["dense", "dense", "many"]
     with pytest.raises(ConfigError, match="names"):
-        OperatorTable.fixed(few=("gate",))
+        OperatorTable(rules=(("gate", ()),))

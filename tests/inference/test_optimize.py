@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import make, tokens
+from tables import fixed
 from torch import nn
 
 from wide.config import WideConfig
@@ -16,7 +17,7 @@ from wide.inference import measured, optimize_checks
 from wide.inference import optimize as optimize_module
 from wide.inference import sample as sample_module
 from wide.inference.fused_router import FusedRouter
-from wide.inference.operator_table import OperatorTable
+from wide.inference.operator_table import DENSE_TABLE, OperatorTable
 from wide.inference.optimize import deoptimize, optimize
 from wide.kernels.device import DeviceFacts
 from wide.kernels.reorder import left_to_tiles
@@ -25,7 +26,7 @@ from wide.models.observe import bypass, capture_routing, force_routing
 from wide.plan import Dense
 
 CONFIG = WideConfig(ffn_group_size=16)
-SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 
 
 def refused(model, error, match, **options):
@@ -103,7 +104,7 @@ def test_groups_that_the_kernels_do_not_take_are_refused(monkeypatch):
     model = attach(make("llama"), WideConfig(ffn_group_size=8))
     match = "layer 0: gate_up: the Triton backend wants groups that 16 divides .*, got groups of 8 channels"
     refused(model, UnsupportedBackendError, match, backend="triton")
-    few_only = OperatorTable.fixed(query=None, output=None, gate_up=None)
+    few_only = fixed(query=None, output=None, gate_up=None)
     assert attachment(optimize(model, table=few_only)).fused
     model = attach(make("llama"), CONFIG)
     assert attachment(optimize(model, backend="triton")).fused
@@ -138,7 +139,7 @@ def test_auto_measures_what_nothing_is_known_of_or_says_so(monkeypatch, tmp_path
     assert "float32" in measured.obstacle(gpu, torch.float32)
     assert measured.obstacle(gpu, torch.bfloat16) is None
     # The table itself is asked for the host, where there is nothing to choose.
-    monkeypatch.setattr(optimize_module, "measured_table", lambda sizes, **named: measured.dense_table())
+    monkeypatch.setattr(optimize_module, "measured_table", lambda sizes, **named: DENSE_TABLE)
     on_gpu = SimpleNamespace(device=gpu, dtype=torch.bfloat16, is_cuda=True)
     monkeypatch.setattr(optimize_module, "_weight", lambda state: on_gpu)
     asked = []
@@ -164,7 +165,7 @@ def noted_tables(monkeypatch):
 
     def table(sizes, **named):
         asked.append((named["executed"], named["left"]))
-        return measured.dense_table()
+        return DENSE_TABLE
 
     monkeypatch.setattr(optimize_module, "measured_table", table)
     return asked

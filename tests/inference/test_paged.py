@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import make, tokens
+from tables import fixed
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -14,7 +15,6 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from wide.config import WideConfig
 from wide.inference import engine, paged
-from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import deoptimize, optimize
 from wide.inference.paged import attend_paged
 from wide.inference.visible_keys import VisibleKeys
@@ -22,7 +22,7 @@ from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 
 CONFIG = WideConfig(ffn_group_size=16)
-SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 # The name of the size of a page has changed.
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 # The kernels run in Triton's interpreter.

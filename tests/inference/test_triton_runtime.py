@@ -3,10 +3,11 @@
 import pytest
 import torch
 from families import STRAIGHT, make, stirred, tokens
+from tables import fixed
 
 from wide.config import WideConfig
 from wide.inference.decoder import Decoder
-from wide.inference.operator_table import OPERATORS, OperatorTable
+from wide.inference.operator_table import OPERATORS
 from wide.inference.run import Run, force
 from wide.models.attach import attach
 
@@ -15,7 +16,7 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
 def _table(backend, attention):
-    return OperatorTable.fixed(backend, query=5, attention=attention, output=5, gate_up=5, down=5, few=OPERATORS)
+    return fixed(backend, query=5, attention=attention, output=5, gate_up=5, down=5, few=OPERATORS)
 
 
 # Norms of heads; a window, a soft cap and norms after the sublayers; half of a head turned, in neighbouring channels;

@@ -5,18 +5,18 @@ import warnings
 import pytest
 import torch
 from families import make, tokens
+from tables import fixed
 from transformers import DynamicCache, StaticCache
 
 from wide.config import WideConfig
 from wide.inference import visible_keys
-from wide.inference.operator_table import OperatorTable
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
 from wide.models.gates import gate_of
 from wide.models.observe import capture_routing, force_routing
 
 CONFIG = WideConfig(ffn_group_size=16)
-SMALL = OperatorTable.fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
+SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 BATCH, LENGTH = 2, 12
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 

@@ -10,7 +10,7 @@ import torch
 
 from wide.errors import ConfigError
 from wide.inference.layer_sizes import LayerSizes, misfit, operator_case
-from wide.inference.operator_table import DENSE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
+from wide.inference.operator_table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
 from wide.kernels.device import triton_obstacle
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
@@ -56,17 +56,18 @@ def measured_table(
     if any(not 0.0 <= share <= 1.0 for share in executed):
         raise ConfigError(f"executed shares must lie in [0, 1], got {executed}; (0.5, 0.5) skips half of the work")
     if obstacle(device, dtype) is not None:
-        return dense_table()
+        return DENSE_TABLE
     known = tuning or TuningTable()
     rules: list[tuple[str, Rules]] = []
     for name in OPERATORS:
         active = _share(name, executed)
         alike = left if name == "down" else None
         found = [(1, DENSE)] if name == "attention" else []
-        found += [(rows // 2 + 1, _choose(name, sizes, rows, active, alike, known, device)) for rows in _rows(name)]
+        counts = [rows for rows in _ROWS if rows > MAX_ROWS or name != "attention"]
+        found += [(rows // 2 + 1, _choose(name, sizes, rows, active, alike, known, device)) for rows in counts]
         # Rules that repeat the one before say nothing.
-        kept = [rule for rule, before in zip(found, [None, *found], strict=False) if not _repeats(before, rule)]
-        rules.append((name, tuple(kept)))
+        kept = [rule for before, rule in pairwise(found) if before[1].kernel != rule[1].kernel]
+        rules.append((name, (found[0], *kept)))
     # Groups finer than a KV head leave keys to be read for the heads that stay: measured slower than dense.
     whole_heads = sizes.num_kv_heads % sizes.attention_groups == 0
     skips_cache = executed[0] < _NEARLY_ALL and whole_heads and known.knows(device)
@@ -105,12 +106,6 @@ def _knows(sizes: LayerSizes, known: TuningTable, device: torch.device, executed
 
 def _share(name: OperatorName, executed: tuple[float, float]) -> float:
     return executed[0] if name in ("query", "attention", "output") else executed[1]
-
-
-def dense_table(backend: str = "torch") -> OperatorTable:
-    """Return the table by which nothing skips: dense products, and zeros in skipped places."""
-    every: tuple[tuple[str, Rules], ...] = tuple((name, ((1, DENSE),)) for name in OPERATORS)
-    return OperatorTable(backend=backend, cache=False, rules=every)
 
 
 def _choose(
@@ -172,11 +167,3 @@ def _warn_of(missing: str, instead: str) -> None:
     warnings.warn(
         f"wide: {missing}; {instead} runs instead of one in CUDA C++, which was measured faster", stacklevel=2
     )
-
-
-def _rows(name: OperatorName) -> tuple[int, ...]:
-    return tuple(rows for rows in _ROWS if rows > MAX_ROWS or name != "attention")
-
-
-def _repeats(before: tuple[int, Choice] | None, rule: tuple[int, Choice]) -> bool:
-    return before is not None and before[1].kernel == rule[1].kernel

@@ -41,41 +41,16 @@ class OperatorTable:
             raise ConfigError(f"the table names {sorted(unknown)}; choose from {list(OPERATORS)}")
 
     @classmethod
-    def fixed(
-        cls,
-        backend: str = "triton",
-        *,
-        query: int | None = 512,
-        attention: int | None = 256,
-        output: int | None = 512,
-        gate_up: int | None = 512,
-        down: int | None = None,
-        few: tuple[str, ...] = ("query", "output", "gate_up", "down"),
-    ) -> "OperatorTable":
-        """Return a table that asks no measurements.
+    def fixed(cls, backend: str = "triton") -> "OperatorTable":
+        """Return a table that asks no measurements, with one backend for all operators.
 
-        Args:
-            backend: Of all operators.
-            query: Tokens of a forward from which the query projection gathers; None = always dense.
-            attention: Tokens of a sequence from which prefill attention gathers; None = always dense.
-            output: As `query`, for the output projection.
-            gate_up: As `query`, for gate, up and activation.
-            down: As `query`, for the down projection.
-            few: Operators that skip weights when a forward has 1 to 4 tokens.
-
-        Raises:
-            ConfigError: If `few` names an unknown operator.
+        Products skip for 1 to 4 tokens and from 512 on, down for few alone; attention over a prompt skips from 256 on.
         """
-        sparse, most = Choice(backend=backend), MAX_ROWS + 1
-        starts = {"query": query, "attention": attention, "output": output, "gate_up": gate_up, "down": down}
-        rules = []
-        for name in dict.fromkeys((*starts, *few)):
-            start, is_prompt = starts.get(name), name == "attention"
-            found = [(1, sparse), (most, DENSE)] if name in few and not is_prompt else []
-            if start is not None:
-                found.append((start if is_prompt else max(start, most), sparse))
-            rules.append((name, tuple(found)))
-        return cls(backend=backend, rules=tuple(rules))
+        sparse = Choice(backend=backend)
+        few: Rules = ((1, sparse), (MAX_ROWS + 1, DENSE))
+        many = (*few, (512, sparse))
+        rules = {"query": many, "attention": ((256, sparse),), "output": many, "gate_up": many, "down": few}
+        return cls(backend=backend, rules=tuple(rules.items()))
 
     def how(self, name: OperatorName, rows: int) -> How:
         """Return how an operator runs: 'few' or 'many' tokens' sparse form, or 'dense'."""
@@ -90,3 +65,7 @@ class OperatorTable:
             if rows >= start:
                 found = choice
         return found
+
+
+DENSE_TABLE = OperatorTable(backend="torch", cache=False)
+"""By which nothing skips: dense products, and zeros in skipped places."""

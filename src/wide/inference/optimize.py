@@ -16,8 +16,8 @@ from wide.inference.engine import Engine
 from wide.inference.fused import FusedAttention, FusedFeedForward
 from wide.inference.fused_router import FusedRouter
 from wide.inference.layer_sizes import layer_sizes, tune_command
-from wide.inference.measured import dense_table, is_measured, measured_table, obstacle
-from wide.inference.operator_table import OPERATORS, OperatorTable
+from wide.inference.measured import is_measured, measured_table, obstacle
+from wide.inference.operator_table import DENSE_TABLE, OPERATORS, OperatorTable
 from wide.inference.optimize_checks import require_kernels, require_plain, require_routing_alone
 from wide.inference.paged import PagedBatching
 from wide.inference.sample import LayerSample, sample_layers
@@ -242,7 +242,7 @@ def _require_standard(index: int, ffn: FusedFeedForward, hidden_size: int) -> No
     with torch.no_grad():
         wanted = ffn.original(probe)
         ffn.gate.mask = torch.ones(1, _PROBE_ROWS, groups, dtype=torch.bool, device=probe.device)
-        always_dense = FusedFeedForward(ffn.spec, ffn.gate, ffn.activation, dense_table())
+        always_dense = FusedFeedForward(ffn.spec, ffn.gate, ffn.activation, DENSE_TABLE)
         found = always_dense(probe)
     error = (found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12)
     if not error < 2e-2:
