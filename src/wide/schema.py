@@ -85,12 +85,6 @@ class Checked:
 def require(kinds: Any, value: object, name: str, wanted: str) -> None:
     """Refuse an argument of another type before it is half used.
 
-    Args:
-        kinds: A class, or a union of classes.
-        value: The argument.
-        name: What it is called.
-        wanted: What it must be, in words.
-
     Raises:
         ConfigError: If it is none of them.
     """

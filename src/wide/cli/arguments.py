@@ -281,11 +281,7 @@ def look_ahead(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Return what the docstrings of a dataclass and its bases say about each field.
-
-    Args:
-        cls: A dataclass with Google-style 'Args:'.
-    """
+    """Return what the docstrings of a dataclass and its bases say about each field."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         # From Python 3.13 on docstrings come without the indentation of the class.

@@ -6,9 +6,6 @@ from wide.errors import UnsupportedBackendError
 def require_gpu(command: str) -> None:
     """Refuse a machine without a CUDA device.
 
-    Args:
-        command: Name of the command.
-
     Raises:
         UnsupportedBackendError: If there is none.
     """

@@ -56,9 +56,6 @@ def run(given: Sequence[str]) -> None:
 def describe_adapter(folder: Path) -> str:
     """Return base model, plan, training, sparsity per layer, dial and file sizes, as text.
 
-    Args:
-        folder: Written by `wide.save`.
-
     Raises:
         AdapterError: If it is not an adapter, or a damaged one.
     """
@@ -129,9 +126,6 @@ def _files(folder: Path) -> list[str]:
 
 def describe_model(name: str) -> str:
     """Return sizes, group sizes that divide, and where the work lies, as text.
-
-    Args:
-        name: Hub name or folder.
 
     Raises:
         ConfigError: If there is no such model.

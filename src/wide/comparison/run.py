@@ -342,11 +342,7 @@ class ComparisonRun:
 
 
 def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how routers were trained, as far as not by default: options of later versions leave old records as equal.
-
-    Args:
-        facts: What the training left in the provenance.
-    """
+    """Return how routers were trained, but for defaults: options of later versions leave old records as equal."""
     pairs = ((facts["stage"], StageConfig()), (facts["objective"], ObjectiveConfig()))
     return {
         name: value

@@ -51,10 +51,6 @@ def split_documents(documents: Iterable[Document], split: str) -> Iterator[Docum
 
     One document in ten is held out. Of few documents that may be none, or all; then the last tenth of each is.
 
-    Args:
-        documents: All of them.
-        split: 'train' or 'heldout'.
-
     Raises:
         DataError: If there is no such split.
     """

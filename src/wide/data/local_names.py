@@ -14,10 +14,6 @@ def is_path(name: str, kind: HubKind) -> bool:
     """Return whether a name is a path, there or not.
 
     It is by its first sign, or if it begins with a folder here and neither the hub nor its cache has it.
-
-    Args:
-        name: Of a model or of text.
-        kind: What the hub would be asked for.
     """
     if name.startswith(_SIGNS):
         return True

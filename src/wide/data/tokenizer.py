@@ -62,10 +62,6 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
     """Return the token ids of whole documents.
 
     A document begins with BOS if the tokenizer adds one by itself, and ends with EOS if the tokenizer has one.
-
-    Args:
-        tokenizer: Of the model that will read the ids.
-        texts: One text a document.
     """
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -76,11 +72,6 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None", where: str) -> str:
     """Return a chat as the text that the tokenizer's template makes of it, without the BOS and EOS of a document.
-
-    Args:
-        messages: With role and content each.
-        tokenizer: Of the model that will read the text.
-        where: What the chat is called in messages.
 
     Raises:
         DataError: If the tokenizer has no template, or the template refuses the chat.
@@ -101,10 +92,6 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
 
 def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
     """Refuse token ids that a model has no embedding for.
-
-    Args:
-        largest_id: Largest token id that occurs.
-        model: A Hugging Face model.
 
     Raises:
         DataError: If the id lies outside the model's vocabulary.
@@ -127,11 +114,6 @@ def longest_input(model: "nn.Module") -> int | None:
 
 def check_positions(name: str, length: int, model: "nn.Module") -> None:
     """Refuse more tokens at once than a model has positions for; where its configuration names none, all may be.
-
-    Args:
-        name: Of the setting, for the message.
-        length: Its value, tokens.
-        model: A Hugging Face model.
 
     Raises:
         ConfigError: If they are more.

@@ -304,10 +304,6 @@ def _sample(batch: TokenBatch, routing: Routing) -> tuple[tuple[int, ...], dict[
 def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Return what each token adds to the text.
 
-    Args:
-        ids: Of successive tokens.
-        tokenizer: That made them.
-
     Returns:
         As many texts as ids, which join to the whole; a character of several tokens belongs to its last one.
     """
@@ -380,12 +376,6 @@ def routing_records(
 
     Correlation matrices are kept of two layers of attention and FFN each, the one that skips least and the one that
     skips most.
-
-    Args:
-        subject: What was measured.
-        found: How it routes.
-        where: Name of the text.
-        tokenizer: For the words of the sample.
     """
     text = f"{where}, {found.tokens} tokens"
 

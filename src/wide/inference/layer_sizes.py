@@ -55,12 +55,7 @@ class LayerSizes:
 
 
 def layer_sizes(spec: BlockSpec, plan: LayerPlan) -> LayerSizes:
-    """Return what measurements of a layer's operators depend on; a half without a router counts as one group.
-
-    Args:
-        spec: Parts of the layer; weights are not read.
-        plan: What the layer runs.
-    """
+    """Return what measurements of a layer's operators depend on; a half without a router counts as one group."""
     attention, ffn = spec.attention, spec.ffn
     groups = [half.grouping.num_groups if isinstance(half, Routed) else 1 for half in (plan.attention, plan.ffn)]
     return LayerSizes(
@@ -102,14 +97,7 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
 
 
 def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Return why the kernel of a choice does not take many rows of a layer, on whatever device, or None.
-
-    Args:
-        name: Of the operator.
-        sizes: Of the layer.
-        choice: What is to run.
-        dtype: Of rows and weights.
-    """
+    """Return why the kernel of a choice does not take many rows of a layer, on whatever device, or None."""
     _, groups, size = sizes.grouped(name)
     backend, width = choice.backend, sizes.hidden_size
     if name == "attention":
@@ -124,13 +112,7 @@ def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.d
 
 
 def tune_command(model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed: tuple[float, float]) -> str:
-    """Return the command line that measures a model's own shapes on this machine.
-
-    Args:
-        model: The Hugging Face model, for its name.
-        layers: Parts and plan of each layer.
-        executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
-    """
+    """Return the command line that measures a model's own shapes on this machine."""
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
     shares = ",".join(f"{max(share, 0.01):.2g}" for share in executed)
     flags: list[str] = []

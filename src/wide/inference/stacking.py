@@ -13,10 +13,6 @@ def stack_linears(linears: Sequence[nn.Linear], where: str) -> tuple[Tensor, Ten
 
     What is stacked already stays where it is, so memory holds the weights once.
 
-    Args:
-        linears: Plain linear layers of the same input width and dtype.
-        where: For the message.
-
     Raises:
         UnsupportedModelError: If only some have a bias.
     """

@@ -190,12 +190,6 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
 def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbers: str) -> None:
     """Refuse weights and multipliers of a module that nobody reads.
 
-    Args:
-        module: Of the model.
-        parts: Its children that are read.
-        where: For the message.
-        numbers: Names of its multipliers that are read.
-
     Raises:
         UnsupportedModelError: The message names what is not known.
     """

@@ -140,14 +140,6 @@ def expected_time(
     """Return in words about how long a method will run, by two forwards that are run now; empty where it cannot say.
 
     Gradients count as two forwards. What solves for weights (tyr, slicegpt, sparsegpt) needs time on top.
-
-    Args:
-        model: A causal LM, nothing attached.
-        method: A row of `wide.methods.catalogue`.
-        blocks: Calibration text.
-        sparsity: To prune to.
-        settings: Of the method.
-        stage: Of methods that train routers.
     """
     if method.trains:
         tokens = 3.0 * stage.num_tokens

@@ -113,12 +113,6 @@ def share_of_routed(specs: Sequence[BlockSpec], plan: Plan, target: Target, doin
 
     Where it counts all matrix products of the decoder layers, the share is higher, because some are always computed.
 
-    Args:
-        specs: The model's layers.
-        plan: What they run.
-        target: Share to prune and how it is counted.
-        doing: How work is saved, for the message.
-
     Raises:
         ConfigError: If all that is routed is too little; the message gives the largest target.
     """

@@ -158,10 +158,6 @@ def stream_bases(
 def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
     """Refuse a model whose stream cannot be cut without changing what its sublayers compute on it.
 
-    Args:
-        specs: The parts of its decoder layers.
-        plan: With the stream that is wanted.
-
     Raises:
         UnsupportedModelError: If a norm is no RMSNorm, or the stream is not the plain sum of its sublayers.
     """

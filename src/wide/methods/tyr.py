@@ -249,10 +249,6 @@ class Supernet:
         The two projections of a layer do not see each other's pruning; those of later layers see what `propagation`
         says.
 
-        Args:
-            runner: At the first layer; used up.
-            title: Of the progress bar.
-
         Returns:
             Tokens that went through all layers.
         """

@@ -264,10 +264,6 @@ def read_config(folder: Path) -> AdapterFacts:
 def check_config(config: object, where: str) -> AdapterFacts:
     """Return a configuration that is of this version's format.
 
-    Args:
-        config: As JSON holds it.
-        where: The file, with a colon, for messages.
-
     Raises:
         AdapterError: If it is of another version, a key is missing or unknown, or a value is none that it can have.
     """

@@ -163,12 +163,6 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
     Routers are left alone, and so are sublayers that the plan skips and zeros that a method made of single weights
     (`MaskedUpdate`).
 
-    Args:
-        model: An attached model.
-        rank: r of LoRA.
-        alpha: The update is scaled by alpha / rank.
-        dropout: On the input of LoRA, in training mode.
-
     Raises:
         NotAttachedError: If the model has no routers, or has LoRA already.
         MissingExtraError: If PEFT is not installed.

@@ -18,11 +18,7 @@ from wide.routing import LayerRouting, Routing
 
 @contextmanager
 def judging(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards.
-
-    Args:
-        model: Attached or not.
-    """
+    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -164,9 +164,6 @@ def _stored_facts(name: str) -> dict[str, Any]:
 def load_skeleton(name: str) -> Any:
     """Return a causal LM of the right structure without weights (on the meta device), from its configuration alone.
 
-    Args:
-        name: Hub name or local folder.
-
     Raises:
         ConfigError: If the name cannot be loaded.
         UnsupportedModelError: If it is not a causal LM, or is pruned already.

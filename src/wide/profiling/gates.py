@@ -104,10 +104,6 @@ def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
     The prompt's last tokens also run as steps over the cache of the others, and on a GPU a captured prompt and step
     are compared with direct calls.
 
-    Args:
-        decoder: Of the same weights and routers.
-        wanted: What the masked model computes.
-
     Returns:
         Relative errors of the logits, the share of decisions that differ where routers decide, which operators and
         kernels ran, and `green`.

@@ -54,15 +54,7 @@ def method_of(adapter: Path) -> str:
 
 
 def materialise_pair(name: str, adapter: Path, ids: Tensor, *, dtype: str, device: torch.device) -> Pair:
-    """Return a base model and the same cut by an adapter's static plan, compared on some tokens first.
-
-    Args:
-        name: Of the base.
-        adapter: With a static plan.
-        ids: Tokens to compare on, [1, T].
-        dtype: Of the weights.
-        device: Where both go.
-    """
+    """Return a base model and the same cut by an adapter's static plan, compared on some tokens first."""
     from wide.materialisation.materialise import materialise
     from wide.models.adapter import load
     from wide.models.pretrained import load_pretrained
@@ -80,12 +72,6 @@ def materialise_pair(name: str, adapter: Path, ids: Tensor, *, dtype: str, devic
 
 def load_pair(name: str, checkpoint: str, *, dtype: str, device: torch.device) -> Pair:
     """Return a base model and a checkpoint that `wide.materialise` left, as it lies on disk.
-
-    Args:
-        name: Of the base.
-        checkpoint: Folder.
-        dtype: Of the weights.
-        device: Where both go.
 
     Raises:
         ConfigError: If the checkpoint cannot be what was left of that base, by vocabulary, hidden size and layers.

@@ -71,11 +71,6 @@ def require_matplotlib() -> None:
 def save_figure(figure: Figure, source: Any, folder: Path) -> tuple[str, Sequence[Row]]:
     """Write a figure as SVG and PNG and its values as CSV, and return the SVG and the values.
 
-    Args:
-        figure: The figure.
-        source: What it shows.
-        folder: Of the report; the files go into `FOLDER` inside it.
-
     Raises:
         MissingRecordsError: If records that it needs are missing; nothing is written then.
     """

@@ -119,13 +119,7 @@ def figures(
     rows: Mapping[str, Callable[[Any], Sequence[Row]]],
     lines: Mapping[str, Callable[[Any], Mapping[str, Mapping[str, float]]]] | None = None,
 ) -> tuple[Figure, ...]:
-    """Return the figures of a kind of records in their order, as `figures.yaml` beside this file describes them.
-
-    Args:
-        kind: Key in that file.
-        rows: What each shows, by its name.
-        lines: Lines across, by the name of the figure.
-    """
+    """Return the figures of a kind of records in their order, as `figures.yaml` beside this file describes them."""
     looks = yaml.safe_load((resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8"))[kind]
     for name, across in (lines or {}).items():
         looks[name]["lines"] = across

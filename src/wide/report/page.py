@@ -67,13 +67,7 @@ def render(title: str, sections: Sequence[Section]) -> str:
 
 
 def run_sections(run: Selection, table: Table, folder: Path) -> list[Section]:
-    """Return the sections of a run and write the files of its figures.
-
-    Args:
-        run: Its records.
-        table: What its models are worth.
-        folder: Of the report.
-    """
+    """Return the sections of a run and write the files of its figures."""
     samples = [(name, text) for subject, name in NAMES.items() if (text := run.text(subject, "sample"))]
     return [
         facts_section(run),

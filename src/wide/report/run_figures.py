@@ -155,11 +155,7 @@ FIGURES = figures(
 
 
 def figures_of(run: Selection) -> tuple[Figure, ...]:
-    """Return the figures of a run, without those of what a static plan has not: routing, and a course of training.
-
-    Args:
-        run: Its records.
-    """
+    """Return the figures of a run, without those of what a static plan has not: routing, and a course of training."""
     if not run.is_static():
         return FIGURES
     has_course = any(run.by_step(stage, "training.lm_loss") for stage in _STAGES)

@@ -35,12 +35,7 @@ class Table:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], *, nothing: str = "") -> "Table":
-        """Return a table of rows of values, to four digits; columns without any value are left out.
-
-        Args:
-            rows: Texts and numbers by column.
-            nothing: What stands where there is no value.
-        """
+        """Return a table of rows of values, to four digits; columns without any value are left out."""
         every = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in every if any(row.get(name) not in (None, "") for row in rows)]
         lines = (tuple(nothing if row.get(name) is None else _plain(row[name]) for name in names) for row in rows)

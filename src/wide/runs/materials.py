@@ -121,13 +121,7 @@ class Materials:
         return blocks
 
     def run_records(self, target: str, command: str, **more: Content) -> Iterator[Record]:
-        """Yield what is run, on what and toward what, as records.
-
-        Args:
-            target: What is asked for, in words.
-            command: The command line.
-            more: Further facts.
-        """
+        """Yield what is run, on what and toward what, as records."""
         facts: dict[str, Content] = {
             "description": self._run.description,
             "model": self._run.model,

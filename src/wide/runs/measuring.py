@@ -34,14 +34,7 @@ _SUMMARY = {
 
 
 def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | None, data: str) -> Iterator[Record]:
-    """Yield the records of one evaluated model.
-
-    Args:
-        subject: What was evaluated.
-        scores: Its figures.
-        sparsity: What it skipped on the text; None for a dense model.
-        data: Name of the text.
-    """
+    """Yield the records of one evaluated model."""
     where = data
     if scores.perplexity is not None:
         found = scores.perplexity
@@ -99,11 +92,6 @@ def training_records(subject: str, summary: Mapping[str, Any], folder: Path) -> 
     """Yield the course of a stage, thinned to what a figure can show, and its summary.
 
     Where the summary has no rate, because no step was left to a resumed run, it is that of the recorded steps.
-
-    Args:
-        subject: The stage.
-        summary: What the trainer wrote about the stage.
-        folder: Of the stage, where the trainer keeps its metrics.
     """
     metrics = folder / _METRICS_FILE
     points = read_records(metrics)[0] if metrics.is_file() else []

@@ -39,10 +39,6 @@ class _Timed(TextStreamer):
 def install_operators(model: Any, backend: str) -> str:
     """Merge LoRA and let an attached model run operators that skip, where it can; return in words how it runs.
 
-    Args:
-        model: A causal LM in evaluation mode, attached or not.
-        backend: As in `InferenceOptions`.
-
     Raises:
         WideError: If a backend is insisted on and the model cannot run it.
     """

@@ -29,12 +29,7 @@ class TokensRead:
 
 @contextmanager
 def counting(model: nn.Module, counts: TokensRead) -> Iterator[None]:
-    """Add the tokens of all forwards inside the block to `counts`.
-
-    Args:
-        model: Attached or not.
-        counts: Is added to.
-    """
+    """Add the tokens of all forwards inside the block to `counts`."""
 
     def count(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         read = kwargs["input_ids"].numel()

@@ -82,15 +82,7 @@ def _chosen(
     argmax: float,
     ends: tuple[float, float],
 ) -> list[float]:
-    """Return the threshold of each router with which inference meets the target.
-
-    Args:
-        model: An attached model with calibrated thresholds.
-        batches: Calibration text.
-        objective: Whose target is to be met.
-        argmax: What thresholds of 0 skip.
-        ends: What the first and last calibrated threshold skip.
-    """
+    """Return the threshold of each router with which inference meets the target."""
     target, routers = objective.sparsity, attachment(model).routers()
     kinds = {router.half_layer for router in routers}
     in_range = ends[0] - _TOLERANCE <= target <= ends[1] + _TOLERANCE

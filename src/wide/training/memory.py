@@ -167,16 +167,7 @@ def calculated_seconds(model: Any, stage: StageConfig, *, world: int = 1) -> flo
 def way_out(
     model: Any, stage: StageConfig, available: int, *, distils: bool = False, dtype: str = "auto", world: int = 1
 ) -> str:
-    """Return in a sentence what a stage needs of a GPU and which settings fit one of `available` bytes.
-
-    Args:
-        model: As for `needed`.
-        stage: What is trained.
-        available: Bytes of the GPU.
-        distils: As for `needed`.
-        dtype: As for `needed`.
-        world: Processes of the run.
-    """
+    """Return in a sentence what a stage needs of a GPU and which settings fit one of `available` bytes."""
     group = "recover" if isinstance(stage, RecoverConfig) else "train"
     told: dict[str, Any] = {"distils": distils, "dtype": dtype}
     need, changed = needed(model, stage, world=world, **told), stage

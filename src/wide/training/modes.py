@@ -85,9 +85,6 @@ def forward_precision(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which LoRA multiplies in bfloat16 beside a bfloat16 base on a GPU; its matrices stay float32.
 
     In float32, the two small products of LoRA would cost more than the base layer. Routers compute in float32 anyway.
-
-    Args:
-        model: An attached model, with or without LoRA.
     """
     weight = next(model.parameters())
     if attachment(model).lora is None or weight.dtype != torch.bfloat16 or weight.device.type != "cuda":
@@ -221,9 +218,6 @@ def rehearsal(model: Any) -> Iterator[None]:
     What raises before that does so as ever; layers may be probed on numbers of their own. Whatever runs inside must
     take back on an exception what it changed. A compiled model cannot be rehearsed. No progress bar is shown: it would
     never move.
-
-    Args:
-        model: The Hugging Face model that the block works on.
     """
     # What FSDP begins in the forward of the whole model it must be able to end.
     place = model if is_sharded(model) else model.get_input_embeddings()
