@@ -177,11 +177,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> "Plan":
-        """Read what `to_json` wrote.
-
-        Raises:
-            AdapterError: If a key is missing or unknown, or a value is none that it can have.
-        """
+        """Read what `to_json` wrote, or raise AdapterError."""
         plan: Plan = typed(cls, data, "plan")
         return plan
 

@@ -4,11 +4,7 @@ from wide.errors import UnsupportedBackendError
 
 
 def require_gpu(command: str) -> None:
-    """Refuse a machine without a CUDA device.
-
-    Raises:
-        UnsupportedBackendError: If there is none.
-    """
+    """Refuse a machine without a CUDA device (UnsupportedBackendError)."""
     import torch
 
     if not torch.cuda.is_available():

@@ -64,11 +64,7 @@ def cholesky_factor(matrix: Tensor) -> Tensor:
 
 
 def inverse(gram: Tensor) -> Tensor:
-    """Return the inverse of a positive definite `[C, C]`.
-
-    Raises:
-        ConfigError: See `cholesky_factor`.
-    """
+    """Return the inverse of a positive definite `[C, C]`; refuses what `cholesky_factor` does."""
     return torch.cholesky_inverse(cholesky_factor(gram))
 
 

@@ -125,11 +125,7 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def attachment(model: nn.Module) -> Attachment:
-    """Return what wide knows about an attached model.
-
-    Raises:
-        NotAttachedError: If the model carries no plan.
-    """
+    """Return what wide knows about an attached model, or raise NotAttachedError."""
     found = getattr(model, _ATTRIBUTE, None)
     if not isinstance(found, Attachment):
         raise NotAttachedError(

@@ -35,11 +35,7 @@ class Pair:
 
 
 def is_static(adapter: Path) -> bool:
-    """Return whether an adapter's plan prunes the same for every token.
-
-    Raises:
-        AdapterError: If it is not an adapter.
-    """
+    """Return whether an adapter's plan prunes the same for every token; an AdapterError if it is no adapter."""
     from wide.models.adapter import read_config
 
     config = read_config(adapter)

@@ -55,11 +55,7 @@ def ink(share: float) -> str:
 
 
 def require_matplotlib() -> None:
-    """Refuse early where figures cannot be drawn.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
+    """Refuse early where figures cannot be drawn (MissingExtraError)."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -160,11 +160,7 @@ class CheckpointFolder:
 
 
 def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Copy a checkpoint into parameters and optimiser, strictly.
-
-    Raises:
-        AdapterError: If parameters are missing, surplus or misshapen.
-    """
+    """Copy a checkpoint into parameters and optimiser, strictly (AdapterError)."""
     copy_strictly(dict(parameters), checkpoint.parameters, "checkpoint")
     for name, parameter in parameters.items():
         prefix = f"{name}."
