@@ -1,7 +1,6 @@
 """Run one row of the benchmark on a live model, whatever its method: decide or train, attach, measure, record."""
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import SkipCounter, Sparsity, static_sparsity
 from wide.models.discovery import discover
-from wide.models.observe import forward_without_head, judging, own_randomness
+from wide.models.observe import forward_without_head, judging, now, own_randomness
 from wide.models.sharding import require_unsharded
 
 PROVENANCE = "method"
@@ -92,7 +91,7 @@ def apply(
     settings = _with_seed(method.default_settings() if settings is None else settings, seed)
     stage = dataclasses.replace(stage or StageConfig(), seed=seed)
     try:
-        began = _now(model)
+        began = now(model_device(model))
         with own_randomness(model_device(model)):
             torch.manual_seed(seed)
             if method.trains:
@@ -105,7 +104,7 @@ def apply(
                 decision = _decide(model, method, blocks, target, settings)
                 effort, deviations, notes = decision.effort, decision.deviations, decision.notes
                 attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
-        seconds = _now(model) - began + effort.seconds_before
+        seconds = now(model_device(model)) - began + effort.seconds_before
         sparsity = _measure(model, blocks)
         report = {
             "method": method.name,
@@ -150,9 +149,9 @@ def expected_time(
     ids = blocks.batch([0]).input_ids[:, :_TIMED_TOKENS].to(model_device(model))
     with judging(model):
         for _ in range(2):
-            began = _now(model)
+            began = now(ids.device)
             forward_without_head(model, ids)
-            seconds = (_now(model) - began) * tokens / ids.numel()
+            seconds = (now(ids.device) - began) * tokens / ids.numel()
     unit, size = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
     return f"about {max(seconds / size, 1):.0f} {unit}"
 
@@ -170,14 +169,6 @@ def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Targe
 def _with_seed(settings: Any, seed: int) -> Any:
     has_seed = any(entry.name == "seed" for entry in dataclasses.fields(settings))
     return dataclasses.replace(settings, seed=seed) if has_seed else settings
-
-
-def _now(model: nn.Module) -> float:
-    """Return the time in seconds, once the device has done what it was given."""
-    device = model_device(model)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:

@@ -1,6 +1,7 @@
 """Watch, replay or switch off routing for the forwards inside a `with` block; leave modes and random states alone."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,6 +41,13 @@ def own_randomness(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def forward_without_head(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> None:

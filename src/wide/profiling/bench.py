@@ -173,8 +173,7 @@ def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Ca
             # Written after every race, so that a stopped run keeps what it measured.
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
     return list(dict.fromkeys(red))
 
 

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.errors import EvaluationError
 from wide.inference.tuning.timing import Timing, summary, time_interleaved
-from wide.models.observe import bypass
+from wide.models.observe import bypass, now
 
 AS_LOADED, DENSE = "as loaded", "dense"
 """Names of the dense model as transformers loads and runs it, and of the dense model in the optimised one's engine."""
@@ -65,26 +65,17 @@ class _FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         if self._never is None:
-            synchronise()
-            self.at = time.perf_counter()
+            self.at = now(input_ids.device)
             self._never = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         return self._never
-
-
-def synchronise() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 @torch.no_grad()
 def forward_us(model: Any, ids: Tensor) -> float:
     """Return the microseconds of `model(...)` of prompts [B, T], without a cache, for the last logits."""
-    synchronise()
-    began = time.perf_counter()
+    began = now(ids.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    synchronise()
-    return 1e6 * (time.perf_counter() - began)
+    return 1e6 * (now(ids.device) - began)
 
 
 def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tensor]:
@@ -99,8 +90,7 @@ def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tens
         EvaluationError: If it made another number of tokens.
     """
     first, mask = _FirstToken(), torch.ones_like(ids)
-    synchronise()
-    began = time.perf_counter()
+    began = now(ids.device)
     out = model.generate(
         input_ids=ids,
         attention_mask=mask,
@@ -109,8 +99,7 @@ def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tens
         pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([first]),
     )
-    synchronise()
-    ended = time.perf_counter()
+    ended = now(ids.device)
     if out.shape[1] != ids.shape[1] + count:
         raise EvaluationError(f"generate() made {out.shape[1] - ids.shape[1]} tokens instead of {count}")
     return 1e6 * (first.at - began), 1e6 * (ended - first.at) / (count - 1), out
@@ -137,7 +126,7 @@ def race_doors(
 
     def once(candidate: Candidate, count: int, *, keeps: bool) -> None:
         # Memory of the optimised model is held all the time; what the other one takes is counted from there.
-        held = allocated_bytes() if candidate.name == AS_LOADED else 0
+        held = torch.cuda.memory_allocated() if candidate.name == AS_LOADED else 0
         reset_peak()
         found: dict[str, float] = {}
         with candidate.within():
@@ -145,7 +134,7 @@ def race_doors(
                 found[FORWARD] = forward_us(candidate.model, ids)
             if "generate" in doors:
                 found[FIRST], found[STEP], _ = generate_us(candidate.model, ids, count)
-        peaks[candidate.name] = max(peaks.get(candidate.name, 0), peak_bytes() - held)
+        peaks[candidate.name] = max(peaks.get(candidate.name, 0), torch.cuda.max_memory_allocated() - held)
         for what, value in found.items() if keeps else ():
             samples[candidate.name].setdefault(what, []).append(value)
 
@@ -170,20 +159,10 @@ def race_doors(
     return {name: {what: summary(each) for what, each in found.items()} for name, found in samples.items()}, peaks
 
 
-def allocated_bytes() -> int:
-    """Return the bytes held now, 0 without a GPU."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
 def reset_peak() -> None:
-    """Let the count of the most bytes held begin again."""
+    """Let the count of the most bytes held on a GPU begin again, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    """Return the most bytes held since `reset_peak`, 0 without a GPU."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 @contextmanager
@@ -209,8 +188,7 @@ def _batching(model: Any, requests: int, prompt: int, new: int) -> Iterator[Any]
 
 def _batch(manager: Any, prompts: Sequence[list[int]], new: int) -> tuple[float, list[list[int]]]:
     """Return the seconds that a batch takes, and its tokens."""
-    synchronise()
-    began = time.perf_counter()
+    began = now(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     names = manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=new)
     found: dict[str, list[int]] = {}
     while len(found) < len(names):
@@ -336,7 +314,7 @@ def captured_race(
     for name, call in calls.items():
         reset_peak()
         call()
-        found[name] = times[name], peak_bytes()
+        found[name] = times[name], torch.cuda.max_memory_allocated()
     return found
 
 

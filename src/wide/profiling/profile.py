@@ -43,6 +43,7 @@ from wide.inference.optimize import deoptimize, optimize
 from wide.inference.run import Run
 from wide.inference.tuning.timing import Timing, time_interleaved
 from wide.models.attach import attach, attachment, is_attached
+from wide.models.observe import now
 from wide.profiling.doors import (
     AS_LOADED,
     DENSE,
@@ -50,15 +51,12 @@ from wide.profiling.doors import (
     FORWARD,
     STEP,
     Candidate,
-    allocated_bytes,
     batch_agreement,
     captured_race,
     generate_us,
-    peak_bytes,
     race_batches,
     race_doors,
     reset_peak,
-    synchronise,
 )
 from wide.profiling.gates import check_decoder, reference
 from wide.profiling.options import ProfileOptions
@@ -97,7 +95,7 @@ def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say
     torch.manual_seed(17)
     job = _Job(options=options, device=device, backend=backend)
     report = _Report(options, out / "endtoend.json", say)
-    return _race_static(job, report) if static else _race_routed(job, report)
+    return _race_static(job, report) if static else _Routed(job, report).run()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,11 +322,10 @@ class _Routed:
         self.tokens = job.tokens(self.dense)
         self.prompt = self.tokens[:1]
         self.first_prompt = self.prompt[:, : self.options.prompts[0]]
-        synchronise()
-        self.weight_bytes = allocated_bytes()
+        self.weight_bytes = torch.cuda.memory_allocated()
         reset_peak()
         generate_us(self.dense, self.first_prompt, 2)
-        self.dense_peak = peak_bytes()
+        self.dense_peak = torch.cuda.max_memory_allocated()
         self.model = job.routed_model(self.dense)
         # What the model as loaded took, by shape; it is timed once.
         self.as_loaded: dict[tuple[int, int], dict[str, Timing]] = {}
@@ -359,10 +356,10 @@ class _Routed:
         measured = skipped_shares(self.model, calibrated)
         self.name = "own routing" if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
         self.skipped = measured if wanted is None else wanted
-        before = allocated_bytes()
+        before = torch.cuda.memory_allocated()
         known = reference(self.model, self.prompt)
-        held = allocated_bytes() - before
-        _empty_cache()
+        held = torch.cuda.memory_allocated() - before
+        torch.cuda.empty_cache()
         start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
         executed = 1.0 - self.skipped[0], 1.0 - self.skipped[1]
         began = time.perf_counter()
@@ -371,14 +368,13 @@ class _Routed:
                 # There is nothing to measure, and that no operator pays is no news.
                 warnings.simplefilter("ignore")
             optimize(self.model, backend=self.job.backend, executed=executed, tune=any(self.skipped))
-        synchronise()
-        start["optimize_s"] = time.perf_counter() - began
+        start["optimize_s"] = now(self.job.device) - began
         reset_peak()
         began = time.perf_counter()
         generate_us(self.model, self.first_prompt, 2)
         start["first_call_s"] = time.perf_counter() - began
         # Both peaks hold one model and its cache; this one the other model's weights and the reference, too.
-        beyond = peak_bytes() - held - self.weight_bytes - self.dense_peak
+        beyond = torch.cuda.max_memory_allocated() - held - self.weight_bytes - self.dense_peak
         start["memory_beyond_dense_bytes"] = beyond + _graph_bytes()
         decoder = state.engine.decoder
         if decoder is None:
@@ -393,7 +389,7 @@ class _Routed:
         whole = generate_us(self.model, self.first_prompt, self.options.generate)[2]
         start["skipped_steps"] = skipped_shares(self.model, whole, self.options.generate)
         self.measured = {"prefill": measured, "first token": measured, "decode": start["skipped_steps"]}
-        _empty_cache()
+        torch.cuda.empty_cache()
         ffn = next((r for r in state.routers() if r.half_layer == "ffn"), None)
         width = getattr(self.model.config.get_text_config(), "intermediate_size", None)
         facts = {"layers": len(state.specs), "method": self.job.method}
@@ -450,7 +446,7 @@ class _Routed:
                 records.append(record)
             if records:
                 self.report.add(kind, records)
-        _empty_cache()
+        torch.cuda.empty_cache()
 
     def _race_batches(self) -> bool:
         """Time `generate_batch` where its tokens agree with those that the model prefers; return whether they do."""
@@ -465,7 +461,7 @@ class _Routed:
             if requests <= _MOST_REQUESTS_AS_LOADED and requests not in self.batched_as_loaded:
                 candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
             figures = race_batches(candidates, requests, prompt, new, quick=self.options.quick)
-            _empty_cache()
+            torch.cuda.empty_cache()
             if AS_LOADED in figures:
                 self.batched_as_loaded[requests] = figures[AS_LOADED]["tokens_per_s"]
             records = []
@@ -485,15 +481,6 @@ class _Routed:
 
 def _by_half(shares: tuple[float, float]) -> dict[str, float]:
     return {"attention": shares[0], "ffn": shares[1]}
-
-
-def _race_routed(job: _Job, report: _Report) -> bool:
-    return _Routed(job, report).run()
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _graph_bytes() -> int:

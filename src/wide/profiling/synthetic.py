@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wide.errors import ConfigError
 from wide.models.attach import attachment
+from wide.models.cost import SkipCounter
 from wide.models.observe import capture_routing
 
 _LLAMA_ROPE = {
@@ -59,20 +60,14 @@ def random_model(shape: str, *, num_layers: int | None, device: torch.device, dt
     Raises:
         ConfigError: If the shape is unknown.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; choose one of {sorted(SHAPES)}")
     sizes = SHAPES[shape] | ({} if num_layers is None else {"num_hidden_layers": num_layers})
     config = LlamaConfig(**sizes, tie_word_embeddings=False, attn_implementation="sdpa")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @torch.no_grad()
@@ -103,11 +98,10 @@ def skipped_shares(model: Any, ids: Tensor, last: int | None = None) -> tuple[fl
         ids: Tokens, [1, T].
         last: Of how many tokens at the end; None = of all.
     """
-    with capture_routing(model) as routing:
+    counter, counted = SkipCounter(model), torch.ones_like(ids, dtype=torch.bool)
+    counted[:, : -last if last else 0] = False
+    with counter.watching():
         model(ids, use_cache=False, logits_to_keep=1)
-    found = []
-    for half in ("attention", "ffn"):
-        masks = [mask for layer in routing if (mask := getattr(layer, half)) is not None]
-        known = [1.0 - mask[:, -(last or mask.shape[1]) :].float().mean() for mask in masks]
-        found.append(float(torch.stack(known).mean()) if known else 0.0)
-    return found[0], found[1]
+        counter.add_latest(counted)
+    found = counter.result()
+    return found.attention, found.ffn

@@ -1,6 +1,5 @@
 """What a run would cost: memory by calculation, time by a few steps on this machine."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +12,7 @@ from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.data.batches import BatchSource, TokenBatch, TokenBlocks
 from wide.errors import TrainingError
 from wide.models.attach import attachment
+from wide.models.observe import now
 from wide.models.pretrained import device_name
 from wide.runs.process import num_processes, say
 from wide.training.memory import calculated_seconds, needed, saying_what_fits, step_flops, way_out
@@ -38,9 +38,7 @@ class _Clocked:
         return self._source.batch_at(step, batch_size=batch_size, rank=rank, world=world)
 
     def note(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.times.append(time.perf_counter())
+        self.times.append(now(self._device))
 
 
 def say_settings(settings: Mapping[str, Any]) -> None:

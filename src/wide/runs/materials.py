@@ -89,8 +89,7 @@ class Materials:
         """Let the model be loaded anew, because nobody knows its state after an error."""
         self.__dict__.pop("model", None)
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def blocks(self, stage: StageConfig) -> TokenBlocks:
         """Return the text packed for a stage; the last packing is kept.

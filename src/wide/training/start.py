@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
@@ -18,6 +16,7 @@ from wide.data.batches import BatchSource
 from wide.errors import TrainingError
 from wide.models.attach import attach
 from wide.models.discovery import discover
+from wide.models.observe import now
 from wide.plan import Plan
 from wide.training.activations import TokensRead, counting
 from wide.training.channel_groups import cluster_channels
@@ -96,12 +95,10 @@ def attach_started(
     @contextmanager
     def measured() -> Iterator[None]:
         nonlocal seconds
-        began = time.monotonic()
+        began = now(parallel.device)
         with counting(model, read):
             yield
-        if parallel.device.type == "cuda":
-            torch.cuda.synchronize(parallel.device)
-        seconds += time.monotonic() - began
+        seconds += now(parallel.device) - began
 
     if clustered:
         skipped = min(max(objective.sparsity, _LEAST), _MOST)

@@ -183,8 +183,7 @@ def _measured(
     except Exception as error:
         return {}, f"not measured, stays dense ({type(error).__name__}: {str(error)[:160]})"
     finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     found = {tuning_key(name, device, case): choice for name, case, choice in fastest(records).values()}
     return found, _verdict(list(found.values()), records)
 
