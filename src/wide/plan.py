@@ -177,7 +177,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> "Plan":
-        """Read what `to_json` wrote, or raise AdapterError."""
+        """Read what `to_json` wrote.
+
+        Raises:
+            AdapterError: If a key is missing or unknown, or a value is none that it can have.
+        """
         plan: Plan = typed(cls, data, "plan")
         return plan
 

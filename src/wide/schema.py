@@ -83,13 +83,21 @@ class Checked:
 
 
 def require(kinds: Any, value: object, name: str, wanted: str) -> None:
-    """Refuse an argument of another type (ConfigError) before it is half used."""
+    """Refuse an argument of another type before it is half used.
+
+    Raises:
+        ConfigError: If it is none of them.
+    """
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} must be {wanted}, got {type(value).__name__} {reprlib.repr(value)}")
 
 
 def read_json(file: Path) -> Any:
-    """Return what a JSON file holds; an AdapterError if it cannot be read, or is not JSON."""
+    """Return what a JSON file holds.
+
+    Raises:
+        AdapterError: If it cannot be read, or is not JSON.
+    """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     # Of text that is not UTF-8, numbers of thousands of digits, and lists in lists in lists.

@@ -4,7 +4,11 @@ from wide.errors import UnsupportedBackendError
 
 
 def require_gpu(command: str) -> None:
-    """Refuse a machine without a CUDA device (UnsupportedBackendError)."""
+    """Refuse a machine without a CUDA device.
+
+    Raises:
+        UnsupportedBackendError: If there is none.
+    """
     import torch
 
     if not torch.cuda.is_available():

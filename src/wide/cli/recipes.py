@@ -65,7 +65,11 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a recipe; of an unknown one a UsageError names the nearest."""
+    """Return the file of a recipe.
+
+    Raises:
+        UsageError: If there is none of that name; the message names the nearest.
+    """
     names = recipe_names()
     if name not in names:
         hint = nearest(name, names, otherwise=".")

@@ -105,7 +105,11 @@ def _tell(progress: "Progress") -> None:
 
 
 def layers(options: TuneOptions) -> "list[TunedLayer]":
-    """Return the layers whose operators are measured; a ConfigError if tokens skip in none."""
+    """Return the layers whose operators are measured.
+
+    Raises:
+        ConfigError: If there is none in which tokens skip anything.
+    """
     from wide.config import WideConfig
     from wide.inference.tuning.tune import tuned_layers
     from wide.models.attach import plan_for

@@ -61,7 +61,11 @@ class ComparisonResult:
 
 
 def read_results(folder: str | Path) -> ComparisonResult:
-    """Return what has been measured in the folder of a comparison, finished or not; a DataError if it is none."""
+    """Return what has been measured in the folder of a comparison, finished or not.
+
+    Raises:
+        DataError: If it is not the folder of a comparison.
+    """
     comparison = read_comparison(Path(folder))
     return ComparisonResult(folder=Path(folder), rows=tuple(_rows(comparison)), table=to_text(comparison))
 

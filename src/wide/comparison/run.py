@@ -204,7 +204,11 @@ class ComparisonRun:
         return not failed
 
     def _measure(self, stage: Stage) -> str:
-        """Run a stage of a cell, and return in words what came out."""
+        """Run a stage of a cell, and return in words what came out.
+
+        Raises:
+            WideError: Whatever the method, the training or the evaluation refuses.
+        """
         model, cell = self._materials.model, stage.cell
         if not is_attached(model):
             self._bring(cell)

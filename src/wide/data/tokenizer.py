@@ -91,7 +91,11 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
 
 
 def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
-    """Refuse token ids that a model has no embedding for (DataError)."""
+    """Refuse token ids that a model has no embedding for.
+
+    Raises:
+        DataError: If the id lies outside the model's vocabulary.
+    """
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     vocab_size = int(embeddings.weight.shape[0])
     if largest_id >= vocab_size:
@@ -109,7 +113,11 @@ def longest_input(model: "nn.Module") -> int | None:
 
 
 def check_positions(name: str, length: int, model: "nn.Module") -> None:
-    """Refuse more tokens than a model has positions for (ConfigError), where its configuration names any."""
+    """Refuse more tokens at once than a model has positions for; where its configuration names none, all may be.
+
+    Raises:
+        ConfigError: If they are more.
+    """
     longest = longest_input(model)
     if longest is not None and length > longest:
         raise ConfigError(

@@ -98,7 +98,11 @@ ZERO_SHOT_TASKS = tuple(task.name for task in _ALL if task.name != "wikitext")
 
 
 def find_task(name: str) -> Task:
-    """Return a task by name, or raise EvaluationError."""
+    """Return a task by name.
+
+    Raises:
+        EvaluationError: If there is none of that name.
+    """
     if name not in TASKS:
         raise EvaluationError(f"there is no task {name!r}; tasks: {', '.join(TASKS)}")
     return TASKS[name]

@@ -188,7 +188,11 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
 
 
 def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbers: str) -> None:
-    """Refuse weights and multipliers of a module that nobody reads, by name (UnsupportedModelError)."""
+    """Refuse weights and multipliers of a module that nobody reads.
+
+    Raises:
+        UnsupportedModelError: The message names what is not known.
+    """
     known = set(parts)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     for name, child in module.named_children():

@@ -80,7 +80,11 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Method:
-    """Return a row; of an unknown one a UsageError names the nearest."""
+    """Return a row.
+
+    Raises:
+        UsageError: If there is none of this name; the message names the nearest.
+    """
     if name not in _ROWS:
         hint = nearest(name, _ROWS, otherwise=".")
         raise UsageError(f"there is no method {name!r}{hint} Methods (wide methods): {', '.join(_ROWS)}")

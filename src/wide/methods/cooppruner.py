@@ -79,7 +79,11 @@ def measured_utilities(gates: BlockGates, kept: KeptSets, *, dense: float) -> np
 
 
 def finite_pairs(kept: KeptSets, utilities: npt.NDArray[np.float64]) -> tuple[KeptSets, npt.NDArray[np.float64]]:
-    """Return the sets whose utility is finite, together with it; an EvaluationError if none is."""
+    """Return the sets whose utility is finite, together with it.
+
+    Raises:
+        EvaluationError: If there is none.
+    """
     finite = np.isfinite(utilities)
     if not finite.any():
         raise EvaluationError(

@@ -64,7 +64,11 @@ def cholesky_factor(matrix: Tensor) -> Tensor:
 
 
 def inverse(gram: Tensor) -> Tensor:
-    """Return the inverse of a positive definite `[C, C]`; refuses what `cholesky_factor` does."""
+    """Return the inverse of a positive definite `[C, C]`.
+
+    Raises:
+        ConfigError: See `cholesky_factor`.
+    """
     return torch.cholesky_inverse(cholesky_factor(gram))
 
 

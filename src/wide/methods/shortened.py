@@ -48,7 +48,11 @@ def removal_order(scores: Scores) -> list[int]:
 
 
 def removed_layers(order: Sequence[int], protected: frozenset[int], count: int) -> list[int]:
-    """Return the first `count` layers of the order that are not protected; a ConfigError if there are fewer."""
+    """Return the first `count` layers of the order that are not protected.
+
+    Raises:
+        ConfigError: If there are fewer.
+    """
     candidates = [layer for layer in order if layer not in protected]
     if count > len(candidates):
         raise ConfigError(

@@ -286,7 +286,11 @@ def check_config(config: object, where: str) -> AdapterFacts:
 
 
 def require_final_scales(state: Attachment) -> None:
-    """Refuse to keep scales that are still transformed and so not what is applied (NotAttachedError)."""
+    """Refuse to keep scales that are not what is applied.
+
+    Raises:
+        NotAttachedError: If a static gate has a transform.
+    """
     for gate in state.static_gates():
         if gate.transform is not None:
             raise NotAttachedError(

@@ -125,7 +125,11 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def attachment(model: nn.Module) -> Attachment:
-    """Return what wide knows about an attached model, or raise NotAttachedError."""
+    """Return what wide knows about an attached model.
+
+    Raises:
+        NotAttachedError: If the model carries no plan.
+    """
     found = getattr(model, _ATTRIBUTE, None)
     if not isinstance(found, Attachment):
         raise NotAttachedError(

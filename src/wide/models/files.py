@@ -14,7 +14,11 @@ _MOST_WHEN_LOADED = 8 * 2**30
 
 
 def sha256_of(file: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal; an AdapterError if it cannot be read."""
+    """Return the sha256 of a file, in hexadecimal.
+
+    Raises:
+        AdapterError: If it cannot be read.
+    """
     try:
         with file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()

@@ -77,7 +77,11 @@ class LoraHandle:
         return {name: p.detach().cpu().clone() for name, p in self.named_parameters().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy matrices in, strictly (AdapterError)."""
+        """Copy matrices in, strictly.
+
+        Raises:
+            AdapterError: If a name is missing or surplus, or a shape differs.
+        """
         copy_strictly(self.named_parameters(), state, "LoRA")
 
     def save(self, folder: Path) -> None:

@@ -201,7 +201,11 @@ def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
 
 
 def choose_device(device: str | None) -> torch.device:
-    """Return a device by name, or raise ConfigError; None and 'auto' mean CUDA where there is a GPU, else the CPU."""
+    """Return a device by name; None and 'auto' mean CUDA where there is a GPU, else the CPU.
+
+    Raises:
+        ConfigError: If it is unknown or absent.
+    """
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -35,7 +35,11 @@ class Pair:
 
 
 def is_static(adapter: Path) -> bool:
-    """Return whether an adapter's plan prunes the same for every token; an AdapterError if it is no adapter."""
+    """Return whether an adapter's plan prunes the same for every token.
+
+    Raises:
+        AdapterError: If it is not an adapter.
+    """
     from wide.models.adapter import read_config
 
     config = read_config(adapter)

@@ -55,7 +55,11 @@ def ink(share: float) -> str:
 
 
 def require_matplotlib() -> None:
-    """Refuse early where figures cannot be drawn (MissingExtraError)."""
+    """Refuse early where figures cannot be drawn.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

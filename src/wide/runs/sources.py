@@ -124,13 +124,21 @@ def find_adapter(name: str) -> Path:
 
 
 def check_window(options: EvalOptions, model: Any) -> None:
-    """Refuse windows of held-out text that a model has no positions for (ConfigError)."""
+    """Refuse windows of held-out text that a model has no positions for.
+
+    Raises:
+        ConfigError: If they are longer.
+    """
     if options.tokens != 0:
         check_positions("window", options.window, model)
 
 
 def require_lora() -> None:
-    """Refuse stage 2 without PEFT (MissingExtraError) before stage 1 has been trained in vain."""
+    """Refuse stage 2 before stage 1 has been trained in vain.
+
+    Raises:
+        MissingExtraError: If PEFT is not installed.
+    """
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("stage 2 needs PEFT: pip install 'wide[lora]', or leave it out with --recover.steps 0")
 

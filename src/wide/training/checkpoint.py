@@ -160,7 +160,11 @@ class CheckpointFolder:
 
 
 def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Copy a checkpoint into parameters and optimiser, strictly (AdapterError)."""
+    """Copy a checkpoint into parameters and optimiser, strictly.
+
+    Raises:
+        AdapterError: If parameters are missing, surplus or misshapen.
+    """
     copy_strictly(dict(parameters), checkpoint.parameters, "checkpoint")
     for name, parameter in parameters.items():
         prefix = f"{name}."

@@ -192,7 +192,11 @@ def way_out(
 
 @contextmanager
 def saying_what_fits(title: str, model: Any, stage: StageConfig, *, distils: bool, world: int) -> Iterator[None]:
-    """Turn a full memory of the GPU inside the block into a TrainingError that says what would fit."""
+    """Turn a full memory of the GPU inside the block into an error that says what would fit.
+
+    Raises:
+        TrainingError: Where the memory is full.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
