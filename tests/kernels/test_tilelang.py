@@ -22,6 +22,8 @@ from wide.errors import UnsupportedBackendError
 from wide.kernels import device as kernel_device
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_prefill import ATTENTION_PREFILL
+from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.contract import Case, Operator
 from wide.kernels.gemm_k import GEMM_K
 from wide.kernels.gemm_k.tiles import KTile
@@ -61,6 +63,7 @@ def _on_host(make: Callable[..., Any], architecture: str, constants: tuple[tuple
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels in TileLang on the host."""
     import tilelang.language
+    from tilelang.jit.adapter import wrapper
 
     local = tilelang.language.alloc_local
     stands_in = {
@@ -71,6 +74,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, instead in stands_in.items():
         monkeypatch.setattr(tilelang.language, name, instead)
+    # Of the host's, which would forget strides.
+    symbols = wrapper.TLCUDASourceWrapper.get_dynamic_symbolic_set
+    monkeypatch.setattr(wrapper.TLCPUSourceWrapper, "get_dynamic_symbolic_set", symbols)
     monkeypatch.setattr(native, "_architecture", lambda device: "")
     monkeypatch.setattr(native, "_compiled", _on_host)
     monkeypatch.setattr(kernel_device, "ampere_obstacle", lambda device: None)
@@ -84,6 +90,7 @@ TILES: dict[str, tuple[Operator, tuple[int, ...], tuple[int, ...]]] = {
     "gemv_mn": (GEMV_MN, GemvTile(8, 64, 4), (3,)),
     "gemv_k": (GEMV_K, GemvTile(8, 16, 4), (3,)),
     "attention_decode": (ATTENTION_DECODE, DecodeTile(16, 2, 5, 4, 1), (4,)),
+    "attention_prefill": (ATTENTION_PREFILL, PrefillTile(16, 16, 4, 1), (10,)),
 }
 CASES = [
     pytest.param(operator, tile, case, id=f"{name}-{i}", marks=() if i in usual else pytest.mark.slow)
@@ -104,6 +111,20 @@ def test_kernels_compute_what_the_reference_does(operator: Operator, tile: tuple
     assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
 
 
+@installed
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("place", [5, 7, 15])
+def test_what_tensor_memory_access_loads_is_masked(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tilelang.language
+
+    monkeypatch.setattr("wide.kernels.attention_prefill._tilelang.is_for_hopper", lambda: True)
+    for name in ("annotate_producer_reg_dealloc", "annotate_consumer_reg_alloc"):
+        monkeypatch.setattr(tilelang.language, name, lambda registers: None)
+    operator, tile, _ = TILES["attention_prefill"]
+    test_kernels_compute_what_the_reference_does(operator, tile, operator.cases[place])
+
+
 def _case(sizes: dict[str, int], **options: Any) -> Case:
     return Case(sizes=sizes, dtype=torch.bfloat16, options=options)
 
@@ -111,6 +132,7 @@ def _case(sizes: dict[str, int], **options: Any) -> Case:
 _MN = {"num_rows": 130, "num_groups": 2, "depth": 512, "block_m": 128}
 _K = {"num_rows": 130, "num_groups": 8, "width": 512, "block_m": 128, "groups_per_block": 8}
 _DECODE = {"batch": 2, "key_len": 300, "num_query_heads": 32, "num_kv_heads": 8, "num_groups": 8, "head_dim": 128}
+_PREFILL = {**_DECODE, "query_len": 200}
 _GATED = {"gated": True, "activation": "silu"}
 WRITTEN: dict[str, tuple[Operator, Case]] = {
     "gate and up": (GEMM_MN, _case({**_MN, "group_size": 128}, **_GATED)),
@@ -120,6 +142,9 @@ WRITTEN: dict[str, tuple[Operator, Case]] = {
     "down": (GEMM_K, _case({**_K, "group_size": 128, "groups_per_block": 4})),
     "decode": (ATTENTION_DECODE, _case(_DECODE)),
     "padded decode": (ATTENTION_DECODE, _case({**_DECODE, "padding": 3}, window=100, soft_cap=2.0)),
+    "prefill": (ATTENTION_PREFILL, _case(_PREFILL)),
+    "padded prefill": (ATTENTION_PREFILL, _case({**_PREFILL, "padding": 3}, window=100, soft_cap=2.0)),
+    "packed prefill": (ATTENTION_PREFILL, _case({**_PREFILL, "batch": 1, "head_dim": 256, "requests": 3})),
     "one row": (GEMV_MN, _case({"num_rows": 1, "num_groups": 4, "group_size": 128, "width_in": 4096}, is_gated=True)),
     "four rows": (GEMV_MN, _case({"num_rows": 4, "num_groups": 4, "group_size": 128, "width_in": 4096}, is_gated=True)),
     "one row down": (GEMV_K, _case({"num_rows": 1, "num_groups": 9, "group_size": 128, "width_out": 512})),
@@ -177,7 +202,10 @@ def test_kernels_fit_spill_nothing_and_use_tensor_cores(
         for function in lowered.device_mod.functions.values():
             assert int(function.attrs.get("dyn_shared_memory_buf", 0)) <= SHARED[architecture]
         image = compile_cuda(
-            lowered.kernel_source, "cubin", [f"-arch={architecture}"], options=["-std=c++20", *headers]
+            lowered.kernel_source,
+            "cubin",
+            [f"-arch={architecture}"],
+            options=["-std=c++20", "--use_fast_math", *headers],
         )
         code, usage = described(bytes(image))
         used = {name: int(value) for name, value in re.findall(r"(STACK|LOCAL):(\d+)", usage)}
@@ -193,8 +221,8 @@ def test_kernels_fit_spill_nothing_and_use_tensor_cores(
     block_m = WRITTEN[name][1].sizes.get("block_m", 128)
     assert ("HGMMA" in product) == (architecture == "sm_90a" and block_m == 128)
     assert "HGMMA" in product or "HMMA" in product
-    # Rows are gathered past the registers.
-    assert "LDGSTS" in product
+    # What tensor-memory access does not load goes past the registers, too, but for queries, which are loaded once.
+    assert "LDGSTS" in product or (architecture == "sm_90a" and WRITTEN[name][0] is ATTENTION_PREFILL)
     if architecture == "sm_90a":
         assert "UTMALDG" in product
 

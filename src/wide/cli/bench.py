@@ -51,7 +51,7 @@ class BenchOptions:
             and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
             operator has them gluon (prefill) and cuda (gemm_mn, gemm_k); where they are named
-            tilelang (gemm_mn, gemm_k, decode, decode_groups, gemv) and
+            tilelang (gemm_mn, gemm_k, prefill, decode, decode_groups, gemv) and
             cute (gemm_mn, gemm_k, gemv), which `wide.optimize` and `wide tune` never take. Not for glue, naive,
             naive_depth, coarse and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual

@@ -84,7 +84,7 @@ def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, 
 
 ATTENTION_PREFILL = Operator(
     name="attention_prefill",
-    backends=backends(attention_prefill, ("triton", "gluon"), _misfit),
+    backends=backends(attention_prefill, ("triton", "gluon", "tilelang"), _misfit),
     cases=(
         _case((1, 1), (4, 2, 2), 64),
         _case((3, 3), (4, 1, 1), 128, active=1.0),

@@ -10,6 +10,7 @@ from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, chec
 from wide.kernels.attention_prefill.reference import attention_prefill_reference
 from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile, can_use_tma, default_tile
 from wide.kernels.device import HALF, backend_obstacle, device_facts, half_misfit
+from wide.kernels.native.launch import misaligned
 from wide.kernels.registration import check_backend, check_tensor, operator
 from wide.kernels.reordering import SequenceReordering
 
@@ -51,8 +52,9 @@ def attention_prefill(
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        backend: 'torch', 'triton' or 'gluon' (sm_90; head sizes 64 and 128, without padding, window and soft cap).
-        tile: A `PrefillTile` for Triton, a `HopperTile` for Gluon; None takes a default for the device.
+        backend: 'torch', 'triton', 'gluon' (sm_90; head sizes 64 and 128, without padding, window and soft cap) or
+            'tilelang' (d a multiple of 16, strides of 8 elements).
+        tile: A `PrefillTile` for Triton and TileLang, a `HopperTile` for Gluon; None takes a default for the device.
 
     Returns:
         [B, T_q, H_q, d] in the dtype of `q`, accumulated in float32.
@@ -80,7 +82,9 @@ def attention_prefill(
     is_plain = starts is None and runs is None and window is None and soft_cap is None
     reason = backend_obstacle(backend, q.device, q.dtype)
     reason = reason or misfit(backend, q.dtype, head_dim=q.shape[3], is_plain=is_plain)
-    check_backend(_NAME, backend, ("torch", "triton", "gluon"), reason)
+    if reason is None and backend == "tilelang":
+        reason = misaligned({"q": q, "k": k, "v": v}, ())
+    check_backend(_NAME, backend, ("torch", "triton", "gluon", "tilelang"), reason)
     edges: dict[str, Any] = {"starts": starts, "runs": runs, "window": window, "soft_cap": soft_cap}
     if backend == "torch":
         return attention_prefill_reference(q, k, v, index, counts, scale=scale, **edges)
@@ -97,9 +101,13 @@ def attention_prefill(
         from wide.kernels.attention_prefill import _gluon
 
         return _gluon.attention_prefill(q, k, v, index, counts, tile=HopperTile(*(tile or ())), **options)
+    chosen = PrefillTile(*tile) if tile else default_tile(facts, q.shape[-1], uses_tma=uses_tma)
+    if backend == "tilelang":
+        from wide.kernels.attention_prefill import _tilelang
+
+        return _tilelang.attention_prefill(q, k, v, index, counts, tile=chosen, **options, **edges)
     from wide.kernels.attention_prefill import _triton
 
-    chosen = PrefillTile(*tile) if tile else default_tile(facts, q.shape[-1], uses_tma=uses_tma)
     return _triton.attention_prefill(q, k, v, index, counts, tile=chosen, **options, **edges)
 
 
@@ -119,4 +127,6 @@ def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, is_plain: bool = 
             "the Hopper kernel takes half precision, head sizes 64 and 128, and no left padding, window or soft cap, "
             f"got {dtype}, head size {head_dim}{'' if is_plain else ' and one of them'}"
         )
+    if backend == "tilelang" and (dtype not in HALF or head_dim % 16):
+        return f"the kernel in TileLang takes half precision and head sizes that 16 divides, got {dtype}, {head_dim}"
     return None

@@ -132,7 +132,7 @@ def _product(source: Path, instead: str, variant: tuple[tuple[str, int], ...]) -
 
 
 def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[torch.Tensor | None]) -> str | None:
-    """Return why the products in CUDA C++ and on CuTe cannot read or write tensors, or None.
+    """Return why kernels that copy 16 bytes at a time cannot read or write tensors, or None.
 
     Args:
         matrices: By name, with contiguous rows; the first one's dtype is that of all.
@@ -140,7 +140,7 @@ def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[
     """
     given = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     dtype = next(iter(given.values())).dtype
-    steps = tuple(matrix.stride(0) for matrix in given.values())
+    steps = tuple(step for matrix in given.values() for step in matrix.stride()[:-1])
     if any(step % _LINE for step in steps):
         return f"rows {steps} elements apart do not fit; the kernel wants multiples of {_LINE}"
     every = (*given.values(), *(vector for vector in vectors if vector is not None))

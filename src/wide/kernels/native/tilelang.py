@@ -10,8 +10,11 @@ import torch
 from wide.kernels.native.ahead import stand_in
 from wide.kernels.native.build import cache_folder
 
-PASSES = {"tl.disable_safe_memory_legalize": True}
-"""Kernels guard what may lie outside; the compiler's own guards would keep it from loading gathered rows ahead."""
+PASSES = {"tl.disable_safe_memory_legalize": True, "tl.enable_fast_math": True}
+"""Kernels guard what may lie outside; the compiler's own guards would keep it from loading gathered rows ahead.
+
+Exponents cost one instruction instead of four, in error far below that of halves.
+"""
 _INSTALL = "install it with: pip install 'wide[tilelang]'"
 
 
