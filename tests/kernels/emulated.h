@@ -1,5 +1,5 @@
-// Enough of CUDA C++ to run a kernel's source on a CPU: the threads of a block take turns wherever they wait for each other, blocks run
-// one after the other. It finds wrong logic and many races; what only a GPU does (limits of a launch, machine code, memory) it cannot.
+// Enough of CUDA C++ to run a kernel's source on a CPU: the threads of a cluster take turns wherever they wait for each other, clusters
+// run one after the other. It finds wrong logic and many races; what only a GPU does (limits of a launch, machine code, memory) it cannot.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -27,7 +27,8 @@ static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 struct Place {
   int x;
 };
-static Place threadIdx, blockIdx;
+static Place threadIdx, blockIdx, gridDim;
+static int fiber, block_size;  // the running thread's number in its cluster; threads of a block
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -35,8 +36,10 @@ static Place threadIdx, blockIdx;
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-// Stands for `extern __shared__`.
-alignas(1024) static char dynamic_shared[232448];
+// The running block's stands for `extern __shared__`, which declares the pointer once more.
+alignas(1024) static char shared_memory[2][232448];
+static char (*own_shared)[];
+#define dynamic_shared (*own_shared)
 static int poison = 0xa5;
 static unsigned offered[32][32];
 
@@ -51,7 +54,11 @@ static std::vector<Thread> block_threads(1024);
 static jmp_buf scheduler;
 static std::function<void()> running;
 
-struct Barrier {
+// The others' turn.
+static void pause() {
+  if (!_setjmp(block_threads[fiber].place)) _longjmp(scheduler, 1);
+}
+struct Together {
   int size, waiting = 0, times = 0;
   void wait() {
     const int now = times;
@@ -59,18 +66,17 @@ struct Barrier {
       waiting = 0;
       ++times;
     }
-    while (times == now)
-      if (!_setjmp(block_threads[threadIdx.x].place)) _longjmp(scheduler, 1);
+    while (times == now) pause();
   }
 };
-static Barrier whole_block, whole_warp[32];
+static Together whole_cluster, whole_block[2], whole_warp[32];
 
-static void __syncthreads() { whole_block.wait(); }
-static void __syncwarp() { whole_warp[threadIdx.x / 32].wait(); }
+static void __syncthreads() { whole_block[fiber / block_size].wait(); }
+static void __syncwarp() { whole_warp[fiber / 32].wait(); }
 
 // What a function makes of the values that all lanes of a warp offer.
 template <class Function> static unsigned together(unsigned value, Function function) {
-  unsigned* lanes = offered[threadIdx.x / 32];
+  unsigned* lanes = offered[fiber / 32];
   lanes[threadIdx.x % 32] = value;
   __syncwarp();
   const unsigned found = function(lanes);
@@ -116,16 +122,20 @@ static void atomicAdd(unsigned* at, unsigned value) { __atomic_fetch_add(at, val
 
 static void run_thread() {
   running();
-  block_threads[threadIdx.x].ended = true;
+  block_threads[fiber].ended = true;
   _longjmp(scheduler, 1);
 }
 
-static void launch(int blocks, int threads, std::function<void()> kernel) {
+static void launch(int blocks, int size, std::function<void()> kernel, int cluster = 1) {
   running = kernel;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-    memset(dynamic_shared, poison, sizeof dynamic_shared);
-    whole_block = {threads};
-    for (Barrier& warp : whole_warp) warp = {32};
+  gridDim.x = blocks;
+  block_size = size;
+  const int threads = size * cluster;
+  for (int first = 0; first < blocks; first += cluster) {
+    memset(shared_memory, poison, sizeof shared_memory);
+    whole_cluster = {threads};
+    for (Together& block : whole_block) block = {size};
+    for (Together& warp : whole_warp) warp = {32};
     for (int i = 0; i < threads; ++i) {
       Thread& thread = block_threads[i];
       thread.began = thread.ended = false;
@@ -143,7 +153,10 @@ static void launch(int blocks, int threads, std::function<void()> kernel) {
       for (int i = threads - 1; i > 0; --i) std::swap(turns[i], turns[rand() % (i + 1)]);
       for (int thread : turns)
         if (!block_threads[thread].ended) {
-          threadIdx.x = thread;
+          fiber = thread;
+          threadIdx.x = thread % size;
+          blockIdx.x = first + thread / size;
+          own_shared = reinterpret_cast<char(*)[]>(shared_memory[thread / size]);
           if (!_setjmp(scheduler)) {
             if (block_threads[thread].began) _longjmp(block_threads[thread].place, 1);
             block_threads[thread].began = true;

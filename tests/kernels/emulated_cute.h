@@ -12,6 +12,8 @@
 #define __launch_bounds__(...)
 #undef __global__
 #define __global__
+#undef __grid_constant__
+#define __grid_constant__
 
 #define CHECK(what) \
   if (!(what)) fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #what), abort()
@@ -25,14 +27,14 @@ struct Copy {
 static std::vector<std::vector<Copy>> under_way[1024];
 static void cp_async(const void* from, void* to, bool there) {
   CHECK((uintptr_t(to) % 16 == 0) && (!there || uintptr_t(from) % 16 == 0));
-  auto& groups = under_way[threadIdx.x];
+  auto& groups = under_way[fiber];
   if (groups.empty()) groups.emplace_back();
   const Copy copy{from, to, there};
   rand() % 2 ? copy.happen() : groups.back().push_back(copy);
 }
-static void emulated_fence() { under_way[threadIdx.x].emplace_back(); }
+static void emulated_fence() { under_way[fiber].emplace_back(); }
 template <int N> static void emulated_wait() {
-  auto& groups = under_way[threadIdx.x];
+  auto& groups = under_way[fiber];
   // The last one is not committed yet, which waiting for all does not ask.
   for (size_t left = groups.size(); left > (N ? N + 1 : 0); --left) {
     for (const Copy& copy : groups.front()) copy.happen();
@@ -45,7 +47,7 @@ template <int N> static void emulated_wait() {
 // What every lane of a warp offers to the others.
 static const void* shown[32][32];
 template <class Function> static void with_lanes(const void* own, Function function) {
-  const void** lanes = shown[threadIdx.x / 32];
+  const void** lanes = shown[fiber / 32];
   lanes[threadIdx.x % 32] = own;
   __syncwarp();
   function(lanes, threadIdx.x % 32);
@@ -59,6 +61,7 @@ static float __shfl_xor_sync(unsigned all, float value, int bits) {
   return value;
 }
 static int __any_sync(unsigned all, bool vote) { return __ballot_sync(all, vote) != 0; }
+static float __fdividef(float a, float b) { return a / b; }
 static void atomicAdd(float* at, float value) { *at += value; }
 static void atomicOr(unsigned* at, unsigned value) { *at |= value; }
 
@@ -113,10 +116,13 @@ void mma_unpack(MMA_Traits<SM80_16x8x16_F32F16F16F32_TN> const&, Tensor<D, DL>& 
 }
 }  // namespace cute
 
-template <class Arguments, class On> void launch(void (*kernel)(Arguments), int64_t blocks, int threads, int shared_bytes, On const&, Arguments const& arguments) {
-  // Of the GPUs with the least.
-  CHECK(shared_bytes <= 101376 && threads <= 1024);
+// What a thread must leave behind it.
+static void (*check_end)() = [] {};
+template <class Arguments, class On>
+void launch(void (*kernel)(Arguments), int64_t blocks, int threads, int shared_bytes, On const&, Arguments const& arguments, unsigned cluster = 1) {
+  // Of an A100, or of Hopper.
+  CHECK(shared_bytes <= (cluster > 1 ? 232448 : 166912) && threads * cluster <= 1024 && blocks % cluster == 0);
   poison = 0xff;  // a NaN, as halves and as floats
   for (auto& groups : under_way) groups.clear();
-  launch(int(blocks), threads, [=] { kernel(arguments); });
+  launch(int(blocks), threads, [=] { kernel(arguments), check_end(); }, cluster);
 }

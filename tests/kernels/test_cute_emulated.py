@@ -1,9 +1,10 @@
 """Kernels on CuTe, their sources compiled for the CPU: every case of their operators, called as on a GPU."""
 
+import ctypes
 import dataclasses
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 
 from wide.kernels import device as kernel_device
 from wide.kernels.contract import Case, Operator
+from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.gemm_mn import _cute as gemm_mn_cute
 from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.native import cute
+from wide.kernels.native import cute, launch
 from wide.kernels.native.cute import CuteTile
 
 FOLDER = Path(__file__).parent
@@ -39,7 +42,8 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         paths = [f"-I{path}" for path in (FOLDER, *cute.includes(), _TOOLKIT, _TOOLKIT / "cccl")]
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-fPIC", "-shared", "-x", "c++"]
         macros = [f"-D{name}={value}" for name, value in variant.items()]
-        command = ["g++", *options, *paths, *macros, "-include", "emulated_cute.h", str(source), "-o", str(made)]
+        header = "emulated_cute_hopper.h" if "hopper" in source.stem else "emulated_cute.h"
+        command = ["g++", *options, *paths, *macros, "-include", header, str(source), "-o", str(made)]
         subprocess.run(command, check=True)
         return made
 
@@ -50,11 +54,23 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cute._function.cache_clear()
 
 
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have GEMM-MN take a GPU for Hopper, of three clusters; instead of a tensor map comes what would be in it."""
+
+    def encoded(address: int, rows: int, columns: int, stride: int, _: torch.dtype, *box: int) -> Any:
+        return (ctypes.c_int64 * 16)(address, rows, columns, stride, *box)
+
+    facts = DeviceFacts(name="emulated", capability=90, num_sms=7, shared_memory_bytes=232448, l2_bytes=0)
+    monkeypatch.setattr(gemm_mn_cute, "device_facts", lambda device: facts)
+    monkeypatch.setattr(launch, "_encoded", encoded)
+
+
 def _name(case: Case) -> str:
     return "-".join(str(fact) for fact in (*case.sizes.values(), case.active, *case.options.values()))
 
 
-def _shared_out(operator: Operator, is_quick: Callable[[Case], bool]) -> list[Any]:
+def _shared_out(cases: Iterable[Case], is_quick: Callable[[Case], bool]) -> list[Any]:
     """Return the cases as parameters; those that would compile one more variant are slow."""
     return [
         pytest.param(
@@ -62,15 +78,23 @@ def _shared_out(operator: Operator, is_quick: Callable[[Case], bool]) -> list[An
             id=_name(case),
             marks=() if is_quick(case) else pytest.mark.slow,
         )
-        for case in operator.cases
+        for case in cases
     ]
+
+
+_OF_HOPPER = [
+    # Tiles of the rows of a cluster, which Triton would list.
+    dataclasses.replace(case, sizes={**case.sizes, "block_m": 256})
+    for case in (*GEMM_MN.cases, *GEMM_MN.large_cases)
+    if case.sizes["group_size"] % 32 == 0
+]
 
 
 def _is_gated(case: Case) -> bool:
     return bool(case.options.get("gated")) and case.sizes["group_size"] == 32
 
 
-@pytest.mark.parametrize("case", _shared_out(GEMM_MN, _is_gated))
+@pytest.mark.parametrize("case", _shared_out(GEMM_MN.cases, _is_gated))
 def test_gemm_mn(case: Case) -> None:
     _agrees(GEMM_MN, case)
 
@@ -85,18 +109,40 @@ def test_levels_of_gemm_mn(tile: CuteTile, dtype: torch.dtype) -> None:
     _agrees(GEMM_MN, Case(sizes=sizes, dtype=dtype, active=0.9, options=options), tile=tile)
 
 
+def _is_silu_of_whole_tiles(case: Case) -> bool:
+    return case.options.get("activation") == "silu" and case.sizes["group_size"] % 128 == 0
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("case", _shared_out(_OF_HOPPER, _is_silu_of_whole_tiles))
+def test_gemm_mn_on_hopper(case: Case) -> None:
+    _agrees(GEMM_MN, case)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("tile", [CuteTile(0, 2), CuteTile(1, 3), CuteTile(2, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_levels_of_gemm_mn_on_hopper(tile: CuteTile, dtype: torch.dtype) -> None:
+    # A depth that is no multiple of a step; whole tiles with a remainder, and short ones alone.
+    sizes = {"num_rows": 300, "num_groups": 5, "group_size": 64, "depth": 200, "block_m": 256}
+    for active, gated in ((1.0, True), (0.4, True), (0.5, False)):
+        options = {"gated": gated, "activation": "silu", "biased": True}
+        _agrees(GEMM_MN, Case(sizes=sizes, dtype=dtype, active=active, options=options), tile=tile)
+
+
 def _is_stored(case: Case) -> bool:
     return bool(case.options.get("keeps_empty")) and case.sizes["group_size"] == 32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _shared_out(GEMM_K, _is_stored))
+@pytest.mark.parametrize("case", _shared_out(GEMM_K.cases, _is_stored))
 def test_gemm_k(case: Case) -> None:
     _agrees(GEMM_K, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _shared_out(GEMM_K_ROWS, bool))
+@pytest.mark.parametrize("case", _shared_out(GEMM_K_ROWS.cases, bool))
 def test_gemm_k_rows(case: Case) -> None:
     _agrees(GEMM_K_ROWS, case)
 

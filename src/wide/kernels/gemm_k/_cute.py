@@ -31,7 +31,7 @@ def variant(
         "BM": 128 if block_m >= 128 else 64,
         "BN": 128 if width > 64 else 64,
         "BK": 64 if group_size > 32 else 32,
-        "STAGES": tile.num_stages,
+        "STAGES": tile.num_stages or 3,
     }
 
 

@@ -135,7 +135,7 @@ CUTE_DEVICE void store_tile(Mma mma, Values const& values, Half* shared, Place p
 CUTE_DEVICE float activate(float v, int activation) {
   // 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
   const float inner = activation == 2 ? 1.5957691216057308f * (v + 0.044715f * v * v * v) : v;
-  if (activation == 1 || activation == 2) return v / (1.0f + exp2f(-1.4426950408889634f * inner));
+  if (activation == 1 || activation == 2) return __fdividef(v, 1.0f + exp2f(-1.4426950408889634f * inner));
   if (activation != 3) return v;
   v = v < 0.0f ? 0.0f : v;  // a NaN stays one
   return v * v;
@@ -148,16 +148,17 @@ template <class T> T* data(OptionalView const& tensor) { return tensor.has_value
 
 #ifdef __CUDACC__
 template <class Arguments>
-void launch(void (*kernel)(Arguments), int64_t blocks, int threads, int shared_bytes, View const& on, Arguments const& arguments) {
+void launch(void (*kernel)(Arguments), int64_t blocks, int threads, int shared_bytes, View const& on, Arguments const& arguments, unsigned cluster = 1) {
   if (blocks == 0) return;
   TVM_FFI_ICHECK(blocks < (int64_t(1) << 31)) << "a grid of " << blocks << " blocks is too large; give fewer rows";
   const DLDevice device = on.device();
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeClusterDimension;
+  together.val.clusterDim = {cluster, 1, 1};
+  const cudaLaunchConfig_t config{dim3(unsigned(blocks)), dim3(threads), size_t(shared_bytes), stream, &together, cluster > 1};
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error == cudaSuccess) {
-    kernel<<<unsigned(blocks), threads, shared_bytes, stream>>>(arguments);
-    error = cudaGetLastError();
-  }
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments);
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "CUDA says: " << cudaGetErrorString(error);
 }
 #endif

@@ -18,6 +18,9 @@ _LINE = 8
 class _RefusedError(Exception):
     """What the driver said; a kernel says of itself the rest."""
 
+    def said(self, name: str, device: torch.device, instead: str) -> UnsupportedBackendError:
+        return UnsupportedBackendError(f"{name}: the CUDA driver says on {device}: {self}; choose backend={instead!r}")
+
 
 def _checked(answer: tuple[Any, ...]) -> Any:
     """Return what a call of the driver gave, or None if it gives nothing."""
@@ -55,7 +58,8 @@ class Kernel:
             self._library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
             self._kernel = _checked(driver.cuLibraryGetKernel(self._library, name.encode()))
         except _RefusedError as refused:
-            raise self._error(torch.device("cuda", torch.cuda.current_device()), refused) from refused
+            device = torch.device("cuda", torch.cuda.current_device())
+            raise refused.said(name, device, instead) from refused
 
     def __call__(self, device: torch.device, blocks: int, *arguments: Any) -> None:
         """Launch on the device's current stream.
@@ -77,27 +81,11 @@ class Kernel:
                 sizes = (blocks, 1, 1, self._threads, 1, 1, self._shared_bytes)
                 _checked(driver.cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
         except _RefusedError as refused:
-            raise self._error(device, refused) from refused
+            raise refused.said(self._name, device, self._instead) from refused
 
     def tensor_map(self, matrix: torch.Tensor, box_rows: int, box_columns: int) -> Any:
-        """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
-
-        Args:
-            matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
-            box_rows: Rows of a box, at most 256.
-            box_columns: Columns of a box; 64 fill a line.
-        """
-        rows, columns = matrix.shape
-        stride = matrix.stride(0) * matrix.element_size()
-        try:
-            return _encoded(matrix.data_ptr(), rows, columns, stride, matrix.dtype, box_rows, box_columns)
-        except _RefusedError as refused:
-            raise self._error(matrix.device, refused) from refused
-
-    def _error(self, device: torch.device, refused: _RefusedError) -> UnsupportedBackendError:
-        return UnsupportedBackendError(
-            f"{self._name}: the CUDA driver says on {device}: {refused}; choose backend={self._instead!r}"
-        )
+        """Return `tensor_map` of a matrix that this kernel reads."""
+        return tensor_map(matrix, box_rows, box_columns, name=self._name, instead=self._instead)
 
     def _function(self, device: int) -> Any:
         from cuda.bindings import driver
@@ -109,6 +97,27 @@ class Kernel:
             _checked(driver.cuFuncSetAttribute(found, attribute, self._shared_bytes))
             self._functions[device] = found
         return found
+
+
+def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: str, instead: str) -> Any:
+    """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
+
+    Args:
+        matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
+        box_rows: Rows of a box, at most 256.
+        box_columns: Columns of a box; 64 fill a line.
+        name: Of the kernel that reads them.
+        instead: As of `Kernel`.
+
+    Raises:
+        UnsupportedBackendError: As of `Kernel`.
+    """
+    rows, columns = matrix.shape
+    stride = matrix.stride(0) * matrix.element_size()
+    try:
+        return _encoded(matrix.data_ptr(), rows, columns, stride, matrix.dtype, box_rows, box_columns)
+    except _RefusedError as refused:
+        raise refused.said(name, matrix.device, instead) from refused
 
 
 def product(source: Path, instead: str, **variant: int) -> Kernel:
