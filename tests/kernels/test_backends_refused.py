@@ -145,6 +145,27 @@ def test_what_the_kernel_in_cuda_supports_is_what_it_runs() -> None:
     assert GEMM_MN.supports("cuda", CPU, plain) is None
 
 
+DECODED = {"head_dim": 64, "heads": 4, "dtype": torch.bfloat16, "tile": (0, 2)}
+UNDECODED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": torch.float32}, r"half precision, .* got torch\.float32, head size 64 and 4 heads"),
+    "head size": ({"head_dim": 80}, r"head sizes of \(64, 96, 128, 256\) .* head size 80"),
+    "heads": ({"heads": 17}, "at most 16 query heads of a KV head and group, .* and 17 heads"),
+    "tile": ({"tile": (1, 2)}, r"the levels \(0,\) and 2 to 4 stages, got CuteTile\(level=1, num_stages=2\)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), UNDECODED.values(), ids=UNDECODED)
+def test_what_decode_attention_on_cute_does_not_take_is_named(
+    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ampere_obstacle", "cute_obstacle"):
+        monkeypatch.setattr(kernel_device, name, lambda *device: None)
+    head_dim, heads, dtype, tile = (changes.get(name, usual) for name, usual in DECODED.items())
+    k = torch.zeros(1, 8, 1, head_dim, dtype=dtype)
+    with pytest.raises(UnsupportedBackendError, match=f"^attention_decode: .*{words}.*; choose backend='torch'"):
+        attention_decode(k.new_zeros(1, heads, head_dim), k, k, torch.tensor([8]).int(), backend="cute", tile=tile)
+
+
 def _run_stored(
     *,
     size: int = 64,

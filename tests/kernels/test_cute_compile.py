@@ -11,6 +11,7 @@ import torch
 from machine_code import described
 
 from wide.errors import UnsupportedBackendError
+from wide.kernels.attention_decode import _cute as decode_cute
 from wide.kernels.gemm_k import _cute as gemm_k_cute
 from wide.kernels.gemm_mn import _cute as gemm_mn_cute
 from wide.kernels.native import cute
@@ -36,6 +37,8 @@ PRODUCTS = {
     "query": (gemm_mn_cute.SOURCE, _mn(0, gated=False)),
     "output": (gemm_k_cute.SOURCE, _k(2, is_stored=True)),
     "down, added up": (gemm_k_cute.SOURCE, _k(1, is_stored=False)),
+    "decode": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0, 2), torch.bfloat16, 128)),
+    "decode of large heads": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0, 2), torch.bfloat16, 256)),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from wide.kernels import device as kernel_device
+from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.contract import Case, Operator
 from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
@@ -152,6 +153,21 @@ def test_gemm_k_rows(case: Case) -> None:
 @pytest.mark.parametrize("place", range(7))
 def test_gemv(operator: Operator, place: int) -> None:
     _agrees(operator, dataclasses.replace(operator.cases[place], dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _shared_out(ATTENTION_DECODE, bool))
+def test_attention_decode(case: Case) -> None:
+    _agrees(ATTENTION_DECODE, case)
+
+
+@pytest.mark.slow
+def test_splits_of_attention_decode() -> None:
+    # The second cache is so short that one of its two parts holds no key.
+    names = ("batch", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "ragged")
+    sizes = dict(zip(names, (2, 600, 16, 1, 1, 64, 580), strict=True))
+    case = Case(sizes=sizes, dtype=torch.float16, active=1.0)
+    _agrees(ATTENTION_DECODE, case, tile=CuteTile(0, 3))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_decode.tiles import DecodeTile, num_splits
 from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.native.tilelang import kernel
 
@@ -35,10 +35,7 @@ def attention_decode(
     batch, num_heads, head_dim = q.shape
     num_groups = 1 if mask is None else mask.shape[1]
     units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
-    pairs = batch * units.num_units
-    most = max(1, k.shape[1] // (tile.block_n * tile.min_blocks))
-    # A power of two, so that few kernels are compiled.
-    splits = min(1 << (max(1, num_blocks // pairs) - 1).bit_length(), 1 << (most - 1).bit_length())
+    splits = num_splits(num_blocks, batch * units.num_units, k.shape[1] // (tile.block_n * tile.min_blocks))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     found = torch.empty(batch, num_heads, splits, head_dim, **new)

@@ -1,5 +1,6 @@
 """What `attention_decode` promises: its cases, and what a right result is."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from wide.kernels.contract import (
     Operator,
     backends,
     make_case,
+    named,
     random_mask,
     random_values,
     relative_error,
@@ -18,7 +20,9 @@ from wide.kernels.contract import (
 
 
 def _misfit(backend: str, case: Case) -> str | None:
-    return misfit(backend, case.dtype, head_dim=case.sizes["head_dim"], is_paged=bool(case.sizes.get("page")))
+    query_heads, kv_heads, groups, head_dim = named(case, "num_query_heads", "num_kv_heads", "num_groups", "head_dim")
+    heads = query_heads // math.lcm(kv_heads, groups)
+    return misfit(backend, case.dtype, head_dim=head_dim, heads=heads, is_paged=bool(case.sizes.get("page")))
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def _case(batch: int, room: int, heads: tuple[int, int, int], head_dim: int, **m
 
 ATTENTION_DECODE = Operator(
     name="attention_decode",
-    backends=backends(attention_decode, ("triton", "tilelang"), _misfit),
+    backends=backends(attention_decode, ("triton", "tilelang", "cute"), _misfit),
     cases=(
         _case(1, 1, (4, 2, 2), 64, active=1.0),
         _case(2, 3, (4, 1, 1), 128, active=1.0),

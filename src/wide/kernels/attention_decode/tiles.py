@@ -25,6 +25,17 @@ class DecodeTile(NamedTuple):
     num_stages: int
 
 
+def num_splits(num_blocks: int, num_pairs: int, most: int) -> int:
+    """Return into how many parts the keys of a pair are cut: a power of two, so that few kernels are compiled.
+
+    Args:
+        num_blocks: That keep a device busy.
+        num_pairs: Sequences times head units.
+        most: Parts that a full cache is worth.
+    """
+    return 1 << (min(max(1, num_blocks // num_pairs), max(1, most)) - 1).bit_length()
+
+
 def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTile:
     """Return the tile for a device; the host gets several programs, so that splits are exercised.
 

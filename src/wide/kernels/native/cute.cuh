@@ -86,18 +86,19 @@ template <int ROWS, int COLUMNS> struct Warps {
 using Matrices = Copy_Atom<SM75_U32x4_LDSM_N, Half>;
 
 // Add rows [rows, depth] times weights [columns, depth, parts] to sums (.., fragment of rows, fragment of columns, part). A fragment of 16
-// rows for which `runs` says no (to a whole warp) is neither read nor multiplied.
+// rows for which `runs` says no (to a whole warp) is neither read nor multiplied. Every so many threads multiply rows and weights of their own.
 template <class Mma, class Rows, class Weights, class Sums, class Runs>
 CUTE_DEVICE void multiply_stage(Mma mma, Rows const& rows, Weights const& weights, Sums& sums, Runs runs) {
-  auto thread = mma.get_slice(threadIdx.x);
+  const int index = threadIdx.x % int(size(Mma{}));
+  auto thread = mma.get_slice(index);
   auto copy_a = make_tiled_copy_A(Matrices{}, mma);
   auto copy_b = make_tiled_copy_B(Matrices{}, mma);
   auto a = thread.partition_fragment_A(rows);
   auto b = thread.partition_fragment_B(weights(_, _, 0));
-  auto from_a = copy_a.get_slice(threadIdx.x).partition_S(rows);
-  auto from_b = copy_b.get_slice(threadIdx.x).partition_S(weights);
-  auto to_a = copy_a.get_slice(threadIdx.x).retile_D(a);
-  auto to_b = copy_b.get_slice(threadIdx.x).retile_D(b);
+  auto from_a = copy_a.get_slice(index).partition_S(rows);
+  auto from_b = copy_b.get_slice(index).partition_S(weights);
+  auto to_a = copy_a.get_slice(index).retile_D(a);
+  auto to_b = copy_b.get_slice(index).retile_D(b);
   CUTE_UNROLL
   for (int k = 0; k < size<2>(a); ++k) {
     CUTE_UNROLL

@@ -1,0 +1,61 @@
+"""Decode attention on CuTe (attention_decode_cute.cu): blocks share out the keys of a pair, a second launch merges."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.kernels.attention_decode.tiles import num_splits
+from wide.kernels.attention_inputs import HeadUnits, score_factors
+from wide.kernels.native.cute import CuteTile, function
+
+SOURCE = Path(__file__).with_name("attention_decode_cute.cu")
+_WARPS, _WIDE_HEAD, _MIN_BLOCKS = 4, 128, 2
+
+
+def variant(tile: CuteTile, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """Return what is compiled in for a shape.
+
+    Args:
+        tile: How it loads; it has one level.
+        dtype: Of queries, keys and values.
+        head_dim: d.
+    """
+    # Threads share lines of 8 elements evenly.
+    fewest = head_dim // 8 // math.gcd(head_dim // 8, 32)
+    warps = fewest * max(1, (_WARPS if head_dim <= _WIDE_HEAD else _WARPS // 2) // fewest)
+    return {"FLOAT16": int(dtype == torch.float16), "HEAD_DIM": head_dim, "WARPS": warps, "STAGES": tile.num_stages}
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    tile: CuteTile,
+    num_blocks: int,
+    starts: torch.Tensor | None,
+    pages: torch.Tensor | None,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Run `attention_decode_reference` in two kernels, the first of about `num_blocks` blocks."""
+    batch, num_heads, head_dim = q.shape
+    num_groups = 1 if mask is None else mask.shape[1]
+    units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
+    compiled = variant(tile, q.dtype, head_dim)
+    room = k.shape[1] if pages is None else k.shape[1] * pages.shape[1]
+    splits = num_splits(num_blocks, batch * units.num_units, room // (16 * compiled["WARPS"] * _MIN_BLOCKS))
+    new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    found = torch.empty(batch, num_heads, splits, head_dim, **new)
+    heights = torch.empty(batch, num_heads, splits, 2, **new)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    factors = score_factors(scale, soft_cap, head_dim)
+    run = function(SOURCE, q.device, **compiled)
+    tensors = q, k, v, lengths, mask, starts, pages, found, heights, out
+    run(*tensors, units.num_units, splits, window or 0, soft_cap is not None, *factors)
+    return out
