@@ -37,8 +37,8 @@ PRODUCTS = {
     "query": (gemm_mn_cute.SOURCE, _mn(0, gated=False)),
     "output": (gemm_k_cute.SOURCE, _k(2, is_stored=True)),
     "down, added up": (gemm_k_cute.SOURCE, _k(1, is_stored=False)),
-    "decode": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0, 2), torch.bfloat16, 128)),
-    "decode of large heads": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0, 2), torch.bfloat16, 256)),
+    "decode": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0), torch.bfloat16, 128)),
+    "decode of large heads": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0), torch.bfloat16, 256)),
 }
 
 

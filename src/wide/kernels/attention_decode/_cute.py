@@ -11,7 +11,7 @@ from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.native.cute import CuteTile, function
 
 SOURCE = Path(__file__).with_name("attention_decode_cute.cu")
-_WARPS, _WIDE_HEAD, _MIN_BLOCKS = 4, 128, 2
+_WARPS, _WIDE_HEAD, _MIN_BLOCKS, _STAGES = 4, 128, 2, 2
 
 
 def variant(tile: CuteTile, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
@@ -25,7 +25,12 @@ def variant(tile: CuteTile, dtype: torch.dtype, head_dim: int) -> dict[str, int]
     # Threads share lines of 8 elements evenly.
     fewest = head_dim // 8 // math.gcd(head_dim // 8, 32)
     warps = fewest * max(1, (_WARPS if head_dim <= _WIDE_HEAD else _WARPS // 2) // fewest)
-    return {"FLOAT16": int(dtype == torch.float16), "HEAD_DIM": head_dim, "WARPS": warps, "STAGES": tile.num_stages}
+    return {
+        "FLOAT16": int(dtype == torch.float16),
+        "HEAD_DIM": head_dim,
+        "WARPS": warps,
+        "STAGES": tile.num_stages or _STAGES,
+    }
 
 
 def attention_decode(

@@ -31,7 +31,7 @@ def attention_decode(
     soft_cap: float | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Run `attention_decode_reference`; a multiprocessor's programs of the tile are shared out over `num_blocks`."""
+    """Run `attention_decode_reference` in about `num_blocks` blocks; of the tile keys, least steps and warps count."""
     batch, num_heads, head_dim = q.shape
     num_groups = 1 if mask is None else mask.shape[1]
     units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
@@ -58,7 +58,7 @@ def attention_decode(
         factors=score_factors(scale, soft_cap, head_dim),
         has=(starts is not None, mask is not None, soft_cap is not None),
         window=window or 0,
-        tile=(tile.block_n, tile.num_warps, tile.num_stages),
+        tile=(tile.block_n, tile.num_warps),
         **shape,
     )
     raw = lengths.view(torch.uint8).view(batch, -1)[:, :1] if mask is None else mask.view(torch.uint8)
@@ -81,10 +81,10 @@ def make_attention_decode(
     factors: tuple[float, float, float],
     has: tuple[bool, bool, bool],
     window: int,
-    tile: tuple[int, int, int],
+    tile: tuple[int, int],
 ) -> Any:
     """Return the kernel that leaves sums, maxima and weights of each part; the number of sequences varies."""
-    block_n, num_warps, num_stages = tile
+    block_n, num_warps = tile
     batch = T.dynamic("batch")
     heads = num_heads // num_units
     rows = max(_MIN_ROWS, 1 << (heads - 1).bit_length())
@@ -131,13 +131,14 @@ def make_attention_decode(
             if number > 0:
                 for i, j in T.Parallel(rows, head_dim):
                     q[i, j] = T.if_then_else(i < heads, Q[b, unit * heads + T.min(i, heads - 1), j], 0)
-                for step in T.Pipelined(number, num_stages=num_stages):
+                # The compiler loads ahead by one step only where the number of steps is unknown.
+                for step in T.Pipelined(number, num_stages=1):
                     n = (low // block_n + begin + step) * block_n
-                    # Places that hold no key may hold anything.
+                    # Places that hold no key may hold anything: the nearest that does stands in.
                     for i, j in T.Parallel(block_n, head_dim):
-                        k[i, j] = T.if_then_else((n + i >= low) & (n + i < high), K[b, n + i, kv_head, j], 0)
+                        k[i, j] = K[b, T.max(low, T.min(n + i, high - 1)), kv_head, j]
                     for i, j in T.Parallel(block_n, head_dim):
-                        v[i, j] = T.if_then_else((n + i >= low) & (n + i < high), V[b, n + i, kv_head, j], 0)
+                        v[i, j] = V[b, T.max(low, T.min(n + i, high - 1)), kv_head, j]
                     T.clear(scores)
                     T.gemm(q, k, scores, transpose_B=True, policy=policy)
                     T.copy(top, before)

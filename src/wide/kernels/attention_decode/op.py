@@ -87,7 +87,7 @@ def attention_decode(
     )
     if reason is None and backend in ("tilelang", "cute"):
         reason = misaligned({"q": q, "k": k, "v": v}, ())
-    cute_tile = CuteTile(*(tile or (0, 2))) if backend == "cute" else None
+    cute_tile = CuteTile(*(tile or (0,))) if backend == "cute" else None
     if reason is None and cute_tile is not None:
         reason = tile_misfit(cute_tile, levels=(0,))
     check_backend(_NAME, backend, ("torch", "triton", "tilelang", "cute"), reason)

@@ -161,7 +161,7 @@ def make_attention_prefill(
                 T.fill(top, _LOWEST)
                 T.clear(total)
                 T.clear(acc)
-                # Without tensor-memory access the compiler takes loops of unknown length one step ahead only.
+                # Without tensor-memory access the compiler loads ahead by one step only where their number is unknown.
                 blocks = T.if_then_else(begin < end, T.ceildiv(end, block_n) - begin // block_n, 0)
                 for step in T.Pipelined(blocks, num_stages=num_stages if by_tma else 1):
                     n = (begin // block_n + step) * block_n
