@@ -18,22 +18,32 @@ from typing import TYPE_CHECKING, Any
 from wide.version import __version__
 
 if TYPE_CHECKING:
-    from wide.comparison.compare import compare
-    from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
-    from wide.evaluation.evaluate import evaluate
-    from wide.evaluation.routing_stats import routing_stats
-    from wide.inference.optimize import deoptimize, optimize
-    from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
-    from wide.materialisation.materialise import materialise
-    from wide.models.adapter import load, push_to_hub, save
-    from wide.models.attach import attach, detach
-    from wide.models.dial import set_sparsity
-    from wide.models.lora import merge_lora
-    from wide.models.observe import capture_routing, force_routing
-    from wide.plan import Plan
-    from wide.runs.text import generate
-    from wide.training.callback import RouterCallback
-    from wide.training.stages import prune, recover
+    from wide.comparison.compare import compare as compare
+    from wide.config import ObjectiveConfig as ObjectiveConfig
+    from wide.config import RecoverConfig as RecoverConfig
+    from wide.config import StageConfig as StageConfig
+    from wide.config import WideConfig as WideConfig
+    from wide.evaluation.evaluate import evaluate as evaluate
+    from wide.evaluation.routing_stats import routing_stats as routing_stats
+    from wide.inference.optimize import deoptimize as deoptimize
+    from wide.inference.optimize import optimize as optimize
+    from wide.materialisation.checkpoint import load_checkpoint as load_checkpoint
+    from wide.materialisation.checkpoint import save_checkpoint as save_checkpoint
+    from wide.materialisation.materialise import materialise as materialise
+    from wide.models.adapter import load as load
+    from wide.models.adapter import push_to_hub as push_to_hub
+    from wide.models.adapter import save as save
+    from wide.models.attach import attach as attach
+    from wide.models.attach import detach as detach
+    from wide.models.dial import set_sparsity as set_sparsity
+    from wide.models.lora import merge_lora as merge_lora
+    from wide.models.observe import capture_routing as capture_routing
+    from wide.models.observe import force_routing as force_routing
+    from wide.plan import Plan as Plan
+    from wide.runs.text import generate as generate
+    from wide.training.callback import RouterCallback as RouterCallback
+    from wide.training.stages import prune as prune
+    from wide.training.stages import recover as recover
 
 _HOMES = {
     "ObjectiveConfig": "wide.config",
@@ -64,35 +74,7 @@ _HOMES = {
     "set_sparsity": "wide.models.dial",
 }
 
-__all__ = [
-    "ObjectiveConfig",
-    "Plan",
-    "RecoverConfig",
-    "RouterCallback",
-    "StageConfig",
-    "WideConfig",
-    "__version__",
-    "attach",
-    "capture_routing",
-    "compare",
-    "deoptimize",
-    "detach",
-    "evaluate",
-    "force_routing",
-    "generate",
-    "load",
-    "load_checkpoint",
-    "materialise",
-    "merge_lora",
-    "optimize",
-    "prune",
-    "push_to_hub",
-    "recover",
-    "routing_stats",
-    "save",
-    "save_checkpoint",
-    "set_sparsity",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

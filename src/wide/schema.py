@@ -61,7 +61,7 @@ class Checked:
     """Settings whose values are checked against the types of their fields."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no number or out of its bounds, and words that a field's type does not list; None is fine.
+        """Refuse what is no number or out of its bounds, and words that a field's type does not list.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.
@@ -72,8 +72,10 @@ class Checked:
             if get_origin(hint) is Literal and value not in get_args(hint):
                 words = " or ".join(repr(word) for word in get_args(hint))
                 raise ConfigError(f"{field} must be {words}, got {value!r}")
+            if value is None and NoneType in get_args(hint):
+                continue
             for part in (hint, *get_args(hint)):
-                for bound in () if value is None else getattr(part, "__metadata__", ()):
+                for bound in getattr(part, "__metadata__", ()):
                     number, null = get_args(part)[0], " or null" if NoneType in get_args(hint) else ""
                     if isinstance(value, bool) or not isinstance(value, _NUMBERS[number]) or abs(value) == math.inf:
                         raise ConfigError(f"{field} must be {_WORDS[number]}{null}, got {value!r}")
