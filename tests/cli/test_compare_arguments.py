@@ -165,7 +165,7 @@ def test_a_file_may_serve_runs_of_other_methods(method, tmp_path):
     flags = prune.arguments(method, look_ahead(given))
     asked = prune.request(flags.parse(given))
     assert (asked.method, asked.stage.seed) == (method, 4)
-    assert asked.settings == WideConfig(ffn_group_size=32) if method == "wide" else get(method).default_settings()
+    assert asked.settings == WideConfig(ffn_group_size=32) if method == "wide" else get(method).settings()
     with pytest.raises(UsageError, match=f"flag of method wanda, and the command runs --method {method}"):
         flags.parse([*given, "--wanda.pattern", "2:4"])
     if method == "tyr":

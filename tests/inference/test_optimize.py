@@ -12,8 +12,7 @@ from torch import nn
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedBackendError, UnsupportedModelError
-from wide.inference import fused as fused_module
-from wide.inference import measured, optimize_checks
+from wide.inference import measured, optimize_checks, prompt_attention
 from wide.inference import optimize as optimize_module
 from wide.inference import sample as sample_module
 from wide.inference.fused_router import FusedRouter
@@ -248,9 +247,9 @@ def test_one_sequence_is_put_in_order_once(monkeypatch):
         with torch.no_grad(), capture_routing(model) as routing:
             masked = model(ids).logits
         optimize(model, table=SMALL)
-        made, original = [], fused_module.reorder_sequences
+        made, original = [], prompt_attention.reorder_sequences
         monkeypatch.setattr(
-            fused_module,
+            prompt_attention,
             "reorder_sequences",
             lambda mask, backend, made=made, original=original: made.append(1) or original(mask, backend=backend),
         )

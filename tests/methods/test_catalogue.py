@@ -40,7 +40,7 @@ def test_every_row_is_complete(name):
     method = catalogue.get(name)
     assert method.name == name
     assert name == "dense" or callable(method.function())
-    settings = method.default_settings()
+    settings = method.settings()
     assert type(settings) is method.settings
     assert dataclasses.is_dataclass(settings)
     assert method.summary
@@ -74,5 +74,5 @@ def test_a_method_is_registered_by_its_settings_alone(monkeypatch):
         share: float = 0.5
 
     assert catalogue.names() == ("mine",)
-    assert catalogue.get("mine").default_settings() == Mine()
+    assert catalogue.get("mine").settings() == Mine()
     assert catalogue.get("mine").function() is len

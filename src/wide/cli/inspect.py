@@ -63,6 +63,7 @@ def describe_adapter(folder: Path) -> str:
 
     config = read_config(folder)
     base = config["base"]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [
         f"{folder}: adapter for {base.get('name_or_path') or base['model_type']} ({base['model_type']}, "
         f"{base['num_layers']} layers), written by wide {config['wide_version']}",
@@ -70,7 +71,7 @@ def describe_adapter(folder: Path) -> str:
         *(["  base weights replaced"] if config["has_weights"] else []),
         *_facts(config["provenance"]),
         *_dial(config["dial"], has_routers=bool(config["thresholds"])),
-        *_files(folder),
+        *(f"  {path.relative_to(folder)!s:<34}{path.stat().st_size / 1024:>12,.1f} KiB" for path in files),
     ]
     return "\n".join(lines)
 
@@ -117,11 +118,6 @@ def _dial(dial: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> 
     shown = [*dial[::step], dial[-1]] if (len(dial) - 1) % step else dial[::step]
     points = ", ".join(f"{float(sparsity):.0%}: {float(threshold):+.3g}" for sparsity, threshold in shown)
     return [f"  {len(dial)} calibrated thresholds, sparsity: threshold of the margin, logits", f"    {points}"]
-
-
-def _files(folder: Path) -> list[str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [f"  {path.relative_to(folder)!s:<34}{path.stat().st_size / 1024:>12,.1f} KiB" for path in files]
 
 
 def describe_model(name: str) -> str:

@@ -50,7 +50,9 @@ def run(given: Sequence[str]) -> None:
     scoring = build(EvalOptions, values, group="eval")
     options.require_found()
     scoring.require_found()
-    _refuse_own_adapter(start.adapter, options.output)
+    if Path(start.adapter).resolve().is_relative_to(Path(options.output).resolve()):
+        # --overwrite would delete the adapter that is still to be read.
+        raise ConfigError(f"--output {options.output} holds the adapter that is to be recovered; choose another folder")
     objective = objective_after(start.adapter, {**values["objective"], "sparsity": start.sparsity})
     asked = RunRequest(
         run=options,
@@ -68,12 +70,6 @@ def run(given: Sequence[str]) -> None:
     folder = flags.folder(values, objective=asdict(ObjectiveConfig()))
     with stoppable(folder.kept), folder:
         Run(asked, folder, command=["wide", "recover", *given], dry_run=values["dry_run"]).recover(start.adapter)
-
-
-def _refuse_own_adapter(adapter: str, output: str) -> None:
-    # --overwrite would delete the adapter that is still to be read.
-    if Path(adapter).resolve().is_relative_to(Path(output).resolve()):
-        raise ConfigError(f"--output {output} holds the adapter that is to be recovered; choose another folder")
 
 
 def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:

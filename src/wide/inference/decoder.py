@@ -15,7 +15,7 @@ from wide.inference.cache import KvCache
 from wide.inference.operator_table import OperatorTable
 from wide.inference.paged import PagedStep
 from wide.inference.products import gated_product, project_queries, sum_groups
-from wide.inference.prompt_attention import attend_prompt
+from wide.inference.prompt_attention import attend_prompt, sequence_order
 from wide.inference.run import Run
 from wide.inference.stacking import unstack_linears
 from wide.inference.structure import read_ends, require_same_outputs
@@ -29,8 +29,7 @@ from wide.inference.weights import (
 )
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import clear_skipped
-from wide.kernels.reorder import reorder_sequences
-from wide.kernels.reordering import Reordering, SequenceReordering
+from wide.kernels.reordering import Reordering
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import MAX_FEW_ROWS, norm_route, route
 
@@ -97,17 +96,13 @@ class Decoder:
         self.head_bias, self._ends = ends.head_bias, ends
         try:
             self.layers = tuple(map(read_layer, ends.specs, ends.angles))
+            self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
+            self.max_length = max_length
+            if checked:
+                require_same_outputs(model, self.probe, max_length)
         except UnsupportedModelError:
             self.unstack()
             raise
-        self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
-        self.max_length = max_length
-        if checked:
-            try:
-                require_same_outputs(model, self.probe, max_length)
-            except UnsupportedModelError:
-                self.unstack()
-                raise
 
     def unstack(self) -> None:
         """Give the projections that were laid together memory of their own again."""
@@ -128,16 +123,13 @@ class Decoder:
         """Where the weights are."""
         return self.embedding.device
 
-    def new_cache(self, batch: int, room: int | None = None) -> KvCache:
-        """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`)."""
-        part = self.layers[0].attention
-        shape = (len(self.layers), batch, part.num_kv_heads, room or self.max_length, part.head_dim)
-        return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
+    def new_cache(self, batch: int, room: int | None = None, *, kept: bool = True) -> KvCache:
+        """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`).
 
-    def scratch(self, batch: int, room: int) -> KvCache:
-        """Return keys and values that all layers overwrite in turn, for a forward that keeps none."""
+        Unless it is kept, all layers overwrite the same keys and values in turn.
+        """
         part = self.layers[0].attention
-        shape = (1, batch, part.num_kv_heads, room, part.head_dim)
+        shape = (len(self.layers) if kept else 1, batch, part.num_kv_heads, room or self.max_length, part.head_dim)
         return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
 
     @torch.no_grad()
@@ -378,7 +370,7 @@ class Decoder:
         # The library's attention knows neither windows nor soft caps.
         is_plain = scores["window"] is scores["soft_cap"] is None
         if not is_plain or (mask is not None and table.how("attention", shared.length) == "many"):
-            sequences = _sequences(mask, order, q, table.backend)
+            sequences = sequence_order(mask, order, q, table.backend)
             return attend_prompt(q, k, v, sequences, table, length=shared.length, zero_skipped=needs_zeros, **scores)
         return _zeroed(
             _dense_attention(q, k, v, asked.scale, shared.seen()), mask if needs_zeros else None, table.backend
@@ -429,17 +421,6 @@ def _deciding(part: Sublayer, forced: Tensor | None, shared: _Pass) -> RuntimeRo
 
 def _times(x: Tensor, factor: float | None) -> Tensor:
     return x if factor is None else x * factor
-
-
-def _sequences(mask: Tensor | None, order: Reordering | None, q: Tensor, backend: str) -> SequenceReordering:
-    """Return the rows of each sequence's groups; one sequence's are those that the query operator gathered by."""
-    batch, length = q.shape[:2]
-    if mask is None:
-        index = torch.arange(length, dtype=torch.int32, device=q.device).repeat(batch, 1, 1)
-        return SequenceReordering(index, torch.full_like(index[:, :, 0], length))
-    if order is not None and batch == 1:
-        return SequenceReordering(order.index[None], order.counts[None])
-    return reorder_sequences(mask.view(batch, length, -1), backend=backend)
 
 
 def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:

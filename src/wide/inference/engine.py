@@ -466,7 +466,9 @@ class Engine:
         padding = self._padding(x, past, cache, given)
         if isinstance(padding, str):
             return padding
-        self._renew()
+        if self._fingerprint() != self._made_of:
+            # Its routers or the places of its weights have changed since.
+            self._read()
         decoder = self._decoder
         if decoder is None or (past and cache is not None and cache.slot is not None and cache.slot.decoder != decoder):
             return ""
@@ -505,7 +507,7 @@ class Engine:
             lent = self._free(batch, length) if slot is None else slot
             logits = lent.prompt(x, lengths, routed=run.routed, pool=self._pool)
         if logits is None:
-            memory = decoder.scratch(batch, length) if slot is None else slot.cache
+            memory = decoder.new_cache(batch, length, kept=False) if slot is None else slot.cache
             if padding is None or not past:
                 hidden = decoder.prompt(x, memory, run, past=past, lengths=lengths)
             else:
@@ -622,11 +624,6 @@ class Engine:
         slot.cache.lengths.copy_(old.lengths)
         self._lend(slot, cache)
         return slot
-
-    def _renew(self) -> None:
-        """Read the model again if its routers or weights' places have changed since."""
-        if self._fingerprint() != self._made_of:
-            self._read()
 
     def _join_stream(self, tensor: Tensor) -> None:
         """Let the current stream wait for the one that used the engine's memory last."""

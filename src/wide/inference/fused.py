@@ -16,12 +16,11 @@ from wide.errors import NotAttachedError
 from wide.inference.operator_table import OperatorTable
 from wide.inference.paged import attend_paged, is_known
 from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
-from wide.inference.prompt_attention import attend_prompt
+from wide.inference.prompt_attention import attend_prompt, sequence_order
 from wide.inference.visible_keys import VisibleKeys
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import cleared
-from wide.kernels.reorder import reorder_sequences
-from wide.kernels.reordering import Reordering, SequenceReordering
+from wide.kernels.reordering import Reordering
 from wide.models.block_spec import AttentionSpec, FeedForwardSpec
 from wide.models.gates import Gate
 
@@ -51,12 +50,9 @@ class FusedFeedForward:
             return self.original(hidden)
         _require_inference(mask)
         rows, groups = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1, mask.shape[-1])
-        return self._run(rows, groups).view(hidden.shape)
-
-    def _run(self, x: Tensor, mask: Tensor) -> Tensor:
         down: Any = self.spec.down
-        product = gated_product(x, self._weights(), mask, self.table)
-        return sum_groups("down", product, down.weight, down.bias, mask, self.table)
+        product = gated_product(rows, self._weights(), groups, self.table)
+        return sum_groups("down", product, down.weight, down.bias, groups, self.table).view(hidden.shape)
 
     def _weights(self) -> GatedWeights:
         up: Any = self.spec.up
@@ -152,11 +148,12 @@ class FusedAttention:
         if k.shape[2] < num_keys and starts is not None:
             # A sliding layer's cache has dropped the oldest keys.
             starts = (starts - (num_keys - k.shape[2])).clamp(min=0)
+        q = q.transpose(1, 2)
         return attend_prompt(
-            q.transpose(1, 2),
+            q,
             k[:, :, :num_keys].transpose(1, 2),
             v[:, :, :num_keys].transpose(1, 2),
-            _sequence_order(mask, order, self.table.backend),
+            sequence_order(mask, order, q, self.table.backend),
             self.table,
             length=length,
             starts=starts,
@@ -206,13 +203,6 @@ def _is_plain(module: nn.Module, bias: Any, options: dict[str, Any]) -> bool:
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
         return False
     return all(options.get(name) is None for name in _UNKNOWN_OPTIONS)
-
-
-def _sequence_order(mask: Tensor, order: Reordering | None, backend: str) -> SequenceReordering:
-    """Return the positions that execute in each sequence; of a single one, those that the query product gathered."""
-    if order is None or mask.shape[0] > 1:
-        return reorder_sequences(mask, backend=backend)
-    return SequenceReordering(order.index.unsqueeze(0), order.counts.unsqueeze(0))
 
 
 def _select(heads: Tensor, mask: Tensor) -> Tensor:

@@ -1,11 +1,33 @@
 """Attention over a prompt as the table names it."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from wide.inference.operator_table import OperatorTable
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.reordering import SequenceReordering
+from wide.kernels.reorder import reorder_sequences
+from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.tuning import Choice
+
+
+def sequence_order(mask: Tensor | None, order: Reordering | None, q: Tensor, backend: str) -> SequenceReordering:
+    """Return the places that execute in each sequence; of a single one, those that the query product gathered.
+
+    Args:
+        mask: Which groups of which tokens execute, [B * T, G] or [B, T, G]; None = all.
+        order: Those that the query product gathered, if it did.
+        q: Queries, [B, T, H_q, d].
+        backend: Who puts them in order.
+    """
+    batch, length = q.shape[:2]
+    if mask is None:
+        index = torch.arange(length, dtype=torch.int32, device=q.device).repeat(batch, 1, 1)
+        return SequenceReordering(index, torch.full_like(index[:, :, 0], length))
+    if order is not None and batch == 1:
+        return SequenceReordering(order.index[None], order.counts[None])
+    return reorder_sequences(mask.view(batch, length, -1), backend=backend)
 
 
 def attend_prompt(
@@ -16,11 +38,7 @@ def attend_prompt(
     table: OperatorTable,
     *,
     length: int,
-    starts: Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    scale: float | None = None,
-    zero_skipped: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Attend causally with the executing (token, group) pairs, see `attention_prefill`.
 
@@ -33,26 +51,10 @@ def attend_prompt(
         order: Executing tokens of each (sequence, group).
         table: Which kernel runs.
         length: Tokens of a sequence, by which the table chooses.
-        starts: First real key of each sequence, int32 [B]; None = 0.
-        window: Keys that a query sees at most; None = all.
-        soft_cap: Bound of the scores; None = unbounded.
-        scale: Factor of the scores; None = 1 / sqrt(d).
-        zero_skipped: Whether skipped pairs hold zeros.
+        options: Further arguments of `attention_prefill`.
     """
     choice = table.choice("attention", length)
-    is_plain = starts is None and window is None and soft_cap is None
+    is_plain = all(options.get(name) is None for name in ("starts", "window", "soft_cap"))
     if choice.backend == "dense" or (choice.backend == "gluon" and not is_plain):
         choice = Choice(backend=table.backend)
-    return attention_prefill(
-        q,
-        k,
-        v,
-        order,
-        starts=starts,
-        window=window,
-        soft_cap=soft_cap,
-        scale=scale,
-        zero_skipped=zero_skipped,
-        backend=choice.backend,
-        tile=choice.tile,
-    )
+    return attention_prefill(q, k, v, order, **options, backend=choice.backend, tile=choice.tile)

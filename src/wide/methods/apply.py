@@ -88,7 +88,7 @@ def apply(
         raise NotAttachedError(
             f"this model carries a plan already; call wide.detach(model) before method {method.name}"
         )
-    settings = _with_seed(method.default_settings() if settings is None else settings, seed)
+    settings = _with_seed(method.settings() if settings is None else settings, seed)
     stage = dataclasses.replace(stage or StageConfig(), seed=seed)
     try:
         began = now(model_device(model))
@@ -187,7 +187,7 @@ def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
 
 def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:
     """Return a sentence on the settings that are not the original's, if any."""
-    pairs = [(settings, method.default_settings())]
+    pairs = [(settings, method.settings())]
     if method.trains:
         pairs.append((stage, StageConfig()))
         # Its target is the row's, and the weight of some methods is their own.

@@ -48,10 +48,6 @@ class Method:
         """Whether it trains routers, instead of deciding once for every token."""
         return self.kind == "dynamic"
 
-    def default_settings(self) -> Any:
-        """Return the method's settings with the original's values."""
-        return self.settings()
-
     def function(self) -> Callable[..., Any]:
         """Return what decides, importing it where needed."""
         if not isinstance(self.code, str):
@@ -551,21 +547,13 @@ class WandaConfig(Calibrated):
     code="unstructured:decide_with_updates",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SparseGPTConfig(Calibrated):
-    """Settings of SparseGPT.
+class SparseGPTConfig(WandaConfig):
+    """Settings of SparseGPT, Wanda's among them.
 
     Args:
-        pattern: 'unstructured', or 'N:M' to keep N of every M consecutive inputs; the target must then be 1 - N/M.
         damping: Share of the mean diagonal of the Gram matrix that is added to its diagonal.
         block_size: Columns whose zeros are chosen together.
     """
 
-    batch_size: Positive = 8
-    seed: int = 0
-    pattern: str = "unstructured"
     damping: float = 0.01
     block_size: Positive = 128
-
-    def forwards(self, num_layers: int, sparsity: float) -> float:
-        """Return those of each layer as it is and as it is pruned."""
-        return 2.0

@@ -272,7 +272,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
     text, goals = _text(blocks, settings), _goals(specs, target)
     with _gated(model, specs, settings) as gates:
         facts = _Course(model, gates, goals, text, settings).train()
-        exported = {kind: _exported(gates[kind], goals[kind], settings) for kind in _KINDS}
+        exact = settings.export == "topk_exact"
+        exported = {
+            kind: export([gate.scale for gate in gates[kind]], pruned=goals[kind].pruned if exact else None)
+            for kind in _KINDS
+        }
     seen = settings.steps * settings.batch_size * text.sequence_length
     effort = Effort(tokens_forward=seen if settings.distillation else 0, tokens_backward=seen)
     tensors = {scale_name(index, kind): scale for kind in _KINDS for index, scale in enumerate(exported[kind].scales)}
@@ -344,11 +348,6 @@ def _plan(specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> Plan:
             for spec in specs
         )
     )
-
-
-def _exported(gates: Sequence[StaticGate], goal: _Goal, settings: DDPConfig) -> Exported:
-    pruned = goal.pruned if settings.export == "topk_exact" else None
-    return export([gate.scale for gate in gates], pruned=pruned)
 
 
 def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str, Any]:

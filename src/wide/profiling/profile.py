@@ -182,25 +182,15 @@ class _Report:
             "records": [],
         }
 
-    def begin(self, gate: Mapping[str, Any], start: Mapping[str, Any], **facts: Any) -> bool:
+    def begin(self, name: str, gate: Mapping[str, Any], start: Mapping[str, Any], **facts: Any) -> bool:
         """Write a gate and what the beginning took, and return whether anything may be timed."""
-        self.content |= {"gate": gate} | facts
+        self.content |= {name: gate} | facts
         if start:
             self.content.setdefault("starts", []).append({**start, "gate": gate})
         self._write()
-        self.say(f"gate: {json.dumps(gate)}")
+        self.say(f"{'gate of generate_batch' if name == 'batched_gate' else name}: {json.dumps(gate)}")
         if start:
             self.say(f"start: {json.dumps(start)}")
-        return self._verdict(gate)
-
-    def begin_batches(self, gate: Mapping[str, Any]) -> bool:
-        """Write whether batches agree, and return whether they may be timed."""
-        self.content["batched_gate"] = gate
-        self._write()
-        self.say(f"gate of generate_batch: {json.dumps(gate)}")
-        return self._verdict(gate)
-
-    def _verdict(self, gate: Mapping[str, Any]) -> bool:
         if not gate["green"]:
             self.say("RED: what is to be timed does not compute what the model computes; nothing is timed")
         return bool(gate["green"])
@@ -298,7 +288,7 @@ def _race_static(job: _Job, report: _Report) -> bool:
         vocabulary = int(AutoConfig.from_pretrained(name).vocab_size)
         ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
         pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
-    if not report.begin(pair.gate(), {}, method=method):
+    if not report.begin("gate", pair.gate(), {}, method=method):
         return False
     tokens = job.tokens(pair.dense)
     models = {DENSE: pair.dense, PRUNED: pair.pruned}
@@ -395,7 +385,7 @@ class _Routed:
         facts = {"layers": len(state.specs), "method": self.job.method}
         if ffn is not None and width:
             facts["ffn_group_size"] = width // ffn.num_groups
-        return self.report.begin(gate, start, **facts)
+        return self.report.begin("gate", gate, start, **facts)
 
     def _bare_step_us(self, decoder: Any) -> float | None:
         """Return the microseconds of a step replayed without `generate()` around it, after the first prompt."""
@@ -454,7 +444,7 @@ class _Routed:
         with attachment(self.model).engine.shortened(_AGREEMENT_LAYERS):
             found = batch_agreement(self.model, min(prompt, _AGREEMENT_PROMPT), min(new, _AGREEMENT_TOKENS))
         gate = {"green": found["generate_batch"] >= _AGREEMENT_SHARE * found["generate"], "preferred": found}
-        if not self.report.begin_batches(gate):
+        if not self.report.begin("batched_gate", gate, {}):
             return False
         for requests in self.options.requests:
             candidates = self._candidates()

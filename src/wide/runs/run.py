@@ -342,10 +342,8 @@ class Run:
 
     def _is_due(self, subject: str) -> bool:
         """Return whether a subject is to be measured, and was not yet."""
-        return self._materials.held_out[0] is not None and self._is_missing(subject)
-
-    def _is_missing(self, subject: str) -> bool:
-        """Return whether no measurement of a subject is there, which a resumed run may have from before."""
+        if self._materials.held_out[0] is None:
+            return False
         missing = self._records.latest(subject, _IS_DONE) is None
         # The main process writes the file, so others may read it too early.
         return self._processes.agree(missing)
@@ -372,14 +370,12 @@ class Run:
         say()
         if self._materials.held_out[0] is not None:
             say(summary_table({"": run}).to_text())
-            say("\n".join(["", *layer_lines(run), *self._sample_lines(run)]))
+            say("\n".join(["", *layer_lines(run)]))
+            if text := run.text(run.subjects()[-1], "sample"):
+                say("\n".join(["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())]))
         say(f"\nfinished in {time.monotonic() - self._began:.0f} s; written:")
         for path in paths:
             say(f"  {path}")
-
-    def _sample_lines(self, run: Selection) -> list[str]:
-        text = run.text(run.subjects()[-1], "sample")
-        return ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())] if text else []
 
 
 def _in_words(objective: ObjectiveConfig) -> str:

@@ -83,13 +83,13 @@ def _is_to_be_sharded(
     elif parallel == "auto" and is_quantised_checkpoint(options.model):
         parallel, reason = "replicate", "quantised weights are shared only where --parallel fsdp says so"
     elif parallel == "auto":
-        smallest = processes.smallest(torch.cuda.get_device_properties(device).total_memory)
+        smallest = min(processes.gather(torch.cuda.get_device_properties(device).total_memory))
         skeleton = load_skeleton(options.model)
         # Where nothing is trained, the weights and a few tokens.
         wanted = stages or [StageConfig(batch_size=processes.world, sequence_length=2)]
         told: dict[str, Any] = {"distils": distils, "dtype": options.dtype, "world": processes.world}
         needs = [needed(skeleton, stage, **told) for stage in wanted]
-        parallel = "replicate" if all(need.fits(int(smallest)) for need in needs) else "fsdp"
+        parallel = "replicate" if all(need.fits(smallest) for need in needs) else "fsdp"
         largest = max(needs, key=lambda need: need.total)
         reason = f"each with the whole base needs {largest}, and the smallest GPU has {smallest / 2**30:.1f} GiB"
     say(f"parallel {parallel} over {processes.world} processes: {reason}")

@@ -212,7 +212,8 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         """Write the routers beside PEFT's files."""
         if _inner(model) is not model and state.is_world_process_zero:
             # What PEFT trains of the base itself (modules_to_save) lies in its own files.
-            save(_inner(model), _beside(args, state), ignore_base_changes=True)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
+            save(_inner(model), folder, ignore_base_changes=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End, and calibrate."""
@@ -223,7 +224,3 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
 def _inner(model: Any) -> Any:
     """Return the model that a PEFT wrapper holds, else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _beside(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER

@@ -95,20 +95,12 @@ class DataParallel:
             dist.broadcast_object_list(box, device=self.device)
         return box[0]
 
-    def smallest(self, value: float) -> float:
-        """Return the smallest number of all processes."""
-        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+    def gather(self, value: T) -> list[T]:
+        """Return what each process has, on all of them."""
+        values = [value] * self.world
         if self.world > 1:
-            dist.all_reduce(found, dist.ReduceOp.MIN)
-        return float(found)
-
-    def first_error(self, error: Exception | None) -> str | None:
-        """Return what the first process that failed has to say, on all of them; None if none failed."""
-        if self.world == 1:
-            return None if error is None else str(error)
-        said: list[str | None] = [None] * self.world
-        dist.all_gather_object(said, None if error is None else str(error))
-        return next((words for words in said if words is not None), None)
+            dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for all processes."""

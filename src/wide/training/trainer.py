@@ -275,15 +275,16 @@ class Trainer:
     def _write(self, done: int) -> None:
         if self._checkpoints is None:
             return
-        error: TrainingError | None = None
+        failed: TrainingError | None = None
         if self._parallel.is_first:
             try:
                 self._checkpoints.write(done, self._parameters, self._optimizer, seconds=self._timer.seconds)
-            except TrainingError as failure:
-                error = failure
-        reason = self._parallel.first_error(error)
+            except TrainingError as error:
+                failed = error
+        # The first process alone writes, and all stop with it.
+        reason = self._parallel.agree(None if failed is None else str(failed))
         if reason is not None:
-            raise TrainingError(reason) from error
+            raise TrainingError(reason) from failed
 
     def _outcome(self, first: int) -> Outcome:
         steps = self._stage.steps
