@@ -219,7 +219,7 @@ def test_kernels_fit_spill_nothing_and_use_tensor_cores(
         assert {"HMMA", "LDGSTS"} <= set(re.findall("HMMA|LDGSTS", product))
         return
     block_m = WRITTEN[name][1].sizes.get("block_m", 128)
-    assert ("HGMMA" in product) == (architecture == "sm_90a" and block_m == 128)
+    assert architecture != "sm_90a" or block_m < 128 or "HGMMA" in product
     assert "HGMMA" in product or "HMMA" in product
     # What tensor-memory access does not load goes past the registers, too, but for queries, which are loaded once.
     assert "LDGSTS" in product or (architecture == "sm_90a" and WRITTEN[name][0] is ATTENTION_PREFILL)

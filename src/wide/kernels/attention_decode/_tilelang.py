@@ -131,7 +131,7 @@ def make_attention_decode(
             if number > 0:
                 for i, j in T.Parallel(rows, head_dim):
                     q[i, j] = T.if_then_else(i < heads, Q[b, unit * heads + T.min(i, heads - 1), j], 0)
-                # The compiler loads ahead by one step only where the number of steps is unknown.
+                # Rows are too few for the compiler to split threads, see `stages_ahead`.
                 for step in T.Pipelined(number, num_stages=1):
                     n = (low // block_n + begin + step) * block_n
                     # Places that hold no key may hold anything: the nearest that does stands in.

@@ -11,7 +11,7 @@ import torch
 
 from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.attention_prefill.tiles import PrefillTile
-from wide.kernels.native.tilelang import is_for_hopper, kernel
+from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead
 
 _LOWEST = -1.0e30
 
@@ -78,7 +78,7 @@ def make_attention_prefill(
     tokens = block_m // heads
     scale, cap_in, cap_out = factors
     has_starts, has_runs, has_cap = has
-    by_tma = is_for_hopper()
+    by_tma, ahead = is_for_hopper(), stages_ahead(num_stages)
     # Warps that load gather, too, and all as many lines: where they are 4 beside 8, of half as many rows again.
     gathered = block_m * 3 // 2 if by_tma and num_warps == 8 else block_m
     policy = T.GemmWarpPolicy.FullRow
@@ -161,9 +161,8 @@ def make_attention_prefill(
                 T.fill(top, _LOWEST)
                 T.clear(total)
                 T.clear(acc)
-                # Without tensor-memory access the compiler loads ahead by one step only where their number is unknown.
                 blocks = T.if_then_else(begin < end, T.ceildiv(end, block_n) - begin // block_n, 0)
-                for step in T.Pipelined(blocks, num_stages=num_stages if by_tma else 1):
+                for step in T.Pipelined(blocks, num_stages=ahead):
                     n = (begin // block_n + step) * block_n
                     if by_tma:
                         T.copy(K[b, n : n + block_n, kv_head, :], k)

@@ -9,7 +9,7 @@ import tilelang.language as T
 import torch
 
 from wide.kernels.gemm_k.tiles import KTile
-from wide.kernels.native.tilelang import is_for_hopper, kernel
+from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead
 from wide.kernels.reordering import PatternReordering
 
 
@@ -122,7 +122,7 @@ def make_gemm_k(
     blocks = -(-depth // (group_size * groups_per_block))
     parts, steps = width // block_n, group_size // block_k
     policy = T.GemmWarpPolicy.FullRow if block_m >= 16 * num_warps else T.GemmWarpPolicy.Square
-    splits = is_for_hopper()
+    splits, ahead = is_for_hopper(), stages_ahead(num_stages)
 
     @T.prim_func
     def gemm_k(
@@ -150,7 +150,7 @@ def make_gemm_k(
                     T.annotate_producer_reg_dealloc(40)
                     T.annotate_consumer_reg_alloc(208)
                 T.clear(acc)
-                for step in T.Pipelined(UNIONS[program // parts, 1] * steps, num_stages=num_stages):
+                for step in T.Pipelined(UNIONS[program // parts, 1] * steps, num_stages=ahead):
                     member = (UNIONS[program // parts, 0] >> (4 * (step // steps))) & 15
                     channel = (block * groups_per_block + member) * group_size + step % steps * block_k
                     for i, j in T.Parallel(block_m, block_k):

@@ -72,6 +72,14 @@ def is_for_hopper() -> bool:
     return tilelang.tvm.target.Target.current().attrs.get("arch") == "sm_90a"
 
 
+def stages_ahead(num_stages: int) -> int:
+    """Return, while a kernel is made, the stages of a loop whose number of steps only the device knows.
+
+    Where threads are not split by what they do, the compiler refuses such a loop more than one.
+    """
+    return num_stages if is_for_hopper() else 1
+
+
 def activate(value: Any, activation: str) -> Any:
     """Return the activation of a float32 expression of a kernel."""
     import tilelang.language as T
