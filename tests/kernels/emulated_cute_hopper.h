@@ -178,4 +178,9 @@ void mma_unpack(MMA_Traits<Op<A, B, C, D>> const& traits, Tensor<TD, DL>& d, Ten
 }  // namespace SM90::GMMA
 }  // namespace cute
 
-static const bool is_checked = (check_end = [] { CHECK(arriving.empty()); }, true);
+// Of a cluster no thread may leave before everything has arrived, else not the last one.
+static void check_arrived() {
+  if (whole_cluster.size == block_size) whole_cluster.wait();
+  CHECK(arriving.empty());
+}
+static const bool is_set = (check_end = check_arrived, most_shared = 232448, true);

@@ -102,6 +102,22 @@ def test_products_of_hopper_share_weights_and_wait_once_a_step(variant: dict[str
     assert len(re.findall(r"MEMBAR\.\w+\.GPU", code)) <= 2
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("level", "words", "dtype"), [(2, 0, torch.bfloat16), (1, 4, torch.float16), (2, 4, torch.bfloat16)]
+)
+def test_sums_of_hopper_wait_once_a_step(level: int, words: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    variant = gemm_k_cute.hopper_variant(CuteTile(level), dtype, words)
+    code, usage = _compiled(gemm_k_cute.HOPPER_SOURCE, variant, 90, tmp_path)
+    assert re.findall(r"REG:(\d+)", usage) == ["168"]
+    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
+    assert products == {("256", ".BF16" if dtype == torch.bfloat16 else ""): 4}
+    assert len(re.findall(r"HGMMA.*gsb0", code)) == 1
+    assert set(re.findall(r"UTMALDG\S*|LDGSTS|STSM", code)) == {"UTMALDG.2D", "LDGSTS", "STSM"}
+    assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
+
+
 def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.importlib.util, "find_spec", lambda name: None)
     words = r"need nvidia-cutlass and apache-tvm-ffi: pip install 'wide\[cute\]'$"

@@ -16,6 +16,7 @@ from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.contract import Case, Operator
 from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
+from wide.kernels.gemm_k import _cute as gemm_k_cute
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemm_mn import _cute as gemm_mn_cute
 from wide.kernels.gemv import GEMV_K, GEMV_MN
@@ -41,7 +42,7 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         words = "-".join(str(value) for value in variant.values())
         made = folder / f"{source.stem}-{words}.so"
         paths = [f"-I{path}" for path in (FOLDER, *cute.includes(), _TOOLKIT, _TOOLKIT / "cccl")]
-        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-fPIC", "-shared", "-x", "c++"]
+        options = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-U_FORTIFY_SOURCE", "-fPIC", "-shared", "-x", "c++"]
         macros = [f"-D{name}={value}" for name, value in variant.items()]
         header = "emulated_cute_hopper.h" if "hopper" in source.stem else "emulated_cute.h"
         command = ["g++", *options, *paths, *macros, "-include", header, str(source), "-o", str(made)]
@@ -57,13 +58,14 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have GEMM-MN take a GPU for Hopper, of three clusters; instead of a tensor map comes what would be in it."""
+    """Have products take a GPU for Hopper, of three clusters; instead of a tensor map comes what would be in it."""
 
     def encoded(address: int, rows: int, columns: int, stride: int, _: torch.dtype, *box: int) -> Any:
         return (ctypes.c_int64 * 16)(address, rows, columns, stride, *box)
 
     facts = DeviceFacts(name="emulated", capability=90, num_sms=7, shared_memory_bytes=232448, l2_bytes=0)
-    monkeypatch.setattr(gemm_mn_cute, "device_facts", lambda device: facts)
+    for module in (gemm_k_cute, gemm_mn_cute):
+        monkeypatch.setattr(module, "device_facts", lambda device: facts)
     monkeypatch.setattr(launch, "_encoded", encoded)
 
 
@@ -146,6 +148,32 @@ def test_gemm_k(case: Case) -> None:
 @pytest.mark.parametrize("case", _shared_out(GEMM_K_ROWS.cases, bool))
 def test_gemm_k_rows(case: Case) -> None:
     _agrees(GEMM_K_ROWS, case)
+
+
+_K_OF_HOPPER = [
+    case
+    for case in (*GEMM_K.large_cases, *GEMM_K_ROWS.cases)
+    if case.sizes["group_size"] % 64 == 0 and case.options.get("keeps_empty", "block_m" not in case.sizes)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("case", _shared_out(_K_OF_HOPPER, bool))
+def test_gemm_k_on_hopper(case: Case) -> None:
+    _agrees(GEMM_K if "block_m" in case.sizes else GEMM_K_ROWS, case)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_levels_of_gemm_k_on_hopper(dtype: torch.dtype) -> None:
+    # A width that is no multiple of a tile's.
+    names = ("num_rows", "num_groups", "group_size", "width", "block_m", "groups_per_block")
+    sizes = dict(zip(names, (200, 5, 64, 312, 128, 5), strict=True))
+    case = Case(sizes=sizes, dtype=dtype, active=0.1, options={"keeps_empty": True, "biased": True})
+    for tile in (CuteTile(1, 2), CuteTile(2, 3)):
+        _agrees(GEMM_K, case, tile=tile)
 
 
 @pytest.mark.slow

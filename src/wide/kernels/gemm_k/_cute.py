@@ -1,14 +1,24 @@
-"""GEMM-K on CuTe (gemm_k_cute.cu), over rows by patterns of some groups or in one order over all of them."""
+"""GEMM-K on CuTe, over rows by patterns of some groups or in one order over all of them.
 
+On Hopper, where each row is in one tile, by wgmma and tensor maps (gemm_k_cute_hopper.cu), elsewhere by mma.sync
+(gemm_k_cute.cu).
+"""
+
+import ctypes
 from pathlib import Path
 
 import torch
 
+from wide.kernels.device import HOPPER_STEP, device_facts
+from wide.kernels.gemm_k._triton import describe
+from wide.kernels.gemm_k.tiles import STORED_TILE
 from wide.kernels.native.cute import CuteTile, function
+from wide.kernels.native.launch import tensor_map
 from wide.kernels.reorder.rows_reference import TILE_ROWS
 from wide.kernels.reordering import PatternReordering, RowReordering
 
 SOURCE = Path(__file__).with_name("gemm_k_cute.cu")
+HOPPER_SOURCE = Path(__file__).with_name("gemm_k_cute_hopper.cu")
 
 
 def variant(
@@ -35,6 +45,22 @@ def variant(
     }
 
 
+def hopper_variant(tile: CuteTile, dtype: torch.dtype, words: int) -> dict[str, int]:
+    """Return what is compiled in for rows that are in one tile each, on Hopper.
+
+    Args:
+        tile: How it skips and loads.
+        dtype: Of rows and weights.
+        words: Of 32 groups that say what a row executes; 0 for at most 8 groups, sorted by patterns.
+    """
+    return {
+        "FLOAT16": int(dtype == torch.float16),
+        "LEVEL": tile.level,
+        "WORDS": words,
+        "STAGES": tile.num_stages or 4,
+    }
+
+
 def gemm_k(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -46,16 +72,27 @@ def gemm_k(
 ) -> torch.Tensor:
     """Run `gemm_k_reference`; what several tiles have of a row is added up in float32, in any order."""
     shape = h.shape[0], weight.shape[0]
+    is_stored = isinstance(order, RowReordering) or (order.counts.numel() == 1 and order.keeps_empty)
+    out = h.new_empty(shape) if is_stored else h.new_zeros(shape, dtype=torch.float32)
     lists: tuple[object, ...]
+    facts = device_facts(h.device)
+    if facts.capability == 90 and is_stored and group_size % HOPPER_STEP == 0:
+        if isinstance(order, RowReordering):
+            lists, words = (*order, None), order.words.shape[0]
+        else:
+            lists, words = (order.index, order.patterns, None, *describe(order)), 0
+        weights = tensor_map(weight, STORED_TILE[1], HOPPER_STEP, name="gemm_k", instead="torch")
+        run = function(HOPPER_SOURCE, h.device, **hopper_variant(tile, h.dtype, words))
+        run(h, bias, out, *lists, group_size, ctypes.addressof(weights), facts.num_sms)
+        return out
     if isinstance(order, RowReordering):
-        block_m, is_stored = TILE_ROWS, True
+        block_m = TILE_ROWS
         lists = order.index, order.words, None, order.items, None, order.words.shape[0], block_m, 0
     else:
-        block_m, is_stored = order.block_m, order.counts.numel() == 1 and order.keeps_empty
+        block_m = order.block_m
         many = order.tiles, order.num_tiles, 1, block_m, order.groups_per_block
         lists = order.index, order.patterns, order.counts, *many
     compiled = variant(tile, h.dtype, group_size=group_size, width=shape[1], block_m=block_m, is_stored=is_stored)
-    out = h.new_empty(shape) if is_stored else h.new_zeros(shape, dtype=torch.float32)
     run = function(SOURCE, h.device, **compiled)
     run(h, weight, bias if is_stored else None, out, *lists, group_size)
     if is_stored:

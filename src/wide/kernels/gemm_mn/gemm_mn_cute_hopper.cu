@@ -164,10 +164,8 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared, Items const& it
       CUTE_UNROLL
       for (int i = 0; i < CHANNELS / 2; ++i) sums(i) = activate(sums(i), ACTIVATION) * (GATED ? sums(CHANNELS / 2 * GATED + i) : 1.0f);
       CUTE_UNROLL
-      for (int piece = 0; piece < CHANNELS / PIECE; ++piece) {
-        auto values = make_tensor(sums.data() + piece * PIECE / 2, partition_shape_C(Wgmma<PIECE>{}, Shape<Int<ROWS>, Int<PIECE>>{}));
-        store_rows<PIECE>(values, shared.out, place < left ? listed : -1, given.out + channel + piece * PIECE, given.out_step);
-      }
+      for (int piece = 0; piece < CHANNELS / PIECE; ++piece)
+        store_rows<PIECE>(piece_of<PIECE>(sums, piece), shared.out, place < left ? listed : -1, given.out + channel + piece * PIECE, given.out_step);
     };
     if (LEVEL < 2 || left > thread / 128 * UNIT) {
       if (item.whole)
@@ -178,6 +176,7 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared, Items const& it
       CUTE_NO_UNROLL
       for (int k = 0; k < given.depth; k += BK, turn.next()) {
         shared.full[turn.stage].wait(turn.phase);
+        __syncwarp();  // all lanes have seen it full before it can be filled again
         release(turn.stage);
       }
     }

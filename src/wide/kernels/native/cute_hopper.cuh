@@ -58,9 +58,14 @@ template <class Mma, class A, class B, class Sums> CUTE_DEVICE void multiply(Mma
   warpgroup_fence_operand(sums);
 }
 
-// Round COLUMNS columns of a tile's values and store its rows through shared memory. A warp does so with its own 16, lane r knows
-// (and lane r + 16) which row of `out` the r-th one is, or -1.
-template <int COLUMNS, class Values> CUTE_DEVICE void store_rows(Values const& values, Half* shared, int target, Half* out, uint32_t step) {
+// The sums of one piece of COLUMNS columns.
+template <int COLUMNS, class Sums> CUTE_DEVICE auto piece_of(Sums& sums, int piece) {
+  return make_tensor(sums.data() + piece * COLUMNS / 2, partition_shape_C(Wgmma<COLUMNS>{}, Shape<Int<ROWS>, Int<COLUMNS>>{}));
+}
+// Round COLUMNS columns of a tile's values and store those of its rows that `out` has, `there`, through shared memory. A warp does so
+// with its own 16, lane r knows (and lane r + 16) which row of `out` the r-th one is, or -1.
+template <int COLUMNS, class Values>
+CUTE_DEVICE void store_rows(Values const& values, Half* shared, int target, Half* out, uint32_t step, int there = COLUMNS) {
   constexpr int LANES = COLUMNS / LINE;
   const int lane = threadIdx.x % 32, first = (threadIdx.x - PRODUCERS) / 32 * 16;
   auto tile = make_tensor(make_smem_ptr(shared), swizzled<COLUMNS>(Int<ROWS>{}, Int<COLUMNS>{}));
@@ -76,6 +81,6 @@ template <int COLUMNS, class Values> CUTE_DEVICE void store_rows(Values const& v
   for (int i = 0; i < 16 * LANES / 32; ++i) {
     const int row = 32 / LANES * i + lane / LANES, column = lane % LANES * LINE;
     const int to = __shfl_sync(0xffffffff, target, row);
-    if (to >= 0) store_line(out + to * int64_t(step) + column, &tile(first + row, column));
+    if (to >= 0 && column < there) store_line(out + to * int64_t(step) + column, &tile(first + row, column));
   }
 }
