@@ -184,7 +184,7 @@ def test_gemv(operator: Operator, place: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _shared_out(ATTENTION_DECODE, bool))
+@pytest.mark.parametrize("case", _shared_out(ATTENTION_DECODE.cases, bool))
 def test_attention_decode(case: Case) -> None:
     _agrees(ATTENTION_DECODE, case)
 
