@@ -11,6 +11,7 @@ they cost where nothing is left over is seen at 0 %, where every tile is full, a
 import argparse
 import datetime
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from benchmarks.targets import WIDE, head, measure, reached
 from wide.inference.tuning.tiles import UNPROVEN
 from wide.profiling.bench import TIMED, candidate_backend
 
+_KERNELS = Path(__file__).parents[1] / "src/wide/kernels"
 _OUT = Path(__file__).parents[1] / "docs/measurements/targets/columns.json"
 _OPERATORS = "wide bench --output DIR --operators gemm_mn,gemm_k,prefill,decode,gemv --quick true"
 _ALL = f"{_OPERATORS} --backends triton,gluon,cuda,tilelang,cute --timed_only true"
@@ -153,6 +155,51 @@ def _languages(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: best[name] for name in (*_BACKENDS, *_LEVELS) if name in best}
 
 
+def code(contents: Iterable[Mapping[str, Any]], known: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return what each language takes of each operator: lines of its files, and seconds of nvcc for a kernel, if known.
+
+    Args:
+        contents: Files of `wide bench`, which say how long kernels took while as many compiled as there are cores.
+        known: Of earlier measurements.
+    """
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for each in (entry for content in contents for entry in content.get("compiled", ()) if "seconds" in entry):
+        name = each["kernel"].split()[0]
+        language = "cute" if "_cute" in name else "tilelang"
+        operator = name.removeprefix("make_").split("_cute")[0].removesuffix("_rows")
+        seconds.setdefault((operator, language), []).append(each["seconds"])
+    before = {(row["operator"], row["language"]): row["compile_s"] for row in known}
+    found = []
+    for folder in (
+        _KERNELS / name for name in ("gemm_mn", "gemm_k", "attention_prefill", "attention_decode", "gemv", "native")
+    ):
+        for language in _BACKENDS:
+            files = [path for path in folder.iterdir() if _language(path) == language]
+            lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+            key = folder.name, language
+            measured = round(statistics.median(seconds[key]), 1) if key in seconds else before.get(key)
+            if files:
+                found.append({"operator": folder.name, "language": language, "lines": lines, "compile_s": measured})
+    return found
+
+
+def _language(path: Path) -> str | None:
+    """Return the language that a file is written in or serves, None if it serves all."""
+    if path.suffix == ".cu":
+        return "cute" if "cute" in path.stem else "cuda"
+    shared = {
+        "cute": "cute",
+        "cute_hopper": "cute",
+        "tilelang": "tilelang",
+        "hopper": "cuda",
+        "launch": "cuda",
+        "build": "cuda",
+    }
+    if path.parent.name == "native":
+        return shared.get(path.stem)
+    return path.stem[1:] if path.stem[1:] in _BACKENDS else None
+
+
 def contents(folders: Iterable[Path]) -> Iterator[dict[str, Any]]:
     """Yield what benches wrote to folders."""
     for folder in folders:
@@ -177,6 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = fill(contents(folders), known, commit=options.commit or head(), date=options.date)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    path = options.out.with_name("code.json")
+    lines_of = code(contents(folders), json.loads(path.read_text()) if path.is_file() else [])
+    path.write_text(json.dumps(lines_of, indent=1) + "\n")
     for row in rows:
         if row["floor"] is not None:
             value = "-" if row["value"] is None else f"{row['value']:.2f}"

@@ -262,6 +262,17 @@ def columns() -> Table:
     return Table(header=("operator, half skipped", *_LANGUAGES.values(), "floor", "goal"), rows=rows)
 
 
+def columns_code() -> Table:
+    """Return how many lines each language takes, and seconds of its compiler for one kernel."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in targets("code"):
+        name = "(shared)" if row["operator"] == "native" else row["operator"]
+        seconds = "" if row["compile_s"] is None else f", {row['compile_s']:g} s"
+        cells.setdefault(name, {})[row["language"]] = f"{row['lines']}{seconds}"
+    rows = tuple((name, *(found.get(key, "-") for key in _LANGUAGES)) for name, found in cells.items())
+    return Table(header=("lines of", *_LANGUAGES.values()), rows=rows)
+
+
 def columns_rows() -> Table:
     """Return what each language gains by size and by the share that masks skip."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -312,6 +323,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "speed-short": lambda: speed(3),
     "speed-operators": operators,
     "columns": columns,
+    "columns-code": columns_code,
     "columns-rows": columns_rows,
     "house": lambda: aims("house"),
     "training": lambda: aims("scale"),

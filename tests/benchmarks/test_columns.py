@@ -31,7 +31,10 @@ def test_rows_hold_the_best_of_each_language_and_level(tmp_path, capsys):
         {"sweep": race, "candidate": "64xtilelang ", "failure": "out of resource"},
         _record("prefill T=4096 p=0.5", "hopper, reorder charged", 1.9),
     ]
-    (tmp_path / "operators.json").write_text(json.dumps({"device": "GPU", "records": records}))
+    compiled = [{"kernel": f"gemm_mn_cute {{'LEVEL': {i}}}", "seconds": 10.0 + i} for i in range(3)]
+    compiled += [{"kernel": "make_gemm_k {}", "failure": "ValueError: 1"}]
+    content = {"device": "GPU", "records": records, "compiled": compiled}
+    (tmp_path / "operators.json").write_text(json.dumps(content))
     out = tmp_path / "out.json"
     assert main(["--records", str(tmp_path), "--out", str(out), "--commit", "abcdef0", "--date", "2026-01-02"]) == 0
     rows = {row["what"]: row for row in json.loads(out.read_text())}
@@ -43,6 +46,10 @@ def test_rows_hold_the_best_of_each_language_and_level(tmp_path, capsys):
     assert rows["prefill attention, 4096 tokens, 50% skipped"]["languages"] == {"gluon": 1.9}
     assert rows["prefill attention, 4096 tokens, 50% skipped"]["reached"] == "not measured"
     assert "1.85" in capsys.readouterr().out
+    code = {(row["operator"], row["language"]): row for row in json.loads((tmp_path / "code.json").read_text())}
+    assert code["gemm_mn", "cute"]["compile_s"] == 11.0
+    assert code["gemm_k", "tilelang"]["compile_s"] is None
+    assert code["native", "cute"]["lines"] > 100
     # What is not measured again stays.
     assert fill([], list(rows.values()), commit="1234567", date="2026-01-03") == list(rows.values())
 
