@@ -17,6 +17,7 @@ from wide.kernels.gemm_k import GEMM_K, gemm_k
 from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
 from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.reordering import SequenceReordering
 from wide.kernels.rms_norm import RMS_NORM
 from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route
 
@@ -164,6 +165,28 @@ def test_what_decode_attention_on_cute_does_not_take_is_named(
     k = torch.zeros(1, 8, 1, head_dim, dtype=dtype)
     with pytest.raises(UnsupportedBackendError, match=f"^attention_decode: .*{words}.*; choose backend='torch'"):
         attention_decode(k.new_zeros(1, heads, head_dim), k, k, torch.tensor([8]).int(), backend="cute", tile=tile)
+
+
+PREFILLED = {"head_dim": 64, "heads": 4, "dtype": torch.bfloat16, "tile": (2, 2)}
+UNPREFILLED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": torch.float32}, r"half precision, .* got torch\.float32, head size 64 and 4 heads"),
+    "head size": ({"head_dim": 80}, r"head sizes of \(64, 96, 128, 256\) .* head size 80"),
+    "heads": ({"heads": 65}, "at most 64 query heads of a KV head and group, .* and 65 heads"),
+    "tile": ({"tile": (3, 2)}, r"the levels \(0, 1, 2\) and 2 to 4 stages, got CuteTile\(level=3, num_stages=2\)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), UNPREFILLED.values(), ids=UNPREFILLED)
+def test_what_prefill_attention_on_cute_does_not_take_is_named(
+    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ampere_obstacle", "cute_obstacle"):
+        monkeypatch.setattr(kernel_device, name, lambda *device: None)
+    head_dim, heads, dtype, tile = (changes.get(name, usual) for name, usual in PREFILLED.items())
+    k = torch.zeros(1, 8, 1, head_dim, dtype=dtype)
+    tokens = SequenceReordering(torch.arange(8).int().view(1, 1, 8), torch.tensor([[8]]).int())
+    with pytest.raises(UnsupportedBackendError, match=f"^attention_prefill: .*{words}.*; choose backend='torch'"):
+        attention_prefill(k.new_zeros(1, 8, heads, head_dim), k, k, tokens, backend="cute", tile=tile)
 
 
 def _run_stored(

@@ -12,6 +12,7 @@ from machine_code import described
 
 from wide.errors import UnsupportedBackendError
 from wide.kernels.attention_decode import _cute as decode_cute
+from wide.kernels.attention_prefill import _cute as prefill_cute
 from wide.kernels.gemm_k import _cute as gemm_k_cute
 from wide.kernels.gemm_mn import _cute as gemm_mn_cute
 from wide.kernels.native import cute
@@ -38,6 +39,9 @@ PRODUCTS = {
     "output": (gemm_k_cute.SOURCE, _k(2, is_stored=True)),
     "down, added up": (gemm_k_cute.SOURCE, _k(1, is_stored=False)),
     "decode": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0), torch.bfloat16, 128)),
+    "prefill": (prefill_cute.SOURCE, prefill_cute.variant(CuteTile(), torch.bfloat16, 128)),
+    "prefill of whole tiles": (prefill_cute.SOURCE, prefill_cute.variant(CuteTile(0), torch.bfloat16, 128)),
+    "prefill of large heads": (prefill_cute.SOURCE, prefill_cute.variant(CuteTile(1), torch.bfloat16, 256)),
     "decode of large heads": (decode_cute.SOURCE, decode_cute.variant(CuteTile(0), torch.bfloat16, 256)),
 }
 

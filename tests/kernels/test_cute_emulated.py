@@ -13,6 +13,7 @@ import torch
 
 from wide.kernels import device as kernel_device
 from wide.kernels.attention_decode import ATTENTION_DECODE
+from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Case, Operator
 from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
@@ -181,6 +182,26 @@ def test_levels_of_gemm_k_on_hopper(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("place", range(7))
 def test_gemv(operator: Operator, place: int) -> None:
     _agrees(operator, dataclasses.replace(operator.cases[place], dtype=torch.bfloat16))
+
+
+def _is_of_gathered_heads(case: Case) -> bool:
+    return case.sizes["num_query_heads"] == 14
+
+
+@pytest.mark.parametrize("case", _shared_out(ATTENTION_PREFILL.cases, _is_of_gathered_heads))
+def test_attention_prefill(case: Case) -> None:
+    _agrees(ATTENTION_PREFILL, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [CuteTile(0, 3), CuteTile(1, 2), CuteTile(2, 4)])
+def test_levels_of_attention_prefill(tile: CuteTile) -> None:
+    # Several tiles of each unit, the last with fewer rows than a fragment, and several steps between their edges.
+    names = ("batch", "query_len", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim")
+    sizes = dict(zip(names, (2, 330, 400, 4, 2, 1, 64), strict=True))
+    for options in ({}, {"window": 150}):
+        case = Case(sizes=sizes, dtype=torch.float16, active=0.4, options=options)
+        _agrees(ATTENTION_PREFILL, case, tile=tile)
 
 
 @pytest.mark.slow

@@ -197,11 +197,12 @@ def test_what_ships_is_a_candidate():
 def test_backends_that_no_table_names_are_tried_under_names_of_their_own(monkeypatch):
     for obstacle in ("ampere_obstacle", "cute_obstacle", "tilelang_obstacle"):
         monkeypatch.setattr(kernel_device, obstacle, lambda *_: None)
-    assert Choice(backend="tilelang") in candidates("attention", SIZES, 64, CPU, quick=True, unproven=True)
-    for name, rows in (("gate_up", 1), ("down", 1), ("gate_up", 64), ("down", 64)):
-        found = candidates(name, SIZES, rows, CPU, quick=True, unproven=True)
+    sizes = dataclasses.replace(SIZES, query_width=256, head_dim=64)
+    assert Choice(backend="tilelang") in candidates("attention", sizes, 64, CPU, quick=True, unproven=True)
+    for name, rows in (("attention", 64), ("gate_up", 1), ("down", 1), ("gate_up", 64), ("down", 64)):
+        found = candidates(name, sizes, rows, CPU, quick=True, unproven=True)
         names = [choice_name(choice) for choice in found]
         assert len(set(names)) == len(names)
         assert [candidate_backend(each) for each in names] == [choice.backend for choice in found]
         assert "cute" in {choice.backend for choice in found}
-        assert "cute" not in {choice.backend for choice in candidates(name, SIZES, rows, CPU, quick=True)}
+        assert "cute" not in {choice.backend for choice in candidates(name, sizes, rows, CPU, quick=True)}

@@ -40,7 +40,7 @@ SPECIAL_OPERATORS: dict[str, tuple[str, ...]] = {
     "gluon": ("prefill",),
     "cuda": ("gemm_mn", "gemm_k"),
     "tilelang": ("gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"),
-    "cute": ("gemm_mn", "gemm_k", "decode", "decode_groups", "gemv"),
+    "cute": ("gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"),
 }
 """Operators, as benches name them, of each backend that not all of them have."""
 OPERATORS: dict[str, tuple[Operator, ...]] = {

@@ -89,7 +89,8 @@ def candidates(
         hopper = _PREFILL_HOPPER if backend_obstacle("gluon", device) is None else ()
         found = [Choice(backend="gluon", tile=tile) for tile in hopper]
         found += [Choice(backend="triton", tile=tile) for tile in (_PREFILL[:_FEW_PREFILL] if quick else _PREFILL)]
-        found += [Choice(backend="tilelang")] if unproven else []
+        if unproven:
+            found += [Choice(backend="tilelang"), *(Choice(backend="cute", tile=CuteTile(level)) for level in LEVELS)]
     elif rows <= MAX_ROWS:
         found = [Choice(backend="triton", tile=tile) for tile in (_GEMV[:_FEW_GEMV] if quick else _GEMV)]
         found += [Choice(backend=backend) for backend in UNPROVEN] if unproven else []
