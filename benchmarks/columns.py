@@ -110,7 +110,7 @@ def fill(
 
     Args:
         contents: Files of `wide bench`; later ones replace what earlier ones measured.
-        known: Rows of earlier measurements, for what these do not hold.
+        known: Rows of earlier measurements; one that has a language which is not measured now stays.
         commit: Of the code that was measured.
         date: Of the measurement.
     """
@@ -129,13 +129,17 @@ def fill(
         content, records = races.get(line.race, ({}, []))
         languages = _languages(records)
         new = [languages[name] for name in UNPROVEN if name in languages]
+        known_row = before.get(line.what, {"languages": {}})
+        if known_row["languages"].keys() - languages.keys():
+            # Figures of one row are of one run.
+            row.update(known_row, floor=line.floor, goal=line.goal)
+            rows.append(row)
+            continue
         if languages:
             row |= {"languages": languages, "device": content["device"], "date": date, "commit": commit}
         if new:
             row["value"] = max(new)
             row["reached"] = reached(line.floor, line.goal, row["value"])
-        elif line.what in before and not languages:
-            row.update(before[line.what], floor=line.floor, goal=line.goal)
         rows.append(row)
     return rows
 

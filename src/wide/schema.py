@@ -72,7 +72,7 @@ class Checked:
             if get_origin(hint) is Literal and value not in get_args(hint):
                 words = " or ".join(repr(word) for word in get_args(hint))
                 raise ConfigError(f"{field} must be {words}, got {value!r}")
-            if value is None and NoneType in get_args(hint):
+            if value is None and (hint is Any or NoneType in get_args(hint)):
                 continue
             for part in (hint, *get_args(hint)):
                 for bound in getattr(part, "__metadata__", ()):
@@ -82,6 +82,8 @@ class Checked:
                     if not bound.holds(value):
                         more = f"; {bound.hint}" if bound.hint else ""
                         raise ConfigError(f"{field} must {bound}{null}, got {value}{more}")
+            if value is None:
+                raise ConfigError(f"{field} must be {_words(hint)}, got None")
 
 
 def require(kinds: Any, value: object, name: str, wanted: str) -> None:

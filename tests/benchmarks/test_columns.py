@@ -50,7 +50,9 @@ def test_rows_hold_the_best_of_each_language_and_level(tmp_path, capsys):
     assert code["gemm_mn", "cute"]["compile_s"] == 11.0
     assert code["gemm_k", "tilelang"]["compile_s"] is None
     assert code["native", "cute"]["lines"] > 100
-    # What is not measured again stays.
+    # What is not measured again stays, and so does a row whose race lacks a language now.
+    fewer = {"device": "GPU", "records": records[:3]}
+    assert fill([fewer], list(rows.values()), commit="1234567", date="2026-01-03") == list(rows.values())
     assert fill([], list(rows.values()), commit="1234567", date="2026-01-03") == list(rows.values())
 
 

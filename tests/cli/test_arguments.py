@@ -160,6 +160,33 @@ def test_values_out_of_range_are_named_as_their_flags_are(more, words):
     assert str(caught.value).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("prune", "method: null"),
+        ("prune", "router_bias: null"),
+        ("prune", "eval: {window: null}"),
+        ("prune", "method: tyr\ntyr: {stage_tokens: null}"),
+        ("eval", "tasks: null"),
+        ("bench", "operators: null"),
+        ("tune", "executed: null"),
+        ("profile", "doors: null"),
+        ("compare", "table: [1]"),
+        ("report", "folders: {a: 1}"),
+    ],
+)
+def test_what_a_setting_cannot_be_is_refused_in_words(command, settings, tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text(settings + "\n")
+    words = {"prune": EVERYDAY, "bench": EVERYDAY[4:], "report": ["."]}.get(command, EVERYDAY[:2])
+    assert main([command, "--config", str(path), *words]) != 0
+    said = capsys.readouterr().err
+    assert said.startswith("wide: error: ")
+    assert "Error:" not in said.removeprefix("wide: error: ")
+    if "null" in settings:
+        assert "must not be null; give a value, or leave it out" in said
+
+
 def test_settings_of_methods_are_named_as_their_flags_are():
     flags = prune.arguments("dllm-original")
     with pytest.raises(ConfigError, match=r"^dllm-original\.router_rank must be at least 1, got 0"):

@@ -1,5 +1,7 @@
 """`wide bench` and `wide profile` refuse flags that would do nothing, before they look at the device."""
 
+import re
+
 import pytest
 
 from wide.cli import bench
@@ -140,4 +142,4 @@ def test_without_a_checkout_its_benches_are_refused_by_name_and_left_out_of_all(
 def test_the_help_names_the_operators_of_each_backend_of_one_gpu():
     told = field_texts(bench.BenchOptions)["backends"]
     for backend, operators in SPECIAL_OPERATORS.items():
-        assert f"{backend} ({', '.join(operators)})" in told
+        assert re.search(rf"\b{backend}\b[^()]* \({', '.join(operators)}\)", told)

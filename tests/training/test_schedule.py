@@ -53,6 +53,7 @@ def test_weight_of_the_sparsity_term_rises_from_nothing_as_a_quarter_of_a_sine()
         ({"steps": True}, "steps must be a whole number, got True"),
         ({"batch_size": None}, "batch_size must be a whole number, got None"),
         ({"micro_batch_size": "2"}, "micro_batch_size must be a whole number or null, got '2'"),
+        ({"compile": None}, "compile must be true or false, got None"),
         ({"learning_rate": math.inf}, "learning_rate must be a finite number, got inf"),
         ({"warmup": math.nan}, r"warmup must lie in \[0, 1\], got nan"),
     ],

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import os
 import re
+import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -51,6 +52,7 @@ class Arguments:
         )
         self._refused: dict[str, str] = {}
         self._only_in_files: set[str] = set()
+        self._never_null: list[str] = []
         self._other_names: dict[str, str] = {}
         # Words to choose from, for the completion of a shell.
         self._words: dict[str, Sequence[str]] = {"method": names(), "config": recipe_names()}
@@ -133,6 +135,8 @@ class Arguments:
                 kind, text = kind | None, f"{text} Null means {otherwise}."
             options = {"required": True} if default is MISSING else {"default": default}
             name = f"{prefix}.{field.name}" if prefix else field.name
+            if default is not None and types.NoneType not in typing.get_args(kind):
+                self._never_null.append(name.replace("-", "_"))
             # argparse expands % in help texts.
             for each in (kind, *typing.get_args(kind)):
                 if typing.get_origin(each) is typing.Literal:
@@ -159,9 +163,15 @@ class Arguments:
         from_files = [argument for path in configs for argument in ("--config", str(path))]
         try:
             values = self._parser.parse_args([*from_files, *flags])
-        except ArgumentError as error:
+        # The parser meets values of types that nobody writes with errors of Python's.
+        except (ArgumentError, TypeError, RuntimeError) as error:
             raise UsageError(f"{_in_one_line(error)} (see {self._parser.prog} --help)") from error
         assert isinstance(values, Namespace)
+        for name in self._never_null:
+            if values.get(name) is None:
+                raise UsageError(
+                    f"{name} must not be null; give a value, or leave it out (see {self._parser.prog} --help)"
+                )
         parsed: dict[str, Any] = values.as_dict()
         return parsed
 

@@ -49,7 +49,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
 def run(given: Sequence[str]) -> None:
     """Carry out the command."""
     ahead = look_ahead(given)
-    if ahead.get("table"):
+    if isinstance(ahead.get("table"), str):
         from wide.comparison.results import draw
 
         draw(Path(ahead["table"]))

@@ -152,8 +152,8 @@ def deoptimize(model: ModelT) -> ModelT:
     state = attachment(model)
     if not state.fused:
         raise NotAttachedError("this model is not optimised")
-    state.fused.close()
-    state.fused = state.engine = None
+    fused, state.fused, state.engine = state.fused, None, None
+    fused.close()
     return model
 
 

@@ -56,7 +56,8 @@ def compiled(notes: dict[Note, None]) -> Iterator[dict[str, Any]]:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(_timed, note): note for note in notes}
         for done in as_completed(running):
-            yield {"kernel": running[done].name} | done.result()
+            died = done.exception()  # of a full memory, for example
+            yield {"kernel": running[done].name} | ({"failure": repr(died)} if died else done.result())
 
 
 def _timed(note: Note) -> dict[str, Any]:
