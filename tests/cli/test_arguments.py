@@ -172,6 +172,7 @@ def test_values_out_of_range_are_named_as_their_flags_are(more, words):
         ("tune", "executed: null"),
         ("profile", "doors: null"),
         ("compare", "table: [1]"),
+        ("prune", "train: 5"),
         ("report", "folders: {a: 1}"),
     ],
 )

@@ -266,6 +266,8 @@ class Arguments:
             if key.replace("-", "_") not in known:
                 self._refuse_recipe_of_another(path)
                 self._refuse_misplaced(f"{path}: {key}", key)
+                if key.replace("-", "_") in groups:
+                    raise UsageError(f"{path}: {key} is a group of settings; write them below it, or leave it out")
                 raise UsageError(f"{path}: {self._parser.prog} has no key {key!r}{_nearest(key, [*known, *groups])}")
 
 

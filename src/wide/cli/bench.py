@@ -128,6 +128,10 @@ def run(given: Sequence[str]) -> None:
 
 
 def _check_flags(options: BenchOptions) -> None:
+    if options.backends != _BACKENDS:
+        from wide.profiling.bench import parse_backends
+
+        parse_backends(options.backends, ())
     usual = BenchOptions(output=options.output)
     for flag, takers in _TAKERS.items():
         value = getattr(options, flag)
@@ -143,8 +147,6 @@ def _check_flags(options: BenchOptions) -> None:
                 "out, or name only those in --operators"
             )
     if options.backends != _BACKENDS:
-        from wide.profiling.bench import parse_backends
-
         parse_backends(options.backends, options.names)
 
 
