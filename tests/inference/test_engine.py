@@ -8,18 +8,29 @@ import threading
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
 from families import STRAIGHT, make, stirred, tokens
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError
 from wide.inference import visible_keys
+from wide.inference.ahead import Ahead
 from wide.inference.decoder import Decoder
-from wide.inference.engine import EngineCache
+from wide.inference.engine import EngineCache, _Slot
+from wide.inference.graphs import CapturedStep
 from wide.inference.optimize import deoptimize, optimize
+from wide.inference.run import Run
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 
@@ -577,3 +588,123 @@ def test_a_threshold_moves_in_the_memory_that_graphs_read():
     thresholds(model, -math.inf)
     model(ids[:, :1], past_key_values=out.past_key_values)
     assert slot._steps[True] is not step[True]
+
+
+class _Recorded:
+    """Stands for the graph of a step on a machine without a GPU."""
+
+    def __init__(self, slot, routed):
+        self._run, self._slot = Run(routed=routed), slot
+        self.ids = torch.zeros(slot.cache.batch, dtype=torch.long)
+        self.logits, self.replays = None, 0
+
+    def replay(self):
+        self.replays += 1
+        found = self._slot.decoder.step(self.ids, self._slot.cache, self._run)
+        # Every replay fills the same memory.
+        self.logits = found if self.logits is None else self.logits.copy_(found)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Let steps be graphs that run on the CPU, at once; yield all of them."""
+    made = []
+
+    def step(slot, ids, *, routed, pool):
+        known = slot._steps.get(routed)
+        if known is None:
+            graph = _Recorded(slot, routed)
+            graph.ids.copy_(ids)
+            graph.replay()
+            made.append(graph)
+            slot._steps[routed] = CapturedStep(graph, graph.ids, graph.logits)
+            return graph.logits
+        return known(ids)
+
+    monkeypatch.setattr(_Slot, "step", step)
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: Mock())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    return made
+
+
+def _asked_ahead(model, ids, thresholds):
+    """Return what `generate` gives where guesses are right, where they fail, and where others want the memory."""
+
+    class Nested(LogitsProcessor):
+        def __init__(self, act):
+            self.act = act
+
+        def __call__(self, seen, scores):
+            if seen.shape[1] == ids.shape[1] + 3:
+                self.act()
+            return scores
+
+    def move():
+        for router, threshold in zip(attachment(model).routers(), thresholds, strict=True):
+            router.threshold = threshold
+
+    def fail():
+        raise KeyboardInterrupt
+
+    def forward():
+        model(ids)
+        # Its prompt may overwrite what graphs share.
+        assert not is_running()
+
+    def is_running():
+        ahead = getattr(engine_of(model), "_ahead", None)
+        return ahead is not None and ahead.is_running
+
+    def generate(*processors, **more):
+        options = GREEDY | {"max_new_tokens": 9, "output_logits": True, "return_dict_in_generate": True} | more
+        try:
+            out = model.generate(ids, logits_processor=LogitsProcessorList(processors), **options)
+        finally:
+            assert not is_running()
+        return out.sequences, torch.stack(out.logits)
+
+    found = [generate(), generate(repetition_penalty=1.7), generate(**padded(ids))]
+    found.append(generate(eos_token_id=int(found[0][0][0, -4])))
+    found.append(generate(Nested(lambda: model.generate(ids[:1, :5], **GREEDY))))
+    found.append(generate(Nested(forward)))
+    with pytest.raises(KeyboardInterrupt):
+        generate(Nested(fail))
+    found.append(generate())
+    before = [router.threshold for router in attachment(model).routers()]
+    found.append(generate(Nested(move)))
+    thresholds[:] = before
+    move()
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_steps_that_are_begun_ahead_change_nothing(batch, recorded):
+    model, ids = routed(), tokens(batch, 12)
+    thresholds = [0.4] * len(attachment(model).routers())
+    wanted = _asked_ahead(model, ids, list(thresholds))
+    optimize(model, backend="torch")
+    found = _asked_ahead(model, ids, list(thresholds))
+    for (sequences, logits), (wanted_sequences, wanted_logits) in zip(found, wanted, strict=True):
+        assert sequences.tolist() == wanted_sequences.tolist()
+        torch.testing.assert_close(logits, wanted_logits, **CLOSE)
+    assert all(slot.is_free for slot in engine_of(model)._slots)
+
+
+def test_no_step_is_begun_that_nobody_asks_for(recorded, monkeypatch):
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    begun = []
+    begin = Ahead.begin
+    monkeypatch.setattr(Ahead, "begin", lambda *each: (begun.append(each), begin(*each)))
+    model.generate(ids, **(GREEDY | {"max_new_tokens": 9}))
+    # The prompt gives the first of nine tokens, and the first step none to guess by.
+    assert (sum(graph.replays for graph in recorded), len(begun)) == (8, 7)
+    model.generate(ids, **(GREEDY | {"max_new_tokens": 9, "do_sample": True, "top_k": 3}))
+    assert len(begun) == 7
+    out = model(ids)
+    for _ in range(3):
+        out = model(ids[:, :1], past_key_values=out.past_key_values)
+    assert len(begun) == 7
+    model.generate(ids, **(GREEDY | {"max_new_tokens": 9, "repetition_penalty": 5.0}))
+    assert 7 < len(begun) < 14

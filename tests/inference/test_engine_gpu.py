@@ -1,6 +1,7 @@
 """The engine on a GPU: graphs give what direct calls give, in any order, on any stream, without growing."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from families import STRAIGHT, make, tokens
 from tables import fixed
 
 from wide.config import WideConfig
-from wide.inference.engine import _Slot
+from wide.inference.engine import Engine, _Slot
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
 
@@ -129,3 +130,24 @@ def test_captured_steps_and_prompts_follow_thresholds(monkeypatch):
     with_graphs = asked()
     without_graphs(monkeypatch)
     torch.testing.assert_close(with_graphs, asked(), atol=0.05, rtol=0.05)
+
+
+def test_steps_begun_ahead_give_what_steps_alone_give(monkeypatch):
+    model, ids = routed(), tokens(1, 30).cuda()
+    likely = int(model.generate(ids, max_new_tokens=9, **OPTIONS)[0, -1])
+    options = OPTIONS | {"max_new_tokens": 40, "output_logits": True, "return_dict_in_generate": True}
+
+    def asked():
+        found = several(model)
+        for more in ({"repetition_penalty": 1.5}, {"eos_token_id": likely}):
+            found.append(torch.stack(model.generate(ids, **(options | more)).logits).float())
+            poison()
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda _: model.generate(ids, **options), range(2)))
+        return [*found, *(torch.stack(each.logits).float() for each in both)]
+
+    with_guesses = asked()
+    assert attachment(model).engine._ahead is not None
+    monkeypatch.setattr(Engine, "_go_ahead", lambda *_, **__: None)
+    for found, wanted in zip(with_guesses, asked(), strict=True):
+        assert torch.equal(found, wanted)

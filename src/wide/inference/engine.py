@@ -23,9 +23,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.inference.ahead import Ahead
 from wide.inference.cache import KvCache
 from wide.inference.decoder import Decoder
-from wide.inference.graphs import GraphPool, capture_prompt, capture_step
+from wide.inference.graphs import CapturedStep, GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OperatorTable
 from wide.inference.paged import ARGUMENTS, PagedStep, is_paged_step
 from wide.inference.run import Run
@@ -85,6 +86,11 @@ class _Slot:
         """Let go of all graphs; they are captured again when they are needed."""
         self._steps, self._prompts = {}, {}
 
+    def captured(self, *, routed: bool) -> CapturedStep | None:
+        """Return the graph of a step, None before the first one and on a CPU."""
+        step = self._steps.get(routed)
+        return step if isinstance(step, CapturedStep) else None
+
     def step(self, ids: Tensor, *, routed: bool, pool: GraphPool | None) -> Tensor:
         """Return the logits [B, V] after one more token [B] a sequence, in memory that the next step overwrites."""
         step = self._steps.get(routed)
@@ -125,13 +131,14 @@ class EngineCache(DynamicCache):
     Args:
         config: The model's.
         room: Tokens of a sequence that it will have to hold; None = unknown.
+        is_greedy: Whether the next token will be the likeliest, as far as is known.
     """
 
-    def __init__(self, config: Any, room: int | None = None) -> None:
+    def __init__(self, config: Any, room: int | None = None, *, is_greedy: bool = False) -> None:
         """Hold nothing yet."""
         self.slot: _Slot | None = None
         self._config = config
-        self.room = room
+        self.room, self.is_greedy = room, is_greedy
         self.tokens = 0
         self.padding: list[int] | None = None
         self._layers: list[Any] = []
@@ -237,6 +244,7 @@ class Engine:
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _HOST_MEMORY
         self._most_kept = _KEPT_SHARE * total
         self._pool: GraphPool | None = None
+        self._ahead: Ahead | None = None
         self._stream: Any = None
         self._said: set[str] = set()
         self.why_not: str | None = None
@@ -284,6 +292,7 @@ class Engine:
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
         """Let the first layers alone compute, for checks: behind many layers of random routers rounding decides."""
+        self._drop_ahead()
         whole, self._slots = self._decoder, []
         self._decoder = None if whole is None else whole.truncated(num_layers)
         try:
@@ -293,6 +302,7 @@ class Engine:
 
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs."""
+        self._drop_ahead()
         for name, before in self._before.items():
             vars(self._model).pop(name, None)
             if before is not None:
@@ -342,6 +352,7 @@ class Engine:
         before, thresholds = self._thresholds, [router.threshold for router in self._routers]
         if thresholds != before:
             self._thresholds = thresholds
+            self._drop_ahead()
             self._join_stream(x)
             if self._decoder is not None:
                 self._decoder.follow()
@@ -440,20 +451,46 @@ class Engine:
         slot = cache.slot
         if ids.shape[0] != slot.cache.batch or cache.tokens >= self._decoder.max_length:
             return f"more than {self._decoder.max_length} tokens" if ids.shape[0] == slot.cache.batch else ""
+        trusted = self._trusts(cache)
+        if not trusted:
+            self._drop_ahead()
         if cache.tokens >= slot.cache.room:
             slot = self._grown(cache)
-        broken = None if self._trusts(cache) else _broken(given, slot.cache.lengths + 1)
+        broken = None if trusted else _broken(given, slot.cache.lengths + 1)
         if isinstance(broken, str):
             return broken
         self._join_stream(ids)
         self._follow(ids)
-        logits = slot.step(ids[:, 0], routed=self._state.control.enabled, pool=self._pool)
+        routed = self._state.control.enabled
+        logits = None
+        if self._ahead is not None and self._ahead.is_running:
+            logits = self._ahead.take(slot.captured(routed=routed), ids[:, 0])
+            # One wrong guess, and this text goes step by step.
+            cache.is_greedy = logits is not None
+        if logits is None:
+            logits = slot.step(ids[:, 0], routed=routed, pool=self._pool)
         cache.tokens += 1
         # The caller may keep what the next step overwrites.
         logits = logits.clone() if broken is None else logits.masked_fill(broken[:, None], torch.nan)
+        self._go_ahead(cache, slot, routed=routed)
         return logits[:, None], cache
 
+    def _go_ahead(self, cache: "EngineCache", slot: _Slot, *, routed: bool) -> None:
+        """Begin the step after this one where `generate` will most likely ask for it."""
+        step = slot.captured(routed=routed)
+        room = min(cache.room or 0, slot.cache.room)
+        if cache.is_greedy and step is not None and cache.tokens < room and self._trusts(cache):
+            if self._ahead is None:
+                self._ahead = Ahead(step.ids.device)
+            self._ahead.begin(step, slot.cache)
+
+    def _drop_ahead(self) -> None:
+        """Wait for a step that was begun ahead and take it back, before anything else uses the engine's memory."""
+        if self._ahead is not None:
+            self._ahead.drop()
+
     def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> _Found | str:
+        self._drop_ahead()
         length = x.shape[1]
         past = 0 if cache is None or cache.slot is None else cache.tokens
         obstacle = self._obstacle()
@@ -658,7 +695,8 @@ class Engine:
             self._say(str(getattr(mode, "value", mode)).replace("_", " "))
             setattr(cache, _PLAIN, True)
             return out
-        inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"))
+        is_greedy = getattr(mode, "value", mode) == "greedy_search"
+        inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"), is_greedy=is_greedy)
         trusted = _TRUSTED.get()
         if trusted is not None:
             trusted.add(inputs["past_key_values"])
@@ -679,6 +717,8 @@ class Engine:
                 return generate(*args, **kwargs)
             finally:
                 _TRUSTED.reset(before)
+                with self._lock:
+                    self._drop_ahead()
 
         return run
 

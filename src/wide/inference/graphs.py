@@ -1,6 +1,7 @@
 """Prompts and decode steps as CUDA graphs: static inputs, replayed without the host's help."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,9 +58,30 @@ class GraphPool:
         return graph, out
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class CapturedStep:
+    """A decode step that replays a graph: tokens [B] in, logits [B, V] out, overwritten by the next call.
+
+    Args:
+        graph: Reads `ids` and writes `logits`.
+        ids: int64 [B].
+        logits: [B, V].
+    """
+
+    graph: torch.cuda.CUDAGraph
+    ids: Tensor
+    logits: Tensor
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Run it for these tokens."""
+        self.ids.copy_(ids)
+        self.graph.replay()
+        return self.logits
+
+
 @torch.no_grad()
-def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) -> Callable[[Tensor], Tensor]:
-    """Return a decode step that replays a graph: tokens [B] in, logits [B, V] out, overwritten by the next call.
+def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) -> CapturedStep:
+    """Return a decode step that replays a graph.
 
     The cache grows by one token a sequence at every call, on the device; the caller keeps count of its room. Capturing
     leaves the cache as it was.
@@ -82,13 +104,7 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) ->
         cache.lengths.copy_(lengths)
         for tensor, before in zip((cache.k, cache.v), places, strict=True):
             tensor[:, :, :, : before.shape[3]] = before
-
-    def step(tokens: Tensor) -> Tensor:
-        ids.copy_(tokens)
-        graph.replay()
-        return logits
-
-    return step
+    return CapturedStep(graph, ids, logits)
 
 
 @torch.no_grad()

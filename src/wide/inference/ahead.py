@@ -1,0 +1,65 @@
+"""The next greedy step, begun on a stream of its own while `generate` still picks the token on the host's time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wide.inference.cache import KvCache
+from wide.inference.graphs import CapturedStep
+
+
+class Ahead:
+    """Holds at most one step that runs for a guessed token, until it is asked for or has to make way.
+
+    It writes the place after a cache's last token and moves its lengths on, so that whatever else uses the engine's
+    memory has to `drop` it first; graphs share memory.
+
+    Args:
+        device: A GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Nothing runs."""
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()
+            self._guessed, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._running: tuple[CapturedStep, KvCache] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step runs, or has run and was not asked for yet."""
+        return self._running is not None
+
+    @property
+    def _current(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def begin(self, step: CapturedStep, cache: KvCache) -> None:
+        """Let a step run for the likeliest token after the logits that it gave last; the cache has room for it."""
+        self._stream.wait_stream(self._current)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            torch.argmax(step.logits, 1, out=step.ids)
+            self._guessed.record()
+            step.graph.replay()
+            self._done.record()
+        self._running = step, cache
+
+    def take(self, step: CapturedStep | None, ids: Tensor) -> Tensor | None:
+        """Return the logits [B, V] of a step if it runs for these tokens [B]; None if it does not, or another does."""
+        self._current.wait_event(self._guessed)
+        # The host waits for the comparison alone: the step goes on beside it.
+        if self._running is not None and self._running[0] is step and torch.equal(step.ids, ids):
+            self._running = None
+            self._current.wait_event(self._done)
+            return step.logits
+        self.drop()
+        return None
+
+    def drop(self) -> None:
+        """Take back the step that runs, if one does."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._current.wait_event(self._done)
+            running[1].lengths.sub_(1)
