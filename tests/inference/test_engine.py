@@ -655,7 +655,7 @@ def _asked_ahead(model, ids, thresholds):
 
     def is_running():
         ahead = getattr(engine_of(model), "_ahead", None)
-        return ahead is not None and ahead.is_running
+        return ahead is not None and ahead.lengths is not None
 
     def generate(*processors, **more):
         options = GREEDY | {"max_new_tokens": 9, "output_logits": True, "return_dict_in_generate": True} | more
@@ -708,3 +708,21 @@ def test_no_step_is_begun_that_nobody_asks_for(recorded, monkeypatch):
     assert len(begun) == 7
     model.generate(ids, **(GREEDY | {"max_new_tokens": 9, "repetition_penalty": 5.0}))
     assert 7 < len(begun) < 14
+    # A processor that calls the model in every step takes back what was begun: once is enough.
+    before = len(begun)
+    model.generate(ids, **(GREEDY | {"max_new_tokens": 9, "guidance_scale": 1.5}))
+    assert len(begun) == before + 1
+
+
+def test_memory_is_not_lent_while_a_step_still_writes_it(recorded):
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    engine = engine_of(model)
+    out = model(ids)
+    slot = out.past_key_values.slot
+    slot.step(ids[:, 0], routed=True, pool=None)
+    engine._ahead = Ahead(ids.device)
+    length = int(slot.cache.lengths)
+    engine._ahead.begin(slot.captured(routed=True), slot.cache)
+    engine._grown(out.past_key_values)
+    assert engine._ahead.lengths is None
+    assert int(slot.cache.lengths) == length == int(out.past_key_values.slot.cache.lengths)

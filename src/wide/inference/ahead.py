@@ -21,16 +21,14 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         """Nothing runs."""
-        self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()
-            self._guessed, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._guessed, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._running: tuple[CapturedStep, KvCache] | None = None
 
     @property
-    def is_running(self) -> bool:
-        """Whether a step runs, or has run and was not asked for yet."""
-        return self._running is not None
+    def lengths(self) -> Tensor | None:
+        """Of the cache whose next step runs, or has run and was not asked for yet; None without one."""
+        return None if self._running is None else self._running[1].lengths
 
     @property
     def _current(self) -> Any:
@@ -39,7 +37,7 @@ class Ahead:
     def begin(self, step: CapturedStep, cache: KvCache) -> None:
         """Let a step run for the likeliest token after the logits that it gave last; the cache has room for it."""
         self._stream.wait_stream(self._current)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             torch.argmax(step.logits, 1, out=step.ids)
             self._guessed.record()
             step.graph.replay()
@@ -47,13 +45,14 @@ class Ahead:
         self._running = step, cache
 
     def take(self, step: CapturedStep | None, ids: Tensor) -> Tensor | None:
-        """Return the logits [B, V] of a step if it runs for these tokens [B]; None if it does not, or another does."""
-        self._current.wait_event(self._guessed)
-        # The host waits for the comparison alone: the step goes on beside it.
-        if self._running is not None and self._running[0] is step and torch.equal(step.ids, ids):
-            self._running = None
-            self._current.wait_event(self._done)
-            return step.logits
+        """Return the logits [B, V] of a step if it runs for these tokens [B]; otherwise drop what runs."""
+        if self._running is not None and self._running[0] is step:
+            self._current.wait_event(self._guessed)
+            # The host waits for the comparison alone: the step goes on beside it.
+            if torch.equal(step.ids, ids):
+                self._running = None
+                self._current.wait_event(self._done)
+                return step.logits
         self.drop()
         return None
 

@@ -131,14 +131,14 @@ class EngineCache(DynamicCache):
     Args:
         config: The model's.
         room: Tokens of a sequence that it will have to hold; None = unknown.
-        is_greedy: Whether the next token will be the likeliest, as far as is known.
+        is_greedy: Whether the next tokens, of all sequences, will be the likeliest, as far as is known.
     """
 
     def __init__(self, config: Any, room: int | None = None, *, is_greedy: bool = False) -> None:
         """Hold nothing yet."""
         self.slot: _Slot | None = None
         self._config = config
-        self.room, self.is_greedy = room, is_greedy
+        self.room, self.is_greedy, self.has_begun = room, is_greedy, False
         self.tokens = 0
         self.padding: list[int] | None = None
         self._layers: list[Any] = []
@@ -429,6 +429,7 @@ class Engine:
             # The next prompt reads the model again; here its attention is that of continuous batching.
             return ""
         if not is_being_recorded(ids):
+            self._drop_ahead()
             self._follow(ids)
         step = PagedStep(given, self._decoder.max_length)
         if not step.fits:
@@ -462,11 +463,10 @@ class Engine:
         self._join_stream(ids)
         self._follow(ids)
         routed = self._state.control.enabled
-        logits = None
-        if self._ahead is not None and self._ahead.is_running:
-            logits = self._ahead.take(slot.captured(routed=routed), ids[:, 0])
-            # One wrong guess, and this text goes step by step.
-            cache.is_greedy = logits is not None
+        logits = None if self._ahead is None else self._ahead.take(slot.captured(routed=routed), ids[:, 0])
+        if cache.has_begun:
+            # One wrong guess, or one call of another text in between, and this one goes step by step.
+            cache.has_begun, cache.is_greedy = False, logits is not None
         if logits is None:
             logits = slot.step(ids[:, 0], routed=routed, pool=self._pool)
         cache.tokens += 1
@@ -479,15 +479,25 @@ class Engine:
         """Begin the step after this one where `generate` will most likely ask for it."""
         step = slot.captured(routed=routed)
         room = min(cache.room or 0, slot.cache.room)
-        if cache.is_greedy and step is not None and cache.tokens < room and self._trusts(cache):
+        may = cache.is_greedy and step is not None and cache.tokens < room and self._trusts(cache)
+        # A processor may bar tokens that the model has logits but no embedding of.
+        if (
+            may
+            and step is not None
+            and self._decoder is not None
+            and step.logits.shape[1] <= len(self._decoder.embedding)
+        ):
             if self._ahead is None:
                 self._ahead = Ahead(step.ids.device)
             self._ahead.begin(step, slot.cache)
+            cache.has_begun = True
 
     def _drop_ahead(self) -> None:
-        """Wait for a step that was begun ahead and take it back, before anything else uses the engine's memory."""
-        if self._ahead is not None:
-            self._ahead.drop()
+        """Take back a step that was begun, before anything else uses the engine's memory; the device waits for it."""
+        with self._lock:
+            if self._ahead is not None and self._ahead.lengths is not None:
+                self._join_stream(self._ahead.lengths)
+                self._ahead.drop()
 
     def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> _Found | str:
         self._drop_ahead()
@@ -651,6 +661,7 @@ class Engine:
 
     def _grown(self, cache: "EngineCache", needed: int = 0) -> _Slot:
         """Move a cache into larger memory."""
+        self._drop_ahead()
         assert cache.slot is not None
         old = cache.slot.cache
         assert self._decoder is not None
@@ -717,8 +728,7 @@ class Engine:
                 return generate(*args, **kwargs)
             finally:
                 _TRUSTED.reset(before)
-                with self._lock:
-                    self._drop_ahead()
+                self._drop_ahead()
 
         return run
 
