@@ -110,12 +110,13 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
     if not recompute and not fuse:
         yield
         return
+    replays = False
     largest = max(sum(parameter.numel() for parameter in spec.layer.parameters()) for spec in specs)
     stands_in: dict[nn.Module, Callable[..., Any]]
     # Sharded layers are gathered between their graphs.
     if fuse and not recompute and largest < _SMALL_LAYER and not is_sharded(model):
-        decoder = getattr(model, "base_model", model)
-        stands_in = {decoder: _fused_with_gradient(decoder.forward)}
+        decoder, replays = getattr(model, "base_model", model), next(model.parameters()).is_cuda
+        stands_in = {decoder: _fused_with_gradient(decoder.forward, replays=replays)}
     else:
         run = torch.compile(_run_layer, fullgraph=True, dynamic=False) if fuse else _run_layer
         stands_in = {s.layer: _LayerRun(control, s, run, recompute=recompute, fuse=fuse) for s in specs}
@@ -125,6 +126,10 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
         with ExitStack() as settings:
             for module, forward in stands_in.items():
                 settings.enter_context(standing_in(module, forward))
+            for parameter in model.parameters():
+                if replays and parameter.requires_grad:
+                    # The next replay writes where this one's gradients lie, and steps may add up several.
+                    settings.callback(parameter.register_hook(torch.clone).remove)
             if fuse:
                 settings.enter_context(torch._dynamo.config.patch(recompile_limit=_GRAPHS))
                 # Its advice is not for routers, whose small float32 products are meant.
@@ -140,9 +145,13 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
             torch.compiler.reset()
 
 
-def _fused_with_gradient(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that is compiled where gradients are taken, and runs as it is elsewhere."""
-    fused = torch.compile(forward, fullgraph=True, dynamic=False)
+def _fused_with_gradient(forward: Callable[..., Any], *, replays: bool) -> Callable[..., Any]:
+    """Return a forward that is compiled where gradients are taken, and runs as it is elsewhere.
+
+    If it `replays`, it and its backward are CUDA graphs: launching so many small kernels takes longer than they do.
+    """
+    mode = "reduce-overhead" if replays else None
+    fused = torch.compile(forward, fullgraph=True, dynamic=False, mode=mode)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (fused if torch.is_grad_enabled() else forward)(*args, **kwargs)
