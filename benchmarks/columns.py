@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.targets import WIDE, head, measure, reached
-from wide.inference.tuning.tiles import UNPROVEN
+from wide.kernels.tuning import PACKAGED
 from wide.profiling.bench import TIMED, candidate_backend
 
 _KERNELS = Path(__file__).parents[1] / "src/wide/kernels"
@@ -32,7 +32,7 @@ _SHARES = {f"skipped-{share}": (f"{_ALL} --rows 4096 --sparsity 0.{share}", 60) 
 PARTS = {"agree": (_AGREE, 240), "half": (_HALF, 180), **_SHARES}
 """What measures all rows: commands by the names of their folders, and the seconds that each may take."""
 _ROWS = (16, 64, 256, 1024, 4096, 16384)
-_BACKENDS = (*TIMED, *UNPROVEN)
+_BACKENDS = (*TIMED, *PACKAGED)
 # Of the paper's levels: candidates of CuTe, whose tile is (level, stages).
 _LEVELS = ("level 0", "level 1", "level 2")
 
@@ -128,7 +128,7 @@ def fill(
         row |= {"device": None, "date": None, "commit": None, "command": line.command, "languages": {}}
         content, records = races.get(line.race, ({}, []))
         languages = _languages(records)
-        new = [languages[name] for name in UNPROVEN if name in languages]
+        new = [languages[name] for name in PACKAGED if name in languages]
         known_row = before.get(line.what, {"languages": {}})
         if known_row["languages"].keys() - languages.keys():
             # Figures of one row are of one run.

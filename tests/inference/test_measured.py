@@ -174,6 +174,22 @@ def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_a_package_that_is_gone_since_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = TuningTable(tmp_path / "table.json")
+    few, many = Choice(backend="cute"), Choice(backend="tilelang", block_m=128)
+    tuning.store({tuning_key("gemv_k", CPU, gemm_case("down", LLAMA, 1, 0.5)): few})
+    tuning.store({tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5)): many})
+    monkeypatch.setattr(measured, "backend_obstacle", lambda *_: None)
+    found = _table(tuning)
+    assert (found.choice("down", 1), found.choice("gate_up", 4096)) == (few, many)
+    monkeypatch.setattr(measured, "backend_obstacle", lambda backend, _: f"{backend} is missing")
+    measured._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match="is missing; the Triton kernel runs instead"):
+        found = _table(tuning)
+    assert found.choice("down", 1).backend == found.choice("gate_up", 4096).backend == "triton"
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "native_obstacle", lambda: None)
     tuning = _measured(tmp_path)
@@ -229,7 +245,7 @@ def test_without_its_compiler_the_kernel_in_cuda_is_replaced_with_a_warning_once
     monkeypatch.setattr(measured, "native_obstacle", lambda: "the package cuda-bindings is missing")
     measured._warn_of.cache_clear()
     with pytest.warns(
-        UserWarning, match="cuda-bindings is missing; the Triton kernel runs instead of one in CUDA C"
+        UserWarning, match="cuda-bindings is missing; the Triton kernel runs instead of what was measured"
     ) as said:
         table = _with_clusters(tmp_path)
     assert len(said) == 1

@@ -194,13 +194,13 @@ def test_what_ships_is_a_candidate():
     assert shipped_name(choices, dataclasses.replace(measured, backend="gluon")) == ""
 
 
-def test_backends_that_no_table_names_are_tried_under_names_of_their_own(monkeypatch):
+def test_backends_with_packages_of_their_own_are_tried_under_names_of_their_own(monkeypatch):
     for obstacle in ("ampere_obstacle", "cute_obstacle", "tilelang_obstacle"):
         monkeypatch.setattr(kernel_device, obstacle, lambda *_: None)
     sizes = dataclasses.replace(SIZES, query_width=256, head_dim=64)
-    assert Choice(backend="tilelang") in candidates("attention", sizes, 64, CPU, quick=True, unproven=True)
+    assert Choice(backend="tilelang") in candidates("attention", sizes, 64, CPU, quick=True, packaged=True)
     for name, rows in (("attention", 64), ("gate_up", 1), ("down", 1), ("gate_up", 64), ("down", 64)):
-        found = candidates(name, sizes, rows, CPU, quick=True, unproven=True)
+        found = candidates(name, sizes, rows, CPU, quick=True, packaged=True)
         names = [choice_name(choice) for choice in found]
         assert len(set(names)) == len(names)
         assert [candidate_backend(each) for each in names] == [choice.backend for choice in found]

@@ -51,8 +51,8 @@ class BenchOptions:
             and gemv 1, 2 and 4 rows.
         backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
             operator has them gluon (prefill) and cuda (gemm_mn, gemm_k); where they are named
-            tilelang and cute (gemm_mn, gemm_k, prefill, decode, decode_groups, gemv), which `wide.optimize` and
-            `wide tune` never take. Not for glue, naive, naive_depth, coarse and traffic.
+            tilelang and cute (gemm_mn, gemm_k, prefill, decode, decode_groups, gemv), each with its packages.
+            Not for glue, naive, naive_depth, coarse and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
             ones. With 'all' operators it is for those of them, and so are the next two.
         sparsity: Share that random masks skip, not for reorder, glue and coarse; null means the usual ones.

@@ -11,11 +11,11 @@ import torch
 from wide.errors import ConfigError
 from wide.inference.layer_sizes import LayerSizes, misfit, operator_case
 from wide.inference.operator_table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import backend_obstacle, triton_obstacle
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import SPECIAL_BACKENDS, Choice, TuningTable
+from wide.kernels.tuning import PACKAGED, SPECIAL_BACKENDS, Choice, TuningTable
 
 # Numbers of rows that a table tells apart.
 _ROWS = (1, 2, *(1 << power for power in range(2, 19)))
@@ -122,17 +122,28 @@ def _choose(
     few = rows <= MAX_ROWS and name != "attention"
     found = known.nearest(*operator_case(name, sizes, rows, active), device, fewer_rows=not few) or DENSE
     if few:
+        missing = _missing(found, device)
+        if missing is not None:
+            _warn_of(missing, "the Triton kernel")
+            found = Choice(backend="triton")
         return found
     if left is not None and (found.backend == "dense" or found.groups_per_block > PATTERN_GROUPS):
         found = _one_sort(sizes, rows, left, known, device) or DENSE
     ranked = list(_ranked(name, sizes, found))
     for choice, behind in pairwise(ranked):
         if misfit(name, sizes, choice) is None:
-            missing = native_obstacle() if choice.backend == "cuda" else None
+            missing = _missing(choice, device)
             if missing is None:
                 return choice
             _warn_of(missing, "the dense product" if behind is DENSE else "the Triton kernel")
     return DENSE
+
+
+def _missing(choice: Choice, device: torch.device) -> str | None:
+    """Return what a measured choice needs that is not installed here, or None."""
+    if choice.backend in PACKAGED:
+        return backend_obstacle(choice.backend, device)
+    return native_obstacle() if choice.backend == "cuda" else None
 
 
 def _ranked(name: OperatorName, sizes: LayerSizes, found: Choice) -> Iterator[Choice]:
@@ -164,6 +175,4 @@ def _one_sort(sizes: LayerSizes, rows: int, left: float, known: TuningTable, dev
 @functools.cache
 def _warn_of(missing: str, instead: str) -> None:
     """Say once that something slower runs."""
-    warnings.warn(
-        f"wide: {missing}; {instead} runs instead of one in CUDA C++, which was measured faster", stacklevel=2
-    )
+    warnings.warn(f"wide: {missing}; {instead} runs instead of what was measured faster", stacklevel=2)

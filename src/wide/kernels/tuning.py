@@ -31,8 +31,10 @@ _CLEAR = 1.25
 _NEARLY_ALL = 0.95
 
 
-SPECIAL_BACKENDS = ("gluon", "cuda", "tilelang", "cute")
-"""Backends of single operators on one kind of GPU, which a table names beside the backend of all others."""
+PACKAGED = ("tilelang", "cute")
+"""Backends that need packages of their own: `wide tune` tries them where those are, benches where they are named."""
+SPECIAL_BACKENDS = ("gluon", "cuda", *PACKAGED)
+"""Backends of single operators or of one kind of GPU, which a table names beside the backend of all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

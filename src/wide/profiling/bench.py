@@ -20,7 +20,7 @@ from wide.inference.operator_table import OperatorName
 from wide.inference.tuning.attention import prompt_race
 from wide.inference.tuning.products import product_race
 from wide.inference.tuning.race import Race, measure, table
-from wide.inference.tuning.tiles import UNPROVEN, candidates
+from wide.inference.tuning.tiles import candidates
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Operator
@@ -30,7 +30,7 @@ from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.native import ahead
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES, reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import PACKAGED, Choice
 from wide.profiling.agreement import rounding, verdicts
 from wide.profiling.decode import decode_race, decode_races, group_races
 
@@ -83,7 +83,7 @@ class BenchRequest:
     Args:
         names: Keys of `OPERATORS`, or `COARSE`.
         rows: Tokens of products over many rows, reorder and coarse.
-        backends: Timed beside the dense peers, of `TIMED` and `UNPROVEN`.
+        backends: Timed beside the dense peers, of `TIMED` and `PACKAGED`.
         group_size: Channels of an FFN group; None takes 128 and, for products without `quick`, 256.
         sparsity: Share that random masks skip; None takes 0.5 and, for some without `quick`, further ones.
         quick: Fewer shapes, tiles and rounds.
@@ -121,7 +121,7 @@ def parse_backends(text: str, operators: Sequence[str]) -> tuple[str, ...]:
         ConfigError: If a backend is unknown, or an operator has none of those named.
     """
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    every = (*TIMED, *UNPROVEN)
+    every = (*TIMED, *PACKAGED)
     unknown = sorted(set(names) - set(every))
     if unknown:
         known = f"{', '.join(every[:-1])} and {every[-1]}"
@@ -179,7 +179,7 @@ def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Ca
 
 def _compile_ahead(request: BenchRequest, device: torch.device) -> list[dict[str, Any]]:
     """Compile what gates and races will ask nvcc for, on all cores; return each kernel's seconds, or its failure."""
-    backends = [backend for backend in request.backends if backend in UNPROVEN]
+    backends = [backend for backend in request.backends if backend in PACKAGED]
     if not backends:
         return []
     with ahead.noting() as notes:
@@ -254,7 +254,7 @@ def candidate_backend(candidate: str) -> str:
     """Return the backend from the name of a candidate, 'dense' of those of libraries."""
     if candidate.startswith("dense"):
         return "dense"
-    for backend in ("cuda", *UNPROVEN):
+    for backend in ("cuda", *PACKAGED):
         if backend in candidate:
             return backend
     return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
@@ -298,7 +298,7 @@ def _product(
     """Return the race of a product; options as of `product_race`."""
     shipped = _shipped(name, sizes, rows, active, device)
     return product_race(
-        name, sizes, rows, active, device=device, zeroed=None, shipped=shipped, unproven=True, **options
+        name, sizes, rows, active, device=device, zeroed=None, shipped=shipped, packaged=True, **options
     )
 
 
@@ -324,7 +324,7 @@ def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]
         shapes = [(1024, _ACTIVE), *shapes, (4096, 0.34), (16384, 0.34)]
     for length, active in shapes:
         shipped = _shipped("attention", SIZES, length, active, device)
-        tried = candidates("attention", SIZES, length, device, quick=request.quick, unproven=True)
+        tried = candidates("attention", SIZES, length, device, quick=request.quick, packaged=True)
         yield prompt_race(SIZES, length, active, tried, device=device, shipped=shipped)
 
 

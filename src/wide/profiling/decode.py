@@ -16,11 +16,10 @@ import torch
 from wide.inference.tuning.attention import TOLERANCE, library_attention
 from wide.inference.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
 from wide.inference.tuning.race import Call, Race, relative
-from wide.inference.tuning.tiles import UNPROVEN
 from wide.kernels.attention_decode import ATTENTION_DECODE, attention_decode
 from wide.kernels.attention_decode.tiles import DecodeTile
 from wide.kernels.device import backend_obstacle
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import PACKAGED, Choice
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_HEADS = (1, 2, 4, 8, 16, 32)
@@ -112,7 +111,7 @@ def _race(
         candidates["operator, whole KV heads"] = ours(needed)
     candidates |= {
         f"operator {backend}": [partial(attention_decode, q, k, v, lengths, mask, backend=backend) for k, v in views]
-        for backend in UNPROVEN
+        for backend in PACKAGED
         if backend in ATTENTION_DECODE.backends and backend_obstacle(backend, mask.device) is None
     }
     for tile in tiles:

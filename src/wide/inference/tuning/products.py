@@ -152,7 +152,7 @@ def product_race(
     device: torch.device,
     choices: Sequence[Choice] | None = None,
     quick: bool = True,
-    unproven: bool = False,
+    packaged: bool = False,
     zeroed: bool | None = True,
     shipped: Choice | None = None,
 ) -> Race:
@@ -169,7 +169,7 @@ def product_race(
         device: Where.
         choices: That are tried; None = those that fit.
         quick: Of these, fewer.
-        unproven: Of these, also backends that no table may name yet.
+        packaged: Of these, also backends that need packages of their own.
         zeroed: Of 'gate_up', whether skipped places get zeros, as the down projection needs wherever it is dense, which
             it mostly is; None leaves such places unwritten, and has the first choice write zeros, too.
         shipped: What `wide.optimize` takes today, which is tried first.
@@ -178,7 +178,7 @@ def product_race(
     raced, few = product.peers(), rows <= MAX_ROWS
     sums, gated = name in SUMS and not few, sizes.gates(name)
     if choices is None:
-        choices = candidates(name, sizes, rows, device, quick=quick, unproven=unproven)
+        choices = candidates(name, sizes, rows, device, quick=quick, packaged=packaged)
     tried = list(choices)
     tried = [shipped.kernel, *tried] if shipped is not None and shipped.tile else tried
     tried = list(dict.fromkeys([Choice(backend="triton"), *tried] if few else tried))

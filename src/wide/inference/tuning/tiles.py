@@ -15,10 +15,8 @@ from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.native.cute import LEVELS, CuteTile
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import PACKAGED, Choice
 
-UNPROVEN = ("tilelang", "cute")
-"""Backends that were not measured yet: benches time them where they are named, and no table may name them."""
 # Rows of a tile, and the tile.
 _MN_GATED = (
     (128, MnTile(128, 64, 4, 8, 1, 2)),
@@ -73,7 +71,7 @@ _FEW_GEMV, _FEW_PREFILL = 8, 4
 
 
 def candidates(
-    name: OperatorName, sizes: LayerSizes, rows: int, device: torch.device, *, quick: bool, unproven: bool = False
+    name: OperatorName, sizes: LayerSizes, rows: int, device: torch.device, *, quick: bool, packaged: bool = False
 ) -> list[Choice]:
     """Return what may run an operator of a layer beside the dense one, none of it twice.
 
@@ -83,20 +81,21 @@ def candidates(
         rows: Tokens; of a sequence, for attention over a prompt.
         device: Where.
         quick: The defaults of each backend and a few tiles more alone.
-        unproven: Whether to name backends of `UNPROVEN`, too.
+        packaged: Whether to name backends of `PACKAGED`, too.
     """
     if name == "attention":
         hopper = _PREFILL_HOPPER if backend_obstacle("gluon", device) is None else ()
         found = [Choice(backend="gluon", tile=tile) for tile in hopper]
         found += [Choice(backend="triton", tile=tile) for tile in (_PREFILL[:_FEW_PREFILL] if quick else _PREFILL)]
-        if unproven:
-            found += [Choice(backend="tilelang"), *(Choice(backend="cute", tile=CuteTile(level)) for level in LEVELS)]
+        if packaged:
+            found += [Choice(backend="tilelang", tile=tile) for tile in ((), PrefillTile(192, 96, 12, 3))]
+            found += [Choice(backend="cute", tile=CuteTile(level)) for level in LEVELS]
     elif rows <= MAX_ROWS:
         found = [Choice(backend="triton", tile=tile) for tile in (_GEMV[:_FEW_GEMV] if quick else _GEMV)]
-        found += [Choice(backend=backend) for backend in UNPROVEN] if unproven else []
+        found += [Choice(backend=backend) for backend in PACKAGED] if packaged else []
     elif name in SUMS:
         found = _input_groups(name, sizes, rows, device, quick=quick)
-        if unproven:
+        if packaged:
             # One sort of all groups, of some, and one for each group as in the paper.
             blocks = dict.fromkeys((max(sizes.grouped(name)[1], PATTERN_GROUPS), PATTERN_GROUPS, 1))
             found += [
@@ -106,14 +105,14 @@ def candidates(
             ]
     else:
         found = _output_groups(name, sizes, device, quick=quick)
-        if unproven:
-            found += [Choice(backend="cute", tile=CuteTile(level), block_m=BLOCK_M) for level in LEVELS]
-    if unproven:
+        if packaged:
+            found += [Choice(backend="cute", tile=CuteTile(level), block_m=CLUSTER_TILE[0]) for level in LEVELS]
+    if packaged:
         # With the tiles that they take by default, and rows sorted as for others.
         rows_sorted = [each for each in found if each.backend == "triton" and each.block_m]
         sorts = dict.fromkeys((each.block_m, each.groups_per_block) for each in rows_sorted)
         found += [Choice(backend="tilelang", block_m=m, groups_per_block=groups) for m, groups in sorts]
-    runs = {backend: backend_obstacle(backend, device) is None for backend in ("cuda", *UNPROVEN)}
+    runs = {backend: backend_obstacle(backend, device) is None for backend in ("cuda", *PACKAGED)}
     return [
         choice
         for choice in dict.fromkeys(found)
