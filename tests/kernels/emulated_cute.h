@@ -71,6 +71,7 @@ template <> struct SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t, uint128_t> {
   using DRegisters = uint128_t[1];
   static void copy(uint128_t const& from, uint128_t& to, bool there) { cp_async(&from, &to, there); }
 };
+template <> struct SM80_CP_ASYNC_CACHEALWAYS_ZFILL<uint128_t, uint128_t> : SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t, uint128_t> {};
 // Four matrices of 8 rows of 16 bytes: register i of a lane is word lane % 4 of row lane / 4 of matrix i, whose address lane 8 i + row gives.
 template <class Source, class Target, bool TRANSPOSED> void load_matrices(Source const& source, Target& target) {
   uint16_t* to = reinterpret_cast<uint16_t*>(&target(0));

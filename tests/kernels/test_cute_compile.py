@@ -109,7 +109,7 @@ def test_products_of_hopper_share_weights_and_wait_once_a_step(variant: dict[str
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("level", "words", "dtype"), [(2, 0, torch.bfloat16), (1, 4, torch.float16), (2, 4, torch.bfloat16)]
+    ("level", "words", "dtype"), [(2, 1, torch.bfloat16), (1, 4, torch.float16), (2, 4, torch.bfloat16)]
 )
 def test_sums_of_hopper_wait_once_a_step(level: int, words: int, dtype: torch.dtype, tmp_path: Path) -> None:
     variant = gemm_k_cute.hopper_variant(CuteTile(level), dtype, words)

@@ -164,7 +164,7 @@ def test_row_tiles_cover_every_list_once(shape: tuple[int, int, float], block_m:
 @INTERPRETED
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows_read", [0, 2**14])
-def test_items_name_the_groups_of_each_unit_and_fall_in_cost(
+def test_an_order_by_patterns_names_the_groups_of_each_unit_and_falls_in_cost(
     shape: tuple[int, int, float], rows_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wide.kernels.gemm_k import _triton
@@ -173,11 +173,11 @@ def test_items_name_the_groups_of_each_unit_and_fall_in_cost(
     rows, groups, active = shape
     mask = _random(rows, min(groups, 8), active)
     order = reorder_patterns(mask, groups_per_block=8, block_m=128, keeps_empty=True, backend="torch")
-    items, num_items = _triton.describe(order)
-    found = items[: int(num_items)].tolist()
-    unions = [0] * -(-rows // 128)
+    found = _triton.in_one_order(order)
+    wanted = torch.zeros(2 * -(-rows // 128), dtype=torch.int32)
     for place, pattern in enumerate(order.patterns[0].tolist()):
-        unions[place // 128] |= pattern << (8 * (place % 128 // 64))
-    assert sorted(found) == [list(pair) for pair in enumerate(unions)]
-    costs = [((union | union >> 8) & 255).bit_count() for _, union in found]
+        wanted[place // 64] |= pattern
+    assert found.unions.flatten().tolist() == wanted.tolist()
+    assert sorted(found.items.tolist()) == list(range(-(-rows // 128)))
+    costs = [int(wanted[2 * tile] | wanted[2 * tile + 1]).bit_count() for tile in found.items.tolist()]
     assert costs == sorted(costs, reverse=True)

@@ -229,6 +229,26 @@ def test_kernels_fit_spill_nothing_and_use_tensor_cores(
 
 @installed
 @pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("name", ["gate and up", "query", "output"])
+def test_what_products_read_is_released_after_the_last(
+    name: str, block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tilelang
+
+    operator, case = WRITTEN[name]
+    case = dataclasses.replace(case, sizes={**case.sizes, "block_m": block_m})
+    make = _makers(operator, case, "sm_90a", monkeypatch)[-1]
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}, host={"kind": "c"})
+    with target, tilelang.tvm.transform.PassContext(opt_level=3, config=native.PASSES):
+        source = tilelang.lower(make(), target=target).kernel_source
+    products, releases = source[source.index("tl::wgmma_ss") :].split(".arrive();", 1)
+    assert products.rindex("tl::warpgroup_wait<0>") > products.rindex("tl::wgmma_ss")
+    assert "tl::wgmma_ss" not in releases
+
+
+@installed
+@pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
 @pytest.mark.slow
 def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))

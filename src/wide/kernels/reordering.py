@@ -76,7 +76,7 @@ class PatternReordering(NamedTuple):
 class RowReordering(NamedTuple):
     """Rows in one order over all groups, so that neighbours execute nearly the same (for K-axis GEMMs).
 
-    M = rows, N_G = groups, W = words of 32 groups, at least 2; bit i of word w is group 32 w + i. A unit has 64 rows, a
+    M = rows, N_G = groups, W = words of 32 groups; bit i of word w is group 32 w + i. A unit has 64 rows, a
     tile two units; of a last tile that has one only, the other executes nothing.
 
     Args:

@@ -104,7 +104,8 @@ def attention_decode(
     if backend == "tilelang":
         from wide.kernels.attention_decode import _tilelang
 
-        options["num_blocks"] = facts.num_sms * chosen.programs_per_sm
+        # Blocks do not share out keys evenly: half of them have none, and the others end at different times.
+        options["num_blocks"] = facts.num_sms * chosen.programs_per_sm * (1 if tile else 4)
         return _tilelang.attention_decode(q, k, v, lengths, mask, tile=chosen, **options)
     from wide.kernels.attention_decode import _triton
 

@@ -143,7 +143,7 @@ def make_attention_prefill(
                         begin_full = T.max(begin_full, end - window)
                 if by_tma:
                     T.annotate_producer_reg_dealloc(24)
-                    T.annotate_consumer_reg_alloc(240)
+                    T.annotate_consumer_reg_alloc(240 if num_warps <= 8 else 160)
                 for i, j in T.Parallel(gathered, head_dim):
                     row = INDEX[b, group, first + T.min(i // heads, left - 1)]
                     if i < block_m:

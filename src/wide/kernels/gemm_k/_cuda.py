@@ -1,6 +1,6 @@
 """GEMM-K for Hopper in CUDA C++: each row is stored once, and nothing is reduced through memory.
 
-Over one sort of few groups (gemm_k.cu), or over rows in one order of many (gemm_k_rows.cu).
+Over one sort of few groups, or over rows in one order of many.
 """
 
 from pathlib import Path
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from wide.kernels.device import device_facts
-from wide.kernels.gemm_k._triton import describe
+from wide.kernels.gemm_k._triton import in_one_order
 from wide.kernels.native.launch import product
 from wide.kernels.reordering import PatternReordering, RowReordering
 
-SOURCE, ROWS_SOURCE = (Path(__file__).with_name(name) for name in ("gemm_k.cu", "gemm_k_rows.cu"))
+SOURCE = Path(__file__).with_name("gemm_k.cu")
 # A box of weights in shared memory: rows, and elements of a 128-byte line.
 _BOX = (256, 64)
 
@@ -28,13 +28,15 @@ def gemm_k(
     """Run `gemm_k_reference`; rows by patterns are in one super-block, which keeps empty ones."""
     num_rows, width = h.shape[0], weight.shape[0]
     out = h.new_empty(num_rows, width)
-    variant = {"HAS_BIAS": int(bias is not None), "FLOAT16": int(h.dtype == torch.float16)}
-    if isinstance(order, RowReordering):
-        kernel = product(ROWS_SOURCE, "torch", WORDS=order.words.shape[0], **variant)
-        lists = tuple(order)
-    else:
-        kernel = product(SOURCE, "triton", **variant)
-        lists = order.index, order.patterns, *describe(order)
+    instead = "torch" if isinstance(order, RowReordering) else "triton"
+    order = in_one_order(order)
+    kernel = product(
+        SOURCE,
+        instead,
+        WORDS=order.words.shape[0],
+        HAS_BIAS=int(bias is not None),
+        FLOAT16=int(h.dtype == torch.float16),
+    )
     kernel(
         h.device,
         device_facts(h.device).num_sms,
@@ -42,7 +44,7 @@ def gemm_k(
         h,
         out,
         out if bias is None else bias,
-        *lists,
+        *order,
         num_rows,
         width,
         group_size,

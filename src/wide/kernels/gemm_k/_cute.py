@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from wide.kernels.device import HOPPER_STEP, device_facts
-from wide.kernels.gemm_k._triton import describe
+from wide.kernels.gemm_k._triton import in_one_order
 from wide.kernels.gemm_k.tiles import STORED_TILE
 from wide.kernels.native.cute import CuteTile, function
 from wide.kernels.native.launch import tensor_map
@@ -51,7 +51,7 @@ def hopper_variant(tile: CuteTile, dtype: torch.dtype, words: int) -> dict[str, 
     Args:
         tile: How it skips and loads.
         dtype: Of rows and weights.
-        words: Of 32 groups that say what a row executes; 0 for at most 8 groups, sorted by patterns.
+        words: Of 32 groups that say what a row executes.
     """
     return {
         "FLOAT16": int(dtype == torch.float16),
@@ -74,20 +74,16 @@ def gemm_k(
     shape = h.shape[0], weight.shape[0]
     is_stored = isinstance(order, RowReordering) or (order.counts.numel() == 1 and order.keeps_empty)
     out = h.new_empty(shape) if is_stored else h.new_zeros(shape, dtype=torch.float32)
-    lists: tuple[object, ...]
     facts = device_facts(h.device)
     if facts.capability == 90 and is_stored and group_size % HOPPER_STEP == 0:
-        if isinstance(order, RowReordering):
-            lists, words = (*order, None), order.words.shape[0]
-        else:
-            lists, words = (order.index, order.patterns, None, *describe(order)), 0
+        order = in_one_order(order)
         weights = tensor_map(weight, STORED_TILE[1], HOPPER_STEP, name="gemm_k", instead="torch")
-        run = function(HOPPER_SOURCE, h.device, **hopper_variant(tile, h.dtype, words))
-        run(h, bias, out, *lists, group_size, ctypes.addressof(weights), facts.num_sms)
+        run = function(HOPPER_SOURCE, h.device, **hopper_variant(tile, h.dtype, order.words.shape[0]))
+        run(h, bias, out, *order, group_size, ctypes.addressof(weights), facts.num_sms)
         return out
     if isinstance(order, RowReordering):
         block_m = TILE_ROWS
-        lists = order.index, order.words, None, order.items, None, order.words.shape[0], block_m, 0
+        lists: tuple[object, ...] = order.index, order.words, None, order.items, None, len(order.words), block_m, 0
     else:
         block_m = order.block_m
         many = order.tiles, order.num_tiles, 1, block_m, order.groups_per_block

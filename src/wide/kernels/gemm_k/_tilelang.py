@@ -9,7 +9,7 @@ import tilelang.language as T
 import torch
 
 from wide.kernels.gemm_k.tiles import KTile
-from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead
+from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead, warp_policy
 from wide.kernels.reordering import PatternReordering
 
 
@@ -121,7 +121,7 @@ def make_gemm_k(
     num_rows, capacity = T.dynamic("num_rows"), T.dynamic("capacity")
     blocks = -(-depth // (group_size * groups_per_block))
     parts, steps = width // block_n, group_size // block_k
-    policy = T.GemmWarpPolicy.FullRow if block_m >= 16 * num_warps else T.GemmWarpPolicy.Square
+    policy = warp_policy(block_m, block_n, num_warps)
     splits, ahead = is_for_hopper(), stages_ahead(num_stages)
 
     @T.prim_func

@@ -1,7 +1,8 @@
 """GEMM-K in Triton: tiles of pattern-sorted rows run the union of their groups, then write or reduce once.
 
 Programs of one launch never wait for each other: everything that must be finished first (zeros, the reductions of a
-slab) is an earlier launch on the same stream. The end of the file describes tiles for the kernel in CUDA C++.
+slab) is an earlier launch on the same stream. The end of the file describes tiles for the
+kernels that store each row once.
 """
 
 import functools
@@ -15,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wide.kernels.device import device_facts
 from wide.kernels.gemm_k.tiles import KTile
-from wide.kernels.reordering import PatternReordering
+from wide.kernels.reordering import PatternReordering, RowReordering
 
 # Shared memory through which a finished tile is rearranged for wide writes; larger tiles leave in pieces.
 _REARRANGED_BYTES = 32768
@@ -309,37 +310,29 @@ _COSTS = 9
 _MAX_ROWS_READ = 2**14
 
 
-def describe(order: PatternReordering) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what tiles of two times 64 rows execute, those with many groups first; one launch or three, none waits.
+def in_one_order(order: PatternReordering | RowReordering) -> RowReordering:
+    """Return a sort by patterns of one super-block that keeps empty rows as an order of rows with one word of groups.
 
-    Args:
-        order: With one super-block.
-
-    Returns:
-        (row tile, unions of its units) of each tile, int32 [capacity, 2], a union takes 8 bits; and how many tiles
-        there are, int32 [1].
+    In one launch or three, none of which waits.
     """
+    if isinstance(order, RowReordering):
+        return order
     num_rows = order.index.shape[1]
     row_tiles = triton.cdiv(num_rows, _UNITS * _UNIT_ROWS)
     new: dict[str, Any] = {"dtype": torch.int32, "device": order.index.device}
-    items = torch.empty(row_tiles, 2, **new)
+    unions = torch.empty(_UNITS * row_tiles, 1, **new)
+    items = torch.empty(row_tiles, **new)
+    shape = {"UNITS": _UNITS, "S": order.groups_per_block}
     if num_rows <= _MAX_ROWS_READ:
-        num_items = torch.empty(1, **new)
-        _one_list_kernel[(row_tiles,)](
-            order.patterns, order.counts, items, num_items,
-            UNITS=_UNITS, TILES=triton.next_power_of_2(row_tiles), S=order.groups_per_block, num_warps=8,
-        )  # fmt: skip
-        return items, num_items
-    unions = torch.empty(row_tiles, **new)
+        tiles = triton.next_power_of_2(row_tiles)
+        _one_list_kernel[(row_tiles,)](order.patterns, unions, items, num_rows, TILES=tiles, **shape, num_warps=8)
+        return RowReordering(order.index[0], order.patterns, unions, items)
     places = torch.empty(row_tiles, **new)
-    # How many tiles have each cost, then the number of all.
-    found = torch.zeros(_COSTS + 1, **new)
-    _unions_kernel[(row_tiles,)](
-        order.patterns, order.counts, unions, places, found,
-        UNITS=_UNITS, S=order.groups_per_block, num_warps=1,
-    )  # fmt: skip
-    _items_kernel[(triton.cdiv(row_tiles, 128),)](unions, places, found, items, row_tiles, num_warps=4)
-    return items, found[_COSTS:]
+    # How many tiles have each cost.
+    found = torch.zeros(_COSTS, **new)
+    _unions_kernel[(row_tiles,)](order.patterns, unions, places, found, num_rows, **shape, num_warps=1)
+    _items_kernel[(triton.cdiv(row_tiles, 128),)](places, found, items, row_tiles, num_warps=4)
+    return RowReordering(order.index[0], order.patterns, unions, items)
 
 
 @triton.jit
@@ -351,60 +344,44 @@ def _number_of_groups(union, S: tl.constexpr):
 
 
 @triton.jit
-def _one_list_kernel(
-    PATTERNS, COUNTS, ITEMS, NUM_ITEMS,
-    UNITS: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+def _union_of_units(PATTERNS, UNIONS, row_tile, num_rows, UNITS: tl.constexpr):
+    """Store what each unit of a tile executes, and return what the tile does."""
+    units = tl.arange(0, UNITS)
+    places = row_tile * (UNITS * 64) + units[:, None] * 64 + tl.arange(0, 64)[None, :]
+    union = tl.reduce(tl.load(PATTERNS + places, mask=places < num_rows, other=0), 1, _either)
+    tl.store(UNIONS + row_tile * UNITS + units, union)
+    return tl.reduce(union, 0, _either)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _one_list_kernel(PATTERNS, UNIONS, ITEMS, num_rows, UNITS: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr):
     """Find the place of one tile: every program looks at all tiles, so that nobody waits for another launch."""
     row_tile = tl.program_id(0)
-    count = tl.load(COUNTS)
-    ROWS: tl.constexpr = UNITS * 64
     tiles = tl.arange(0, TILES)
-    rows = tl.arange(0, UNITS * 64)
-    places = tiles[:, None] * ROWS + rows[None, :]
-    union = tl.reduce(tl.load(PATTERNS + places, mask=places < count, other=0), 1, _either)
-    cost = tl.where(tiles * ROWS < count, _number_of_groups(union, S), -1)
-    own = tl.sum(tl.where(tiles == row_tile, cost, 0), 0)
+    places = tiles[:, None] * (UNITS * 64) + tl.arange(0, UNITS * 64)[None, :]
+    union = tl.reduce(tl.load(PATTERNS + places, mask=places < num_rows, other=0), 1, _either)
+    cost = tl.where(tiles * (UNITS * 64) < num_rows, _number_of_groups(union, S), -1)
+    own = _number_of_groups(_union_of_units(PATTERNS, UNIONS, row_tile, num_rows, UNITS), S)
     place = tl.sum(((cost > own) | ((cost == own) & (tiles < row_tile))).to(tl.int32), 0)
-    units = tl.arange(0, UNITS)
-    mine = row_tile * ROWS + units[:, None] * 64 + tl.arange(0, 64)[None, :]
-    unions = tl.reduce(tl.load(PATTERNS + mine, mask=mine < count, other=0), 1, _either)
-    if own >= 0:
-        tl.store(ITEMS + 2 * place, row_tile)
-        tl.store(ITEMS + 2 * place + 1, tl.sum(unions << (8 * units), 0))
-    if row_tile == 0:
-        tl.store(NUM_ITEMS, (count + ROWS - 1) // ROWS)
+    tl.store(ITEMS + place, row_tile)
 
 
-@triton.jit
-def _unions_kernel(PATTERNS, COUNTS, UNIONS, PLACES, FOUND, UNITS: tl.constexpr, S: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def _unions_kernel(PATTERNS, UNIONS, PLACES, FOUND, num_rows, UNITS: tl.constexpr, S: tl.constexpr):
     row_tile = tl.program_id(0)
-    count = tl.load(COUNTS)
-    if row_tile * (UNITS * 64) < count:
-        units = tl.arange(0, UNITS)
-        places = row_tile * (UNITS * 64) + units[:, None] * 64 + tl.arange(0, 64)[None, :]
-        pattern = tl.load(PATTERNS + places, mask=places < count, other=0)
-        union = tl.reduce(pattern, 1, _either)
-        every = tl.reduce(union, 0, _either)
-        cost = _number_of_groups(every, S)
-        tl.store(UNIONS + row_tile, tl.sum(union << (8 * units), 0))
-        # Place among the tiles of the same cost; which comes first does not matter.
-        place = tl.atomic_add(FOUND + cost, 1, sem="relaxed")
-        tl.store(PLACES + row_tile, cost * 16777216 + place)
-        tl.atomic_add(FOUND + 9, 1, sem="relaxed")
-    else:
-        tl.store(PLACES + row_tile, -1)
+    cost = _number_of_groups(_union_of_units(PATTERNS, UNIONS, row_tile, num_rows, UNITS), S)
+    # Place among the tiles of the same cost; which comes first does not matter.
+    place = tl.atomic_add(FOUND + cost, 1, sem="relaxed")
+    tl.store(PLACES + row_tile, cost * 16777216 + place)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def _items_kernel(UNIONS, PLACES, FOUND, ITEMS, capacity):
-    item = tl.program_id(0) * 128 + tl.arange(0, 128)
-    packed = tl.load(PLACES + item, mask=item < capacity, other=-1)
-    union = tl.load(UNIONS + item, mask=packed >= 0, other=0)
+@triton.jit(do_not_specialize=["row_tiles"])
+def _items_kernel(PLACES, FOUND, ITEMS, row_tiles):
+    tile = tl.program_id(0) * 128 + tl.arange(0, 128)
+    packed = tl.load(PLACES + tile, mask=tile < row_tiles, other=0)
     cost = packed >> 24
     place = packed & 16777215
     for other in tl.static_range(9):
         found = tl.load(FOUND + other)
         place += tl.where(cost < other, found, 0)
-    tl.store(ITEMS + 2 * place, item, mask=packed >= 0)
-    tl.store(ITEMS + 2 * place + 1, union, mask=packed >= 0)
+    tl.store(ITEMS + place, tile, mask=tile < row_tiles)

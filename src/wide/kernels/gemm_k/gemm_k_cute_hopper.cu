@@ -7,17 +7,16 @@
 //   1  Of the others' rows only those that execute the group are loaded; zeros stand for the rest, which may hold anything.
 //   2  Units of 64 rows of which none executes the group are neither filled with zeros nor multiplied.
 //
-// Compiled in: FLOAT16, LEVEL (1 or 2), WORDS (of 32 groups; 0: at most 8 groups, units' unions stand beside a tile's number), STAGES.
-// Called by _cute.py.
+// Compiled in: FLOAT16, LEVEL (1 or 2), WORDS (of 32 groups), STAGES. Called by _cute.py.
 #include "cute_hopper.cuh"
 
-constexpr int BN = 256, PIECE = 128, COUNT = cute::max(WORDS, 1);
+constexpr int BN = 256, PIECE = 128;
 
 struct Arguments {
   TmaDescriptor weight;
   Half const *h, *bias;
   Half* out;
-  int const *index, *words, *unions, *items, *num_items;
+  int const *index, *words, *unions, *items;
   int num_rows, width, size;
   uint32_t h_step, out_step;
 };
@@ -30,20 +29,16 @@ struct Shared {
 
 // What a program does in one turn: sorted rows from `first` on, columns from `column` on. first -1: nothing.
 struct Item {
-  int entry, first, column;
+  int first, column;
 };
 CUTE_DEVICE Item item_at(Arguments const& given, int turn) {
   const int parts = (given.width + BN - 1) / BN, one = blockIdx.x + turn * gridDim.x;
-  const int number = given.num_items ? load_int(given.num_items) : (given.num_rows + ROWS - 1) / ROWS;
-  if (one >= number * parts) return {0, -1, 0};
-  return {one / parts, load_int(given.items + one / parts * (WORDS ? 1 : 2)) * ROWS, one % parts * BN};
+  if (one >= (given.num_rows + ROWS - 1) / ROWS * parts) return {-1, 0};
+  return {load_int(given.items + one / parts) * ROWS, one % parts * BN};
 }
 // Groups that any row of a unit executes; something where there is nothing.
 CUTE_DEVICE uint32_t load_union(Arguments const& given, Item item, int unit, int word) {
-  if constexpr (WORDS == 0)
-    return uint32_t(load_int(given.items + 2 * item.entry + 1)) >> 8 * unit & 255;
-  else
-    return load_int(given.unions + (cute::max(item.first, 0) / UNIT + unit) * WORDS + word);
+  return load_int(given.unions + (cute::max(item.first, 0) / UNIT + unit) * WORDS + word);
 }
 // Entry `place` of a tile in a list over all sorted rows; beyond its end the last one, whose products are never stored.
 CUTE_DEVICE int load_entry(Arguments const& given, int const* list, Item item, int place) {
@@ -53,7 +48,7 @@ CUTE_DEVICE int load_entry(Arguments const& given, int const* list, Item item, i
 CUTE_DEVICE void produce(Arguments const& given, Shared& shared) {
   // Eight threads copy the line of a row; a thread has rows `row` + 16 i, which lie alike in the swizzle.
   constexpr int STEP = PRODUCERS * LINE / BK, TIMES = ROWS / STEP;
-  const int row = threadIdx.x / (BK / LINE), column = threadIdx.x % (BK / LINE) * LINE;
+  const int row = threadIdx.x / (BK / LINE), column = threadIdx.x % (BK / LINE) * LINE, size = given.size;
   Half* const to = &ring_of<ROWS>(shared.rows)(row, column, 0);
   struct Word {
     uint32_t units[2], rows[TIMES];
@@ -78,26 +73,38 @@ CUTE_DEVICE void produce(Arguments const& given, Shared& shared) {
     // The item after the next, and of the next its rows.
     const Item after = item_at(given, number + 2);
     list(next, next_rows);
+    // The thread's lines of rows, counted in lines of 16 bytes: two instructions make an address of one.
+    uint32_t lines[TIMES];
+    CUTE_UNROLL
+    for (int i = 0; i < TIMES; ++i) lines[i] = rows[i] * (given.h_step / LINE) + column / LINE;
     CUTE_NO_UNROLL
-    for (int word = 0; word < COUNT; ++word) {
-      const Word coming = word + 1 < COUNT ? load_word(item, word + 1) : load_word(next, 0);
+    for (int word = 0; word < WORDS; ++word) {
+      const Word coming = word + 1 < WORDS ? load_word(item, word + 1) : load_word(next, 0);
       for (uint32_t rest = known.units[0] | known.units[1]; rest != 0; rest &= rest - 1) {
-        const int bit = __ffs(rest) - 1, first = (word * 32 + bit) * given.size;
-        CUTE_NO_UNROLL
-        for (int k = first; k < first + given.size; k += BK, turn.next()) {
-          Barrier& full = shared.full[turn.stage];
-          shared.empty[turn.stage].wait(turn.phase);
-          if (threadIdx.x == 0) {
-            full.arrive_and_expect_tx(BN * BK * sizeof(Half));
-            load_box(shared.weights + turn.stage * BN * BK, given.weight, k, item.column, full, false);
+        const uint32_t group = rest & (0 - rest);
+        // Rows of which units: said for a whole group, for a branch in each step costs as much as what it saves.
+        auto fill = [&](auto begin, auto end) {
+          const int first = (word * 32 + __ffs(rest) - 1) * size;
+          CUTE_NO_UNROLL
+          for (int k = first; k < first + size; k += BK, turn.next()) {
+            Barrier& full = shared.full[turn.stage];
+            shared.empty[turn.stage].wait(turn.phase);
+            if (threadIdx.x == 0) {
+              full.arrive_and_expect_tx(BN * BK * sizeof(Half));
+              load_box(shared.weights + turn.stage * BN * BK, given.weight, k, item.column, full, false);
+            }
+            CUTE_UNROLL
+            for (int i = begin; i < end; ++i)
+              load_line(to + (turn.stage * ROWS + STEP * i) * BK, given.h + uint64_t(lines[i] + k / LINE) * LINE, known.rows[i] & group);
+            cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
           }
-          Half const* const from = given.h + k + column;
-          CUTE_UNROLL
-          for (int i = 0; i < TIMES; ++i)
-            if (LEVEL < 2 || known.units[i / (TIMES / 2)] >> bit & 1)
-              load_line(to + (turn.stage * ROWS + STEP * i) * BK, from + uint64_t(rows[i]) * given.h_step, known.rows[i] >> bit & 1);
-          cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
-        }
+        };
+        if (LEVEL < 2 || (known.units[0] & known.units[1] & group))
+          fill(_0{}, Int<TIMES>{});
+        else if (known.units[0] & group)
+          fill(_0{}, Int<TIMES / 2>{});
+        else
+          fill(Int<TIMES / 2>{}, Int<TIMES>{});
       }
       known = coming;
     }
@@ -118,10 +125,10 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
     if (lane == 0) shared.empty[stage].arrive();
   };
   Item item = item_at(given, 0), next = item_at(given, 1);
-  uint32_t next_own[COUNT], next_other[COUNT];
+  uint32_t next_own[WORDS], next_other[WORDS];
   auto look = [&](Item of) {
     CUTE_UNROLL
-    for (int word = 0; word < COUNT; ++word) {
+    for (int word = 0; word < WORDS; ++word) {
       next_own[word] = load_union(given, of, unit, word);
       next_other[word] = load_union(given, of, 1 - unit, word);
     }
@@ -131,9 +138,9 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
     const Item after = item_at(given, number + 2);
     const int listed = load_entry(given, given.index, item, place);
     // Equal in all lanes, which the compiler must know where products depend on it.
-    uint32_t own[COUNT], every[COUNT];
+    uint32_t own[WORDS], every[WORDS];
     CUTE_UNROLL
-    for (int word = 0; word < COUNT; ++word) {
+    for (int word = 0; word < WORDS; ++word) {
       own[word] = __shfl_sync(0xffffffff, next_own[word], 0);
       every[word] = own[word] | __shfl_sync(0xffffffff, next_other[word], 0);
     }
@@ -153,10 +160,10 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
     };
     // The products of all words are the same ones: copies of them ptxas 13.0 would have wait for each other.
     CUTE_NO_UNROLL
-    for (int word = 0; word < COUNT; ++word) {
+    for (int word = 0; word < WORDS; ++word) {
       uint32_t rest = every[0], executed = own[0];
       CUTE_UNROLL
-      for (int i = 1; i < COUNT; ++i)
+      for (int i = 1; i < WORDS; ++i)
         if (i == word) rest = every[i], executed = own[i];
       for (; rest != 0; rest &= rest - 1) {
         if (LEVEL < 2 || executed & rest & (0 - rest)) {
@@ -227,10 +234,10 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_k_kernel(const __grid_constan
   }
 }
 
-void gemm_k(View h, OptionalView bias, View out, View index, View words, OptionalView unions, View items, OptionalView num_items, int64_t group_size,
-            int64_t weight_map, int64_t blocks) {
+void gemm_k(View h, OptionalView bias, View out, View index, View words, View unions, View items, int64_t group_size, int64_t weight_map, int64_t blocks) {
+  TVM_FFI_ICHECK(h.size(0) * h.stride(0) / LINE < (int64_t(1) << 32)) << "rows of " << h.stride(0) << " elements are too many to count their lines, got " << h.size(0);
   const Arguments given{*reinterpret_cast<TmaDescriptor const*>(weight_map), data<Half>(h), data<Half>(bias), data<Half>(out),
-                        data<int>(index), data<int>(words), data<int>(unions), data<int>(items), data<int>(num_items),
+                        data<int>(index), data<int>(words), data<int>(unions), data<int>(items),
                         int(h.size(0)), int(out.size(1)), int(group_size), uint32_t(h.stride(0)), uint32_t(out.stride(0))};
   launch(gemm_k_kernel, blocks, THREADS, sizeof(Shared), h, given);
 }

@@ -10,7 +10,7 @@ import torch
 
 from wide.kernels.clear_skipped import cleared
 from wide.kernels.gemm_mn.tiles import MnTile
-from wide.kernels.native.tilelang import activate, is_for_hopper, kernel
+from wide.kernels.native.tilelang import activate, is_for_hopper, kernel, warp_policy
 from wide.kernels.reordering import Reordering
 
 
@@ -76,7 +76,7 @@ def make_gemm_mn(
     size = width // num_groups
     parts = size // block_n
     splits = is_for_hopper()
-    policy = T.GemmWarpPolicy.FullRow if block_m >= 16 * num_warps else T.GemmWarpPolicy.Square
+    policy = warp_policy(block_m, block_n, num_warps)
 
     @T.prim_func
     def gemm_mn(
@@ -93,8 +93,9 @@ def make_gemm_mn(
     ):
         with T.Kernel(capacity * parts, threads=32 * num_warps) as program:
             a = T.alloc_shared((block_m, block_k), dtype)
-            b = T.alloc_shared((block_n, block_k), dtype)
-            b_up = T.alloc_shared((block_n, block_k), dtype)
+            # Gate and up in one buffer. A bug of the compiler (0.1.15): gathered rows are released once what the first
+            # copy of a step loads has been read, so that must be read until the step ends.
+            b = T.alloc_shared((block_n * (1 + gated), block_k), dtype)
             acc = T.alloc_fragment((block_m, block_n), "float32")
             acc_up = T.alloc_fragment((block_m, block_n), "float32")
             done = T.alloc_shared((block_m, block_n), dtype)
@@ -116,11 +117,14 @@ def make_gemm_mn(
                             a[i, j] = T.if_then_else(k * block_k + j < depth, X[row, k * block_k + j], 0)
                         else:
                             a[i, j] = X[row, k * block_k + j]
-                    T.copy(W[column, k * block_k], b)
-                    T.gemm(a, b, acc, transpose_B=True, policy=policy)
+                    T.copy(W[column, k * block_k], b[0:block_n, :])
                     if gated:
-                        T.copy(W_UP[column, k * block_k], b_up)
-                        T.gemm(a, b_up, acc_up, transpose_B=True, policy=policy)
+                        # Both products are under way at once.
+                        T.copy(W_UP[column, k * block_k], b[block_n : 2 * block_n, :])
+                        T.gemm(a, b[0:block_n, :], acc, transpose_B=True, policy=policy, annotations={"wg_wait": -1})
+                        T.gemm(a, b[block_n : 2 * block_n, :], acc_up, transpose_B=True, policy=policy)
+                    else:
+                        T.gemm(a, b, acc, transpose_B=True, policy=policy)
                 if biased[0]:
                     for i, j in T.Parallel(block_m, block_n):
                         acc[i, j] += BIAS[column + j]

@@ -66,7 +66,7 @@ CUTE_DEVICE int load_row(Arguments const& given, Item item, int place) {
 CUTE_DEVICE void produce(Arguments const& given, Shared& shared, Items const& items) {
   // Eight threads copy the line of a row; a thread has rows `row` + 16 i, which lie alike in the swizzle.
   constexpr int STEP = PRODUCERS * LINE / BK, TIMES = ROWS / STEP;
-  const int row = threadIdx.x / (BK / LINE), column = threadIdx.x % (BK / LINE) * LINE;
+  const int row = threadIdx.x / (BK / LINE), column = threadIdx.x % (BK / LINE) * LINE, depth = given.depth;
   Half* const to = &ring_of<ROWS>(shared.rows)(row, column, 0);
   Turn turn{0, 1};
   Item item = items.at(0), next = items.at(1);
@@ -82,27 +82,31 @@ CUTE_DEVICE void produce(Arguments const& given, Shared& shared, Items const& it
     const Item after = items.at(number + 2);
     const int next_count = load_count(given, next);
     list(next, next_rows);
+    // Two boxes: of a whole tile's four the first or the last ones, or both of a short tile. Those of up follow those of gate.
+    const int box = item.whole ? 2 * items.rank : 0, bytes = (item.whole ? 4 : 2) * BOX_ROWS * BK * sizeof(Half);
+    const int channel = item.group * given.size + item.channel + (GATED ? 0 : box * BOX_ROWS);
+    const int second_channel = channel + (GATED && !item.whole ? 0 : BOX_ROWS);
+    TmaDescriptor const& map = GATED && box ? given.up : given.weight;
+    TmaDescriptor const& second_map = GATED && (box || !item.whole) ? given.up : given.weight;
+    // The thread's lines of rows, counted in lines of 16 bytes: two instructions make an address of one.
+    uint32_t lines[TIMES];
+    CUTE_UNROLL
+    for (int i = 0; i < TIMES; ++i) lines[i] = (LEVEL || row + STEP * i < left ? rows[i] : 0) * (given.x_step / LINE) + column / LINE;
     CUTE_NO_UNROLL
-    for (int k = 0; k < given.depth; k += BK, turn.next()) {
+    for (int k = 0; k < depth; k += BK, turn.next()) {
       Barrier& full = shared.full[turn.stage];
       shared.empty[turn.stage].wait(turn.phase);
       if (threadIdx.x == 0) {
-        // Two boxes: of a whole tile's four the first or the last ones, or both of a short tile. Those of up follow those of gate.
-        full.arrive_and_expect_tx((item.whole ? 4 : 2) * BOX_ROWS * BK * sizeof(Half));
-        const int ups = GATED ? (item.whole ? 2 : 1) : 4;
-        for (int i = 0; i < 2; ++i) {
-          const int box = item.whole ? 2 * items.rank + i : i, first = item.group * given.size + item.channel + box % ups * BOX_ROWS;
-          load_box(shared.weights + (turn.stage * 4 + box) * BOX_ROWS * BK, box < ups ? given.weight : given.up, k, first, full, item.whole);
-        }
+        full.arrive_and_expect_tx(bytes);
+        Half* const boxes = shared.weights + (turn.stage * 4 + box) * BOX_ROWS * BK;
+        load_box(boxes, map, k, channel, full, item.whole);
+        load_box(boxes + BOX_ROWS * BK, second_map, k, second_channel, full, item.whole);
       }
-      // Rows beyond the count keep what the ring holds: their products are never stored.
-      Half const* const from = given.x + k + column;
+      // A branch for each line would cost more than the zeros that now come for a row beyond the count; nothing is read for them.
+      const int there = k + column < depth ? left - row : 0;
       CUTE_UNROLL
-      for (int i = 0; i < TIMES; ++i) {
-        const bool runs = row + STEP * i < left;
-        if (LEVEL < 1 || runs)
-          load_line(to + (turn.stage * ROWS + STEP * i) * BK, from + uint64_t(runs ? rows[i] : 0) * given.x_step, k + column < given.depth);
-      }
+      for (int i = 0; i < TIMES; ++i)
+        load_line(to + (turn.stage * ROWS + STEP * i) * BK, given.x + uint64_t(lines[i] + k / LINE) * LINE, LEVEL ? STEP * i < there : k + column < depth);
       cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
     }
     item = next;
@@ -227,6 +231,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_mn_kernel(const __grid_consta
 void gemm_mn(View x, OptionalView bias, OptionalView up_bias, View out, View index, View counts, View tiles, View num_tiles, int64_t weight_map,
              int64_t up_map, int64_t blocks) {
   const auto map = [](int64_t at) { return *reinterpret_cast<TmaDescriptor const*>(at); };
+  TVM_FFI_ICHECK(x.size(0) * x.stride(0) / LINE < (int64_t(1) << 32)) << "rows of " << x.stride(0) << " elements are too many to count their lines, got " << x.size(0);
   const Arguments given{map(weight_map), map(up_map), data<Half>(x), data<Half>(bias), data<Half>(up_bias), data<Half>(out),
                         data<int>(index), data<int>(counts), data<int>(tiles), data<int>(num_tiles),
                         int(x.size(0)), int(x.size(1)), int(out.size(1) / counts.numel()), uint32_t(x.stride(0)), uint32_t(out.stride(0))};

@@ -9,9 +9,6 @@ import torch
 from wide.kernels.gemv.tiles import GemvTile
 from wide.kernels.native.tilelang import activate, kernel
 
-# Groups whose weights may be under way at the same time along the K-axis.
-_UNROLL = 4
-
 
 def gemv_mn(
     x: torch.Tensor,
@@ -174,9 +171,9 @@ def make_gemv_k(
     """Return the kernel."""
     block_n, block_k, num_warps = tile
     size = depth // num_groups
-    # The largest power of two that divides a group.
-    segment = min(size & -size, block_k)
-    segments = depth // segment
+    # The largest power of two that divides a group, of which a thread loads 16 bytes of a line.
+    segment = min(size & -size, block_k, 256 * num_warps)
+    segments, ahead = depth // segment, block_k // segment
 
     @T.prim_func
     def gemv_k(
@@ -189,25 +186,25 @@ def make_gemv_k(
         with T.Kernel(T.ceildiv(width, block_n), threads=32 * num_warps) as program:
             parts = T.alloc_fragment((num_rows, block_n, segment), "float32")
             sums = T.alloc_fragment((num_rows, block_n), "float32")
-            weights = T.alloc_fragment((block_n, segment), dtype)
+            weights = T.alloc_fragment((ahead, block_n, segment), dtype)
             T.clear(parts)
-            for turn in T.serial(T.ceildiv(segments, _UNROLL)):
-                for place in T.unroll(_UNROLL):
-                    known = turn * _UNROLL + place < segments
-                    at = T.min(turn * _UNROLL + place, segments - 1)
-                    group = at * segment // size
-                    for i, j in T.Parallel(block_n, segment):
-                        channel = T.min(program * block_n + i, width - 1)
-                        weights[i, j] = T.if_then_else(
-                            known & _any_row(MASK, group, num_rows), W[channel, at * segment + j], 0
-                        )
-                    for m, i, j in T.Parallel(num_rows, block_n, segment):
+            for turn in T.serial(T.ceildiv(segments, ahead)):
+                # First loads alone, so that those of all segments are under way; conditions of elements would not skip.
+                for place in T.unroll(ahead):
+                    at = turn * ahead + place
+                    if (at < segments) & _any_row(MASK, T.min(at, segments - 1) * segment // size, num_rows):
+                        for i, j in T.Parallel(block_n, segment):
+                            channel = T.min(program * block_n + i, width - 1)
+                            weights[place, i, j] = W[channel, at * segment + j]
+                for place in T.unroll(ahead):
+                    at = turn * ahead + place
+                    for m in T.unroll(num_rows):
                         # Channels that a row skips may hold anything.
-                        parts[m, i, j] += T.if_then_else(
-                            known & (MASK[m, group] != 0),
-                            T.cast(weights[i, j], "float32") * T.cast(H[m, at * segment + j], "float32"),
-                            0.0,
-                        )
+                        if (at < segments) & (MASK[m, T.min(at, segments - 1) * segment // size] != 0):
+                            for i, j in T.Parallel(block_n, segment):
+                                parts[m, i, j] += T.cast(weights[place, i, j], "float32") * T.cast(
+                                    H[m, at * segment + j], "float32"
+                                )
             T.reduce_sum(parts, sums, dim=2)
             for m, i in T.Parallel(num_rows, block_n):
                 if program * block_n + i < width:

@@ -132,7 +132,7 @@ def gemv_k(
         from wide.kernels.gemv import _tilelang
 
         # All threads of a block share one group's weights at a time.
-        shared = GemvTile(*tile) if tile else GemvTile(block_n=8, block_k=512, num_warps=4)
+        shared = GemvTile(*tile) if tile else GemvTile(block_n=1, block_k=2048, num_warps=1)
         return _tilelang.gemv_k(h, weight, mask, tile=shared, bias=bias)
     from wide.kernels.gemv import _triton
 

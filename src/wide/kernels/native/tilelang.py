@@ -80,6 +80,16 @@ def stages_ahead(num_stages: int) -> int:
     return num_stages if is_for_hopper() else 1
 
 
+def warp_policy(block_m: int, block_n: int, num_warps: int) -> Any:
+    """Return how warps share out the tile of a product."""
+    import tilelang.language as T
+
+    # One instruction of sm_90 for 256 columns wants more registers than the compiler grants 512 threads.
+    if block_n > 128 and num_warps > 4:
+        return T.GemmWarpPolicy.FullCol
+    return T.GemmWarpPolicy.FullRow if block_m >= 16 * num_warps else T.GemmWarpPolicy.Square
+
+
 def activate(value: Any, activation: str) -> Any:
     """Return the activation of a float32 expression of a kernel."""
     import tilelang.language as T
