@@ -274,16 +274,18 @@ def columns_code() -> Table:
 
 
 def columns_rows() -> Table:
-    """Return what each language gains by size and by the share that masks skip."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    """Return what each language and level of skipping gains of gate and up, by rows and the share that is skipped."""
+    cells: dict[str, dict[str, str]] = {}
     for row in targets("columns"):
+        if not row["operator"].startswith("gate") or not row["size"].endswith("rows"):
+            continue
         title = row["size"] if row["share"] == 0.5 else f"{row['size']}, {100 * row['share']:g} %"
         for (key, name), text in zip(_WRITTEN.items(), _of_languages(row, _WRITTEN), strict=True):
             if key in row["languages"]:
-                cells.setdefault((row["operator"], name), {})[title] = text
+                cells.setdefault(name, {})[title] = text
     titles = dict.fromkeys(title for found in cells.values() for title in found)
-    rows = tuple((*key, *(found.get(title, "-") for title in titles)) for key, found in cells.items())
-    return Table(header=("operator", "language", *titles), rows=rows)
+    rows = tuple((name, *(found.get(title, "-") for title in titles)) for name, found in cells.items())
+    return Table(header=("gate + up + SwiGLU", *titles), rows=rows)
 
 
 _LANGUAGES = {"triton": "Triton", "gluon": "Gluon", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
