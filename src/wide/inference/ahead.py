@@ -57,8 +57,8 @@ class Ahead:
         return None
 
     def drop(self) -> None:
-        """Take back the step that runs, if one does."""
+        """Take back the step that runs, if one does; the current stream waits for it, also if another dropped it."""
         running, self._running = self._running, None
+        self._current.wait_event(self._done)
         if running is not None:
-            self._current.wait_event(self._done)
             running[1].lengths.sub_(1)

@@ -495,8 +495,9 @@ class Engine:
     def _drop_ahead(self) -> None:
         """Take back a step that was begun, before anything else uses the engine's memory; the device waits for it."""
         with self._lock:
-            if self._ahead is not None and self._ahead.lengths is not None:
-                self._join_stream(self._ahead.lengths)
+            if self._ahead is not None:
+                if self._ahead.lengths is not None:
+                    self._join_stream(self._ahead.lengths)
                 self._ahead.drop()
 
     def _prompt(self, x: Tensor, cache: "EngineCache | None", given: Mapping[str, Any]) -> _Found | str:
