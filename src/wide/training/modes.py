@@ -100,9 +100,10 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
         model: An attached model; checkpointing of its own that is on counts as `recompute`.
         recompute: Whether to keep a layer's input only and run the layer again in the backward, on the same noise.
         fuse: Whether `torch.compile` fuses each layer's forward and backward. Layers alike share one graph; small ones
-            that are not recomputed are one graph together, because starting each takes the host longer than the GPU
-            needs for it. Shapes are compiled one by one. Afterwards everything that was compiled in this process is
-            forgotten, because there is a limit for graphs of one function.
+            that are not recomputed are one graph together, replayed as CUDA graphs where there is no LoRA, because
+            starting each kernel takes the host longer than the GPU needs for it. Shapes are compiled one by one.
+            Afterwards everything that was compiled in this process is forgotten, because there is a limit for graphs of
+            one function.
     """
     specs, control = attachment(model).specs, attachment(model).control
     own = [bool(getattr(spec.layer, _CHECKPOINTING, False)) for spec in specs]
@@ -115,7 +116,9 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
     stands_in: dict[nn.Module, Callable[..., Any]]
     # Sharded layers are gathered between their graphs.
     if fuse and not recompute and largest < _SMALL_LAYER and not is_sharded(model):
-        decoder, replays = getattr(model, "base_model", model), next(model.parameters()).is_cuda
+        decoder = getattr(model, "base_model", model)
+        # With LoRA replays were not measured.
+        replays = next(model.parameters()).is_cuda and attachment(model).lora is None
         stands_in = {decoder: _fused_with_gradient(decoder.forward, replays=replays)}
     else:
         run = torch.compile(_run_layer, fullgraph=True, dynamic=False) if fuse else _run_layer
