@@ -4,8 +4,9 @@ Usage: python -m benchmarks.columns --measure DIR [--out docs/measurements/targe
        python -m benchmarks.columns --records DIR... [--out ...]
 
 The first runs the benches of `PARTS` on this machine's GPU, in a quarter of an hour at most, a third of it compilation
-on 16 cores; the new languages must agree with their references in all cases first. `make tables` draws the pages. Levels of skipping inside a tile are CuTe's; what
-they cost where nothing is left over is seen at 0 %, where every tile is full, and what they save at few rows.
+on 16 cores; the new languages must agree with their references in all cases first. `make tables` draws the pages.
+Levels of skipping inside a tile are CuTe's; what they cost where nothing is left over is seen at 0 %, where every tile
+is full, and what they save at few rows.
 """
 
 import argparse
