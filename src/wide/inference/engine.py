@@ -477,16 +477,11 @@ class Engine:
 
     def _go_ahead(self, cache: "EngineCache", slot: _Slot, *, routed: bool) -> None:
         """Begin the step after this one where `generate` will most likely ask for it."""
-        step = slot.captured(routed=routed)
-        room = min(cache.room or 0, slot.cache.room)
-        may = cache.is_greedy and step is not None and cache.tokens < room and self._trusts(cache)
+        step, room = slot.captured(routed=routed), min(cache.room or 0, slot.cache.room)
+        if step is None or not cache.is_greedy or cache.tokens >= room or not self._trusts(cache):
+            return
         # A processor may bar tokens that the model has logits but no embedding of.
-        if (
-            may
-            and step is not None
-            and self._decoder is not None
-            and step.logits.shape[1] <= len(self._decoder.embedding)
-        ):
+        if step.logits.shape[1] <= len(slot.decoder.embedding):
             if self._ahead is None:
                 self._ahead = Ahead(step.ids.device)
             self._ahead.begin(step, slot.cache)

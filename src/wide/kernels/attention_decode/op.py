@@ -104,8 +104,10 @@ def attention_decode(
     if backend == "tilelang":
         from wide.kernels.attention_decode import _tilelang
 
-        # Blocks do not share out keys evenly: half of them have none, and the others end at different times.
-        options["num_blocks"] = facts.num_sms * chosen.programs_per_sm * (1 if tile else 4)
+        if not tile:
+            # Its blocks keep to one pair: those of skipped pairs end at once, so that more of them fill the device.
+            chosen = chosen._replace(programs_per_sm=4 * chosen.programs_per_sm)
+        options["num_blocks"] = facts.num_sms * chosen.programs_per_sm
         return _tilelang.attention_decode(q, k, v, lengths, mask, tile=chosen, **options)
     from wide.kernels.attention_decode import _triton
 
