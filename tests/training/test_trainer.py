@@ -50,6 +50,16 @@ def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small
     assert isinstance(attachment(model).control.temperature, float)
 
 
+@pytest.mark.gpu
+def test_steps_of_several_replays_are_those_that_are_launched():
+    # Inductor draws other noise than PyTorch.
+    changes = {"steps": 8, "noise": 0.0, "micro_batch_size": 2}
+    plain, model = (routed_model(num_hidden_layers=4).to("cuda") for _ in range(2))
+    trainer(plain, **changes).train()
+    trainer(model, compile=True, **changes).train()
+    torch.testing.assert_close(router_values(model), router_values(plain), atol=1e-3, rtol=1e-2)
+
+
 def test_training_reaches_the_target_sparsity_and_lowers_the_loss():
     model = routed_model()
     outcome = trainer(model, config=ObjectiveConfig(sparsity=0.3), steps=60, learning_rate=3e-2).train()
