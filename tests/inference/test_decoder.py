@@ -146,3 +146,38 @@ def test_training_mode_and_overlong_prompts_are_refused():
     decoder = Decoder(make("llama"), max_length=8)
     with pytest.raises(ShapeError, match="do not fit a cache of 1 x 8"):
         decoder.prefill_logits(tokens(1, 9), decoder.new_cache(1), Run(routed=False, table=DENSE_TABLE))
+
+
+class _Late:
+    """In the place of a second stream: masks hold nothing that is true before somebody waits for them."""
+
+    def __init__(self):
+        self.runs, self.begun, self._copy = False, 0, None
+
+    def begin(self, call):
+        true = call()
+        out = torch.rand(true.shape) < 0.5
+        self.runs, self.begun, self._copy = True, self.begun + 1, lambda: out.copy_(true)
+        return out
+
+    def wait(self):
+        if self.runs:
+            self._copy()
+            self.runs = False
+
+
+@pytest.mark.parametrize("family", STRAIGHT)
+@pytest.mark.parametrize("table", [DENSE_TABLE, fixed("torch", query=None, output=1, gate_up=1, down=1), UNSKIPPED])
+def test_masks_that_come_late_are_waited_for(family, table):
+    decoder, ids = Decoder(_attached(family), max_length=16), tokens(2, 12)
+    run = Run(table=table, record=[])
+    expected = decoder.prefill_logits(ids, decoder.new_cache(2), run)
+    late, again = _Late(), Run(table=table, record=[])
+    decoder._beside = late
+    found = decoder.prefill_logits(ids, decoder.new_cache(2), again)
+    assert late.begun
+    assert not late.runs
+    for pairs in zip(run.record, again.record, strict=True):
+        for before, after in zip(*pairs, strict=True):
+            assert (before is after is None) or torch.equal(before, after)
+    torch.testing.assert_close(found, expected, **CLOSE)

@@ -1,6 +1,7 @@
 """A straight-line forward of Hugging Face decoders: every tensor of fixed shape, nothing read back by the host."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wide.errors import ShapeError, UnsupportedModelError
+from wide.inference.beside import Beside
 from wide.inference.cache import KvCache
-from wide.inference.operator_table import OperatorTable
+from wide.inference.operator_table import OperatorName, OperatorTable
 from wide.inference.paged import PagedStep
 from wide.inference.products import gated_product, project_queries, sum_groups
 from wide.inference.prompt_attention import attend_prompt, sequence_order
@@ -33,6 +35,8 @@ from wide.kernels.reordering import Reordering
 from wide.kernels.rope import rope_to_cache
 from wide.kernels.route import MAX_FEW_ROWS, norm_route, route
 
+# A product of more rows is bound by its arithmetic, and slower beside a router.
+_MAX_ROWS_BESIDE = 512
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -98,6 +102,7 @@ class Decoder:
             self.layers = tuple(map(read_layer, ends.specs, ends.angles))
             self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
             self.max_length = max_length
+            self._beside = Beside(self.device) if self.device.type == "cuda" else None
             if checked:
                 require_same_outputs(model, self.probe, max_length)
         except UnsupportedModelError:
@@ -259,7 +264,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add, norm and decide: return the stream, its norm, and the mask (None: everything executes)."""
         backend, norm, router = shared.table.backend, part.norm, _deciding(part, forced, shared)
-        if router is not None and norm is not None and not norm.centered and residual.shape[0] <= MAX_FEW_ROWS:
+        rows = residual.shape[0]
+        fits = rows <= MAX_FEW_ROWS and self._apart(part, rows, shared) is None
+        if fits and router is not None and norm is not None and not norm.centered:
             total, normed, mask = norm_route(
                 residual,
                 norm.weight,
@@ -282,8 +289,15 @@ class Decoder:
         if router is None:
             return None
         seen = total if router.source.reads_residual else normed
-        mask = route(seen, router.weights, backend=shared.table.backend)
+        beside = self._apart(part, seen.shape[0], shared)
+        call = functools.partial(route, seen, router.weights, beside=beside is not None, backend=shared.table.backend)
+        mask = call() if beside is None else beside.begin(call)
         return mask if forced is None else forced
+
+    def _apart(self, part: Sublayer, rows: int, shared: _Pass) -> Beside | None:
+        """Return where the router runs if its mask may come later than the sublayer's first product, which is dense."""
+        name: OperatorName = "query" if isinstance(part, AttentionWeights) else "gate_up"
+        return self._beside if rows <= _MAX_ROWS_BESIDE and shared.table.how(name, rows) == "dense" else None
 
     def _leave(self, part: Sublayer, out: Tensor, shared: _Pass) -> Tensor:
         """Return what a sublayer adds to the stream, given its output [M, D]."""
@@ -303,6 +317,8 @@ class Decoder:
             q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
         else:
             q, kv, order = _project(x, weights, mask, table)
+        if self._beside is not None:
+            self._beside.wait()
         keys, values = kv.chunk(2, 1)
         if weights.norms_width:
             q, keys = (apply_norm(*pair, None, table.backend)[1] for pair in ((q_norm, q), (k_norm, keys)))
@@ -378,7 +394,8 @@ class Decoder:
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.table
-        product = gated_product(x, weights.gated, mask, table)
+        ready = self._beside.wait if self._beside is not None and self._beside.runs else None
+        product = gated_product(x, weights.gated, mask, table, ready)
         if mask is None:
             return functional.linear(product, weights.down, weights.down_bias)
         return sum_groups("down", product, weights.down, weights.down_bias, mask, table)

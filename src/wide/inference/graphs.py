@@ -32,8 +32,9 @@ class GraphPool:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         with torch.cuda.device(self._device):
             self._handle: Any = torch.cuda.graph_pool_handle()
-            # One for all: the libraries keep a workspace of their own for every stream.
-            self._stream = torch.cuda.Stream()
+            # One for all: the libraries keep a workspace of their own for every stream. Products go before what runs
+            # beside them, which is of no priority.
+            self._stream = torch.cuda.Stream(priority=-1)
         self._anchor = self.capture(lambda: torch.zeros(1, device=self._device))
 
     def capture(self, call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:

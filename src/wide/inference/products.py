@@ -1,5 +1,6 @@
 """The linear parts of a layer under a mask, each dense or by the operator that was chosen; races time these, too."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn import functional
 
 from wide.inference.operator_table import DENSE, OperatorName, OperatorTable
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
-from wide.kernels.gemm_mn import gemm_mn
+from wide.kernels.gemm_mn import dense_mn, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
 from wide.kernels.reordering import PATTERN_GROUPS, Reordering
@@ -51,7 +52,13 @@ def project_queries(
     return output_groups(x, weights, mask, table.choice("query", x.shape[0]), sorts=table.backend)
 
 
-def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: OperatorTable) -> Tensor:
+def gated_product(
+    x: Tensor,
+    weights: GatedWeights,
+    mask: Tensor | None,
+    table: OperatorTable,
+    ready: Callable[[], None] | None = None,
+) -> Tensor:
     """Return act(x gate) * (x up), [M, F]; skipped channels are zero if the table runs the down projection dense.
 
     Args:
@@ -59,10 +66,11 @@ def gated_product(x: Tensor, weights: GatedWeights, mask: Tensor | None, table: 
         weights: Of the FFN.
         mask: bool [M, N_G]; None = everything executes.
         table: Which operator runs.
+        ready: See `output_groups`.
     """
     choice = DENSE if mask is None else table.choice("gate_up", x.shape[0])
     zeroed = table.how("down", x.shape[0]) == "dense"
-    return output_groups(x, weights, mask, choice, sorts=table.backend, zeroed=zeroed)[0]
+    return output_groups(x, weights, mask, choice, sorts=table.backend, zeroed=zeroed, ready=ready)[0]
 
 
 def sum_groups(
@@ -82,7 +90,14 @@ def sum_groups(
 
 
 def output_groups(
-    x: Tensor, weights: GatedWeights, mask: Tensor | None, choice: Choice, *, sorts: str, zeroed: bool = False
+    x: Tensor,
+    weights: GatedWeights,
+    mask: Tensor | None,
+    choice: Choice,
+    *,
+    sorts: str,
+    zeroed: bool = False,
+    ready: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Reordering | None]:
     """Return a product over output groups [M, F], and the reordering if one was made.
 
@@ -93,6 +108,7 @@ def output_groups(
         choice: What runs.
         sorts: Backend of the reordering.
         zeroed: Whether skipped channels are zero; otherwise they hold anything.
+        ready: With a dense choice, called before the mask is looked at, which may be on its way until then.
     """
     options: dict[str, Any] = {
         "up_weight": weights.up,
@@ -102,6 +118,8 @@ def output_groups(
     }
     zeroing = mask if zeroed else None
     if mask is None or choice.backend == "dense":
+        if ready is not None:
+            return dense_mn(x, weights.gate, mask=zeroing, ready=ready, **options), None
         unused = _no_order(x, 1 if mask is None else mask.shape[1])
         return gemm_mn(x, weights.gate, unused, mask=zeroing, backend="dense", **options), None
     options |= {"backend": choice.backend, "tile": choice.tile}

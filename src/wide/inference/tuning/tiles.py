@@ -88,7 +88,7 @@ def candidates(
         found = [Choice(backend="gluon", tile=tile) for tile in hopper]
         found += [Choice(backend="triton", tile=tile) for tile in (_PREFILL[:_FEW_PREFILL] if quick else _PREFILL)]
         if packaged:
-            found += [Choice(backend="tilelang", tile=tile) for tile in ((), PrefillTile(192, 96, 12, 3))]
+            found += [Choice(backend="tilelang", tile=tile) for tile in ((), PrefillTile(128, 128, 8, 2))]
             found += [Choice(backend="cute", tile=CuteTile(level)) for level in LEVELS]
     elif rows <= MAX_ROWS:
         found = [Choice(backend="triton", tile=tile) for tile in (_GEMV[:_FEW_GEMV] if quick else _GEMV)]

@@ -94,7 +94,7 @@ def make_attention_prefill(
         STARTS: T.Tensor((batch,), "int32"),
         RUNS: T.Tensor((1 + has_runs, num_queries), "int32"),
     ):
-        with T.Kernel(T.ceildiv(num_queries, tokens), num_units, batch, threads=32 * num_warps) as (place, unit, b):
+        with T.Kernel(num_units, T.ceildiv(num_queries, tokens), batch, threads=32 * num_warps) as (unit, place, b):
             q = T.alloc_shared((block_m, head_dim), dtype)
             k = T.alloc_shared((block_n, head_dim), dtype)
             v = T.alloc_shared((block_n, head_dim), dtype)
@@ -115,7 +115,7 @@ def make_attention_prefill(
             group = unit * num_groups // num_units
             kv_head = unit * num_kv_heads // num_units
             count = COUNTS[b, group]
-            # The last tile comes first: longest first, and the empty ones last.
+            # The last tile of each unit comes first: longest first, and the empty ones last.
             first = (T.ceildiv(count, tokens) - 1 - place) * tokens
             if first >= 0:
                 left = T.min(count - first, tokens)

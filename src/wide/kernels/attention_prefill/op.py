@@ -116,6 +116,9 @@ def attention_prefill(
     if backend == "tilelang":
         from wide.kernels.attention_prefill import _tilelang
 
+        if not tile and facts.capability == 90 and q.shape[-1] <= 128:
+            # Three groups of warps have one to multiply while two look for maxima.
+            chosen = PrefillTile(192, 96, 12, 2)
         return _tilelang.attention_prefill(q, k, v, index, counts, tile=chosen, **options, **edges)
     from wide.kernels.attention_prefill import _triton
 

@@ -1,6 +1,7 @@
 """GEMM-MN as an operator of torch."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_refere
 from wide.kernels.gemm_mn.tiles import CLUSTER_TILE, POINTERS, TMA_STACKED, MnTile, default_tile, tilelang_tile
 from wide.kernels.native.cute import CuteTile, tile_misfit
 from wide.kernels.native.launch import misaligned
-from wide.kernels.registration import check_backend, check_tensor, operator
+from wide.kernels.registration import check_backend, check_tensor, on_device_of_tensors, operator
 from wide.kernels.reordering import Reordering
 
 _BACKENDS = ("torch", "triton", "cuda", "tilelang", "cute", "dense")
@@ -84,7 +85,7 @@ def gemm_mn(
     if backend == "torch":
         return gemm_mn_reference(x, weight, order, mask=mask, **options)
     if backend == "dense":
-        return _dense(x, weight, mask=mask, **options)
+        return dense_mn(x, weight, mask=mask, **options)
     if backend == "cuda":
         from wide.kernels.gemm_mn import _cuda
 
@@ -181,7 +182,8 @@ def _stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
     )
 
 
-def _dense(
+@functools.partial(on_device_of_tensors, "gemm_mn")
+def dense_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -190,23 +192,37 @@ def _dense(
     up_bias: torch.Tensor | None,
     activation: str,
     mask: torch.Tensor | None,
+    ready: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Compute every channel with the library's GEMM; the candidate that skipping must beat."""
+    """Compute every channel with the library's GEMM; the candidate that skipping must beat.
+
+    Args:
+        x: As in `gemm_mn`, with everything else but the last.
+        weight: See there.
+        up_weight: See there.
+        bias: See there.
+        up_bias: See there.
+        activation: See there.
+        mask: See there.
+        ready: Called between the product and the first look at `mask`, which may still be on its way before.
+    """
     if up_weight is None:
         values = torch.nn.functional.linear(x, weight, bias)
-        if activation != "none":
-            values = activate(values.float(), activation).to(x.dtype)
-        return values if mask is None else cleared(values, mask)
-    if _stacked(weight, up_weight) and bias is None and up_bias is None:
+    elif _stacked(weight, up_weight) and bias is None and up_bias is None:
         width, depth = weight.shape
-        both = x @ weight.as_strided((2 * width, depth), (depth, 1)).t()
+        values = x @ weight.as_strided((2 * width, depth), (depth, 1)).t()
     else:
         gate = torch.nn.functional.linear(x, weight, bias)
-        both = torch.cat((gate, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
-    if x.is_cuda and not interprets_triton():
+        values = torch.cat((gate, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
+    if ready is not None:
+        ready()
+    if up_weight is not None and x.is_cuda and not interprets_triton():
         from wide.kernels.gemm_mn import _triton
 
-        return _triton.gated_activation(both, activation, mask)
-    gate, up = both.float().chunk(2, 1)
-    values = (activate(gate, activation) * up).to(x.dtype)
+        return _triton.gated_activation(values, activation, mask)
+    if up_weight is not None:
+        gate, up = values.float().chunk(2, 1)
+        values = (activate(gate, activation) * up).to(x.dtype)
+    elif activation != "none":
+        values = activate(values.float(), activation).to(x.dtype)
     return values if mask is None else cleared(values, mask)

@@ -31,7 +31,7 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
         "x": random_values(case, (rows, width), device, salt=1),
         "weights": weights,
         "threshold": case.options.get("threshold", 0.0),
-    }
+    } | ({"beside": True} if case.options.get("beside") else {})
 
 
 def _build_norm(case: Case, device: torch.device) -> dict[str, Any]:
@@ -76,6 +76,8 @@ ROUTE = Operator(
         _case((17, 256, 32, 112)),
         _case((70, 136, 5, 1), has_bias=True),
         _case((33, 128, 16, 20), dtype=torch.float32, threshold=-0.2),
+        _case((1, 136, 16, 9), beside=True),
+        _case((8, 256, 32, 112), has_bias=True, beside=True),
     ),
     build=_build,
     compare=_compare,

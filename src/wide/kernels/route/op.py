@@ -17,13 +17,16 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
-def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, backend: str) -> torch.Tensor:
+def route(
+    x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, beside: bool = False, backend: str
+) -> torch.Tensor:
     """Return which groups each row executes, bool [M, N_G]: margin >= threshold.
 
     Args:
         x: Hidden states, [M, D], last stride 1.
         weights: Of the router, made with `split_weights` for the dtype of `x`.
         threshold: In logits.
+        beside: Whether another kernel runs at the same time: then few programs count for more than the time they take.
         backend: 'torch' or 'triton'.
 
     Raises:
@@ -39,9 +42,10 @@ def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, bac
     from wide.kernels.route import _triton
 
     tile = default_tile(device_facts(x.device), x.shape[0])
-    if MAX_FEW_ROWS < x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
+    is_few = x.shape[0] <= MAX_FEW_ROWS and not beside
+    if not is_few and x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
         return _triton.route_split(x, down, difference, offset, counter, threshold=threshold)
-    if x.shape[0] > MAX_FEW_ROWS:
+    if not is_few:
         return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
     options: dict[str, Any] = {"addend": None, "eps": 0.0, "unit_offset": False, "reads_residual": True}
     return _triton.norm_route_few(x, None, down, difference, offset, counter, threshold=threshold, **options)[2]
