@@ -26,7 +26,7 @@ from wide.profiling.bench import TIMED, candidate_backend
 _KERNELS = Path(__file__).parents[1] / "src/wide/kernels"
 _OUT = Path(__file__).parents[1] / "docs/measurements/targets/columns.json"
 _OPERATORS = "wide bench --output DIR --operators gemm_mn,gemm_k,prefill,decode,gemv --quick true"
-_ALL = f"{_OPERATORS} --backends triton,gluon,cuda,tilelang,cute --timed_only true"
+_ALL = f"{_OPERATORS} --backends triton,cuda,tilelang,cute --timed_only true"
 _AGREE = f"{_OPERATORS} --backends tilelang,cute --rows 4096"
 _HALF = f"{_ALL} --rows 16,64,256,1024,4096,16384"
 _SHARES = {f"skipped-{share}": (f"{_ALL} --rows 4096 --sparsity 0.{share}", 60) for share in (0, 3, 7)}

@@ -1,6 +1,6 @@
 """Runs the small cases of every operator, for compute-sanitizer: a few minutes where a bench would take days.
 
-Usage: compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--operators gemm_mn,gemm_k] [--backends gluon]
+Usage: compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--operators gemm_mn,gemm_k] [--backends cuda]
        compute-sanitizer --tool racecheck --print-limit 10 python -m benchmarks.sanitize --limit 90
 
 Every case is compared with its reference as well, in memory poisoned with NaN. Persistent kernels get few programs, so
@@ -61,9 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the cases; return 1 if any result is wrong (what the sanitizer finds is its own matter)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operators", default=",".join(OPERATORS), help="comma-separated names")
-    parser.add_argument(
-        "--backends", default="triton,gluon,cuda", help="comma-separated; those of Hopper where it is one"
-    )
+    parser.add_argument("--backends", default="triton,cuda", help="comma-separated; those of Hopper where it is one")
     parser.add_argument("--device", default="cuda", help="'cpu' takes Triton's interpreter, for a try without a GPU")
     parser.add_argument("--programs", type=int, default=3, help="of persistent kernels")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no case is begun")

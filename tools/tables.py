@@ -288,7 +288,7 @@ def columns_rows() -> Table:
     return Table(header=("gate + up + SwiGLU", *titles), rows=rows)
 
 
-_LANGUAGES = {"triton": "Triton", "gluon": "Gluon", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
+_LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
 _WRITTEN = _LANGUAGES | {f"level {level}": f"CuTe, level {level}" for level in range(3)}
 
 

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import compile_decode
 import compile_glue
 import compile_kernels
-import compile_prefill_hopper
 
 
 def _kernels(target: int, head_dims: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -24,9 +23,6 @@ def _kernels(target: int, head_dims: Sequence[int]) -> Iterator[tuple[str, dict[
             yield program.__name__, result
     for result in compile_decode.kernels_at(target, head_dims):
         yield compile_decode.__name__, result
-    if target == 90:
-        for result in compile_prefill_hopper.kernels():
-            yield compile_prefill_hopper.__name__, result
 
 
 if __name__ == "__main__":

@@ -74,15 +74,3 @@ def test_attention_and_decode_kernels_compile(target: int, head_dims: tuple[int,
 def test_norm_rope_router_and_clearing_kernels_compile(target: int) -> None:
     names = {"_clear_skipped", "_rms_norm", "_rope_to_cache", "_route", "_route_split", "_route_few"}
     assert {result["kernel"] for result in _compiled("compile_glue", target)} == names
-
-
-def test_the_hopper_kernel_of_prompts_compiles() -> None:
-    results = _compiled("compile_prefill_hopper", 90)
-    assert len(results) == 4
-    for result in results:
-        assert result["code"]["HGMMA"], result
-        assert result["code"]["UTMALDG"], result
-        # Memory of barriers that nobody waits for may be given to others while it is written.
-        assert result["barriers"], result
-        assert result["handed"], result
-        assert not set(result["barriers"]) & set(result["handed"]), result

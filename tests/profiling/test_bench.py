@@ -33,9 +33,9 @@ CANDIDATES = {
     "dense on zeros": 0,
     "dense operator": 1,
     "operator, reorder charged": 2,
-    "hopper, reorder charged": 3,
-    "tile hopper 128-2-0": 4,
-    "s=7 128xgluon 2x256x4x0x1": 5,
+    "tilelang operator, reorder charged": 3,
+    "tile tilelang 128-128-8-2-0": 4,
+    "s=7 128xtilelang ": 5,
     "256xcuda 256x256": 8,
     "128x128x64x4x8x1x2 zeroed": 6,
     "112 groups": 7,
@@ -48,24 +48,24 @@ def test_dense_peers_stay_whatever_is_timed():
     def kept(*backends):
         return [CANDIDATES[name] for name in bench._of_backends(race, backends).candidates]
 
-    assert kept("gluon") == [0, 1, 3, 4, 5]
+    assert kept("tilelang") == [0, 1, 3, 4, 5]
     assert kept("triton") == [0, 1, 2, 6, 7]
     assert kept("cuda") == [0, 1, 8]
-    assert sorted(kept("triton", "gluon", "cuda")) == list(range(9))
+    assert sorted(kept("triton", "tilelang", "cuda")) == list(range(9))
 
 
 def test_unknown_backends_and_operators_without_one_are_refused():
-    assert parse_backends("gluon, triton", ["decode"]) == ("gluon", "triton")
-    assert parse_backends("gluon", ["prefill"]) == ("gluon",)
-    assert parse_backends("cuda,gluon", ["gemm_k", "prefill"]) == ("cuda", "gluon")
-    with pytest.raises(ConfigError, match=r"triton, gluon, cuda, tilelang and cute, .*got \['torch'\]"):
+    assert parse_backends("cuda, triton", ["decode"]) == ("cuda", "triton")
+    assert parse_backends("tilelang", ["prefill"]) == ("tilelang",)
+    assert parse_backends("cuda,tilelang", ["gemm_k", "prefill"]) == ("cuda", "tilelang")
+    with pytest.raises(ConfigError, match=r"triton, cuda, tilelang and cute, .*got \['torch'\]"):
         parse_backends("torch,triton", ["gemm_k"])
-    with pytest.raises(ConfigError, match="decode, gemm_k, gemv have no gluon backend; add triton"):
-        parse_backends("gluon", ["gemv", "gemm_k", "decode"])
+    with pytest.raises(ConfigError, match="decode, gemv have no cuda backend; add triton"):
+        parse_backends("cuda", ["gemv", "gemm_k", "decode"])
     with pytest.raises(ConfigError, match=r"prefill have no cuda backend; add triton, or time gemm_mn, gemm_k$"):
         parse_backends("cuda", ["prefill", "gemm_mn", "gemm_k"])
-    with pytest.raises(ConfigError, match=r"gemv have no cuda or gluon backend.* time gemm_mn, gemm_k, prefill$"):
-        parse_backends("cuda,gluon", ["gemv", "gemm_k"])
+    with pytest.raises(ConfigError, match=r"reorder have no cuda or cute backend.* time gemm_mn, gemm_k, .*gemv$"):
+        parse_backends("cuda,cute", ["reorder", "gemm_k"])
 
 
 def test_cases_of_the_hopper_kernels_fit_them_and_the_reference_takes_them():

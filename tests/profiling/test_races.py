@@ -191,7 +191,7 @@ def test_what_ships_is_a_candidate():
     assert shipped_name(choices, Choice(backend="triton")) == "first"
     measured = Choice(backend="triton", tile=(2,), block_m=64, median_us=3.0)
     assert shipped_name(choices, measured) == "second"
-    assert shipped_name(choices, dataclasses.replace(measured, backend="gluon")) == ""
+    assert shipped_name(choices, dataclasses.replace(measured, backend="cuda")) == ""
 
 
 def test_backends_with_packages_of_their_own_are_tried_under_names_of_their_own(monkeypatch):

@@ -13,7 +13,7 @@ from wide.cli.provenance import noted
 from wide.errors import ConfigError, EvaluationError, UsageError
 from wide.runs.process import say
 
-_BACKENDS = "triton,gluon,cuda"
+_BACKENDS = "triton,cuda"
 _OPERATORS = ("reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv")
 # Benches of the checkout, with the module of each.
 _OF_CHECKOUT = {"glue": "glue", "naive": "naive", "naive_depth": "naive_depth", "traffic": "naive"}
@@ -49,9 +49,9 @@ class BenchOptions:
             1024,4096,16384, for naive_depth 64, too. For naive and traffic, where they are named, M = N = K; null means
             512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
-        backends: Timed beside the dense peers, separated by commas: triton, and where the GPU is a Hopper and the
-            operator has them gluon (prefill) and cuda (gemm_mn, gemm_k); where they are named
-            tilelang and cute (gemm_mn, gemm_k, prefill, decode, decode_groups, gemv), each with its packages.
+        backends: Timed beside the dense peers, separated by commas: triton, and on a Hopper cuda (gemm_mn, gemm_k);
+            where they are named tilelang and cute (gemm_mn, gemm_k, prefill, decode, decode_groups, gemv), each with
+            its packages.
             Not for glue, naive, naive_depth, coarse and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
             ones. With 'all' operators it is for those of them, and so are the next two.

@@ -42,8 +42,6 @@ def attend_prompt(
 ) -> Tensor:
     """Attend causally with the executing (token, group) pairs, see `attention_prefill`.
 
-    Left padding, windows and soft caps run the general kernel of the table's backend, whatever was measured.
-
     Args:
         q: Queries, [B, T_q, H_q, d].
         k: Keys, [B, T_k, H_k, d].
@@ -54,7 +52,6 @@ def attend_prompt(
         options: Further arguments of `attention_prefill`.
     """
     choice = table.choice("attention", length)
-    is_plain = all(options.get(name) is None for name in ("starts", "window", "soft_cap"))
-    if choice.backend == "dense" or (choice.backend == "gluon" and not is_plain):
+    if choice.backend == "dense":
         choice = Choice(backend=table.backend)
     return attention_prefill(q, k, v, order, **options, backend=choice.backend, tile=choice.tile)

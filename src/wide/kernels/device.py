@@ -121,8 +121,6 @@ def backend_obstacle(backend: str, device: torch.device, dtype: torch.dtype | No
     """
     if backend == "triton":
         return triton_obstacle(device, dtype)
-    if backend == "gluon":
-        return hopper_obstacle(device)
     if backend == "tilelang":
         return ampere_obstacle(device) or tilelang_obstacle()
     if backend == "cute":

@@ -33,7 +33,7 @@ _NEARLY_ALL = 0.95
 
 PACKAGED = ("tilelang", "cute")
 """Backends that need packages of their own: `wide tune` tries them where those are, benches where they are named."""
-SPECIAL_BACKENDS = ("gluon", "cuda", *PACKAGED)
+SPECIAL_BACKENDS = ("cuda", *PACKAGED)
 """Backends of single operators or of one kind of GPU, which a table names beside the backend of all others."""
 
 
@@ -235,7 +235,7 @@ def _shipped(device_name: str) -> dict[str, Choice]:
 
 def _choice(key: str, entry: Mapping[str, Any]) -> Choice:
     choice = Choice(**{**entry, "tile": tuple(entry["tile"])})
-    if choice.backend == "gluon" and "attention" not in key:
-        # Tables of earlier versions have products in Gluon, which were hardly faster than Triton's with default tiles.
+    if choice.backend == "gluon":
+        # Tables of earlier versions have kernels in Gluon.
         return dataclasses.replace(choice, backend="triton", tile=())
     return choice

@@ -34,10 +34,9 @@ from wide.kernels.tuning import PACKAGED, Choice
 from wide.profiling.agreement import rounding, verdicts
 from wide.profiling.decode import decode_race, decode_races, group_races
 
-TIMED = ("triton", "gluon", "cuda")
+TIMED = ("triton", "cuda")
 """Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
 SPECIAL_OPERATORS: dict[str, tuple[str, ...]] = {
-    "gluon": ("prefill",),
     "cuda": ("gemm_mn", "gemm_k"),
     "tilelang": ("gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"),
     "cute": ("gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"),
@@ -257,7 +256,7 @@ def candidate_backend(candidate: str) -> str:
     for backend in ("cuda", *PACKAGED):
         if backend in candidate:
             return backend
-    return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
+    return "triton"
 
 
 def races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:

@@ -57,7 +57,6 @@ def choice_name(choice: Choice) -> str:
     fields = [str(int(value)) for value in choice.tile]
     backend = "" if choice.backend == "triton" else f"{choice.backend} "
     if not choice.block_m:
-        backend = "hopper " if choice.backend == "gluon" else backend
         return f"tile {backend}{'-'.join(fields)}" if fields else f"{backend}operator"
     sort = f"s={choice.groups_per_block} " if choice.groups_per_block else ""
     return f"{sort}{choice.block_m}x{backend}{'x'.join(fields)}"

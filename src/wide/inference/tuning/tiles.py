@@ -5,8 +5,8 @@ import torch
 from wide.inference.layer_sizes import LayerSizes, misfit
 from wide.inference.operator_table import SUMS, OperatorName
 from wide.inference.products import BLOCK_M
-from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile
-from wide.kernels.device import backend_obstacle
+from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.device import backend_obstacle, hopper_obstacle
 from wide.kernels.gemm_k.tiles import STORED_TILE, KTile
 from wide.kernels.gemm_k.tiles import default_tile as default_k_tile
 from wide.kernels.gemm_mn.tiles import CLUSTER_TILE, MnTile
@@ -66,7 +66,6 @@ _PREFILL = tuple(
         (64, 64, 4, 3, 1), (128, 64, 4, 2, 1), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0), (64, 64, 4, 3, 0),
     )
 )  # fmt: skip
-_PREFILL_HOPPER = (HopperTile(128, 2, 0), HopperTile(128, 2, 1), HopperTile(64, 4, 0))
 _FEW_GEMV, _FEW_PREFILL = 8, 4
 
 
@@ -84,11 +83,11 @@ def candidates(
         packaged: Whether to name backends of `PACKAGED`, too.
     """
     if name == "attention":
-        hopper = _PREFILL_HOPPER if backend_obstacle("gluon", device) is None else ()
-        found = [Choice(backend="gluon", tile=tile) for tile in hopper]
+        # On Hopper it is the fastest, and one kernel compiles in seconds: tried wherever it is installed.
+        found = [Choice(backend="tilelang")] if packaged or hopper_obstacle(device) is None else []
         found += [Choice(backend="triton", tile=tile) for tile in (_PREFILL[:_FEW_PREFILL] if quick else _PREFILL)]
         if packaged:
-            found += [Choice(backend="tilelang", tile=tile) for tile in ((), PrefillTile(128, 128, 8, 2))]
+            found += [Choice(backend="tilelang", tile=PrefillTile(128, 128, 8, 2))]
             found += [Choice(backend="cute", tile=CuteTile(level)) for level in LEVELS]
     elif rows <= MAX_ROWS:
         found = [Choice(backend="triton", tile=tile) for tile in (_GEMV[:_FEW_GEMV] if quick else _GEMV)]

@@ -22,10 +22,9 @@ from wide.kernels.reordering import SequenceReordering
 
 
 def _misfit(backend: str, case: Case) -> str | None:
-    limited = {"window", "soft_cap"} & set(case.options) or case.sizes.get("padding") or case.sizes.get("requests")
     query_heads, kv_heads, groups, head_dim = named(case, "num_query_heads", "num_kv_heads", "num_groups", "head_dim")
     heads = query_heads // math.lcm(kv_heads, groups)
-    return misfit(backend, case.dtype, head_dim=head_dim, heads=heads, is_plain=not limited)
+    return misfit(backend, case.dtype, head_dim=head_dim, heads=heads)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, 
 
 ATTENTION_PREFILL = Operator(
     name="attention_prefill",
-    backends=backends(attention_prefill, ("triton", "gluon", "tilelang", "cute"), _misfit),
+    backends=backends(attention_prefill, ("triton", "tilelang", "cute"), _misfit),
     cases=(
         _case((1, 1), (4, 2, 2), 64),
         _case((3, 3), (4, 1, 1), 128, active=1.0),

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from wide.errors import ShapeError, UnsupportedBackendError
+from wide.errors import ShapeError
 from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, check_score_options
 from wide.kernels.attention_prefill.reference import attention_prefill_reference
-from wide.kernels.attention_prefill.tiles import HopperTile, PrefillTile, can_use_tma, default_tile
+from wide.kernels.attention_prefill.tiles import PrefillTile, can_use_tma, default_tile
 from wide.kernels.device import HALF, backend_obstacle, device_facts, half_misfit
 from wide.kernels.native.cute import CuteTile, tile_misfit
 from wide.kernels.native.launch import misaligned
@@ -16,8 +16,6 @@ from wide.kernels.registration import check_backend, check_tensor, operator
 from wide.kernels.reordering import SequenceReordering
 
 _NAME = "attention_prefill"
-_GLUON_HEAD_DIMS = (64, 128)
-_GLUON_ROWS = 128
 _CUTE_HEAD_DIMS, _CUTE_HEADS = (64, 96, 128, 256), 64
 
 
@@ -54,11 +52,9 @@ def attention_prefill(
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        backend: 'torch', 'triton', 'gluon' (sm_90; head sizes 64 and 128, without padding, window and soft cap),
-            'tilelang' (d a multiple of 16, strides of 8 elements) or 'cute' (d of 64, 96, 128 or 256, at most 64 query
-            heads of a KV head and group, strides of 8 elements).
-        tile: A `PrefillTile` for Triton and TileLang, a `HopperTile` for Gluon, a `CuteTile` for CuTe; None takes a
-            default for the device.
+        backend: 'torch', 'triton', 'tilelang' (d a multiple of 16, strides of 8 elements) or 'cute' (d of 64, 96, 128
+            or 256, at most 64 query heads of a KV head and group, strides of 8 elements).
+        tile: A `PrefillTile` for Triton and TileLang, a `CuteTile` for CuTe; None takes a default for the device.
 
     Returns:
         [B, T_q, H_q, d] in the dtype of `q`, accumulated in float32.
@@ -83,15 +79,14 @@ def attention_prefill(
         raise ShapeError(f"{_NAME}: runs want a batch of 1 (got {q.shape[0]}), no starts and no window")
     if runs is None and k.shape[1] < q.shape[1]:
         raise ShapeError(f"{_NAME}: {q.shape[1]} causal queries need at least as many keys, got {k.shape[1]}")
-    is_plain = starts is None and runs is None and window is None and soft_cap is None
     reason = backend_obstacle(backend, q.device, q.dtype)
-    reason = reason or misfit(backend, q.dtype, head_dim=q.shape[3], heads=units.heads_per_unit, is_plain=is_plain)
+    reason = reason or misfit(backend, q.dtype, head_dim=q.shape[3], heads=units.heads_per_unit)
     if reason is None and backend in ("tilelang", "cute"):
         reason = misaligned({"q": q, "k": k, "v": v}, ())
     cute_tile = CuteTile(*(tile or ())) if backend == "cute" else None
     if reason is None and cute_tile is not None:
         reason = tile_misfit(cute_tile)
-    check_backend(_NAME, backend, ("torch", "triton", "gluon", "tilelang", "cute"), reason)
+    check_backend(_NAME, backend, ("torch", "triton", "tilelang", "cute"), reason)
     edges: dict[str, Any] = {"starts": starts, "runs": runs, "window": window, "soft_cap": soft_cap}
     if backend == "torch":
         return attention_prefill_reference(q, k, v, index, counts, scale=scale, **edges)
@@ -102,16 +97,6 @@ def attention_prefill(
         return _cute.attention_prefill(q, k, v, index, counts, tile=cute_tile, **options, **edges)
     facts = device_facts(q.device)
     uses_tma = can_use_tma(facts, k) and can_use_tma(facts, v)
-    if backend == "gluon":
-        if not uses_tma or q.shape[2] > _GLUON_ROWS * k.shape[2]:
-            raise UnsupportedBackendError(
-                f"{_NAME}: the Hopper kernel wants 16-byte strides and at most {_GLUON_ROWS} query heads of a KV head, "
-                f"got strides {k.stride()} and {v.stride()}, {q.shape[2]} and {k.shape[2]} heads; choose "
-                "backend='triton'"
-            )
-        from wide.kernels.attention_prefill import _gluon
-
-        return _gluon.attention_prefill(q, k, v, index, counts, tile=HopperTile(*(tile or ())), **options)
     chosen = PrefillTile(*tile) if tile else default_tile(facts, q.shape[-1], uses_tma=uses_tma)
     if backend == "tilelang":
         from wide.kernels.attention_prefill import _tilelang
@@ -125,7 +110,7 @@ def attention_prefill(
     return _triton.attention_prefill(q, k, v, index, counts, tile=chosen, **options, **edges)
 
 
-def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, heads: int = 1, is_plain: bool = True) -> str | None:
+def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, heads: int = 1) -> str | None:
     """Return why a backend does not take a shape, on whatever device, or None.
 
     Args:
@@ -133,15 +118,9 @@ def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, heads: int = 1, i
         dtype: Of queries, keys and values.
         head_dim: d.
         heads: Query heads of one KV head and one group.
-        is_plain: Whether there are no left padding, runs, window or soft cap.
     """
     if backend == "triton":
         return half_misfit(dtype)
-    if backend == "gluon" and (not is_plain or dtype not in HALF or head_dim not in _GLUON_HEAD_DIMS):
-        return (
-            "the Hopper kernel takes half precision, head sizes 64 and 128, and no left padding, window or soft cap, "
-            f"got {dtype}, head size {head_dim}{'' if is_plain else ' and one of them'}"
-        )
     if backend == "tilelang" and (dtype not in HALF or head_dim % 16):
         return f"the kernel in TileLang takes half precision and head sizes that 16 divides, got {dtype}, {head_dim}"
     if backend == "cute" and (dtype not in HALF or head_dim not in _CUTE_HEAD_DIMS or heads > _CUTE_HEADS):

@@ -29,20 +29,6 @@ class PrefillTile(NamedTuple):
     uses_tma: int = 0
 
 
-class HopperTile(NamedTuple):
-    """How the warp-specialised kernel of sm_90 is cut; a program always owns 128 rows.
-
-    Args:
-        block_n: Keys in one step.
-        num_stages: Blocks of keys and of values in shared memory.
-        takes_turns: 1 if the two consumers take turns on the tensor cores, else 0.
-    """
-
-    block_n: int = 128
-    num_stages: int = 2
-    takes_turns: int = 0
-
-
 def can_use_tma(facts: DeviceFacts, tensor: torch.Tensor) -> bool:
     """Return whether K or V can be read through a tensor descriptor: 16-byte steps, on a device that has them."""
     steps = [stride * tensor.element_size() for stride in tensor.stride()[:3]]

@@ -1,4 +1,4 @@
-"""GEMM-MN for Hopper in CUDA C++ (gemm_mn.cu): clusters of two programs share weights, which Gluon 3.6 cannot say."""
+"""GEMM-MN for Hopper in CUDA C++ (gemm_mn.cu): clusters of two programs share weights."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
 // GEMM-MN for Hopper (sm_90a): the two programs of a cluster share a group's weights.
 //
 // Gathered rows of one group times 256 of its weight rows (128 gate and 128 up, or 256 of a plain product), only executing
-// pairs. One warp group fills a ring of stages, two others multiply 64 rows each; they meet at barriers in memory only, where
-// Gluon's code stops all threads of a warp group several times a step. A tile of 256 rows lies in two programs, each loads half
-// of the weights and multicasts it to both: 32 KB a step instead of 48, as in cuBLAS.
+// pairs. One warp group fills a ring of stages, two others multiply 64 rows each; they meet at barriers in memory only.
+// A tile of 256 rows lies in two programs, each loads half of the weights and multicasts it to both: 32 KB a step instead of 48,
+// as in cuBLAS.
 // Of a remainder of at most 128 rows (a short tile) each program takes half of the channels. One of at most 64 rows is thin:
 // what takes time there is the way of a stage from memory, so a stage holds two steps of it.
 //
