@@ -306,7 +306,7 @@ def fill(
                 "reached": reached(target.floor, target.goal, found["value"], target.unit),
                 "device": content.get("device"),
             }
-            row |= {"date": date, "commit": commit}
+            row |= {"date": date, "commit": commit, "command": content.get("command") or target.command}
         elif target.what in before:
             row.update(before[target.what], floor=target.floor, goal=target.goal)
         if target.shown:

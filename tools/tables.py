@@ -1,4 +1,4 @@
-"""Tables of figures in the pages, made from records.
+"""Tables and a picture of figures in the pages, made from records.
 
 Usage: python tools/tables.py [--check]
 
@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from wide.records import Cell, Record, read_records
+from wide.report.drawing import draw, style
+from wide.report.figure import Figure
 from wide.report.selection import Selection
 from wide.report.table import Table
+from wide.writing import replacing
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ROOT / "docs/measurements/targets"
@@ -288,6 +291,45 @@ def columns_rows() -> Table:
     return Table(header=("gate + up + SwiGLU", *titles), rows=rows)
 
 
+def columns_drawn(_source: object = None) -> list[dict[str, Any]]:
+    """Return what `columns.svg` shows: each operator by its size at half skipped, and by the share that is skipped."""
+    rows = []
+    for row in targets("columns"):
+        size, share = row["size"].split(" ")[0], f"{row['share']:.0%}"
+        is_product = row["size"].endswith(("row", "rows"))
+        places = [(row["operator"], size)] if is_product and row["share"] == 0.5 else []
+        if not is_product or size == "4096":
+            places.append((f"{row['operator']}, {row['size']}", share))
+        for panel, place in places:
+            for key, name in _LANGUAGES.items():
+                found = {"operator": panel, "place": place, "language": name, "speed-up": row["languages"].get(key)}
+                rows.append(found | {"order": (row["share"], int(size))})
+    return sorted(rows, key=lambda row: row["order"])
+
+
+COLUMNS = Figure(
+    name="columns",
+    title="Languages side by side",
+    rows=columns_drawn,
+    x="place",
+    y="speed-up",
+    by="language",
+    panel="operator",
+    x_label="rows, half skipped; or the share that random masks skip",
+    y_label="speed-up over cuBLAS or cuDNN",
+    even=True,
+    line_at=1.0,
+    columns=3,
+    height=2.0,
+)
+
+
+def draw_columns() -> None:
+    """Draw `COLUMNS` beside the other pictures of the pages."""
+    with style(), replacing(ROOT / "docs/images/columns.svg") as unfinished:
+        draw(COLUMNS, COLUMNS.table(None), None).savefig(unfinished, format="svg", metadata={"Date": None})
+
+
 _LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
 _WRITTEN = _LANGUAGES | {f"level {level}": f"CuTe, level {level}" for level in range(3)}
 
@@ -365,6 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{'stale' if options.check else 'written'}  {page.relative_to(ROOT)}\n")
         if not options.check:
             page.write_text(new, encoding="utf-8")
+    if not options.check:
+        draw_columns()
     return 1 if options.check and stale else 0
 
 
