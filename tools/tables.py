@@ -84,25 +84,6 @@ _SIZES = {
     **{f"128 / {size}": ("g-sweep", f"f128-a{size}") for size in (64, 384, 768)},
 }
 _SWEEP = {0.25: "n25", 0.5: "n50"}
-# Operator, size, dense peer, and the row of `hopper.json` or `operators.json`.
-_OPERATORS = (
-    ("gate + up + SwiGLU, zeros written", "1024 tokens", "cuBLAS + fused SwiGLU", "GEMM-MN gate+up+SwiGLU, M=1024"),
-    ("", "4096 tokens", "", "GEMM-MN gate+up+SwiGLU, M=4096"),
-    ("", "16384 tokens", "", "GEMM-MN gate+up+SwiGLU, M=16384"),
-    ("queries", "4096 tokens", "cuBLAS", "GEMM-MN Q, G=512, M=4096"),
-    ("", "16384 tokens", "", "GEMM-MN Q, G=512, M=16384"),
-    ("output projection", "16384 tokens", "cuBLAS", "GEMM-K O, G=512, M=16384"),
-    ("down, one row order", "4096 tokens", "cuBLAS", "GEMM-K down, G=128, M=4096"),
-    ("", "16384 tokens", "", "GEMM-K down, G=128, M=16384"),
-    ("prefill attention", "4096 tokens", "cuDNN", "prefill attention causal, T=4096"),
-    ("", "16384 tokens", "", "prefill attention causal, T=16384"),
-    ("decode attention", "32 sequences, 4096 cached", "cuDNN", "decode attention, B=32 T=4096"),
-    ("", "8 sequences, 32768 cached", "", "decode attention B=8 T=32768 against SDPA"),
-    ("gate + up, one row", "", "cuBLAS", "decode GEMV M=1, gate_up, against cuBLAS"),
-    ("down, one row", "", "cuBLAS", "decode GEMV M=1, down, against cuBLAS"),
-    ("queries, one row", "", "cuBLAS", "decode GEMV M=1, query, against cuBLAS"),
-    ("output projection, one row, as it ships", "", "cuBLAS", "decode GEMV M=1, output, against cuBLAS"),
-)
 
 
 @cache
@@ -224,13 +205,6 @@ def targets(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def operators() -> Table:
-    """Return the speed-up of single operators over their dense peers."""
-    values = {row["what"]: row["value"] for name in ("operators", "hopper") for row in targets(name)}
-    rows = tuple((*row, f"{values[what]:.2f}x", "2x") for *row, what in _OPERATORS)
-    return Table(header=("operator", "size", "dense peer", "speed-up", "ideal"), rows=rows)
-
-
 def speed(rows_at_most: int | None = None) -> Table:
     """Return what a user gets through the public API; of few rows, one for each door."""
     shown = [row for row in targets("user") if row.get("shown") and row.get("ours") is not None]
@@ -257,10 +231,11 @@ def columns() -> Table:
         (
             f"{row['operator']}, {row['size']}",
             *_of_languages(row, _LANGUAGES),
-            *(f"{row[key]:g}" for key in ("floor", "goal")),
+            *("-" if row[key] is None else f"{row[key]:g}" for key in ("floor", "goal")),
         )
         for row in targets("columns")
-        if row["floor"] is not None
+        # Of few rows pages have other tables.
+        if row["share"] == 0.5 and int(row["size"].split(" ")[0]) not in (16, 64, 256)
     )
     return Table(header=("operator, half skipped", *_LANGUAGES.values(), "floor", "goal"), rows=rows)
 
@@ -365,7 +340,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-carried": carried,
     "speed": speed,
     "speed-short": lambda: speed(3),
-    "speed-operators": operators,
     "columns": columns,
     "columns-code": columns_code,
     "columns-rows": columns_rows,
