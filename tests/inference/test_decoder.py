@@ -1,5 +1,7 @@
 """The runtime gives the model's logits: dense, routed under the same masks, and step by step after a prefill."""
 
+import contextlib
+
 import pytest
 import torch
 from families import STRAIGHT, make, stirred, tokens
@@ -152,7 +154,7 @@ class _Late:
     """In the place of a second stream: masks hold nothing that is true before somebody waits for them."""
 
     def __init__(self):
-        self.runs, self.begun, self._copy = False, 0, None
+        self.runs, self.begun, self._copy, self.joined = False, 0, None, contextlib.nullcontext
 
     def begin(self, call):
         true = call()

@@ -100,6 +100,14 @@ CASES = [
 
 
 @installed
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tilelang
+
+    monkeypatch.setattr(tilelang, "__version__", "9.9")
+    assert "written for 0.1.15 of it, found 9.9" in str(native.obstacle.__wrapped__())
+
+
+@installed
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("operator", "tile", "case"), CASES)
 def test_kernels_compute_what_the_reference_does(operator: Operator, tile: tuple[int, ...], case: Case) -> None:

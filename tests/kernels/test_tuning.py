@@ -121,14 +121,14 @@ def _uncached_shipped(name: str) -> dict[str, Choice]:
     return tuning._read_choices(tuning.shipped_path(name))
 
 
-def test_kernels_in_gluon_of_earlier_tables_run_in_triton(tmp_path: Path) -> None:
+def test_kernels_in_gluon_of_earlier_tables_run_in_other_languages(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     table = TuningTable(path)
     table.store({"gemm_mn | bfloat16": Choice(backend="gluon", tile=(2, 256, 4, 1), block_m=128)})
     table.store({"attention_prefill | bfloat16": Choice(backend="gluon", tile=(128, 2, 0))})
     again = TuningTable(path)
     assert again._choices["gemm_mn | bfloat16"] == Choice(backend="triton", block_m=128)
-    assert again._choices["attention_prefill | bfloat16"] == Choice(backend="triton")
+    assert again._choices["attention_prefill | bfloat16"] == Choice(backend="tilelang")
 
 
 def test_shipped_tables_can_be_read() -> None:

@@ -52,6 +52,8 @@ def test_dense_peers_stay_whatever_is_timed():
     assert kept("triton") == [0, 1, 2, 6, 7]
     assert kept("cuda") == [0, 1, 8]
     assert sorted(kept("triton", "tilelang", "cuda")) == list(range(9))
+    race = dataclasses.replace(race, shipped="tilelang operator, reorder charged")
+    assert kept("triton") == [0, 1, 2, 3, 6, 7]
 
 
 def test_unknown_backends_and_operators_without_one_are_refused():

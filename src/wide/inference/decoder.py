@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,24 +239,21 @@ class Decoder:
             residual = _times(functional.embedding(x.reshape(-1), self.embedding), self._ends.embedding_scale)
         residual = _times(residual, self._ends.input_scale)
         addend: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            shared.table = shared.run.table or self.tables[index]
-            forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
-            residual, normed, attention_mask = self._enter(layer.attention, residual, addend, forced[0], shared)
-            attended = self._attention(layer.attention, index, normed, attention_mask, shared)
-            attended = self._leave(layer.attention, attended, shared)
-            if layer.parallel:
-                ffn_mask = self._decide(layer.ffn, residual, normed, forced[1], shared)
-                residual = residual + attended
-            else:
-                residual, normed, ffn_mask = self._enter(layer.ffn, residual, attended, forced[1], shared)
-            addend = self._leave(layer.ffn, self._feed_forward(layer.ffn, normed, ffn_mask, shared), shared)
-            if shared.run.record is not None:
-                router = layer.attention.router
-                own = (
-                    None if attention_mask is None or router is None else attention_mask[:, : router.source.num_groups]
-                )
-                shared.run.record.append((own, ffn_mask))
+        with nullcontext() if self._beside is None else self._beside.joined():
+            for index, layer in enumerate(self.layers):
+                shared.table = shared.run.table or self.tables[index]
+                forced = (None, None) if shared.run.forced is None else shared.run.forced[index]
+                residual, normed, attention_mask = self._enter(layer.attention, residual, addend, forced[0], shared)
+                attended = self._attention(layer.attention, index, normed, attention_mask, shared)
+                attended = self._leave(layer.attention, attended, shared)
+                if layer.parallel:
+                    ffn_mask = self._decide(layer.ffn, residual, normed, forced[1], shared)
+                    residual = residual + attended
+                else:
+                    residual, normed, ffn_mask = self._enter(layer.ffn, residual, attended, forced[1], shared)
+                addend = self._leave(layer.ffn, self._feed_forward(layer.ffn, normed, ffn_mask, shared), shared)
+                if shared.run.record is not None:
+                    shared.run.record.append((_own(layer.attention, attention_mask), ffn_mask))
         assert addend is not None
         return residual, addend
 
@@ -326,7 +324,7 @@ class Decoder:
         shape = (shared.batch, shared.length)
         q, keys, values = (t.unflatten(1, (-1, weights.head_dim)).unflatten(0, shape) for t in (q, keys, values))
         k_cache, v_cache, places = shared.memory(index)
-        own = None if mask is None or weights.router is None else mask[:, : weights.router.source.num_groups]
+        own = _own(weights, mask)
         q = rope_to_cache(
             q,
             keys,
@@ -428,6 +426,11 @@ def _project(
     kv = functional.linear(x, qkv[width:], kv_bias)
     q, order = project_queries(x, qkv[:width], q_bias, mask[:, : weights.router.source.num_groups], table)
     return q, kv, order
+
+
+def _own(part: Sublayer, mask: Tensor | None) -> Tensor | None:
+    """Return the mask without the router's extra groups, bool [M, N_G]; None where there is no router."""
+    return None if mask is None or part.router is None else mask[:, : part.router.source.num_groups]
 
 
 def _deciding(part: Sublayer, forced: Tensor | None, shared: _Pass) -> RuntimeRouter | None:

@@ -1,5 +1,6 @@
 """The sizes of a layer's operators: by them measurements are kept and found, and kernels say what they take."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,8 @@ def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.d
     _, groups, size = sizes.grouped(name)
     backend, width = choice.backend, sizes.hidden_size
     if name == "attention":
-        return prefill_misfit(backend, dtype, head_dim=sizes.head_dim)
+        heads = sizes.query_width // sizes.head_dim // math.lcm(sizes.num_kv_heads, groups)
+        return prefill_misfit(backend, dtype, head_dim=sizes.head_dim, heads=heads)
     if name not in SUMS:
         return mn_misfit(backend, dtype, group_size=size, depth=width, gated=sizes.gates(name))
     if choice.groups_per_block > PATTERN_GROUPS or (backend == "cuda" and groups > PATTERN_GROUPS):

@@ -236,6 +236,7 @@ def _shipped(device_name: str) -> dict[str, Choice]:
 def _choice(key: str, entry: Mapping[str, Any]) -> Choice:
     choice = Choice(**{**entry, "tile": tuple(entry["tile"])})
     if choice.backend == "gluon":
-        # Tables of earlier versions have kernels in Gluon.
-        return dataclasses.replace(choice, backend="triton", tile=())
+        # Tables of earlier versions have kernels in Gluon: of products hardly faster than Triton's, of attention slower
+        # than TileLang's.
+        return dataclasses.replace(choice, backend="tilelang" if "attention" in key else "triton", tile=())
     return choice

@@ -244,8 +244,9 @@ def _rounding_line(record: Mapping[str, Any]) -> str:
 
 
 def _of_backends(race: Race, backends: Sequence[str]) -> Race:
-    """Return a race of the dense peers and the candidates of some backends."""
-    kept = {name: calls for name, calls in race.candidates.items() if candidate_backend(name) in ("dense", *backends)}
+    """Return a race of the dense peers, the candidates of some backends and what ships."""
+    wanted = ("dense", *backends)
+    kept = {n: calls for n, calls in race.candidates.items() if candidate_backend(n) in wanted or n == race.shipped}
     return dataclasses.replace(race, candidates=kept)
 
 
@@ -256,7 +257,8 @@ def candidate_backend(candidate: str) -> str:
     for backend in ("cuda", *PACKAGED):
         if backend in candidate:
             return backend
-    return "triton"
+    # Records of earlier versions have kernels in Gluon.
+    return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
 
 
 def races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:

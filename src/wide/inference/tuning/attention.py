@@ -75,7 +75,8 @@ def prompt_race(
     peers = tuple(candidates)
     stands_for = dict.fromkeys(peers, DENSE)
     names = {"triton": "operator, reorder charged"}
-    if backend_obstacle("tilelang", device) is None:
+    tries = not choices or any(choice.backend == "tilelang" for choice in choices)
+    if tries and backend_obstacle("tilelang", device) is None:
         names["tilelang"] = "tilelang operator, reorder charged"
     for backend, name in names.items():
         tile = shipped.tile if shipped is not None and shipped.backend == backend else ()

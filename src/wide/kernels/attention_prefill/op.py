@@ -16,7 +16,9 @@ from wide.kernels.registration import check_backend, check_tensor, operator
 from wide.kernels.reordering import SequenceReordering
 
 _NAME = "attention_prefill"
-_CUTE_HEAD_DIMS, _CUTE_HEADS = (64, 96, 128, 256), 64
+_CUTE_HEAD_DIMS, _MOST_HEADS = (64, 96, 128, 256), 64
+# Up to here a larger tile of TileLang fits the registers of sm_90.
+_MOST_CHANNELS = 128
 
 
 @operator(lambda q: q.new_empty(q.shape))
@@ -52,8 +54,8 @@ def attention_prefill(
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        backend: 'torch', 'triton', 'tilelang' (d a multiple of 16, strides of 8 elements) or 'cute' (d of 64, 96, 128
-            or 256, at most 64 query heads of a KV head and group, strides of 8 elements).
+        backend: 'torch', 'triton', 'tilelang' (d a multiple of 16) or 'cute' (d of 64, 96, 128 or 256); both take at
+            most 64 query heads of a KV head and group, and strides of 8 elements.
         tile: A `PrefillTile` for Triton and TileLang, a `CuteTile` for CuTe; None takes a default for the device.
 
     Returns:
@@ -101,7 +103,7 @@ def attention_prefill(
     if backend == "tilelang":
         from wide.kernels.attention_prefill import _tilelang
 
-        if not tile and facts.capability == 90 and q.shape[-1] <= 128:
+        if not tile and facts.capability == 90 and q.shape[-1] <= _MOST_CHANNELS:
             # Three groups of warps have one to multiply while two look for maxima.
             chosen = PrefillTile(192, 96, 12, 2)
         return _tilelang.attention_prefill(q, k, v, index, counts, tile=chosen, **options, **edges)
@@ -121,11 +123,14 @@ def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, heads: int = 1) -
     """
     if backend == "triton":
         return half_misfit(dtype)
-    if backend == "tilelang" and (dtype not in HALF or head_dim % 16):
-        return f"the kernel in TileLang takes half precision and head sizes that 16 divides, got {dtype}, {head_dim}"
-    if backend == "cute" and (dtype not in HALF or head_dim not in _CUTE_HEAD_DIMS or heads > _CUTE_HEADS):
+    if backend == "tilelang" and (dtype not in HALF or head_dim % 16 or heads > _MOST_HEADS):
         return (
-            f"the kernel on CuTe takes half precision, head sizes of {_CUTE_HEAD_DIMS} and at most {_CUTE_HEADS} query "
+            f"the kernel in TileLang takes half precision, head sizes that 16 divides and at most {_MOST_HEADS} query "
+            f"heads of a KV head and group, got {dtype}, head size {head_dim} and {heads} heads"
+        )
+    if backend == "cute" and (dtype not in HALF or head_dim not in _CUTE_HEAD_DIMS or heads > _MOST_HEADS):
+        return (
+            f"the kernel on CuTe takes half precision, head sizes of {_CUTE_HEAD_DIMS} and at most {_MOST_HEADS} query "
             f"heads of a KV head and group, got {dtype}, head size {head_dim} and {heads} heads"
         )
     return None

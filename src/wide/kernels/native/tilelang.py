@@ -15,6 +15,8 @@ PASSES = {"tl.disable_safe_memory_legalize": True, "tl.enable_fast_math": True}
 
 Exponents cost one instruction instead of four, in error far below that of halves.
 """
+# Others generate other code, or refuse these kernels; the extra names it, too.
+_VERSION = "0.1.15"
 _INSTALL = "install it with: pip install 'wide[tilelang]'"
 
 
@@ -31,6 +33,8 @@ def obstacle() -> str | None:
         return (
             f"kernels in TileLang need its package, which was not found ({type(error).__name__}: {error}); {_INSTALL}"
         )
+    if tilelang.__version__ != _VERSION:
+        return f"kernels in TileLang were written for {_VERSION} of it, found {tilelang.__version__}; {_INSTALL}"
     if not tilelang.env.CUDA_HOME:
         return f"TileLang needs nvcc, which was not found on PATH or in CUDA_HOME; {_INSTALL}"
     return None
