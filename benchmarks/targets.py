@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -306,7 +307,9 @@ def fill(
                 "reached": reached(target.floor, target.goal, found["value"], target.unit),
                 "device": content.get("device"),
             }
-            row |= {"date": date, "commit": commit, "command": content.get("command") or target.command}
+            # Where it was measured, folders had names of their own.
+            command = re.sub(r"--(output|out) \S+", "--output DIR", content.get("command") or target.command)
+            row |= {"date": date, "commit": commit, "command": command}
         elif target.what in before:
             row.update(before[target.what], floor=target.floor, goal=target.goal)
         if target.shown:

@@ -171,6 +171,16 @@ def test_rows_that_are_not_measured_again_stay_as_they_are(folders, tmp_path, ca
     assert "not measured" in capsys.readouterr().out
 
 
+def test_a_row_names_the_command_that_measured_it_without_its_folder(folders, tmp_path):
+    record = folders[0] / "endtoend.json"
+    said = {"command": "wide profile --shape llama-3.1-8b --output /some/where --prompt 2048"}
+    record.write_text(json.dumps(json.loads(record.read_text()) | said))
+    out = tmp_path / "user.json"
+    assert main(["--records", str(folders[0]), "--out", str(out), "--commit", "abcdef0"]) == 0
+    row = _row(json.loads(out.read_text()), "strongest dense peer")
+    assert row["command"] == "wide profile --shape llama-3.1-8b --output DIR --prompt 2048"
+
+
 # Writes a record into the folder that a command names, and then does not end.
 ENDLESS = """
 import json, pathlib, sys, time
