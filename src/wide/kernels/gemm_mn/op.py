@@ -196,15 +196,8 @@ def dense_mn(
 ) -> torch.Tensor:
     """Compute every channel with the library's GEMM; the candidate that skipping must beat.
 
-    Args:
-        x: As in `gemm_mn`, with everything else but the last.
-        weight: See there.
-        up_weight: See there.
-        bias: See there.
-        up_bias: See there.
-        activation: See there.
-        mask: See there.
-        ready: Called between the product and the first look at `mask`, which may still be on its way before.
+    Arguments are those of `gemm_mn`; `ready` is called between the product and the first look at `mask`, which may be
+    on its way until then.
     """
     if up_weight is None:
         values = torch.nn.functional.linear(x, weight, bias)
