@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny import RandomSource, batch, routed_model, stage
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, TrainingError
@@ -44,19 +45,33 @@ def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small
     trainer(plain, **changes).train()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    trainer(model, compile=True, **changes).train()
+    read = set()
+
+    class Watched(Objective):
+        def __call__(self, *args, **kwargs):
+            read.add(attachment(model).control.temperature.data_ptr())
+            return super().__call__(*args, **kwargs)
+
+    run = trainer(model, compile=True, **changes)
+    run._objective = Watched(model, ObjectiveConfig())
+    run.train()
     assert counter.frame_count == 1
+    assert len(read) == 1
     torch.testing.assert_close(router_values(model), router_values(plain))
     assert isinstance(attachment(model).control.temperature, float)
 
 
 @pytest.mark.gpu
-def test_steps_of_several_replays_are_those_that_are_launched():
+def test_steps_of_several_replays_are_those_that_are_launched(monkeypatch):
+    recorded, record = [], CUDAGraphTreeManager.record_function
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", lambda *args: recorded.append(1) or record(*args))
     # Inductor draws other noise than PyTorch.
     changes = {"steps": 8, "noise": 0.0, "micro_batch_size": 2}
     plain, model = (routed_model(num_hidden_layers=4).to("cuda") for _ in range(2))
     trainer(plain, **changes).train()
     trainer(model, compile=True, **changes).train()
+    # Not in every step.
+    assert 0 < len(recorded) < 8
     torch.testing.assert_close(router_values(model), router_values(plain), atol=1e-3, rtol=1e-2)
 
 

@@ -112,6 +112,9 @@ class Trainer:
         self._last: dict[str, float] = {}
         # Of the last step, as a number: a scalar on the device cannot be read back after the device has failed.
         self._heat = attachment(model).control.temperature
+        # What a compiled graph reads: a number would be a constant of it, and it would be compiled again in each step;
+        # a scalar at another place, and its CUDA graphs would be captured again.
+        self._scalar = torch.empty((), device=self._device) if stage.compile else None
         self._tokens_per_step = 0
         self._timer = _Timer()
 
@@ -185,8 +188,7 @@ class Trainer:
         stage, parallel, control = self._stage, self._parallel, attachment(self._model).control
         schedule = self._schedule(step)
         self._heat = schedule["temperature"]
-        # A number would be a constant of the compiled graph, which would be compiled again in each step.
-        control.temperature = torch.full((), self._heat, device=self._device) if stage.compile else self._heat
+        control.temperature = self._heat if self._scalar is None else self._scalar.fill_(self._heat)
         control.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
         parts = batch.split(self._micro_size)
