@@ -2,9 +2,12 @@
 
 Usage: python -m benchmarks.columns --measure DIR [--out docs/measurements/targets/columns.json]
        python -m benchmarks.columns --records DIR... [--out ...]
+       python -m benchmarks.columns --trained DIR --model M --adapter RUN/adapter   # records for the second form
 
 The first runs the benches of `PARTS` on this machine's GPU, in a quarter of an hour at most, a third of it compilation
-on 16 cores; the new languages must agree with their references in all cases first. `make tables` draws the pages.
+on 16 cores; the new languages must agree with their references in all cases first. The third races the down projection
+under what the FFN routers of a trained model decide on held-out text: masks of its groups, as many as they are, over
+groups of 128 channels here. `make tables` draws the pages.
 Levels of skipping inside a tile are CuTe's; what they cost where nothing is left over is seen at 0 %, where every tile
 is full, and what they save at few rows.
 """
@@ -15,13 +18,24 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import wide
 from benchmarks.targets import WIDE, head, measure, reached
+from wide.data.batches import load_blocks
+from wide.data.tokenizer import load_tokenizer
+from wide.inference.tuning.products import product_race
+from wide.inference.tuning.race import measure as measure_race
+from wide.inference.tuning.race import table
+from wide.inference.tuning.tiles import candidates
+from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import PACKAGED
-from wide.profiling.bench import TIMED, candidate_backend
+from wide.models.observe import forward_without_head, judging, observe
+from wide.profiling.bench import SIZES, TIMED, candidate_backend
 
 _KERNELS = Path(__file__).parents[1] / "src/wide/kernels"
 _OUT = Path(__file__).parents[1] / "docs/measurements/targets/columns.json"
@@ -32,9 +46,13 @@ _HALF = f"{_ALL} --rows 16,64,256,1024,4096,16384"
 _SHARES = {f"skipped-{share}": (f"{_ALL} --rows 4096 --sparsity 0.{share}", 60) for share in (0, 3, 7)}
 PARTS = {"agree": (_AGREE, 420), "half": (_HALF, 200), **_SHARES}
 """What measures all rows: commands by the names of their folders, and the seconds that each may take."""
+_TRAINED = "down trained"
+_BY_ADAPTER = "python -m benchmarks.columns --trained DIR --model models/nano --adapter RUN/adapter"
 _ROWS = (16, 64, 256, 1024, 4096, 16384)
 _BACKENDS = (*TIMED, *PACKAGED)
 _LEAST_SECONDS = 1.0
+# Tokens of a block of text that a trained model reads.
+_BLOCK = 256
 # Of the paper's levels: candidates of CuTe, whose tile is (level, stages).
 _LEVELS = ("level 0", "level 1", "level 2")
 
@@ -67,6 +85,8 @@ class Line:
     @property
     def command(self) -> str:
         """What measures it."""
+        if self.race == _TRAINED:
+            return _BY_ADAPTER
         return PARTS["half" if self.share == 0.5 else f"skipped-{round(10 * self.share)}"][0]
 
 
@@ -90,9 +110,8 @@ def lines() -> Iterator[Line]:
             floor, goal = aims.get((name, rows), (None, None)) if share == 0.5 else (None, None)
             race = f"{name} G={group} p={1.0 - share} M={rows}"
             yield Line(operator=operator, size=f"{rows} rows", share=share, race=race, floor=floor, goal=goal)
-    # No bench draws such masks: the row stays open.
     what = "down under masks of trained routers, over CUDA C++"
-    yield Line(operator=what, size="16384 rows", share=0.5, race="", floor=1.0, goal=1.05)
+    yield Line(operator=what, size="16384 rows", share=0.5, race=_TRAINED, floor=1.0, goal=1.05)
     for share in (0.5, 0.0, 0.3, 0.7):
         for length, floor, goal in ((4096, 1.7, 1.95), (16384, 1.8, 2.05)):
             aim = {"floor": floor, "goal": goal} if share == 0.5 else {}
@@ -134,6 +153,17 @@ def fill(
         content, records = races.get(line.race, ({}, []))
         languages = _languages(records)
         new = [languages[name] for name in PACKAGED if name in languages]
+        if line.race == _TRAINED:
+            # A race for each layer, and a peer that has as many masks.
+            layers = [found for name, found in races.items() if name.startswith(_TRAINED)]
+            content = layers[0][0] if layers else {}
+            each = [_languages(found) for _, found in layers]
+            languages = {name: round(statistics.median(of[name] for of in each), 4) for name in (each or [{}])[0]}
+            new = [
+                round(statistics.median(of[name] / of["cuda"] for of in each), 4)
+                for name in PACKAGED
+                if name in languages
+            ]
         known_row = before.get(line.what, {"languages": {}})
         if known_row["languages"].keys() - languages.keys():
             # Figures of one row are of one run.
@@ -215,6 +245,34 @@ def _language(path: Path) -> str | None:
     return path.stem[1:] if path.stem[1:] in _BACKENDS else None
 
 
+def race_trained(model: str, adapter: str, out: Path, device: torch.device) -> None:
+    """Race down at 16384 rows under the masks of each layer of a model's FFN routers; write out/operators.json."""
+    attached = wide.load(model, adapter, dtype=torch.bfloat16).to(device)
+    blocks = load_blocks("python-docs", load_tokenizer(model), sequence_length=_BLOCK, split="heldout")
+    ids = blocks.batch_at(0, batch_size=_ROWS[-1] // _BLOCK).input_ids.to(device)
+    with judging(attached), observe(attached) as routing:
+        forward_without_head(attached, ids)
+    content: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "records": []}
+    out.mkdir(parents=True, exist_ok=True)
+    for number, layer in enumerate(routing):
+        if layer.ffn is None:
+            continue
+        mask = layer.ffn.flatten(0, 1).bool()
+        rows, groups = mask.shape
+        sizes = replace(SIZES, ffn_width=128 * groups, ffn_groups=groups)
+        active = round(mask.float().mean().item(), 4)
+        tried = [
+            choice
+            for choice in candidates("down", sizes, rows, device, quick=True, packaged=True)
+            if choice.groups_per_block > PATTERN_GROUPS
+        ]
+        race = product_race("down", sizes, rows, active, device=device, choices=tried, mask=mask)
+        found = measure_race(replace(race, name=f"{_TRAINED}, layer {number}"), rounds=10)
+        sys.stdout.write(f"{table(found, tolerance=race.tolerance)}\n")
+        content["records"] += found
+        (out / "operators.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def contents(folders: Iterable[Path]) -> Iterator[dict[str, Any]]:
     """Yield what benches wrote to folders."""
     for folder in folders:
@@ -230,10 +288,18 @@ def main(arguments: list[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--records", type=Path, nargs="+", help="folders of wide bench")
     source.add_argument("--measure", type=Path, help="folder for the records of all parts, measured now")
+    source.add_argument("--trained", type=Path, help="folder for the records of a trained model's masks, measured now")
+    parser.add_argument("--model", help="the model whose masks they are")
+    parser.add_argument("--adapter", help="its routers")
     parser.add_argument("--out", type=Path, default=_OUT, help="the file to write")
     parser.add_argument("--commit", default=None, help="of the measured code; default: this checkout's")
     parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="YYYY-MM-DD")
     options = parser.parse_args(arguments)
+    if options.trained:
+        if not options.model or not options.adapter:
+            parser.error("--trained wants --model and --adapter, whose routers decide")
+        race_trained(options.model, options.adapter, options.trained, torch.device("cuda"))
+        return 0
     folders = options.records or measure(options.measure, PARTS, WIDE, "*.json")
     known = json.loads(options.out.read_text()) if options.out.is_file() else []
     rows = fill(contents(folders), known, commit=options.commit or head(), date=options.date)

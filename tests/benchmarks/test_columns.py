@@ -56,8 +56,20 @@ def test_rows_hold_the_best_of_each_language_and_level(tmp_path, capsys):
     assert fill([], list(rows.values()), commit="1234567", date="2026-01-03") == list(rows.values())
 
 
+def test_masks_of_a_trained_model_have_a_race_for_each_layer():
+    speeds = {0: (1.0, 1.1), 1: (2.0, 1.8), 2: (1.5, 1.5)}
+    records = []
+    for layer, (cuda, cute) in speeds.items():
+        race = f"down trained, layer {layer}"
+        records += [_record(race, "s=96 128xcuda 128x256", cuda), _record(race, "s=96 128xcute 1x0", cute)]
+    rows = fill([{"device": "GPU", "records": records}], commit="abcdef0", date="2026-01-02")
+    row = next(each for each in rows if "trained" in each["what"])
+    assert (row["value"], row["reached"], row["device"]) == (1.0, "floor", "GPU")
+    assert (row["languages"]["cuda"], row["languages"]["cute"]) == (1.5, 1.5)
+
+
 def test_races_have_the_names_by_which_rows_are_found(monkeypatch):
-    def draw(name, sizes, rows, active, device):
+    def draw(name, sizes, rows, active, device, _mask):
         mask = torch.ones(rows, sizes.grouped(name)[1], dtype=torch.bool)
         x = torch.zeros(rows, 1)
         return products._Product(
@@ -75,7 +87,7 @@ def test_races_have_the_names_by_which_rows_are_found(monkeypatch):
         for name in ("gemm_mn", "gemm_k", "gemv"):
             found |= {race.name for race in bench.races(name, request, CPU)}
         found |= set(bench._prompt_races(request, CPU))
-    wanted = {line.race for line in lines() if line.race and not line.race.startswith("decode")}
+    wanted = {line.race for line in lines() if not line.race.startswith(("decode", "down trained"))}
     assert wanted <= found
 
 

@@ -85,7 +85,15 @@ class _Product:
     holes: torch.Tensor
 
     @classmethod
-    def draw(cls, name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device) -> "_Product":
+    def draw(
+        cls,
+        name: OperatorName,
+        sizes: LayerSizes,
+        rows: int,
+        active: float,
+        device: torch.device,
+        given: torch.Tensor | None = None,
+    ) -> "_Product":
         """Return random rows and weights; those of few rows in so many copies that no cache holds them."""
         width, groups, size = sizes.grouped(name)
         outputs, inputs = (sizes.hidden_size, width) if name in SUMS else (width, sizes.hidden_size)
@@ -97,6 +105,7 @@ class _Product:
         else:
             generator = torch.Generator(device=device).manual_seed(17)
             mask, copies = torch.rand(rows, groups, device=device, generator=generator) < active, 1
+        mask = mask if given is None else given
         weights = [normal(parts, outputs, inputs, device=device, scale=inputs**-0.5) for _ in range(copies)]
         x = zeros = holes = normal(rows, inputs, device=device)
         if name in SUMS:
@@ -154,6 +163,7 @@ def product_race(
     packaged: bool = False,
     zeroed: bool | None = True,
     shipped: Choice | None = None,
+    mask: torch.Tensor | None = None,
 ) -> Race:
     """Return the race of a linear operator of a layer; each call of many rows charges its sort.
 
@@ -172,8 +182,9 @@ def product_race(
         zeroed: Of 'gate_up', whether skipped places get zeros, as the down projection needs wherever it is dense, which
             it mostly is; None leaves such places unwritten, and has the first choice write zeros, too.
         shipped: What `wide.optimize` takes today, which is tried first.
+        mask: Of many rows, bool [M, N_G]; None draws a random one.
     """
-    product = _Product.draw(name, sizes, rows, active, device)
+    product = _Product.draw(name, sizes, rows, active, device, mask)
     raced, few = product.peers(), rows <= MAX_ROWS
     sums, gated = name in SUMS and not few, sizes.gates(name)
     if choices is None:
