@@ -51,8 +51,9 @@ _FIRST_ROOM = 2048
 _KEPT_SLOTS = 2
 _KEPT_SHARE = 0.125
 _HOST_MEMORY = 1 << 33
-# Rows of a prompt below which its kernels take less time than their launches.
-_GRAPH_ROWS = 4096
+# Rows of a prompt times columns of a layer's widest product, below which its kernels take less time than their launches
+# on a busy host, or a graph's memory is small: 4096 tokens of an 8B model.
+_GRAPH_CELLS = 4096 * 28672
 _LENGTHS = "attention_mask", "position_ids"
 # Arguments of a step of continuous batching.
 _BATCHED = HARMLESS | ARGUMENTS
@@ -545,7 +546,7 @@ class Engine:
         kept = given.get("logits_to_keep", 0)
         slot = None if cache is None else self._room(cache, batch, past + length)
         logits = None
-        if past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1 and _has_graph(x):
+        if past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1 and _has_graph(x, decoder.widest):
             # A call that keeps nothing borrows memory, for the sake of its graph.
             lent = self._free(batch, length) if slot is None else slot
             logits = lent.prompt(x, lengths, routed=run.routed, pool=self._pool)
@@ -774,14 +775,14 @@ def _rows(batch: int, length: int, kept: int | Tensor, padding: Tensor | None, d
     return torch.arange(batch, device=device)[:, None] * length + columns
 
 
-def _has_graph(ids: Tensor) -> bool:
-    """Return whether prompts [B, T] are short enough that a graph is worth it."""
-    return ids.is_cuda and ids.shape[0] * _prompt_bucket(ids.shape[1]) <= _GRAPH_ROWS
+def _has_graph(ids: Tensor, widest: int) -> bool:
+    """Return whether prompts [B, T] are short enough that a graph is worth it, given the columns of wide products."""
+    return ids.is_cuda and ids.shape[0] * _prompt_bucket(ids.shape[1]) * widest <= _GRAPH_CELLS
 
 
 def _prompt_bucket(length: int) -> int:
     """Return the length of the graph that serves a prompt: about an eighth longer at most, but for short ones."""
-    step = max(64, (1 << (length - 1).bit_length()) // 8)
+    step = max(64, (1 << (length - 1).bit_length()) // 16)
     return -(-length // step) * step
 
 
