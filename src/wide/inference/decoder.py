@@ -302,6 +302,11 @@ class Decoder:
         name: OperatorName = "query" if isinstance(part, AttentionWeights) else "gate_up"
         return self._beside if rows <= _MAX_ROWS_BESIDE and shared.table.how(name, rows) == "dense" else None
 
+    def _wait(self) -> None:
+        """Wait for a router that runs beside, before its mask is read."""
+        if self._beside is not None:
+            self._beside.wait()
+
     def _leave(self, part: Sublayer, out: Tensor, shared: _Pass) -> Tensor:
         """Return what a sublayer adds to the stream, given its output [M, D]."""
         if part.post_norm is not None:
@@ -320,8 +325,8 @@ class Decoder:
             q, kv = qkv[:, : heads * weights.head_dim], qkv[:, heads * weights.head_dim :]
         else:
             q, kv, order = _project(x, weights, mask, table)
-        if self._beside is not None:
-            self._beside.wait()
+        # Then heads are turned that nobody reads, while the router still runs.
+        is_late = self._beside is not None and self._beside.runs
         keys, values = kv.chunk(2, 1)
         if weights.norms_width:
             q, keys = (apply_norm(*pair, None, table.backend)[1] for pair in ((q_norm, q), (k_norm, keys)))
@@ -341,7 +346,7 @@ class Decoder:
             v_cache,
             places=places,
             # One token's skipped heads cost less than to look them up.
-            mask=own if shared.ends is None else None,
+            mask=own if shared.ends is None and not is_late else None,
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=1e-6 if q_norm is None else q_norm.eps,
@@ -350,6 +355,7 @@ class Decoder:
             backend=table.backend,
         )
         if isinstance(shared.cache, PagedStep):
+            self._wait()
             needs_zeros = own is not None and table.how("output", own.shape[0]) == "dense"
             options: dict[str, Any] = {"scale": weights.asked.scale, "soft_cap": weights.asked.soft_cap}
             options |= {"backend": table.backend, "zero_skipped": needs_zeros}
@@ -376,6 +382,7 @@ class Decoder:
         scores: dict[str, Any] = {"scale": asked.scale, "soft_cap": asked.soft_cap, "window": asked.window}
         needs_zeros = mask is not None and table.how("output", mask.shape[0]) == "dense"
         if shared.ends is not None:
+            self._wait()
             # Without a mask every pair is read; skipped ones come back as zeros otherwise, which costs nothing where
             # groups are whole KV heads. Smaller ones would share out each KV head over several programs.
             zeroes = mask is not None and needs_zeros and k.shape[2] % mask.shape[1] == 0
@@ -389,11 +396,12 @@ class Decoder:
         # The library's attention knows neither windows nor soft caps.
         is_plain = scores["window"] is scores["soft_cap"] is None
         if not is_plain or (mask is not None and table.how("attention", shared.length) == "many"):
+            self._wait()
             sequences = sequence_order(mask, order, q, table.backend)
             return attend_prompt(q, k, v, sequences, table, length=shared.length, zero_skipped=needs_zeros, **scores)
-        return _zeroed(
-            _dense_attention(q, k, v, asked.scale, shared.seen()), mask if needs_zeros else None, table.backend
-        )
+        out = _dense_attention(q, k, v, asked.scale, shared.seen())
+        self._wait()
+        return _zeroed(out, mask if needs_zeros else None, table.backend)
 
     def _feed_forward(self, weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, shared: _Pass) -> Tensor:
         table = shared.table
