@@ -9,6 +9,8 @@ from depth_toys import cyclic_text as blocks_of_text
 from recount import layer_weights
 from tiny import dense_model, stage
 from torch.nn import functional
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, ShapeError, UnsupportedModelError
@@ -193,6 +195,20 @@ def test_the_first_tokens_execute_whatever_the_router_says():
     for layer in routing:
         assert layer.attention[:, :2].all()
         assert not layer.attention[:, 2:].any()
+
+
+def test_the_first_tokens_of_each_request_execute_in_a_batch():
+    model = routed_model(evicts=False, first_tokens=2)
+    prompts = [ids(1, length)[0].tolist() for length in (5, 9, 3)]
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = model.generate_batch(
+        inputs=prompts, generation_config=config, continuous_batching_config=pages, progress_bar=False
+    )
+    for prompt, answer in zip(prompts, found.values(), strict=True):
+        tokens = torch.tensor([prompt])
+        alone = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+        assert list(answer.generated_tokens) == alone[0, len(prompt) :].tolist()
 
 
 def test_the_gradient_reaches_the_router_through_the_keys_that_others_see():

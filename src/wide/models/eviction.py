@@ -116,6 +116,11 @@ class FirstTokens:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         batch, length = tokens.shape[:2]
+        positions = kwargs.get("position_ids")
+        if kwargs.get("cu_seq_lens_q") is not None and positions is not None:
+            # Continuous batching packs sequences, and says where each token stands.
+            self._control.first = positions < self._count
+            return
         cache, valid = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         past = 0 if cache is None else int(cache.get_seq_length())
         if isinstance(valid, Tensor) and valid.dim() == 2:
