@@ -33,6 +33,9 @@ class _OneModel(model_manager.ModelManager):
     def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "owned_by": "wide", "created": int(time.time())}]
 
+    # Its name since transformers 5.24.
+    list_models = get_gen_models
+
 
 def serve(model: Any, tokenizer: Any, name: str, options: ServerOptions) -> None:
     """Answer requests until Ctrl-C or SIGTERM.
