@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import math
 import threading
 import warnings
@@ -32,6 +33,7 @@ from wide.inference.graphs import CapturedStep
 from wide.inference.optimize import deoptimize, optimize
 from wide.inference.run import Run
 from wide.models.attach import attach, attachment
+from wide.models.gates import cache_name
 from wide.models.observe import bypass
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
@@ -235,6 +237,27 @@ def test_what_the_engine_does_not_run_is_said_once_and_right():
             assert call().tolist() == wanted[name]
         said = [str(each.message) for each in caught if name in str(each.message)]
         assert len(said) == 1, (name, [str(each.message) for each in caught])
+
+
+def test_a_cache_counts_under_every_name_that_transformers_takes():
+    model, ids = routed(), tokens(2, 12)
+    names = {"past_key_values", cache_name(inspect.signature(type(model).forward).parameters)}
+    with torch.no_grad():
+        wanted = model(torch.cat([ids, ids[:, :4]], 1)).logits[:, 12:]
+        for way in ("masked", "optimised"):
+            if way == "optimised":
+                optimize(model, backend="torch")
+            for name in names:
+                cache = model(ids).past_key_values
+                found = [model(ids[:, at : at + 1], **{name: cache}).logits for at in range(2)]
+                found.append(model(ids[:, 2:4], **{name: cache}).logits)
+                torch.testing.assert_close(torch.cat(found, 1), wanted, **CLOSE)
+                assert (getattr(cache, "slot", None) is not None) == (way == "optimised")
+                first = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+                more = torch.cat([first.sequences, ids[:, :3]], 1)
+                again = model.generate(more, **{name: first.past_key_values}, **GREEDY)
+                assert again.tolist() == model.generate(more, **GREEDY).tolist()
+                assert (getattr(first.past_key_values, "slot", None) is not None) == (way == "optimised")
 
 
 def test_an_interrupted_generation_leaves_the_model_usable():

@@ -9,7 +9,7 @@ import torch
 from families import make, tokens
 from tables import fixed
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
@@ -241,7 +241,7 @@ def test_decode_steps_read_pages_where_they_lie(backend, kind, poisoned_memory, 
     mask = torch.tensor([[[True, False], [True, True], [False, True], [True, True]]])
     # The last request is a padded one.
     cu = torch.tensor([0, 9, 10, 43, 43], dtype=torch.int32)
-    options = {"cache": cache, "cu_seq_lens_k": cu, "block_table": table, "scaling": None}
+    options = {"wide_cache": cache, "cu_seq_lens_k": cu, "block_table": table, "scaling": None}
     out = attend_paged(SimpleNamespace(layer_idx=0), q, k, v, mask, options, backend=backend, shared={})[0]
     for row, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
         mine = [part[pages].flatten(0, 1)[:length] for part in (keys, values)]
@@ -268,7 +268,7 @@ def test_mixed_steps_of_prompts_and_tokens(backend, long, window, poisoned_memor
     q = torch.randn(1, 4, total + padded, 64).half()
     mask = torch.rand(1, total + padded, 2, generator=torch.Generator().manual_seed(1)) < 0.6
     ends = [torch.tensor([0, *counts, 0, 0]).cumsum(0).int() for counts in (queries, lengths)]
-    options = {"cache": cache, "cu_seq_lens_q": ends[0], "cu_seq_lens_k": {"full_attention": ends[1]}}
+    options = {"wide_cache": cache, "cu_seq_lens_q": ends[0], "cu_seq_lens_k": {"full_attention": ends[1]}}
     options |= {"sliding_window": window, "block_table": None}
     out = attend_paged(SimpleNamespace(layer_idx=0), q, q, q, mask, options, backend=backend, shared={})[0]
     token = 0
@@ -289,6 +289,10 @@ def test_what_is_not_known_is_said_once():
     keys.before(None, (), given)
     assert keys.is_paged
     keys.after()
+    assert not keys.is_paged
+    with pytest.warns(UserWarning, match="cu_seq_lens_q.*skips nothing"):
+        # Packed sequences of a caller's own.
+        keys.before(None, (), given | {"cache": DynamicCache()})
     assert not keys.is_paged
     with pytest.warns(UserWarning, match="tree_mask.*skips nothing"):
         keys.before(None, (), given | {"tree_mask": torch.ones(1)})

@@ -28,7 +28,7 @@ from wide.inference.cache import KvCache
 from wide.inference.decoder import Decoder
 from wide.inference.graphs import CapturedStep, GraphPool, capture_prompt, capture_step
 from wide.inference.operator_table import OperatorTable
-from wide.inference.paged import ARGUMENTS, PagedStep, is_paged_step
+from wide.inference.paged import ARGUMENTS, PagedStep, handed_on, is_paged_step
 from wide.inference.run import Run
 from wide.inference.visible_keys import (
     HARMLESS,
@@ -39,6 +39,7 @@ from wide.inference.visible_keys import (
     refuse_gradients,
 )
 from wide.models.attach import Attachment
+from wide.models.gates import cache_name, cache_of
 
 # Longer contexts go the plain way: their table of positions alone would take hundreds of megabytes.
 _MAX_LENGTH = 131072
@@ -177,6 +178,11 @@ class EngineCache(DynamicCache):
     def is_sliding(self) -> list[bool]:
         """Of each layer, whether it keeps a window of keys only once it has left the engine."""
         return [bool(getattr(layer, "is_sliding", False)) for layer in self._layers]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer, whether its attention is linear, which the engine knows none of."""
+        return [False] * len(self._layers)
 
     @property
     def is_croppable(self) -> bool:
@@ -374,7 +380,7 @@ class Engine:
             return self._output(*out, given)
         if out:
             self._say(out)
-        cache = given.get("past_key_values")
+        cache = cache_of(given)
         if isinstance(cache, EngineCache) and not torch.compiler.is_compiling():
             # Before its masks are read: what it then knows of them must not be forgotten.
             cache.leave_engine()
@@ -382,7 +388,7 @@ class Engine:
         self._keys.before(self._model, args, kwargs)
         found = None
         try:
-            found = self._plain(*args, **kwargs)
+            found = self._plain(*args, **handed_on(self._model, kwargs))
         finally:
             self._keys.after(self._model, args, found)
         return found
@@ -409,14 +415,14 @@ class Engine:
             return "output_attentions="
         if is_paged:
             return self._paged(x, given)
-        cache = given.get("past_key_values")
+        cache = cache_of(given)
         if isinstance(cache, EngineCache):
             if cache.slot is None and cache.get_seq_length():
                 return "a cache whose layers were asked for"
             if cache.slot is not None and cache.slot.decoder is not self._decoder:
                 return ""
         elif cache is not None:
-            return "" if hasattr(cache, _PLAIN) else f"a {type(cache).__name__} of the caller's own as past_key_values"
+            return "" if hasattr(cache, _PLAIN) else f"a {type(cache).__name__} of the caller's own"
         if cache is not None and cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1:
             return self._step(ids, cache, given)
         return self._prompt(x, cache, given)
@@ -685,7 +691,7 @@ class Engine:
             # The operators have no gradients: whoever asks for one is told so.
             logits = logits.detach().requires_grad_()
             logits.register_hook(refuse_gradients)
-        out = CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        out = CausalLMOutputWithPast(None, logits, cache)  # type: ignore[arg-type]
         return out.to_tuple() if given.get("return_dict") is False else out
 
     def _prepare_engine_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -695,7 +701,7 @@ class Engine:
         named = dict(zip(inspect.signature(self._prepare_cache).parameters, args, strict=False)) | kwargs
         inputs: Any = named.get("model_kwargs")
         mode = named.get("generation_mode")
-        cache = inputs.get("past_key_values") if isinstance(inputs, dict) else None
+        cache = cache_of(inputs) if isinstance(inputs, dict) else None
         is_default = type(cache) in (DynamicCache, StaticCache) and not getattr(cache, "_is_user_defined", False)
         if not is_default or getattr(cache, "offloading", False) or named["generation_config"].is_assistant:
             return out
@@ -704,10 +710,11 @@ class Engine:
             setattr(cache, _PLAIN, True)
             return out
         is_greedy = getattr(mode, "value", mode) == "greedy_search"
-        inputs["past_key_values"] = EngineCache(self._model.config, named.get("max_cache_length"), is_greedy=is_greedy)
+        cache = EngineCache(self._model.config, named.get("max_cache_length"), is_greedy=is_greedy)
+        inputs[cache_name(inputs)] = cache
         trusted = _TRUSTED.get()
         if trusted is not None:
-            trusted.add(inputs["past_key_values"])
+            trusted.add(cache)
         return out
 
     def _trusts(self, cache: "EngineCache | None") -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from wide.errors import UnsupportedModelError
 from wide.kernels.attention_decode import attention_decode
@@ -37,6 +38,8 @@ ARGUMENTS |= {
     "is_causal",
 }
 """Arguments of a model's forward that a step over a paged cache brings along."""
+# The cache of a step, among the arguments of attention functions.
+_CACHE = "wide_cache"
 # Steps of so few tokens read keys token by token; in longer ones, neighbouring tokens share what they read.
 _FEW_TOKENS = 64
 _MAX_PAIRS = 16384
@@ -71,7 +74,19 @@ class _Runs(NamedTuple):
 
 def is_paged_step(given: Mapping[str, Any]) -> bool:
     """Return whether these arguments of a model's forward are those of continuous batching."""
-    return given.get("cache") is not None and given.get("cu_seq_lens_q") is not None
+    cache = given.get("cache")
+    return cache is not None and not isinstance(cache, Cache) and given.get("cu_seq_lens_q") is not None
+
+
+def handed_on(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a model's forward with a paged cache where no module but wide's attention looks for it.
+
+    Since transformers 5.24 modules store keys and values themselves where they know the cache.
+    """
+    config: Any = model.config
+    if not is_paged_step(given) or config._attn_implementation != PAGED_ATTENTION:
+        return given
+    return {_CACHE if name == "cache" else name: value for name, value in given.items()}
 
 
 def is_known(options: dict[str, Any]) -> bool:
@@ -99,13 +114,13 @@ def attend_paged(
         k: New keys, [1, H_k, Q, d].
         v: New values, as `k`.
         mask: True = execute, bool [1, Q, N_G]; None = every pair executes.
-        options: Keyword arguments of transformers' attention function, the cache among them.
+        options: Keyword arguments of transformers' attention function, with what `handed_on` made of the cache.
         backend: 'torch' or 'triton'.
         shared: What layers of one forward share; empty before the first of them.
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
     """
     layer: Any = module.layer_idx
-    cache, cu_k = options["cache"], options["cu_seq_lens_k"]
+    cache, cu_k = options[_CACHE], options["cu_seq_lens_k"]
     kind = _kind(cache, layer)
     cu_k = cu_k[kind] if isinstance(cu_k, dict) else cu_k
     window = options.get("sliding_window")
@@ -307,7 +322,7 @@ def _attend_dense(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend over a paged cache with every head: what layers without routers run."""
-    if options.get("cache") is None or attention_mask is not None or not is_known(options):
+    if options.get(_CACHE) is None or attention_mask is not None or not is_known(options):
         raise UnsupportedModelError(
             f"the attention {PAGED_ATTENTION!r} is for steps of generate_batch, without sinks and position biases; for "
             "others call model.set_attn_implementation('sdpa')"

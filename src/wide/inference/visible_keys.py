@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from wide.errors import NotAttachedError
 from wide.inference.paged import ARGUMENTS, is_paged_step
+from wide.models.gates import cache_of
 
 # On the cache: what is known of the masks it was filled and read with.
 _NOTE = "wide_key_runs"
@@ -29,6 +30,7 @@ HARMLESS = {
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache",
     "use_cache",
     "labels",
     "shift_labels",
@@ -143,7 +145,7 @@ class VisibleKeys:
 
     def _several_tokens(self, given: Mapping[str, Any], ids: Tensor) -> str | None:
         """Set `prefill`, or return why not."""
-        cache, mask = given.get("past_key_values"), _mask_of(given)
+        cache, mask = cache_of(given), _mask_of(given)
         past = 0 if cache is None else int(cache.get_seq_length())
         starts = None
         if mask is None:
@@ -207,7 +209,7 @@ def is_free_to_read(tensor: Tensor) -> bool:
 
 def _step_obstacle(given: Mapping[str, Any], *, is_recorded: bool) -> str | None:
     """Return why a forward over one token must go by its mask, None if its keys are one run."""
-    mask, cache = _mask_of(given), given.get("past_key_values")
+    mask, cache = _mask_of(given), cache_of(given)
     if mask is None:
         return None
     note = getattr(cache, _NOTE, None)
@@ -228,7 +230,7 @@ def _depends_on_values(given: Mapping[str, Any]) -> bool:
     """Return whether more than shapes says which keys a forward over several tokens sees."""
     if _mask_of(given) is not None or given.get("position_ids") is not None:
         return True
-    cache = given.get("past_key_values")
+    cache = cache_of(given)
     # Static caches count on the device, so that a replay may stand at another place.
     return cache is not None and bool(getattr(cache, "is_compileable", True))
 
@@ -241,7 +243,7 @@ def _mask_of(given: Mapping[str, Any]) -> Any:
 
 
 def _note(given: Mapping[str, Any], found: str | None) -> None:
-    cache = given.get("past_key_values")
+    cache = cache_of(given)
     if cache is not None:
         setattr(cache, _NOTE, found)
 

@@ -16,7 +16,7 @@ from wide.materialisation.shape import LayerShape, ModelShape
 from wide.materialisation.stream import replace, rotate_embedding, rotate_layer
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
-from wide.models.gates import GATHER_NAME, bypassed, install_attention_gates
+from wide.models.gates import GATHER_NAME, bypassed, cache_of, install_attention_gates
 
 
 class AbsentFeedForward(nn.Module):
@@ -52,13 +52,12 @@ class AbsentAttention(AbsentFeedForward):
         self.layer_idx = layer_index
         self.counts_tokens = counts_tokens
 
-    def forward(
-        self, hidden_states: Tensor, *_args: Any, past_key_values: Any = None, **_kwargs: Any
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *_args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return what is added to the residual stream, `[]` or `[D]`, and no attention weights."""
-        if self.counts_tokens and past_key_values is not None:
+        cache = cache_of(kwargs)
+        if self.counts_tokens and cache is not None:
             numbers = hidden_states[..., :1].unsqueeze(1)
-            past_key_values.update(numbers, numbers, self.layer_idx)
+            cache.update(numbers, numbers, self.layer_idx)
         return super().forward(hidden_states), None
 
 

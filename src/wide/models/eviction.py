@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.models.gates import Gate, gate_heads
+from wide.models.gates import Gate, cache_name, cache_of, gate_heads
 from wide.models.router import RoutingControl
 
 # Keeps the quotient finite where all attention falls on evicted tokens (D-LLM's own constant).
@@ -46,11 +46,11 @@ class Eviction:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the cache of the coming forward receive gated values."""
-        cache, mask = kwargs.get("past_key_values"), self._gate.mask
+        cache, mask = cache_of(kwargs), self._gate.mask
         self._gates_cache = cache is not None and mask is not None
         if cache is None or mask is None:
             return None
-        return args, kwargs | {"past_key_values": _GatedCache(cache, _per_key(mask))}
+        return args, kwargs | {cache_name(kwargs): _GatedCache(cache, _per_key(mask))}
 
     def attend(
         self,
@@ -85,8 +85,8 @@ class Eviction:
             gate = (value != 0).any(-1, keepdim=True).to(value.dtype)
         else:
             raise UnsupportedModelError(
-                f"layer {self._gate.layer_index}: {type(module).__name__} did not get its cache as past_key_values, "
-                "so evicted tokens cannot be kept out of it"
+                f"layer {self._gate.layer_index}: {type(module).__name__} did not get its cache by name, so "
+                "evicted tokens cannot be kept out of it"
             )
         width = value.shape[-1]
         if kwargs.get("scaling") is None:
@@ -121,7 +121,7 @@ class FirstTokens:
             # Continuous batching packs sequences, and says where each token stands.
             self._control.first = positions < self._count
             return
-        cache, valid = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, valid = cache_of(kwargs), kwargs.get("attention_mask")
         past = 0 if cache is None else int(cache.get_seq_length())
         if isinstance(valid, Tensor) and valid.dim() == 2:
             positions = valid.to(torch.int64).cumsum(-1)[:, past : past + length] - 1

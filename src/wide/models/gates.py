@@ -7,7 +7,7 @@ of the attention or constants, is the source of a gate; all gates enter here.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -222,6 +222,20 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     hidden = args[0] if args else kwargs["hidden_states"]
     assert isinstance(hidden, Tensor)
     return hidden
+
+
+def cache_name(arguments: Container[str]) -> str:
+    """Return how arguments, or parameters, of a model or a module call the cache.
+
+    transformers 5.24 has made `past_key_values` `cache`, and takes the old name from callers, too; before, `cache` was
+    that of continuous batching alone.
+    """
+    return "past_key_values" if "past_key_values" in arguments else "cache"
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the keyword arguments of a model or a module; None without."""
+    return arguments.get(cache_name(arguments))
 
 
 def hidden_of(output: Any) -> Tensor:

@@ -4,6 +4,7 @@
 each further one, and `generate_batch`'s engine. Checkpoints that are pruned once and for all are raced in CUDA graphs.
 """
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.errors import EvaluationError
 from wide.inference.tuning.timing import Timing, summary, time_interleaved
+from wide.models.gates import cache_name
 from wide.models.observe import bypass, now
 
 AS_LOADED, DENSE = "as loaded", "dense"
@@ -325,7 +327,7 @@ def prefill_call(model: Any, ids: Tensor) -> Call:
     @torch.no_grad()
     def call() -> Tensor:
         # Without a cache the model looks for packed sequences, which a graph cannot capture.
-        options: Any = {"use_cache": True, "past_key_values": DynamicCache(config=model.config), "logits_to_keep": 1}
+        options = _over(model, DynamicCache(config=model.config)) | {"logits_to_keep": 1}
         return model(input_ids=ids, **options).logits  # type: ignore[no-any-return]
 
     call()
@@ -345,7 +347,7 @@ def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
     cache = StaticCache(config=model.config, max_cache_len=length + _SPARE_PLACES)
     with torch.no_grad():
         # Allocates the layers' tensors.
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **_over(model, cache))
     layers: list[Any] = [layer for layer in cache.layers if layer.is_initialized]
     for layer in layers:
         layer.keys.normal_()
@@ -356,7 +358,12 @@ def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
     @torch.no_grad()
     def call() -> Tensor:
         torch._foreach_copy_(counts, starts)
-        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits  # type: ignore[no-any-return]
+        return model(input_ids=ids, **_over(model, cache)).logits  # type: ignore[no-any-return]
 
     call()
     return call
+
+
+def _over(model: Any, cache: Any) -> dict[str, Any]:
+    """Return arguments of a call that reads and fills a cache."""
+    return {"use_cache": True, cache_name(inspect.signature(type(model).forward).parameters): cache}
