@@ -109,10 +109,13 @@ def test_products_of_hopper_share_weights_and_wait_once_a_step(variant: dict[str
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("level", "words", "dtype"), [(2, 1, torch.bfloat16), (1, 4, torch.float16), (2, 4, torch.bfloat16)]
+    ("level", "words", "dtype", "is_drawn"),
+    [(2, 1, torch.bfloat16, False), (1, 4, torch.float16, True), (2, 4, torch.bfloat16, True)],
 )
-def test_sums_of_hopper_wait_once_a_step(level: int, words: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    variant = gemm_k_cute.hopper_variant(CuteTile(level), dtype, words)
+def test_sums_of_hopper_wait_once_a_step(
+    level: int, words: int, dtype: torch.dtype, is_drawn: bool, tmp_path: Path
+) -> None:
+    variant = gemm_k_cute.hopper_variant(CuteTile(level), dtype, words, is_drawn=is_drawn)
     code, usage = _compiled(gemm_k_cute.HOPPER_SOURCE, variant, 90, tmp_path)
     assert re.findall(r"REG:(\d+)", usage) == ["168"]
     products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))

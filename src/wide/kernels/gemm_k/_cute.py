@@ -45,19 +45,21 @@ def variant(
     }
 
 
-def hopper_variant(tile: CuteTile, dtype: torch.dtype, words: int) -> dict[str, int]:
+def hopper_variant(tile: CuteTile, dtype: torch.dtype, words: int, *, is_drawn: bool) -> dict[str, int]:
     """Return what is compiled in for rows that are in one tile each, on Hopper.
 
     Args:
         tile: How it skips and loads.
         dtype: Of rows and weights.
         words: Of 32 groups that say what a row executes.
+        is_drawn: Whether programs draw their tiles, rather than have them dealt out.
     """
     return {
         "FLOAT16": int(dtype == torch.float16),
         "LEVEL": tile.level,
         "WORDS": words,
         "STAGES": tile.num_stages or 4,
+        "DRAWN": int(is_drawn),
     }
 
 
@@ -76,10 +78,14 @@ def gemm_k(
     out = h.new_empty(shape) if is_stored else h.new_zeros(shape, dtype=torch.float32)
     facts = device_facts(h.device)
     if facts.capability == 90 and is_stored and group_size % HOPPER_STEP == 0:
+        # With few groups tiles are short and cost nearly the same.
+        drawn = order.index.new_zeros(1) if isinstance(order, RowReordering) else None
         order = in_one_order(order)
         weights = tensor_map(weight, STORED_TILE[1], HOPPER_STEP, name="gemm_k", instead="torch")
-        run = function(HOPPER_SOURCE, h.device, **hopper_variant(tile, h.dtype, order.words.shape[0]))
-        run(h, bias, out, *order, group_size, ctypes.addressof(weights), facts.num_sms)
+        compiled = hopper_variant(tile, h.dtype, order.words.shape[0], is_drawn=drawn is not None)
+        run = function(HOPPER_SOURCE, h.device, **compiled)
+        counter = 0 if drawn is None else drawn.data_ptr()
+        run(h, bias, out, *order, group_size, ctypes.addressof(weights), facts.num_sms, counter)
         return out
     if isinstance(order, RowReordering):
         block_m = TILE_ROWS

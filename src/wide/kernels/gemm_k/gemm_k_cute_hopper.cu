@@ -7,10 +7,24 @@
 //   1  Of the others' rows only those that execute the group are loaded; zeros stand for the rest, which may hold anything.
 //   2  Units of 64 rows of which none executes the group are neither filled with zeros nor multiplied.
 //
-// Compiled in: FLOAT16, LEVEL (1 or 2), WORDS (of 32 groups), STAGES. Called by _cute.py.
+// Items, tiles of rows times columns, are dealt out in turn, or drawn by whoever is free: where tiles execute different shares of many groups,
+// the dearest would fall to the same programs in every turn.
+//
+// Compiled in: FLOAT16, LEVEL (1 or 2), WORDS (of 32 groups), STAGES, DRAWN. Called by _cute.py.
 #include "cute_hopper.cuh"
 
-constexpr int BN = 256, PIECE = 128;
+// PANEL: column tiles that drawn items sweep together, so that rows and weights that run side by side are few.
+constexpr int BN = 256, PIECE = 128, PANEL = 4;
+
+CUTE_DEVICE int draw(int* counter) {
+#ifdef __CUDACC__
+  int value;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(value) : "l"(counter));
+  return value;
+#else
+  return (*counter)++;
+#endif
+}
 
 struct Arguments {
   TmaDescriptor weight;
@@ -18,6 +32,7 @@ struct Arguments {
   Half* out;
   int const *index, *words, *unions, *items;
   int num_rows, width, size;
+  int* counter;  // of items that were drawn, beyond the first of each program
   uint32_t h_step, out_step;
 };
 struct Shared {
@@ -25,17 +40,46 @@ struct Shared {
   alignas(1024) Half rows[STAGES * ROWS * BK];
   alignas(1024) Half out[ROWS * PIECE];
   Barrier full[STAGES], empty[STAGES];
+#if DRAWN
+  Barrier known[2], read[2];
+  int firsts[2], columns[2];
+#endif
 };
 
 // What a program does in one turn: sorted rows from `first` on, columns from `column` on. first -1: nothing.
 struct Item {
   int first, column;
 };
-CUTE_DEVICE Item item_at(Arguments const& given, int turn) {
-  const int parts = (given.width + BN - 1) / BN, one = blockIdx.x + turn * gridDim.x;
-  if (one >= (given.num_rows + ROWS - 1) / ROWS * parts) return {-1, 0};
-  return {load_int(given.items + one / parts) * ROWS, one % parts * BN};
+CUTE_DEVICE Item item_of(Arguments const& given, int one) {
+  const int parts = (given.width + BN - 1) / BN, tiles = (given.num_rows + ROWS - 1) / ROWS;
+  if (one >= tiles * parts) return {-1, 0};
+  if (!DRAWN) return {load_int(given.items + one / parts) * ROWS, one % parts * BN};
+  // The last panel may be narrower.
+  const int before = one / (tiles * PANEL) * PANEL, in = cute::min(int(PANEL), parts - before);
+  one -= before * tiles;
+  return {load_int(given.items + one / in) * ROWS, (before + one % in) * BN};
 }
+CUTE_DEVICE Item item_at(Arguments const& given, int turn) {
+  return item_of(given, blockIdx.x + turn * gridDim.x);
+}
+#if DRAWN
+// The item after item `turn` of this program, which thread 0 told; every warp asks once for each.
+CUTE_DEVICE Item told(Shared& shared, int turn) {
+  const int place = turn % 2;
+  shared.known[place].wait(turn / 2 % 2);
+  const Item found{__shfl_sync(0xffffffff, shared.firsts[place], 0), __shfl_sync(0xffffffff, shared.columns[place], 0)};
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) shared.read[place].arrive();
+  return found;
+}
+CUTE_DEVICE void tell(Shared& shared, int turn, Item item) {
+  const int place = turn % 2;
+  shared.read[place].wait(turn / 2 % 2 ^ 1);
+  shared.firsts[place] = item.first;
+  shared.columns[place] = item.column;
+  shared.known[place].arrive();
+}
+#endif
 // Groups that any row of a unit executes; something where there is nothing.
 CUTE_DEVICE uint32_t load_union(Arguments const& given, Item item, int unit, int word) {
   return load_int(given.unions + (cute::max(item.first, 0) / UNIT + unit) * WORDS + word);
@@ -61,8 +105,16 @@ CUTE_DEVICE void produce(Arguments const& given, Shared& shared) {
     return found;
   };
   Turn turn{0, 1};
+#if DRAWN
+  Item item = item_of(given, blockIdx.x), next{-1, 0};
+  int ticket = 0;
+#else
   Item item = item_at(given, 0), next = item_at(given, 1);
-  uint32_t rows[TIMES], next_rows[TIMES];
+#endif
+  uint32_t rows[TIMES];
+#if !DRAWN
+  uint32_t next_rows[TIMES];
+#endif
   auto list = [&](Item of, uint32_t* numbers) {
     CUTE_UNROLL
     for (int i = 0; i < TIMES; ++i) numbers[i] = load_entry(given, given.index, of, row + STEP * i);
@@ -70,16 +122,33 @@ CUTE_DEVICE void produce(Arguments const& given, Shared& shared) {
   list(item, rows);
   Word known = load_word(item, 0);
   for (int number = 0; item.first >= 0; ++number) {
+#if DRAWN
+    if (threadIdx.x == 0) ticket = draw(given.counter);
+#else
     // The item after the next, and of the next its rows.
     const Item after = item_at(given, number + 2);
     list(next, next_rows);
+#endif
     // The thread's lines of rows, counted in lines of 16 bytes: two instructions make an address of one.
     uint32_t lines[TIMES];
     CUTE_UNROLL
     for (int i = 0; i < TIMES; ++i) lines[i] = rows[i] * (given.h_step / LINE) + column / LINE;
     CUTE_NO_UNROLL
     for (int word = 0; word < WORDS; ++word) {
+#if DRAWN
+      // Drawn at the beginning, looked up in the middle: neither is waited for.
+      if (word == WORDS / 2) {
+        if (threadIdx.x == 0) tell(shared, number, item_of(given, ticket + int(gridDim.x)));
+        __syncwarp();
+      }
+      if (word == WORDS - 1) next = told(shared, number);
+#endif
       const Word coming = word + 1 < WORDS ? load_word(item, word + 1) : load_word(next, 0);
+#if DRAWN
+      // Equal in all lanes, which the compiler cannot see of items from shared memory.
+      CUTE_UNROLL
+      for (int unit = 0; unit < 2; ++unit) known.units[unit] = __shfl_sync(0xffffffff, known.units[unit], 0);
+#endif
       for (uint32_t rest = known.units[0] | known.units[1]; rest != 0; rest &= rest - 1) {
         const uint32_t group = rest & (0 - rest);
         // Rows of which units: said for a whole group, for a branch in each step costs as much as what it saves.
@@ -109,9 +178,13 @@ CUTE_DEVICE void produce(Arguments const& given, Shared& shared) {
       known = coming;
     }
     item = next;
+#if DRAWN
+    list(item, rows);
+#else
     next = after;
     CUTE_UNROLL
     for (int i = 0; i < TIMES; ++i) rows[i] = next_rows[i];
+#endif
   }
   cp_async_wait<0>();
 }
@@ -124,7 +197,11 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
   auto release = [&](int stage) {
     if (lane == 0) shared.empty[stage].arrive();
   };
+#if DRAWN
+  Item item = item_of(given, blockIdx.x), next{-1, 0};
+#else
   Item item = item_at(given, 0), next = item_at(given, 1);
+#endif
   uint32_t next_own[WORDS], next_other[WORDS];
   auto look = [&](Item of) {
     CUTE_UNROLL
@@ -135,7 +212,9 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
   };
   look(item);
   for (int number = 0; item.first >= 0; ++number) {
+#if !DRAWN
     const Item after = item_at(given, number + 2);
+#endif
     const int listed = load_entry(given, given.index, item, place);
     // Equal in all lanes, which the compiler must know where products depend on it.
     uint32_t own[WORDS], every[WORDS];
@@ -144,7 +223,9 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
       own[word] = __shfl_sync(0xffffffff, next_own[word], 0);
       every[word] = own[word] | __shfl_sync(0xffffffff, next_other[word], 0);
     }
+#if !DRAWN
     look(next);
+#endif
     Mma mma;
     auto slice = mma.get_slice(thread);
     auto a = slice.partition_fragment_A(ring_of<ROWS>(shared.rows));
@@ -188,6 +269,10 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
       }
     }
     finish();
+#if DRAWN
+    next = told(shared, number);
+    look(next);
+#endif
     if (mma.accumulate_ == SM90::GMMA::ScaleOut::Zero) clear(sums);
     if (given.bias) {
       auto places = slice.partition_C(make_identity_tensor(Shape<Int<ROWS>, Int<BN>>{}));
@@ -203,7 +288,9 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
       store_rows<PIECE>(piece_of<PIECE>(sums, piece), shared.out, target, given.out + column, given.out_step, given.width - column);
     }
     item = next;
+#if !DRAWN
     next = after;
+#endif
   }
 }
 
@@ -214,6 +301,9 @@ CUTE_DEVICE void consume(Arguments const& given, Shared& shared) {
 //   empty[s]  8 arrivals: one lane of each consumer warp, when its products are done. Producers wait with parity (r & 1) ^ 1.
 // No deadlock: a producer waits only for releases of the round STAGES before, consumers only for loads of this round; a consumer that
 //   does not execute a group waits for its rounds and releases them, too. The earliest unfinished round always goes on.
+// Where items are drawn, t counts those of a program:
+//   known[p]  1 arrival, by thread 0, when it has told the item after item t, p = t % 2: phase t / 2.
+//   read[p]   12 arrivals, a lane of each warp that has read it; thread 0 waits for them before it tells the item after item t + 2.
 __global__ void __launch_bounds__(THREADS, 1) gemm_k_kernel(const __grid_constant__ Arguments given) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -222,6 +312,12 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_k_kernel(const __grid_constan
       shared.full[stage].init(PRODUCERS + 1);
       shared.empty[stage].init(CONSUMERS / 32);
     }
+#if DRAWN
+    for (int place = 0; place < 2; ++place) {
+      shared.known[place].init(1);
+      shared.read[place].init(THREADS / 32);
+    }
+#endif
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -234,11 +330,11 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_k_kernel(const __grid_constan
   }
 }
 
-void gemm_k(View h, OptionalView bias, View out, View index, View words, View unions, View items, int64_t group_size, int64_t weight_map, int64_t blocks) {
+void gemm_k(View h, OptionalView bias, View out, View index, View words, View unions, View items, int64_t group_size, int64_t weight_map, int64_t blocks, int64_t counter) {
   TVM_FFI_ICHECK(h.size(0) * h.stride(0) / LINE < (int64_t(1) << 32)) << "rows of " << h.stride(0) << " elements are too many to count their lines, got " << h.size(0);
   const Arguments given{*reinterpret_cast<TmaDescriptor const*>(weight_map), data<Half>(h), data<Half>(bias), data<Half>(out),
                         data<int>(index), data<int>(words), data<int>(unions), data<int>(items),
-                        int(h.size(0)), int(out.size(1)), int(group_size), uint32_t(h.stride(0)), uint32_t(out.stride(0))};
+                        int(h.size(0)), int(out.size(1)), int(group_size), reinterpret_cast<int*>(counter), uint32_t(h.stride(0)), uint32_t(out.stride(0))};
   launch(gemm_k_kernel, blocks, THREADS, sizeof(Shared), h, given);
 }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_k, gemm_k);
