@@ -166,6 +166,11 @@ def _require_measurements(model: nn.Module, state: Attachment, executed: tuple[f
     """Measure a GPU or shapes that nothing is known of, or say what runs without."""
     device, dtype = _weight(state).device, _weight(state).dtype
     if device.type != "cuda":
+        warnings.warn(
+            f"wide: operators that skip need a GPU, not {device.type}: reference operators run, which are right, and "
+            "slower than masks. Leave the model as it is, or choose backend='torch' for tests",
+            stacklevel=3,
+        )
         return
     start = f"wide: on {device_facts(device).name} dense products run, and routers come on top, so the model is slower"
     reason = obstacle(device, dtype)
