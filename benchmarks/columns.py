@@ -156,13 +156,14 @@ def fill(
         if line.race == _TRAINED:
             # A race for each layer, and a peer that has as many masks.
             layers = [found for name, found in races.items() if name.startswith(_TRAINED)]
-            content = layers[0][0] if layers else {}
-            each = [_languages(found) for _, found in layers]
-            languages = {name: round(statistics.median(of[name] for of in each), 4) for name in (each or [{}])[0]}
+            content = layers[-1][0] if layers else {}
+            each = [_languages(found) for of, found in layers if of is content]
+            common = [name for name in (each or [{}])[0] if all(name in of for of in each)]
+            languages = {name: round(statistics.median(of[name] for of in each), 4) for name in common}
             new = [
                 round(statistics.median(of[name] / of["cuda"] for of in each), 4)
                 for name in PACKAGED
-                if name in languages
+                if name in languages and "cuda" in languages
             ]
         known_row = before.get(line.what, {"languages": {}})
         if known_row["languages"].keys() - languages.keys():

@@ -253,6 +253,10 @@ def test_a_cache_counts_under_every_name_that_transformers_takes():
                 found.append(model(ids[:, 2:4], **{name: cache}).logits)
                 torch.testing.assert_close(torch.cat(found, 1), wanted, **CLOSE)
                 assert (getattr(cache, "slot", None) is not None) == (way == "optimised")
+                if "cache" in names:
+                    # The new name wins.
+                    both = {"cache": model(ids).past_key_values, "past_key_values": None}
+                    torch.testing.assert_close(model(ids[:, :1], **both).logits, wanted[:, :1], **CLOSE)
                 first = model.generate(ids, **GREEDY, return_dict_in_generate=True)
                 more = torch.cat([first.sequences, ids[:, :3]], 1)
                 again = model.generate(more, **{name: first.past_key_values}, **GREEDY)

@@ -132,7 +132,8 @@ class Decoder:
     @property
     def widest(self) -> int:
         """Columns of the widest product of any layer; gate and up count as one."""
-        return max(max(len(each.attention.qkv), 2 * each.ffn.down.shape[1]) for each in self.layers)
+        gated = (each.ffn.down.shape[1] * (1 if each.ffn.gated.up is None else 2) for each in self.layers)
+        return max(*gated, *(len(each.attention.qkv) for each in self.layers))
 
     def new_cache(self, batch: int, room: int | None = None, *, kept: bool = True) -> KvCache:
         """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`).

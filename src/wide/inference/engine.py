@@ -52,9 +52,9 @@ _FIRST_ROOM = 2048
 _KEPT_SLOTS = 2
 _KEPT_SHARE = 0.125
 _HOST_MEMORY = 1 << 33
-# Rows of a prompt times columns of a layer's widest product, below which its kernels take less time than their launches
-# on a busy host, or a graph's memory is small: 4096 tokens of an 8B model.
-_GRAPH_CELLS = 4096 * 28672
+# Rows of a prompt up to which launching its kernels may take longer than they do; of narrow layers more, as long as
+# rows times columns of the widest product, and with them a graph's memory, are those of an 8B model.
+_GRAPH_ROWS, _MOST_GRAPH_ROWS, _GRAPH_CELLS = 4096, 16384, 4096 * 28672
 _LENGTHS = "attention_mask", "position_ids"
 # Arguments of a step of continuous batching.
 _BATCHED = HARMLESS | ARGUMENTS
@@ -122,7 +122,12 @@ class _Slot:
         prompt = self._prompts[key]
         if prompt is None:
             run = Run(routed=routed)
-            prompt = capture_prompt(self.decoder, self.cache, length, run, pool)
+            try:
+                prompt = capture_prompt(self.decoder, self.cache, length, run, pool)
+            except torch.OutOfMemoryError:
+                # Without a graph it may fit; the length has to come twice again.
+                del self._prompts[key]
+                return None
             self._prompts[key] = prompt
         return prompt(ids, lengths)
 
@@ -552,8 +557,9 @@ class Engine:
         kept = given.get("logits_to_keep", 0)
         slot = None if cache is None else self._room(cache, batch, past + length)
         logits = None
-        if past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1 and _has_graph(x, decoder.widest):
-            # A call that keeps nothing borrows memory, for the sake of its graph.
+        widest = None if slot is None else decoder.widest
+        if past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1 and _has_graph(x, widest):
+            # A call that keeps nothing borrows memory of all layers, for the sake of its graph.
             lent = self._free(batch, length) if slot is None else slot
             logits = lent.prompt(x, lengths, routed=run.routed, pool=self._pool)
         if logits is None:
@@ -782,9 +788,16 @@ def _rows(batch: int, length: int, kept: int | Tensor, padding: Tensor | None, d
     return torch.arange(batch, device=device)[:, None] * length + columns
 
 
-def _has_graph(ids: Tensor, widest: int) -> bool:
-    """Return whether prompts [B, T] are short enough that a graph is worth it, given the columns of wide products."""
-    return ids.is_cuda and ids.shape[0] * _prompt_bucket(ids.shape[1]) * widest <= _GRAPH_CELLS
+def _has_graph(ids: Tensor, widest: int | None) -> bool:
+    """Return whether prompts [B, T] are short enough that a graph is worth it.
+
+    Args:
+        ids: Tokens.
+        widest: Columns of the widest product; None = only short ones, whatever their width.
+    """
+    rows = ids.shape[0] * _prompt_bucket(ids.shape[1])
+    fits = widest is not None and rows <= _MOST_GRAPH_ROWS and rows * widest <= _GRAPH_CELLS
+    return ids.is_cuda and (rows <= _GRAPH_ROWS or fits)
 
 
 def _prompt_bucket(length: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from wide.errors import UnsupportedModelError
 from wide.models.router import Router, RoutingControl
@@ -227,9 +228,11 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def cache_name(arguments: Container[str]) -> str:
     """Return how arguments, or parameters, of a model or a module call the cache.
 
-    transformers 5.24 has made `past_key_values` `cache`, and takes the old name from callers, too; before, `cache` was
-    that of continuous batching alone.
+    transformers 5.24 has made `past_key_values` `cache`, and takes the old name from callers, too, of which `cache`
+    wins; before, `cache` was that of continuous batching alone, which is no `Cache`.
     """
+    if isinstance(arguments, Mapping) and isinstance(arguments.get("cache"), Cache):
+        return "cache"
     return "past_key_values" if "past_key_values" in arguments else "cache"
 
 

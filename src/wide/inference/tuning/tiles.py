@@ -101,6 +101,8 @@ def candidates(
                 Choice(backend="cute", tile=CuteTile(level), block_m=BLOCK_M, groups_per_block=block)
                 for block in blocks
                 for level in LEVELS[1:]
+                # One sort of many groups has one kernel.
+                if block <= PATTERN_GROUPS or level == CuteTile().level
             ]
     else:
         found = _output_groups(name, sizes, device, quick=quick)

@@ -135,6 +135,8 @@ GEMM_K_ROWS = Operator(
         _rows((129, 128, 64, 256), active=1.0),
         _rows((190, 112, 64, 256), biased=True, dtype=torch.float16),
     ),
+    # Panels of columns, a narrow one, and more tiles than programs, in emulation and on a GPU.
+    large_cases=(_rows((650, 40, 64, 1280), biased=True), _rows((4500, 12, 64, 1280))),
     build=_build_rows,
     compare=compare_all,
     tolerance={torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
