@@ -345,9 +345,10 @@ def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=length + _SPARE_PLACES)
+    options = _over(model, cache)
     with torch.no_grad():
         # Allocates the layers' tensors.
-        model(input_ids=ids, **_over(model, cache))
+        model(input_ids=ids, **options)
     layers: list[Any] = [layer for layer in cache.layers if layer.is_initialized]
     for layer in layers:
         layer.keys.normal_()
@@ -358,7 +359,7 @@ def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
     @torch.no_grad()
     def call() -> Tensor:
         torch._foreach_copy_(counts, starts)
-        return model(input_ids=ids, **_over(model, cache)).logits  # type: ignore[no-any-return]
+        return model(input_ids=ids, **options).logits  # type: ignore[no-any-return]
 
     call()
     return call
