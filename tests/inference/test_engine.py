@@ -10,6 +10,7 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import (
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError
+from wide.inference import engine as engine_module
 from wide.inference import visible_keys
 from wide.inference.ahead import Ahead
 from wide.inference.decoder import Decoder
@@ -262,6 +264,30 @@ def test_a_cache_counts_under_every_name_that_transformers_takes():
                 again = model.generate(more, **{name: first.past_key_values}, **GREEDY)
                 assert again.tolist() == model.generate(more, **GREEDY).tolist()
                 assert (getattr(first.past_key_values, "slot", None) is not None) == (way == "optimised")
+
+
+def test_graphs_are_for_short_prompts_and_longer_ones_of_narrow_layers():
+    def has_graph(batch, length, widest):
+        return engine_module._has_graph(SimpleNamespace(is_cuda=True, shape=(batch, length)), widest)
+
+    assert has_graph(1, 4096, 57344)
+    assert not has_graph(1, 4097, 28672)
+    assert has_graph(8, 1024, 4096)
+    assert has_graph(1, 16384, 4096)
+    assert not has_graph(1, 16385, 4096)
+    # What keeps nothing would borrow memory.
+    assert not has_graph(8, 1024, None)
+
+
+def test_a_prompt_whose_graph_does_not_fit_runs_without(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine_module, "capture_prompt", full)
+    decoder = Decoder(routed(), max_length=64)
+    slot = _Slot(decoder, decoder.new_cache(1))
+    ids, lengths = tokens(1, 12), torch.tensor([12], dtype=torch.int32)
+    assert [slot.prompt(ids, lengths, routed=True, pool=object()) for _ in range(4)] == [None] * 4
 
 
 def test_an_interrupted_generation_leaves_the_model_usable():
