@@ -149,10 +149,10 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     import torch
 
     from wide.config import WideConfig
-    from wide.inference.decoder import Decoder
-    from wide.inference.layer_sizes import layer_sizes
-    from wide.inference.measured import measured_table
-    from wide.inference.run import Run, force
+    from wide.inference.choice.layer_sizes import layer_sizes
+    from wide.inference.choice.measured import measured_table
+    from wide.inference.engine.decoder import Decoder
+    from wide.inference.engine.run import Run, force
     from wide.models.attach import attach, attachment
     from wide.profiling.synthetic import random_model
 

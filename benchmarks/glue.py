@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wide.inference.tuning.timing import time_interleaved
+from wide.inference.choice.tuning.timing import time_interleaved
 from wide.kernels.clear_skipped import CLEAR_SKIPPED
 from wide.kernels.rms_norm import RMS_NORM, rms_norm
 from wide.kernels.rope import ROPE, rope_to_cache

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.naive_products import AXES, NAMES, Problem, executed, implementations, make_problem, wanted, work
-from wide.inference.tuning.timing import time_interleaved
+from wide.inference.choice.tuning.timing import time_interleaved
 from wide.kernels.contract import relative_error
 from wide.profiling.bench import TIMED
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.columns import PARTS, fill, lines, main
 from wide.cli import bench as command
-from wide.inference.tuning import products
+from wide.inference.choice.tuning import products
 from wide.profiling import bench
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from benchmarks import naive_depth
 from benchmarks.naive_depth import accounted, depth_problem, main, measure, run_stages, ways
 from benchmarks.naive_products import executed, wanted
 from wide.errors import ShapeError
-from wide.inference.tuning.timing import Timing
+from wide.inference.choice.tuning.timing import Timing
 from wide.kernels.contract import relative_error
 
 CPU = torch.device("cpu")

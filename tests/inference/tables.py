@@ -1,6 +1,6 @@
 """Operator tables for small sizes, whose thresholds tests choose."""
 
-from wide.inference.operator_table import DENSE, OperatorTable
+from wide.inference.operators.table import DENSE, OperatorTable
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.tuning import Choice
 

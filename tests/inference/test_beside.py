@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from wide.inference.beside import Beside
+from wide.inference.engine.side_stream import Beside
 
 
 class _Stream:

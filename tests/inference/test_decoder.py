@@ -9,10 +9,10 @@ from tables import fixed
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
-from wide.inference.decoder import Decoder
-from wide.inference.operator_table import DENSE_TABLE as UNSKIPPED
-from wide.inference.operator_table import OPERATORS
-from wide.inference.run import Run, force
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.run import Run, force
+from wide.inference.operators.table import DENSE_TABLE as UNSKIPPED
+from wide.inference.operators.table import OPERATORS
 from wide.models.attach import attach
 from wide.models.observe import bypass, capture_routing
 

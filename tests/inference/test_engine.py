@@ -26,14 +26,14 @@ from transformers import (
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError
-from wide.inference import engine as engine_module
-from wide.inference import visible_keys
-from wide.inference.ahead import Ahead
-from wide.inference.decoder import Decoder
-from wide.inference.engine import EngineCache, _Slot
-from wide.inference.graphs import CapturedStep
+from wide.inference.engine import engine as engine_module
+from wide.inference.engine import visible_keys
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.engine import EngineCache, _Slot
+from wide.inference.engine.graphs import CapturedStep
+from wide.inference.engine.next_step import Ahead
+from wide.inference.engine.run import Run
 from wide.inference.optimize import deoptimize, optimize
-from wide.inference.run import Run
 from wide.models.attach import attach, attachment
 from wide.models.gates import cache_name
 from wide.models.observe import bypass
@@ -567,7 +567,7 @@ def test_nothing_to_skip_runs_no_router(monkeypatch):
         raise AssertionError("a router ran")
 
     for name in ("route", "norm_route"):
-        monkeypatch.setattr(f"wide.inference.decoder.{name}", refuse)
+        monkeypatch.setattr(f"wide.inference.engine.decoder.{name}", refuse)
     assert model.generate(ids, **GREEDY).tolist() == wanted
 
 

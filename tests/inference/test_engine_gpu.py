@@ -9,7 +9,7 @@ from families import STRAIGHT, make, tokens
 from tables import fixed
 
 from wide.config import WideConfig
-from wide.inference.engine import Engine, _Slot
+from wide.inference.engine.engine import Engine, _Slot
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
 
@@ -36,7 +36,7 @@ def routed(family="llama"):
 
 
 def without_graphs(monkeypatch):
-    from wide.inference.run import Run
+    from wide.inference.engine.run import Run
 
     def step(self, ids, *, routed, pool):
         return self.decoder.step(ids, self.cache, Run(routed=routed))

@@ -7,7 +7,7 @@ from tables import fixed
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.inference.operator_table import DENSE_TABLE
+from wide.inference.operators.table import DENSE_TABLE
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, detach
 from wide.models.gates import gate_of

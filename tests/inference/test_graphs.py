@@ -7,9 +7,9 @@ from tables import fixed
 
 from wide.config import WideConfig
 from wide.errors import UnsupportedBackendError
-from wide.inference.decoder import Decoder
-from wide.inference.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.run import Run
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
+from wide.inference.engine.run import Run
 from wide.models.attach import attach
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from wide.errors import ConfigError
-from wide.inference import measured
-from wide.inference.layer_sizes import LayerSizes, operator_case
-from wide.inference.measured import measured_table
-from wide.inference.operator_table import DENSE, DENSE_TABLE, OPERATORS, OperatorTable
+from wide.inference.choice import measured
+from wide.inference.choice.layer_sizes import LayerSizes, operator_case
+from wide.inference.choice.measured import measured_table
+from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, OperatorTable
 from wide.kernels.contract import Case
 from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
 

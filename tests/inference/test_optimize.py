@@ -12,12 +12,14 @@ from torch import nn
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedBackendError, UnsupportedModelError
-from wide.inference import measured, optimize_checks, prompt_attention
 from wide.inference import optimize as optimize_module
-from wide.inference import sample as sample_module
+from wide.inference.choice import measured
+from wide.inference.choice import sample as sample_module
 from wide.inference.fused_router import FusedRouter
-from wide.inference.operator_table import DENSE_TABLE, OperatorTable
+from wide.inference.operators import attention as prompt_attention
+from wide.inference.operators.table import DENSE_TABLE, OperatorTable
 from wide.inference.optimize import deoptimize, optimize
+from wide.inference.reading import checks as optimize_checks
 from wide.kernels.device import DeviceFacts
 from wide.kernels.reorder import left_to_tiles
 from wide.models.attach import attach, attachment

@@ -14,10 +14,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from wide.config import WideConfig
-from wide.inference import engine, paged
+from wide.inference.engine import engine, paged
+from wide.inference.engine.paged import attend_paged
+from wide.inference.engine.visible_keys import VisibleKeys
 from wide.inference.optimize import deoptimize, optimize
-from wide.inference.paged import attend_paged
-from wide.inference.visible_keys import VisibleKeys
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from wide.inference import products
-from wide.inference.operator_table import OperatorTable
-from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
+from wide.inference.operators import products
+from wide.inference.operators.products import GatedWeights, gated_product, project_queries, sum_groups
+from wide.inference.operators.table import OperatorTable
 from wide.kernels.tuning import Choice
 
 ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32

@@ -6,9 +6,9 @@ from families import STRAIGHT, make, stirred, tokens
 from tables import fixed
 
 from wide.config import WideConfig
-from wide.inference.decoder import Decoder
-from wide.inference.operator_table import OPERATORS
-from wide.inference.run import Run, force
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.run import Run, force
+from wide.inference.operators.table import OPERATORS
 from wide.models.attach import attach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

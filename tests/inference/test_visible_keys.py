@@ -9,7 +9,7 @@ from tables import fixed
 from transformers import DynamicCache, StaticCache
 
 from wide.config import WideConfig
-from wide.inference import visible_keys
+from wide.inference.engine import visible_keys
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment
 from wide.models.gates import gate_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.tuning.tune import fastest
+from wide.inference.choice.tuning.tune import fastest
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.tuning import Choice, TuningTable, bucket, shape_key, shipped_path, tuning_key
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from wide.config import WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
-from wide.inference.decoder import Decoder
+from wide.inference.engine.decoder import Decoder
 from wide.inference.optimize import deoptimize, optimize
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import ORDER_FILE, load, save

@@ -8,7 +8,7 @@ from families import make, tokens
 from plans import kept_plan, module_skip_plan, skipped_plan, stream_plan
 
 from wide.errors import ShapeError, UnsupportedModelError
-from wide.inference.decoder import Decoder
+from wide.inference.engine.decoder import Decoder
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover

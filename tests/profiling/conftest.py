@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from torch.nn.attention import SDPBackend
 
-from wide.inference import products as executors
-from wide.inference.tuning import attention, products, race
-from wide.inference.tuning.timing import Timing
+from wide.inference.choice.tuning import attention, products, race
+from wide.inference.choice.tuning.timing import Timing
+from wide.inference.operators import products as executors
 from wide.profiling import bench, decode
 
 KERNELS = {"gemm_mn", "gemm_k", "gemv_mn", "gemv_k", "attention_decode", "attention_prefill"}

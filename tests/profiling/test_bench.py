@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.tuning.race import Race, measure
+from wide.inference.choice.tuning.race import Race, measure
 from wide.kernels.contract import Backend, Case
 from wide.kernels.gemm_k import GEMM_K
 from wide.kernels.gemm_mn import GEMM_MN

@@ -9,8 +9,8 @@ import torch
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, EvaluationError
-from wide.inference.decoder import Decoder
-from wide.inference.operator_table import OperatorTable
+from wide.inference.engine.decoder import Decoder
+from wide.inference.operators.table import OperatorTable
 from wide.models.attach import attach, attachment
 from wide.models.router import Router
 from wide.profiling import doors, profile

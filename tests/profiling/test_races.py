@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from wide.inference.layer_sizes import LayerSizes
-from wide.inference.tuning import race as racing
-from wide.inference.tuning.products import choice_name, product_race, shipped_name
-from wide.inference.tuning.race import Race, launched, measure, table
-from wide.inference.tuning.tiles import candidates
-from wide.inference.tuning.timing import Timing
+from wide.inference.choice.layer_sizes import LayerSizes
+from wide.inference.choice.tuning import race as racing
+from wide.inference.choice.tuning.products import choice_name, product_race, shipped_name
+from wide.inference.choice.tuning.race import Race, launched, measure, table
+from wide.inference.choice.tuning.tiles import candidates
+from wide.inference.choice.tuning.timing import Timing
 from wide.kernels import device as kernel_device
 from wide.kernels.tuning import Choice
 from wide.profiling.bench import candidate_backend

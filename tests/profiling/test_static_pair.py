@@ -9,7 +9,7 @@ import wide
 from wide.config import WideConfig
 from wide.errors import ConfigError
 from wide.grouping import Grouping
-from wide.inference.tuning.timing import Timing
+from wide.inference.choice.tuning.timing import Timing
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
 from wide.profiling import doors, static_pair

@@ -10,13 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from wide.cli import tune as command
 from wide.config import WideConfig
 from wide.errors import ConfigError
-from wide.inference import measured
-from wide.inference.measured import is_measured, measured_table
-from wide.inference.operator_table import OPERATORS
+from wide.inference.choice import measured
+from wide.inference.choice.measured import is_measured, measured_table
+from wide.inference.choice.tuning import race, tune
+from wide.inference.choice.tuning.timing import Timing
+from wide.inference.choice.tuning.tune import TunedLayer, tune_layers
+from wide.inference.operators.table import OPERATORS
 from wide.inference.optimize import optimize
-from wide.inference.tuning import race, tune
-from wide.inference.tuning.timing import Timing
-from wide.inference.tuning.tune import TunedLayer, tune_layers
 from wide.kernels.tuning import TuningTable
 from wide.models.attach import attach, attachment
 from wide.models.gates import gate_of

@@ -11,7 +11,7 @@ from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
 
 if TYPE_CHECKING:
-    from wide.inference.tuning.tune import Progress, TunedLayer
+    from wide.inference.choice.tuning.tune import Progress, TunedLayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ def run(given: Sequence[str]) -> None:
     require_gpu("tune")
     import torch
 
-    from wide.inference.tuning.tune import tune_layers
+    from wide.inference.choice.tuning.tune import tune_layers
     from wide.kernels.tuning import TuningTable
 
     table = TuningTable(None if options.output is None else Path(options.output))
@@ -111,7 +111,7 @@ def layers(options: TuneOptions) -> "list[TunedLayer]":
         ConfigError: If there is none in which tokens skip anything.
     """
     from wide.config import WideConfig
-    from wide.inference.tuning.tune import tuned_layers
+    from wide.inference.choice.tuning.tune import tuned_layers
     from wide.models.attach import plan_for
     from wide.models.discovery import discover
     from wide.models.pretrained import load_skeleton

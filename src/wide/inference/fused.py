@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import NotAttachedError
-from wide.inference.operator_table import OperatorTable
-from wide.inference.paged import attend_paged, is_known
-from wide.inference.products import GatedWeights, gated_product, project_queries, sum_groups
-from wide.inference.prompt_attention import attend_prompt, sequence_order
-from wide.inference.visible_keys import VisibleKeys
+from wide.inference.engine.paged import attend_paged, is_known
+from wide.inference.engine.visible_keys import VisibleKeys
+from wide.inference.operators.attention import attend_prompt, sequence_order
+from wide.inference.operators.products import GatedWeights, gated_product, project_queries, sum_groups
+from wide.inference.operators.table import OperatorTable
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.clear_skipped import cleared
 from wide.kernels.reordering import Reordering

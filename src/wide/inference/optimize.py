@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from wide.data.progress import steps
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from wide.inference.engine import Engine
+from wide.inference.choice.layer_sizes import layer_sizes, tune_command
+from wide.inference.choice.measured import is_measured, measured_table, obstacle
+from wide.inference.choice.sample import LayerSample, sample_layers
+from wide.inference.choice.tuning.tune import tune_layers, tuned_layers
+from wide.inference.engine.engine import Engine
+from wide.inference.engine.paged import PagedBatching
+from wide.inference.engine.visible_keys import VisibleKeys
 from wide.inference.fused import FusedAttention, FusedFeedForward
 from wide.inference.fused_router import FusedRouter
-from wide.inference.layer_sizes import layer_sizes, tune_command
-from wide.inference.measured import is_measured, measured_table, obstacle
-from wide.inference.operator_table import DENSE_TABLE, OPERATORS, OperatorTable
-from wide.inference.optimize_checks import require_kernels, require_plain, require_routing_alone
-from wide.inference.paged import PagedBatching
-from wide.inference.sample import LayerSample, sample_layers
-from wide.inference.stacking import stack_linears, unstack_linears
-from wide.inference.tuning.tune import tune_layers, tuned_layers
-from wide.inference.visible_keys import VisibleKeys
-from wide.inference.weights import ACTIVATIONS
+from wide.inference.operators.table import DENSE_TABLE, OPERATORS, OperatorTable
+from wide.inference.reading.checks import require_kernels, require_plain, require_routing_alone
+from wide.inference.reading.stacking import stack_linears, unstack_linears
+from wide.inference.reading.weights import ACTIVATIONS
 from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec, FeedForwardSpec, standing_in

@@ -14,13 +14,13 @@ import torch
 
 from wide.data.progress import progress
 from wide.errors import ConfigError
-from wide.inference.layer_sizes import LayerSizes
-from wide.inference.measured import measured_table
-from wide.inference.operator_table import OperatorName
-from wide.inference.tuning.attention import prompt_race
-from wide.inference.tuning.products import product_race
-from wide.inference.tuning.race import Race, measure, table
-from wide.inference.tuning.tiles import candidates
+from wide.inference.choice.layer_sizes import LayerSizes
+from wide.inference.choice.measured import measured_table
+from wide.inference.choice.tuning.attention import prompt_race
+from wide.inference.choice.tuning.products import product_race
+from wide.inference.choice.tuning.race import Race, measure, table
+from wide.inference.choice.tuning.tiles import candidates
+from wide.inference.operators.table import OperatorName
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Operator

@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
-from wide.inference.tuning.attention import TOLERANCE, library_attention
-from wide.inference.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
-from wide.inference.tuning.race import Call, Race, relative
+from wide.inference.choice.tuning.attention import TOLERANCE, library_attention
+from wide.inference.choice.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
+from wide.inference.choice.tuning.race import Call, Race, relative
 from wide.kernels.attention_decode import ATTENTION_DECODE, attention_decode
 from wide.kernels.attention_decode.tiles import DecodeTile
 from wide.kernels.device import backend_obstacle

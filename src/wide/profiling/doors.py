@@ -18,7 +18,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.errors import EvaluationError
-from wide.inference.tuning.timing import Timing, summary, time_interleaved
+from wide.inference.choice.tuning.timing import Timing, summary, time_interleaved
 from wide.models.gates import cache_name
 from wide.models.observe import bypass, now
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wide.inference.decoder import Decoder
-from wide.inference.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.operator_table import OPERATORS, OperatorTable
-from wide.inference.run import Masks, Run, force
-from wide.inference.tuning.race import launched, relative
+from wide.inference.choice.tuning.race import launched, relative
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
+from wide.inference.engine.run import Masks, Run, force
+from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.models.attach import attachment
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.routing import LayerRouting

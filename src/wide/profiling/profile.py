@@ -39,9 +39,9 @@ from torch import Tensor
 
 from wide.config import WideConfig
 from wide.errors import ConfigError
+from wide.inference.choice.tuning.timing import Timing, time_interleaved
+from wide.inference.engine.run import Run
 from wide.inference.optimize import deoptimize, optimize
-from wide.inference.run import Run
-from wide.inference.tuning.timing import Timing, time_interleaved
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.observe import now
 from wide.profiling.doors import (

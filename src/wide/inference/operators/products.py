@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wide.inference.operator_table import DENSE, OperatorName, OperatorTable
+from wide.inference.operators.table import DENSE, OperatorName, OperatorTable
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import dense_mn, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn

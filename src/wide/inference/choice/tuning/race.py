@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wide.inference.tuning.timing import time_interleaved
+from wide.inference.choice.tuning.timing import time_interleaved
 from wide.kernels.contract import Case
 from wide.kernels.tuning import Choice
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from wide.inference.layer_sizes import LayerSizes, operator_case
-from wide.inference.operator_table import DENSE, SUMS, OperatorName
-from wide.inference.products import GatedWeights, input_groups, output_groups
-from wide.inference.tuning.race import Call, Race, relative
-from wide.inference.tuning.tiles import candidates
+from wide.inference.choice.layer_sizes import LayerSizes, operator_case
+from wide.inference.choice.tuning.race import Call, Race, relative
+from wide.inference.choice.tuning.tiles import candidates
+from wide.inference.operators.products import GatedWeights, input_groups, output_groups
+from wide.inference.operators.table import DENSE, SUMS, OperatorName
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.reorder import left_to_tiles
 from wide.kernels.reordering import PATTERN_GROUPS

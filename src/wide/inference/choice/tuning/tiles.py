@@ -2,9 +2,9 @@
 
 import torch
 
-from wide.inference.layer_sizes import LayerSizes, misfit
-from wide.inference.operator_table import SUMS, OperatorName
-from wide.inference.products import BLOCK_M
+from wide.inference.choice.layer_sizes import LayerSizes, misfit
+from wide.inference.operators.products import BLOCK_M
+from wide.inference.operators.table import SUMS, OperatorName
 from wide.kernels.attention_prefill.tiles import PrefillTile
 from wide.kernels.device import backend_obstacle, hopper_obstacle
 from wide.kernels.gemm_k.tiles import STORED_TILE, KTile

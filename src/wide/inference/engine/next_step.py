@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wide.inference.cache import KvCache
-from wide.inference.graphs import CapturedStep
+from wide.inference.engine.cache import KvCache
+from wide.inference.engine.graphs import CapturedStep
 
 
 class Ahead:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import NotAttachedError
-from wide.inference.paged import ARGUMENTS, is_paged_step
+from wide.inference.engine.paged import ARGUMENTS, is_paged_step
 from wide.models.gates import cache_of
 
 # On the cache: what is known of the masks it was filled and read with.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wide.inference.operator_table import SUMS, OperatorName
+from wide.inference.operators.table import SUMS, OperatorName
 from wide.kernels.attention_prefill import misfit as prefill_misfit
 from wide.kernels.contract import Case
 from wide.kernels.gemm_k import misfit as k_misfit

@@ -13,16 +13,16 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wide.errors import ShapeError, UnsupportedModelError
-from wide.inference.beside import Beside
-from wide.inference.cache import KvCache
-from wide.inference.operator_table import OperatorName, OperatorTable
-from wide.inference.paged import PagedStep
-from wide.inference.products import gated_product, project_queries, sum_groups
-from wide.inference.prompt_attention import attend_prompt, sequence_order
-from wide.inference.run import Run
-from wide.inference.stacking import unstack_linears
-from wide.inference.structure import read_ends, require_same_outputs
-from wide.inference.weights import (
+from wide.inference.engine.cache import KvCache
+from wide.inference.engine.paged import PagedStep
+from wide.inference.engine.run import Run
+from wide.inference.engine.side_stream import Beside
+from wide.inference.operators.attention import attend_prompt, sequence_order
+from wide.inference.operators.products import gated_product, project_queries, sum_groups
+from wide.inference.operators.table import OperatorName, OperatorTable
+from wide.inference.reading.model import read_ends, require_same_outputs
+from wide.inference.reading.stacking import unstack_linears
+from wide.inference.reading.weights import (
     AttentionWeights,
     FeedForwardWeights,
     RuntimeRouter,

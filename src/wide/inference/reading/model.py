@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.inference.optimize_checks import require_routing_alone
-from wide.inference.weights import Norm, read_norm, require_known
+from wide.inference.reading.checks import require_routing_alone
+from wide.inference.reading.weights import Norm, read_norm, require_known
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover, scale_and_cap

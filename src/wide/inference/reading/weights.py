@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.inference.asked import Asked, ask, paired
-from wide.inference.products import GatedWeights
-from wide.inference.stacking import stack_linears
+from wide.inference.operators.products import GatedWeights
+from wide.inference.reading.attention_call import Asked, ask, paired
+from wide.inference.reading.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wide.inference.operator_table import OperatorTable
+from wide.inference.operators.table import OperatorTable
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering

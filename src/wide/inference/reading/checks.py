@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from wide.errors import UnsupportedBackendError, UnsupportedModelError
-from wide.inference.layer_sizes import layer_sizes, misfit
-from wide.inference.operator_table import OperatorName, OperatorTable
+from wide.inference.choice.layer_sizes import layer_sizes, misfit
+from wide.inference.operators.table import OperatorName, OperatorTable
 from wide.kernels.device import half_obstacle
 from wide.models.attach import Attachment
 from wide.models.block_spec import BlockSpec

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.layer_sizes import LayerSizes, layer_sizes
-from wide.inference.measured import ONE_SORT
-from wide.inference.operator_table import OperatorName
-from wide.inference.tuning.attention import prompt_race
-from wide.inference.tuning.products import product_race
-from wide.inference.tuning.race import Race, Record, measure
-from wide.inference.tuning.tiles import candidates
+from wide.inference.choice.layer_sizes import LayerSizes, layer_sizes
+from wide.inference.choice.measured import ONE_SORT
+from wide.inference.choice.tuning.attention import prompt_race
+from wide.inference.choice.tuning.products import product_race
+from wide.inference.choice.tuning.race import Race, Record, measure
+from wide.inference.choice.tuning.tiles import candidates
+from wide.inference.operators.table import OperatorName
 from wide.kernels.contract import Case
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key

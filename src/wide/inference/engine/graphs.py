@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from wide.errors import UnsupportedBackendError
-from wide.inference.cache import KvCache
-from wide.inference.decoder import Decoder
-from wide.inference.run import Run
+from wide.inference.engine.cache import KvCache
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.run import Run
 
 _WARM_UP_CALLS = 2
 

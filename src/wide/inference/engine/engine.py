@@ -23,14 +23,13 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from wide.errors import NotAttachedError, UnsupportedModelError
-from wide.inference.ahead import Ahead
-from wide.inference.cache import KvCache
-from wide.inference.decoder import Decoder
-from wide.inference.graphs import CapturedStep, GraphPool, capture_prompt, capture_step
-from wide.inference.operator_table import OperatorTable
-from wide.inference.paged import ARGUMENTS, PagedStep, handed_on, is_paged_step
-from wide.inference.run import Run
-from wide.inference.visible_keys import (
+from wide.inference.engine.cache import KvCache
+from wide.inference.engine.decoder import Decoder
+from wide.inference.engine.graphs import CapturedStep, GraphPool, capture_prompt, capture_step
+from wide.inference.engine.next_step import Ahead
+from wide.inference.engine.paged import ARGUMENTS, PagedStep, handed_on, is_paged_step
+from wide.inference.engine.run import Run
+from wide.inference.engine.visible_keys import (
     HARMLESS,
     VisibleKeys,
     is_being_recorded,
@@ -38,6 +37,7 @@ from wide.inference.visible_keys import (
     read_left_padding,
     refuse_gradients,
 )
+from wide.inference.operators.table import OperatorTable
 from wide.models.attach import Attachment
 from wide.models.gates import cache_name, cache_of
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.layer_sizes import LayerSizes, misfit, operator_case
-from wide.inference.operator_table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
+from wide.inference.choice.layer_sizes import LayerSizes, misfit, operator_case
+from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
 from wide.kernels.device import backend_obstacle, triton_obstacle
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.native.build import obstacle as native_obstacle

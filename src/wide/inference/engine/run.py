@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wide.inference.operator_table import OperatorTable
-from wide.inference.weights import LayerWeights, RuntimeRouter
+from wide.inference.operators.table import OperatorTable
+from wide.inference.reading.weights import LayerWeights, RuntimeRouter
 
 Masks = Sequence[tuple[Tensor | None, Tensor | None]]
 """For each layer the attention mask and the FFN mask, bool [tokens, N_G]; None leaves the half to its router."""

@@ -1,0 +1,1 @@
+"""The engine: what an optimised model runs."""
