@@ -67,7 +67,7 @@ _AGAIN = (*_WHOLE_LAYERS, "slicegpt", "dllm-original")
 _NOMINAL = {"a quarter of the work": "25 % nominal", "half of the work": "50 % nominal"}
 _PARTS = {
     "all of it (`fitted-50`)": ("f50-fitted", "wide-fitted"),
-    "without fitted start and bias (`clustered-50`)": ("parts", "no-bias"),
+    "without fitted start and bias (`small`)": ("parts", "no-bias"),
     "first temperature of 5": ("parts-hot", "no-low-temperature"),
     "clustered groups alone": ("parts-plain", "clustered-only"),
     "without the smooth term": ("parts-sharp", "no-smoothing"),

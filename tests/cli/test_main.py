@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wide.cli import prune
 from wide.cli.main import COMMANDS, main
 from wide.version import __version__
 
@@ -42,7 +43,22 @@ def test_import_wide_is_light():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
-    assert f"wide {command}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"wide {command}" in told
+    # What a beginner reads; the rest is in --help_all.
+    assert len(told.splitlines()) <= 45
+    assert "None" not in told
+
+
+def test_help_all_explains_every_flag(capsys):
+    assert main(["prune", "--help"]) == 0
+    brief = capsys.readouterr().out
+    assert main(["prune", "--help_all"]) == 0
+    told = capsys.readouterr().out
+    assert "None" not in told
+    for flag in prune.arguments().known_keys():
+        assert f"--{flag} " in told.replace("\n", " ")
+        assert f"--{flag}" in brief or f"--{flag.partition('.')[0]}.*" in brief
 
 
 def test_version(capsys):

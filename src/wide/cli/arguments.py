@@ -30,6 +30,24 @@ COMPLETING = "_ARGCOMPLETE"
 """Set where a shell asks how a line goes on (argcomplete): the number of words before what is completed."""
 
 
+class _Help(argparse.HelpFormatter):
+    """Says of a flag what it does and what it is by default; its type shows in the name of its value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.required:
+            return f"{text} (required)"
+        default = action.default
+        if default in (None, "", argparse.SUPPRESS) or action.nargs == 0:
+            return text
+        return f"{text} (default: {str(default).lower() if isinstance(default, bool) else default})"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kind = getattr(action, "_typehint", None)
+        kinds = {kind, *typing.get_args(kind)}
+        return "N" if int in kinds else "X" if float in kinds else action.dest.rpartition(".")[2].upper()
+
+
 class Arguments:
     """The flags of one command, which are also the keys of its YAML files.
 
@@ -37,14 +55,23 @@ class Arguments:
         command: Name of the command.
         description: What it does, for `--help`.
         usage: The words after the command, for `--help`.
+        first: The flags that `--help` explains, without dashes; all others are explained by `--help_all`. Empty
+            explains all.
     """
 
-    def __init__(self, command: str, description: str, usage: str = "[FLAGS]") -> None:
+    def __init__(self, command: str, description: str, usage: str = "[FLAGS]", first: Sequence[str] = ()) -> None:
         """Begin with the flags that every command has."""
-        self._command = command
+        self._command, self._first = command, first
         self._parser = ArgumentParser(
-            prog=f"wide {command}", usage=f"wide {command} {usage}", description=description, exit_on_error=False
+            prog=f"wide {command}",
+            usage=f"wide {command} {usage}",
+            description=description,
+            exit_on_error=False,
+            formatter_class=_Help,
         )
+        if first:
+            self._parser.add_argument("--help_all", action="help", help="Explain all flags.")
+        self._groups: dict[str, str] = {}
         self._parser.add_argument(
             "--config",
             action=ActionConfigFile,
@@ -126,10 +153,13 @@ class Arguments:
         """
         hints, texts = typing.get_type_hints(cls), field_texts(cls)
         group = self._parser.add_argument_group(prefix or _title(cls), _title(cls) if prefix else None)
+        if prefix:
+            self._groups.setdefault(prefix, _title(cls))
         for field in fields(cls):
             if field.name in skip or (only and field.name not in only):
                 continue
-            kind, text = hints[field.name], texts[field.name]
+            # Null is the word of YAML.
+            kind, text = hints[field.name], re.sub(r"\bNone\b", "null", texts[field.name])
             default = None if otherwise else defaults.get(field.name, field.default)
             if otherwise:
                 kind, text = kind | None, f"{text} Null means {otherwise}."
@@ -154,7 +184,10 @@ class Arguments:
         """
         if COMPLETING in os.environ:
             self._complete()
-        configs, words = _split_configs(arguments)
+        if self._first and {"-h", "--help"} & set(arguments):
+            self._explain_first()
+        # Python's word for null, which no text means.
+        configs, words = _split_configs([re.sub(r"^(--\S+=)?None$", r"\1null", word) for word in arguments])
         parts = [word.partition("=") for word in words]
         flags = ["".join((self._spelled_here(name), *value)) for name, *value in parts]
         self._refuse_unknown_flags(flags)
@@ -213,9 +246,28 @@ class Arguments:
                 plain.add_argument(*action.option_strings, dest=action.dest).completer = words_or_files  # type: ignore[attr-defined]
         argcomplete.autocomplete(plain)
 
+    def _explain_first(self) -> typing.NoReturn:
+        """Print the flags that matter first, and end the process."""
+        known = {action.dest: action for action in self._parser._actions}
+        formatter = _Help(self._parser.prog)
+        formatter.add_usage(self._parser.usage, [], [])
+        formatter.add_text(self._parser.description)
+        formatter.start_section("first flags")
+        formatter.add_arguments([known[name] for name in self._first])
+        formatter.end_section()
+        formatter.start_section(f"more flags, which {self._parser.prog} --help_all explains")
+        others = [name for name in known if name in self.known_keys() and "." not in name and name not in self._first]
+        formatter.add_text(", ".join(f"--{name}" for name in others))
+        formatter.end_section()
+        print(formatter.format_help(), end="")
+        for prefix, title in self._groups.items():
+            print(f"  --{prefix + '.*':<13} {re.split('[:;]', title)[0]}")
+        raise SystemExit(0)
+
     def known_keys(self) -> list[str]:
         """Return every key in dotted form."""
-        return [action.dest for action in self._parser._actions if action.dest not in ("help", "print_config")]
+        unsaved = ("help", "help_all", "print_config")
+        return [action.dest for action in self._parser._actions if action.dest not in unsaved]
 
     def _spelled_here(self, flag: str) -> str:
         """Return a flag as this command spells it; others have it with a group, or without, or by another name."""

@@ -98,7 +98,12 @@ class BenchOptions:
 
 def arguments() -> Arguments:
     """Return the flags of the command."""
-    flags = Arguments("bench", "Time the operators at Llama-3.1-8B's shapes against dense peers, agreement first.")
+    flags = Arguments(
+        "bench",
+        "Time the operators at Llama-3.1-8B's shapes against dense peers, agreement first.",
+        usage="--output BENCH [FLAGS]",
+        first=("output", "operators", "sparsity", "quick"),
+    )
     flags.add_fields(BenchOptions)
     flags.also_called({"out": "output", "ffn_group_size": "group_size"})
     return flags

@@ -23,7 +23,12 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
         methods: The methods whose settings are among them.
         only_in_files: Further methods that configuration files may have settings of, to serve many comparisons.
     """
-    flags = Arguments("compare", "Run a grid of methods, sparsities and seeds, and print one table.")
+    flags = Arguments(
+        "compare",
+        "Run a grid of methods, sparsities and seeds, and print one table.",
+        usage="--model M --data D --methods A,B --output GRID [FLAGS]",
+        first=("config", "model", "data", "methods", "sparsities", "recover.steps", "output"),
+    )
     flags.add_fields(RunOptions, skip=("report", "tensorboard", "tracker", "parallel"))
     flags.add_fields(GridOptions)
     flags.add_fields(Budget)

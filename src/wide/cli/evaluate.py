@@ -32,7 +32,12 @@ class TaskOptions(ScoredTasks):
 
 def arguments() -> Arguments:
     """Return the flags of the command."""
-    flags = Arguments("eval", "Score a model on held-out text and tasks, its dense self beside it.")
+    flags = Arguments(
+        "eval",
+        "Score a model on held-out text and tasks, and the dense model with it.",
+        usage="--model M --adapter RUN --data D [FLAGS]",
+        first=("model", "adapter", "data", "tasks", "sparsity", "output"),
+    )
     flags.add_fields(AdapterOptions)
     flags.add_fields(EvalOptions, skip=("untrained",), tokens=None)
     flags.add_fields(TaskOptions)

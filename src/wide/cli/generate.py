@@ -28,6 +28,8 @@ def arguments() -> Arguments:
         "generate",
         "Continue a prompt, or chat; the text is printed while it is generated, then tokens per second (of prompt and "
         "text) and what was skipped.",
+        usage="--model M --adapter RUN --prompt TEXT [FLAGS]",
+        first=("model", "adapter", "prompt", "chat", "max_new_tokens", "dtype"),
     )
     flags.add_fields(InferenceOptions)
     flags.add_fields(PromptOptions)

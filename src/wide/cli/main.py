@@ -158,7 +158,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "  wide prune --model M --data D --sparsity 0.5 --ffn_group_size 128 --output DIR",
+            "  wide prune --config small --model M --data D --output RUN",
             "",
             "wide COMMAND --help lists the flags; the same keys can stand in a YAML file (--config).",
         ]

@@ -22,8 +22,10 @@ def arguments() -> Arguments:
     """Return the flags of the command."""
     flags = Arguments(
         "profile",
-        "Time the public doors of a model: a call of it, the first token and each further one of generate() (TTFT, "
-        "TPOT), and generate_batch; optimised beside the dense model as loaded and in the same engine.",
+        "Time a model by the calls that users make: a forward, the first and each further token of generate() (TTFT, "
+        "TPOT), and generate_batch. The dense model is timed, too: as loaded, and in the same engine.",
+        usage="--model M --adapter RUN --output RUN/profile [FLAGS]",
+        first=("model", "adapter", "prompt", "generate", "batched", "output"),
     )
     flags.add_fields(ProfileOptions)
     flags.also_called({"out": "output"})

@@ -41,7 +41,13 @@ def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Argumen
         method: Whose settings are among them; the flags of other methods are refused.
         in_files: Keys of configuration files, which may have settings of other methods, too, to serve several.
     """
-    flags = Arguments("prune", "Prune by a method and, with --recover.steps, train LoRA (stage 2).")
+    flags = Arguments(
+        "prune",
+        "Prune a model: train routers to a sparsity (stage 1), then LoRA with them (stage 2, with --recover.steps). "
+        "The recipe small is a good start; without a recipe every default is the paper's, 10,000 steps.",
+        usage="--config small --model M --data D --output RUN [FLAGS]",
+        first=("config", "model", "data", "sparsity", "recover.steps", "output", "dry_run"),
+    )
     flags.add_fields(RunOptions)
     flags.add_fields(ObjectiveConfig, only=("sparsity",))
     flags.add_fields(MethodOptions)

@@ -29,7 +29,12 @@ class RecoverOptions:
 
 def arguments() -> Arguments:
     """Return the flags of the command."""
-    flags = Arguments("recover", "Train LoRA and routers of an adapter (stage 2).")
+    flags = Arguments(
+        "recover",
+        "Train LoRA and routers of an adapter (stage 2).",
+        usage="--model M --adapter RUN --data D --output RUN2 [FLAGS]",
+        first=("config", "model", "adapter", "data", "recover.steps", "output", "dry_run"),
+    )
     flags.add_fields(RunOptions)
     flags.add_fields(RecoverOptions)
     flags.add_run_switches()

@@ -14,6 +14,8 @@ def arguments() -> Arguments:
         "serve",
         "Serve one model by transformers' OpenAI-compatible server: chat completions, completions and responses, "
         "streamed or not. Ctrl-C ends it.",
+        usage="--model M --adapter RUN [FLAGS]",
+        first=("model", "adapter", "host", "port", "continuous_batching"),
     )
     flags.add_fields(InferenceOptions)
     flags.add_fields(ServerOptions)
