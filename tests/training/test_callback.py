@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from tiny import RandomSource, batch, dense_model, routed_model
+from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
 import wide
@@ -47,9 +48,22 @@ def router_gradients(model):
     return torch.cat([p.grad.flatten() for router in attachment(model).routers() for p in router.parameters()])
 
 
+def own_loss(model, inputs, targets):
+    """A loss that the loop makes of logits, as TRL's trainers do, beside that of the model."""
+    logits = model(**inputs, num_items_in_batch=targets).logits
+    return functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+    ).div(targets)
+
+
+def returned_loss(model, inputs, targets):
+    return model(**inputs, num_items_in_batch=targets).loss
+
+
+@pytest.mark.parametrize("loss_of", [returned_loss, own_loss])
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_gradient_is_that_of_the_objective(padding, micro_batches):
+def test_the_gradient_is_that_of_the_objective(padding, micro_batches, loss_of):
     text, config = batch(padding=padding), wide.ObjectiveConfig(sparsity=0.4)
     model = routed_model().train()
     parts = text.split(4 // micro_batches)
@@ -66,7 +80,7 @@ def test_the_gradient_is_that_of_the_objective(padding, micro_batches):
     torch.manual_seed(1)
     for part in parts:
         inputs = {"input_ids": part.input_ids, "attention_mask": part.valid.long(), "labels": part.labels}
-        model(**inputs, num_items_in_batch=targets).loss.backward()
+        loss_of(model, inputs, targets).backward()
     assert torch.allclose(router_gradients(model), wanted, rtol=1e-4, atol=1e-6)
     routers.end()
     with torch.no_grad():
@@ -120,6 +134,12 @@ def test_a_resumed_trainer_ends_as_if_it_had_not_stopped(tmp_path, wrapped):
     trainer.train(resume_from_checkpoint=str(moved))
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
+    # Thresholds are calibrated on what was read before the stop, too.
+    inner = [model.get_base_model() if wrapped else model for model in (first, second)]
+    assert attachment(inner[0]).dial == attachment(inner[1]).dial
+    facts = [attachment(model).provenance["prune"]["inference"] for model in inner]
+    assert facts[0] == facts[1]
+    assert facts[0]["tokens"] == STEPS * 4 * 16
     moved = [name for (name, p), old in zip(second.named_parameters(), before, strict=True) if not torch.equal(p, old)]
     assert any("wide_router" in name for name in moved)
     assert all("wide_router" in name or "lora_" in name for name in moved)
@@ -131,11 +151,23 @@ def test_a_resumed_trainer_ends_as_if_it_had_not_stopped(tmp_path, wrapped):
             )
 
 
+def test_a_loss_with_label_smoothing_and_a_callback_made_again_have_the_term(tmp_path):
+    # The model returns no loss there.
+    changes = {"label_smoothing_factor": 0.1, "restore_callback_states_from_checkpoint": True, "max_steps": 60}
+    strong = wide.ObjectiveConfig(sparsity=0.9, weight=30)
+    changes |= {"save_steps": 4, "save_total_limit": 20, "learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+    trainer_of(routed_model(), tmp_path, wide.RouterCallback(objective=strong), **changes).train()
+    trainer = trainer_of(routed_model(), tmp_path, wide.RouterCallback(objective=strong), **changes)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    skipped = [line["sparsity"] for line in trainer.state.log_history if "sparsity" in line]
+    assert sum(skipped[-8:]) / 8 > 0.8
+
+
 def test_the_last_step_of_an_epoch_has_the_whole_sparsity_term_in_fewer_forwards(tmp_path):
     class Noted(wide.RouterCallback):
-        def _add_term(self, *args):
+        def _carry_term(self, *args):
             found.append(self._forwards)
-            return super()._add_term(*args)
+            return super()._carry_term(*args)
 
     found, rows = [], examples(32)[: 4 * 4]
     changes = {"gradient_accumulation_steps": 3, "max_steps": 4, "save_strategy": "no"}
@@ -163,8 +195,16 @@ def test_checkpoints_of_a_peft_model_have_the_routers_beside_lora(tmp_path):
 
 def test_what_cannot_work_is_refused(tmp_path):
     model = routed_model()
-    with pytest.raises(ConfigError, match="without label smoothing"):
-        trainer_of(model, tmp_path, wide.RouterCallback(0.5), label_smoothing_factor=0.1).train()
+    routers = wide.RouterCallback(0.5)
+    routers.begin(model.train(), steps=3)
+    with pytest.raises(ConfigError, match="the model was called with inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 4, 32))
+    # As `fp16` of a Trainer has it, which needs a GPU.
+    routers._refused = "fp16 scales"
+    with pytest.raises(ConfigError, match="fp16 scales"):
+        model(batch().input_ids).logits.sum().backward()
+    routers.end()
+    model.eval()
     with pytest.raises(ConfigError, match="not both"):
         wide.RouterCallback(0.5, objective=wide.ObjectiveConfig())
     with pytest.raises(NotAttachedError):

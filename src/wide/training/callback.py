@@ -13,6 +13,7 @@ In a loop of your own, as one with accelerate, call the three methods that the T
     routers.end()
 """
 
+import base64
 import dataclasses
 from collections import deque
 from contextlib import ExitStack
@@ -20,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBatch
 from wide.errors import ConfigError
-from wide.models.adapter import ROUTER_FILE, restore_routers, save
+from wide.models.adapter import ROUTER_FILE, restore_routers
+from wide.models.adapter import save as save_adapter
 from wide.models.attach import attachment
 from wide.models.observe import observe
 from wide.training.inference_target import meet_target
@@ -38,11 +42,49 @@ from wide.training.schedule import sparsity_target, sparsity_weight, temperature
 
 FOLDER = "wide"
 """The adapter in a checkpoint of a PEFT model, which holds LoRA alone."""
-_KEPT = 64
+# Tokens that are kept for the calibration.
+_KEPT = 65_536
 
 
-class RouterCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds the sparsity term to the loss that the model itself returns in training, and anneals the routers.
+class _Term:
+    """The sparsity term of one forward: part of the loss that the model returns, if the loop differentiates that."""
+
+    def __init__(self, value: Tensor, alone: float, refused: str) -> None:
+        """Keep the weighted distance, its share of a step where the loss is another, and why that cannot be."""
+        self.value, self.alone, self.refused = value, alone, refused
+        self.has_gradient = False
+
+    def arrives(self, _gradient: Tensor) -> None:
+        self.has_gradient = True
+
+
+class _Carried(torch.autograd.Function):
+    """Lets the term's gradient begin in the backward of the states that every loss depends on.
+
+    By then the backward has passed the loss that the model returned, if the loop differentiates it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, value: Tensor, term: _Term) -> Tensor:
+        ctx.term = term
+        return states.view_as(states)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        term = ctx.term
+        if term.has_gradient:
+            return gradient, None, None
+        if term.refused:
+            raise ConfigError(term.refused)
+        return gradient, torch.full_like(term.value, term.alone), None
+
+
+class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Adds the sparsity term to the loss, and anneals the routers.
+
+    The loss that the model returns has the term. A trainer that makes a loss of its own, as TRL's do, gets the term's
+    gradient all the same; what it logs as loss is then without it.
 
     What else is trained, and at which rate, is the loop's: freeze the base with `requires_grad_(False)` before the
     Trainer is made, or train it along. Afterwards thresholds are calibrated on the last batches, so that inference
@@ -51,7 +93,8 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         sparsity: Wanted share of skipped work in [0, 1).
-        objective: Measure, weight and ramps in full, instead of `sparsity`; its distillation is not for these loops.
+        objective: Measure, weight and ramps in full, instead of `sparsity`; its distillation is not for these loops. As
+            a dictionary where the Trainer makes the callback again.
         temperatures: Of the Gumbel-softmax, at the first and last step.
 
     Raises:
@@ -64,10 +107,12 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         self,
         sparsity: float | None = None,
         *,
-        objective: ObjectiveConfig | None = None,
+        objective: ObjectiveConfig | dict[str, Any] | None = None,
         temperatures: tuple[float, float] = (StageConfig().temperature_start, StageConfig().temperature_end),
     ) -> None:
         """Keep the settings."""
+        if isinstance(objective, dict):
+            objective = ObjectiveConfig(**objective)
         if objective is not None and (sparsity is not None or objective.distillation):
             raise ConfigError("give sparsity= or objective=, not both, and no distillation: the loss is the loop's own")
         self.objective = objective or ObjectiveConfig(sparsity=0.5 if sparsity is None else sparsity)
@@ -75,6 +120,8 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         self.measured: Tensor | None = None
         self._open = ExitStack()
         self._has_resumed = False
+        self._refused = ""
+        self._batches = deque[TokenBatch]()
 
     def begin(self, model: Any, *, steps: int, micro_batches: int = 1, loss_is_multiplied: bool = False) -> None:
         """Let the loss of the model hold the sparsity term from now on.
@@ -82,7 +129,8 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         Args:
             model: An attached model, or PEFT's wrapper around one.
             steps: Optimiser steps of the whole training.
-            micro_batches: Forwards in a step; matters where the loss is divided by `num_items_in_batch`.
+            micro_batches: Forwards in a step; matters where the loss is divided by `num_items_in_batch`, or made of
+                something else than the loss that the model returns.
             loss_is_multiplied: Whether the loop multiplies such a loss by the number of processes.
 
         Raises:
@@ -97,13 +145,16 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         device = next(model.parameters()).device
         self._parallel = DataParallel.from_environment(device)
         self._term = Objective(model, self.objective, parallel=self._parallel)
-        self._steps, self._batches = steps, deque[TokenBatch](maxlen=_KEPT)
+        self._steps = steps
+        self._term_now: _Term | None = None
+        self._batches.clear()
         self._micro_batches, self._times = micro_batches, self._parallel.world if loss_is_multiplied else 1
         # Checkpointing that the loop has switched on may lose the gradient of masks; this is on instead.
         self._open.enter_context(layers_run(model))
         self._routing = self._open.enter_context(observe(model))
-        handle = model.register_forward_hook(self._add_term, with_kwargs=True)
-        self._open.callback(handle.remove)
+        decoder = getattr(model, "base_model", model)
+        for module, hook in ((decoder, self._carry_term), (model, self._add_term)):
+            self._open.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         self.step(0)
 
     def step(self, step: int, *, micro_batches: int | None = None) -> None:
@@ -133,23 +184,54 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         asked = dataclasses.asdict(self.objective)
         attachment(self._model).provenance["prune"] = {"objective": asked, "steps": self._steps, "inference": found}
 
-    def _add_term(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
-        if not (model.training and torch.is_grad_enabled()):
+    def _carry_term(self, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
+        """Take the term of a forward, and let the decoder's states `[B, T, D]` carry its gradient."""
+        self._term_now = None
+        if not (decoder.training and torch.is_grad_enabled()):
             return None
-        if getattr(output, "loss", None) is None:
+        ids = given.get("input_ids", args[0] if args else None)
+        if ids is None:
+            named = ", ".join(sorted(key for key, value in given.items() if value is not None))
             raise ConfigError(
-                "the model returned no loss to add the sparsity term to: give it labels, without label smoothing and "
-                "compute_loss_func, which take them away"
+                f"RouterCallback counts and calibrates on input_ids [B, T], and the model was called with {named}; "
+                "call it with token ids"
             )
-        ids = given["input_ids"] if "input_ids" in given else args[0]
         mask = given.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
         distance, self.measured = self._term.distance(self._routing, valid, self._target)
+        self._term_now = _Term(self._weight * distance, 1 / self._forwards, self._refused)
+        self._keep(TokenBatch(input_ids=ids, labels=ids, valid=valid))
+        carry: Any = _Carried.apply
+        states = carry(output[0], self._term_now.value, self._term_now)
+        if isinstance(output, tuple):
+            return (states, *output[1:])
+        output.last_hidden_state = states
+        return output
+
+    def _add_term(self, _model: nn.Module, _args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
+        term = self._term_now
+        if term is None or getattr(output, "loss", None) is None:
+            return None
         # A loss that was divided by the tokens of the whole step is not divided by its forwards any more.
         shares = self._forwards * self._times if given.get("num_items_in_batch") is not None else 1
-        output.loss = output.loss + self._weight * distance / shares
-        self._batches.append(TokenBatch(input_ids=ids, labels=ids, valid=valid))
+        output.loss = output.loss + term.value / shares
+        output.loss.register_hook(term.arrives)
         return output
+
+    def _keep(self, batch: TokenBatch) -> None:
+        self._batches.append(batch)
+        while sum(kept.input_ids.numel() for kept in self._batches) > _KEPT and len(self._batches) > 1:
+            self._batches.popleft()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer keeps in `trainer_state.json`: settings, and the tokens to calibrate on."""
+        tensors = {
+            f"{place}.{name}": getattr(batch, name).cpu()
+            for place, batch in enumerate(self._batches)
+            for name in ("input_ids", "valid")
+        }
+        settings = {"objective": dataclasses.asdict(self.objective), "temperatures": self.temperatures}
+        return {"args": settings, "attributes": {"tokens": base64.b64encode(save(tensors)).decode()}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Make routers trainable, which PEFT froze with the rest, before the optimiser is made."""
@@ -189,7 +271,19 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
             )
         multiplied = bool(args.average_tokens_across_devices)
         micro_batches = args.gradient_accumulation_steps
+        if args.fp16:
+            self._refused = (
+                "this trainer makes a loss of its own, and fp16 scales it by a factor that the sparsity term does not "
+                "know; train in bf16 or float32"
+            )
         self.begin(model, steps=state.max_steps, micro_batches=micro_batches, loss_is_multiplied=multiplied)
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if state.global_step and isinstance(saved, dict):
+            # What was read before the checkpoint counts in the calibration, too.
+            tensors = load(base64.b64decode(saved["attributes"]["tokens"]))
+            for place in range(len(tensors) // 2):
+                ids, valid = (tensors[f"{place}.{name}"].to(inner.device) for name in ("input_ids", "valid"))
+                self._keep(TokenBatch(input_ids=ids, labels=ids, valid=valid))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         """Go on with the schedules."""
@@ -213,7 +307,7 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         if _inner(model) is not model and state.is_world_process_zero:
             # What PEFT trains of the base itself (modules_to_save) lies in its own files.
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
-            save(_inner(model), folder, ignore_base_changes=True)
+            save_adapter(_inner(model), folder, ignore_base_changes=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End, and calibrate."""
