@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import wide
 from wide.cli.main import main
@@ -423,6 +424,46 @@ def test_sampling_follows_the_seed(tiny_model_folder, capsys):
         return capsys.readouterr().out
 
     assert text("1") == text("1") != text("2")
+
+
+LEAKS = {
+    "num_beams": 3,
+    "return_dict_in_generate": True,
+    "repetition_penalty": 5.0,
+    "do_sample": True,
+    "max_time": 0.0,
+    "no_repeat_ngram_size": 1,
+}
+
+
+@pytest.mark.parametrize("leak", [{key: value} for key, value in LEAKS.items()] + [LEAKS | {"num_return_sequences": 2}])
+def test_what_a_base_says_of_generation_changes_no_text(leak, tiny_model_folder, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    expected = wide.generate(model, "The quick", max_new_tokens=12)
+    model.generation_config = GenerationConfig(eos_token_id=1, **leak)
+    assert wide.generate(model, "The quick", max_new_tokens=12) == expected
+    assert all(getattr(model.generation_config, key) == value for key, value in leak.items())
+    # Below that, what softmax is taken of is infinite.
+    assert wide.generate(model, "The quick", max_new_tokens=12, temperature=1e-40) == expected
+    shutil.copytree(tiny_model_folder, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": 1} | leak))
+    given = ["generate", "--model", str(tmp_path / "base"), "--prompt=The quick", "--max_new_tokens=12"]
+    assert main([*given, "--device=cpu"]) == 0
+    assert capsys.readouterr().out.strip() == f"The quick{expected}".strip()
+
+
+def test_stop_strings_of_a_base_end_a_text_and_threads_wait_for_each_other(tiny_model_folder):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    whole = wide.generate(model, "The quick", max_new_tokens=12, temperature=1.0)
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(
+            pool.map(lambda _: wide.generate(model, "The quick", max_new_tokens=12, temperature=1.0), range(8))
+        )
+    assert set(texts) == {whole}
+    letter = re.search("[a-zA-Z]", whole)
+    model.generation_config.stop_strings = [letter[0]]
+    assert wide.generate(model, "The quick", max_new_tokens=12, temperature=1.0) == whole[: letter.end()]
+    assert letter.end() < len(whole)
 
 
 def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_folder, capsys):

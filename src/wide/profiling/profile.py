@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from wide.config import WideConfig
 from wide.errors import ConfigError
@@ -128,7 +129,8 @@ class _Job:
             dtype = str(_dtype(self.device)).removeprefix("torch.")
             model = load_pretrained(options.model, dtype=dtype, device=str(self.device))
         model.requires_grad_(False)
-        model.generation_config.eos_token_id = None
+        # Of what a base says of generation nothing is to count: no last token, no beams.
+        model.generation_config = GenerationConfig()
         return model.eval()
 
     def routed_model(self, dense: Any) -> Any:

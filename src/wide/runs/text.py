@@ -1,14 +1,16 @@
 """Generate text, on wide's operators where they run, and measure how fast it comes and what is skipped."""
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MaxLengthCriteria, StoppingCriteriaList, TextStreamer
+from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
 from wide.errors import ConfigError, WideError
@@ -22,6 +24,10 @@ from wide.schema import require
 
 # The engine captures a step when it comes first, and a short prompt when its length comes again.
 _WARM_UP_CALLS = 2
+LEAST_TEMPERATURE = 1e-3
+"""Below it the likeliest token is as good as certain, and logits divided by it overflow."""
+# Random states and the generation configuration are shared by all threads.
+_ONE_CALL = threading.Lock()
 
 
 class _Timed(TextStreamer):
@@ -34,6 +40,26 @@ class _Timed(TextStreamer):
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
         super().put(value)
+
+
+@contextmanager
+def own_settings(model: Any, kept: Sequence[str] = ()) -> Iterator[None]:
+    """Leave of a model's generation configuration its special tokens and what is named, for a while.
+
+    Whatever a call leaves open `generate` takes from there: beams, penalties, kinds of output.
+    """
+    before = model.generation_config
+    named = ("bos_token_id", "eos_token_id", "pad_token_id", *kept)
+    model.generation_config = GenerationConfig(**{name: getattr(before, name, None) for name in named})
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def stops(tokenizer: Any, strings: str | Sequence[str] | None) -> StoppingCriteriaList:
+    """Return what ends a text at strings; `generate(tokenizer=)` hands the tokenizer on to the model's forward."""
+    return StoppingCriteriaList([StopStringCriteria(tokenizer, strings)] if strings else [])
 
 
 def install_operators(model: Any, backend: str) -> str:
@@ -99,7 +125,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 17,
 ) -> str:
-    """Return the text that follows a prompt, or the answer to a chat.
+    """Return the text that follows a prompt, or the answer to a chat; calls from several threads run one by one.
+
+    Of the model's own generation configuration only special tokens and stop strings count.
 
     Args:
         model: A causal LM, attached, optimised or neither.
@@ -124,7 +152,7 @@ def generate(
     if system is not None:
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt = [{"role": "system", "content": system}, *said]
-    with judging(model), own_randomness(model.device):
+    with _ONE_CALL, judging(model), own_randomness(model.device):
         output, prompt_tokens, _ = _generated(model, tokenizer, prompt, options, streams=False, warms_up=False)
     return str(tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True))
 
@@ -142,20 +170,22 @@ def _generated(
     prompt_tokens = int(encoded["input_ids"].shape[1])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     settings: dict[str, Any] = {**encoded, "pad_token_id": pad, "max_new_tokens": options.max_new_tokens}
-    settings["do_sample"] = options.temperature > 0
-    if options.temperature > 0:
+    settings["do_sample"] = options.temperature >= LEAST_TEMPERATURE
+    if settings["do_sample"]:
         settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-    if warms_up and is_attached(model) and attachment(model).fused:
-        # Room for the whole text, so that its memory and graphs are found again.
-        brief = StoppingCriteriaList([MaxLengthCriteria(prompt_tokens + 2)])
-        for _ in range(_WARM_UP_CALLS):
-            model.generate(**settings, stopping_criteria=brief)
     streamer = _Timed(tokenizer) if streams else None
-    if streams and isinstance(prompt, str):
-        # Only now: nothing can be refused any more.
-        print(prompt, end="", flush=True)
-    torch.manual_seed(options.seed)
-    output = model.generate(**settings, streamer=streamer)
+    ends = stops(tokenizer, model.generation_config.stop_strings)
+    with own_settings(model):
+        if warms_up and is_attached(model) and attachment(model).fused:
+            # Room for the whole text, so that its memory and graphs are found again.
+            brief = StoppingCriteriaList([MaxLengthCriteria(prompt_tokens + 2)])
+            for _ in range(_WARM_UP_CALLS):
+                model.generate(**settings, stopping_criteria=brief)
+        if streams and isinstance(prompt, str):
+            # Only now: nothing can be refused any more.
+            print(prompt, end="", flush=True)
+        torch.manual_seed(options.seed)
+        output = model.generate(**settings, streamer=streamer, stopping_criteria=ends)
     return output, prompt_tokens, [] if streamer is None else streamer.times
 
 
