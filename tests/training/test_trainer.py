@@ -218,6 +218,8 @@ def test_batches_that_cannot_be_shared_are_refused():
         micro_batch_size(stage(batch_size=8), 3)
     with pytest.raises(ConfigError, match="does not divide"):
         micro_batch_size(stage(batch_size=8, micro_batch_size=3), 1)
+    with pytest.raises(ConfigError, match="micro_batch_size 3 does not divide the 2"):
+        micro_batch_size(stage(batch_size=2, micro_batch_size=3), 1)
 
 
 def test_metrics_are_records_of_every_step(tmp_path):

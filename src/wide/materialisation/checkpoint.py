@@ -33,7 +33,7 @@ from wide.models.card import PLACE, finish_folder
 from wide.models.files import check_sums, write_sums
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
 from wide.models.plan_check import check_tensors, placeholder_tensors
-from wide.models.pretrained import PRUNED_PREFIX, forbid_packing
+from wide.models.pretrained import LOADING, PRUNED_PREFIX, REPORTING, forbid_packing, misloaded
 from wide.models.router import THRESHOLD_NAME, Router
 from wide.models.sharding import is_first_process, is_sharded, reshard, whole
 from wide.models.stream import STREAM_NAME, StreamBasis
@@ -64,12 +64,11 @@ class PrunedMixin:
             AdapterError: If a tensor is missing, surplus or misshapen, where transformers would only warn, or does not
                 hold what the plan says.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        if any(wrong.values()):
-            raise AdapterError(
-                f"the checkpoint does not fit {cls.__name__}: { ({k: v[:3] for k, v in wrong.items() if v}) }"
-            )
+        with LOADING:
+            model, info = super().from_pretrained(*args, **kwargs | REPORTING)  # type: ignore[misc]
+        wrong = misloaded(info)
+        if wrong is not None:
+            raise AdapterError(f"the checkpoint does not fit {cls.__name__}: {wrong}")
         forbid_packing(model)
         try:
             model._check_loaded()
@@ -401,12 +400,15 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         raise AdapterError(f"{path} is no checkpoint: {error}") from error
     model_type = str(facts.get("model_type", ""))
-    if not register(model_type):
+    with LOADING:
+        is_pruned = register(model_type)
+    if not is_pruned:
         raise AdapterError(f"{path} is a {model_type!r} checkpoint, not a pruned one; use wide.load(model, adapter)")
     check_sums(Path(path))
     options.setdefault("dtype", "auto")
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), **options)
+        with LOADING:
+            model = AutoModelForCausalLM.from_pretrained(str(path), **options)
     except (WideError, torch.OutOfMemoryError):
         raise
     # What is damaged raises whatever transformers stumbles over.

@@ -34,7 +34,15 @@ from wide.models.discovery import discover
 from wide.models.files import sha256_of
 from wide.models.hub import local_folder, upload
 from wide.models.lora import copy_strictly, load_lora
-from wide.models.pretrained import BaseFacts, differences, fingerprint, load_pretrained, same_weights, sampled_values
+from wide.models.pretrained import (
+    LOADING,
+    BaseFacts,
+    differences,
+    fingerprint,
+    load_pretrained,
+    same_weights,
+    sampled_values,
+)
 from wide.models.sharding import is_first_process
 from wide.plan import Plan, Routed
 from wide.schema import Between, read_json, require, typed
@@ -212,22 +220,24 @@ def load(
     orders = _read_tensors(folder, ORDER_FILE, wanted=config["has_order"])
     has_lora = _has(folder / LORA_FOLDER, wanted=config["has_lora"])
     is_model = isinstance(model_or_name, nn.Module)
-    model: Any = model_or_name if is_model else load_pretrained(str(model_or_name), **load_options)
-    _check_base(config["base"], model, check_weights)
-    try:
-        attach(model, plan, tensors=static, weights=weights, orders=orders)
-    except (ShapeError, ConfigError) as error:
-        raise AdapterError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
-    try:
-        restore_routers(model, routers)
-        apply_config(model, config)
-        if has_lora:
-            load_lora(model, folder / LORA_FOLDER)
-    except Exception as error:
-        detach(model)
-        if isinstance(error, AdapterError):
-            raise AdapterError(f"{folder}: {error}; {_WAY_OUT}") from error
-        raise
+    # A load in another thread meanwhile would change what LoRA begins with.
+    with LOADING:
+        model: Any = model_or_name if is_model else load_pretrained(str(model_or_name), **load_options)
+        _check_base(config["base"], model, check_weights)
+        try:
+            attach(model, plan, tensors=static, weights=weights, orders=orders)
+        except (ShapeError, ConfigError) as error:
+            raise AdapterError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
+        try:
+            restore_routers(model, routers)
+            apply_config(model, config)
+            if has_lora:
+                load_lora(model, folder / LORA_FOLDER)
+        except Exception as error:
+            detach(model)
+            if isinstance(error, AdapterError):
+                raise AdapterError(f"{folder}: {error}; {_WAY_OUT}") from error
+            raise
     return model
 
 

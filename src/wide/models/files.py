@@ -1,14 +1,17 @@
-"""Weights that prove themselves: beside each file of a checkpoint its sha256."""
+"""Weights that prove themselves: beside each file of a checkpoint its sha256, and whether an index can be read."""
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from wide.data.progress import progress
 from wide.errors import AdapterError
+from wide.schema import read_json, typed
 
 SUMS = "wide_sha256.json"
 """Beside the weights of a full checkpoint or an export: the sha256 of each of their files."""
+_INDEX = "model.safetensors.index.json"
 # Hashed in some ten seconds; `wide inspect` checks larger ones, too.
 _MOST_WHEN_LOADED = 8 * 2**30
 
@@ -41,8 +44,12 @@ def check_sums(folder: Path, *, however_large: bool = False) -> list[str]:
         however_large: Read more than 8 GiB, too.
 
     Raises:
-        AdapterError: If a file is missing or another one than was written.
+        AdapterError: If a file is missing or another one than was written, or the index of the files is damaged.
     """
+    if (folder / _INDEX).is_file():
+        index = typed(dict[str, Any], read_json(folder / _INDEX), f"{folder / _INDEX}:")
+        for key, kind in (("metadata", dict[str, Any]), ("weight_map", dict[str, str])):
+            typed(kind, index.get(key), f"{folder / _INDEX}: {key}")
     sums = folder / SUMS
     if not sums.is_file():
         return []

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -20,7 +21,11 @@ from wide.schema import Between, typed
 
 PRUNED_PREFIX = "wide_"
 """The model types of full pruned checkpoints begin with it."""
+LOADING = threading.RLock()
+"""Held while transformers builds a model, which changes defaults of the whole process for the time."""
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+REPORTING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Options of `from_pretrained`: what does not fit is said, where transformers would fill it with random numbers."""
 _HUB_OPTIONS = ("revision", "token", "subfolder", "cache_dir", "local_files_only")
 _NUM_TENSORS = 32
 # Some have -1 for none.
@@ -58,9 +63,10 @@ def load_pretrained(
             `attn_implementation`, `revision`, `token` or `quantization_config`.
 
     Raises:
-        ConfigError: If the dtype or device is unknown or absent, the name cannot be loaded, or an option does not fit.
+        ConfigError: If the dtype or device is unknown or absent, the name cannot be loaded, an option does not fit, or
+            a weight is missing, unexpected or of another shape than the configuration says.
         UnsupportedModelError: If it is not a causal LM.
-        AdapterError: If it is an export whose weights are not those that were written.
+        AdapterError: If it is an export whose weights are not those that were written, or an index is damaged.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -83,8 +89,8 @@ def load_pretrained(
     check_sums(Path(name))
     options |= {"dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype, "use_safetensors": True}
     try:
-        with _reading() if sharded else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(name, **options)
+        with LOADING, _reading() if sharded else nullcontext():
+            model, info = AutoModelForCausalLM.from_pretrained(name, **options | REPORTING)
     except ValueError as error:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"{name} cannot be loaded with these options: {error}") from error
@@ -94,12 +100,33 @@ def load_pretrained(
     # What is damaged raises whatever transformers stumbles over.
     except Exception as error:
         raise ConfigError(_not_loadable(name, error)) from error
-    assert isinstance(model, nn.Module)
+    wrong = misloaded(info)
+    if wrong is not None:
+        raise ConfigError(
+            f"the weights of {name} do not fit its configuration: {wrong}. Copy it again, or correct its config.json; "
+            "if you mean it so, load the model with transformers and give wide the model"
+        )
     for key, kind in _GENERATION.items():
         typed(kind, getattr(model.generation_config, key, None), f"{name}: {key} of the configuration")
     forbid_packing(model)
     is_placed = sharded or options.get("device_map") is not None
     return (model if is_placed else model.to(where)).eval()
+
+
+def misloaded(info: Mapping[str, Any]) -> str | None:
+    """Return in words which weights a model did not get from its files, or they have in surplus; None if all fit.
+
+    Args:
+        info: What transformers' `from_pretrained` says of a load with the options `REPORTING`.
+    """
+    shapes = {f"{key} of shape {tuple(seen)}, wanted {tuple(wanted)}" for key, seen, wanted in info["mismatched_keys"]}
+    kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "mismatched": shapes}
+    words = [
+        f"{kind} {', '.join(sorted(keys)[:3])}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        for kind, keys in kinds.items()
+        if keys
+    ]
+    return "; ".join(words) or None
 
 
 @contextmanager
@@ -172,7 +199,7 @@ def load_skeleton(name: str) -> Any:
 
     config = _configuration(name)
     try:
-        with torch.device("meta"):
+        with LOADING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise UnsupportedModelError(_not_causal(name, config)) from error

@@ -339,8 +339,9 @@ def micro_batch_size(stage: StageConfig, world: int) -> int:
         raise ConfigError(
             f"batch_size {stage.batch_size} cannot be shared by {world} processes; choose a multiple of {world}"
         )
-    size = min(stage.micro_batch_size or share, share)
-    if share % size:
+    size = stage.micro_batch_size or share
+    # A batch that is shared by many processes may leave each less than one forward takes.
+    if size > stage.batch_size or share % (size := min(size, share)):
         raise ConfigError(
             f"micro_batch_size {size} does not divide the {share} sequences of each process; choose a divisor"
         )
