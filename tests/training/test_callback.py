@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_the_objective(padding, micro_batches, loss_of):
     parts = text.split(4 // micro_batches)
     targets = sum(int((part.labels[:, 1:] != IGNORED).sum()) for part in parts)
     objective = Objective(model, config)
-    attachment(model).control.temperature = 5.0
+    attachment(model).control.sampling.temperature = 5.0
     torch.manual_seed(1)
     for part in parts:
         objective(part, targets_in_step=targets, micro_batches=micro_batches)[0].backward()

@@ -233,7 +233,7 @@ def test_without_noise_training_runs_what_inference_runs_and_gradients_still_flo
         wanted = model(ids).logits
     for router in attachment(model).routers():
         router.train()
-    control.noise, control.temperature = False, 0.7
+    control.sampling.noise, control.sampling.temperature = False, 0.7
     with observe(model) as routing:
         logits = model(ids).logits
     assert torch.equal(logits, wanted)
@@ -255,7 +255,7 @@ def test_the_last_steps_run_without_noise():
     seen = []
     model = attach(dense_model(), WideConfig(ffn_group_size=16, router_rank=4))
     attachment(model).specs[0].attention.module.register_forward_pre_hook(
-        lambda *_: seen.append(attachment(model).control.noise) if torch.is_grad_enabled() else None
+        lambda *_: seen.append(attachment(model).control.sampling.noise) if torch.is_grad_enabled() else None
     )
     prune(model, RandomSource(), stage=stage(batch_size=64, steps=10, noise=0.7))
     assert seen == [True] * 7 + [False] * 3
@@ -446,4 +446,4 @@ def test_the_text_that_the_start_reads_is_counted():
 
 def test_noise_is_on_again_after_a_run_whose_last_steps_had_none():
     model = prune(dense_model(), RandomSource(), config=UNFITTED, stage=stage(steps=4, noise=0.5))
-    assert attachment(model).control.noise
+    assert attachment(model).control.sampling.noise

@@ -49,7 +49,7 @@ def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small
 
     class Watched(Objective):
         def __call__(self, *args, **kwargs):
-            read.add(attachment(model).control.temperature.data_ptr())
+            read.add(attachment(model).control.sampling.temperature.data_ptr())
             return super().__call__(*args, **kwargs)
 
     run = trainer(model, compile=True, **changes)
@@ -58,7 +58,7 @@ def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small
     assert counter.frame_count == 1
     assert len(read) == 1
     torch.testing.assert_close(router_values(model), router_values(plain))
-    assert isinstance(attachment(model).control.temperature, float)
+    assert isinstance(attachment(model).control.sampling.temperature, float)
 
 
 @pytest.mark.gpu

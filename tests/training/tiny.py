@@ -65,7 +65,7 @@ def freeze_noise(model):
 
     def forward(self, hidden):
         logits = self.logits(hidden)
-        soft = torch.softmax(logits / self.control.temperature, -1)
+        soft = torch.softmax(logits / self.control.sampling.temperature, -1)
         hard = (logits[..., EXECUTE] >= logits[..., SKIP]).float()
         mask = hard - soft[..., EXECUTE].detach() + soft[..., EXECUTE]
         if self.control.observed is not None:

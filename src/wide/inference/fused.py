@@ -82,7 +82,7 @@ class FusedAttention:
 
     def query(self, hidden: Tensor) -> Tensor:
         """Return the query projection (with K and V where fused) `[..., N]`, skipped query groups unspecified."""
-        mask, self._order = self.gate.mask, None
+        mask, self._order = self.gate.mask.value, None
         if mask is not None:
             _require_inference(mask)
         rows = hidden.reshape(-1, hidden.shape[-1])

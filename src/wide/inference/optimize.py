@@ -246,7 +246,7 @@ def _require_standard(index: int, ffn: FusedFeedForward, hidden_size: int) -> No
     groups = routed_gate(ffn.spec.module)[1].num_groups
     with torch.no_grad():
         wanted = ffn.original(probe)
-        ffn.gate.mask = torch.ones(1, _PROBE_ROWS, groups, dtype=torch.bool, device=probe.device)
+        ffn.gate.mask.value = torch.ones(1, _PROBE_ROWS, groups, dtype=torch.bool, device=probe.device)
         always_dense = FusedFeedForward(ffn.spec, ffn.gate, ffn.activation, DENSE_TABLE)
         found = always_dense(probe)
     error = (found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12)

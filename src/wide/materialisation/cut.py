@@ -16,7 +16,7 @@ from wide.materialisation.shape import LayerShape, ModelShape
 from wide.materialisation.stream import replace, rotate_embedding, rotate_layer
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
-from wide.models.gates import GATHER_NAME, bypassed, cache_of, install_attention_gates
+from wide.models.gates import GATHER_NAME, Pending, bypassed, cache_of, install_attention_gates
 
 
 class AbsentFeedForward(nn.Module):
@@ -82,11 +82,11 @@ class HeadGather(nn.Module):
         self.register_buffer("kv_index", torch.tensor(kv_index, dtype=torch.int64))
         picked = None if query_index is None else torch.tensor(query_index, dtype=torch.int64)
         self.register_buffer("query_index", picked)
-        self.done = False
+        self.done = Pending()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value `[B, H', T, d]`, with as many KV heads as query heads."""
-        self.done = True
+        self.done.value = True
         if self.query_index is not None:
             query = query.index_select(1, self.query_index)
         return query, key.index_select(1, self.kv_index), value.index_select(1, self.kv_index)
@@ -102,11 +102,11 @@ def _add_gather(attention: nn.Module, gather: HeadGather) -> None:
 
 
 def _expect_gather(attention: nn.Module, _args: tuple[Any, ...]) -> None:
-    getattr(attention, GATHER_NAME).done = False
+    getattr(attention, GATHER_NAME).done.value = None
 
 
 def _check_gather(attention: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-    if not getattr(attention, GATHER_NAME).done:
+    if not getattr(attention, GATHER_NAME).done.take():
         raise bypassed(attention, f"the KV heads of a sliced {type(attention).__name__} were not gathered")
 
 

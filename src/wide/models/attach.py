@@ -35,7 +35,7 @@ from wide.models.plan_check import attention_group_sizes, check_plan
 from wide.models.pretrained import BaseFacts, fingerprint, forbid_packing, sampled_values
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
-from wide.models.router import Router, RoutingControl
+from wide.models.router import Router, RoutingControl, Sampling
 from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream, basis_of
 from wide.plan import (
     EMBEDDING_BASIS,
@@ -207,7 +207,7 @@ def attach(
     tensors = tensors or {}
     check_plan(plan, specs, tensors)
     _check_settings(config, has_orders=bool(orders), has_weights=bool(weights))
-    state = Attachment(plan=plan, specs=specs, control=RoutingControl(len(specs)), base=fingerprint(model, specs))
+    state = Attachment(plan=plan, specs=specs, control=RoutingControl(Sampling()), base=fingerprint(model, specs))
     state.replaced = ReplacedWeights(model, weights) if weights else None
     state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
     install_attention_gates()

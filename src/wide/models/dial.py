@@ -205,6 +205,9 @@ def set_sparsity(
 ) -> float:
     """Set the threshold of all routers and return it; where attention and FFN had their own, they lose them.
 
+    Threads share thresholds. A forward that runs meanwhile in another thread decides each sublayer by the old threshold
+    or by the new one, and with `data` by one of those that are tried; forwards that begin afterwards use the new one.
+
     Args:
         model: An attached model.
         sparsity: Wanted sparsity in the measure of the stored thresholds; 0 runs every group.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.models.gates import Gate, cache_name, cache_of, gate_heads
+from wide.models.gates import Gate, Pending, cache_name, cache_of, gate_heads
 from wide.models.router import RoutingControl
 
 # Keeps the quotient finite where all attention falls on evicted tokens (D-LLM's own constant).
@@ -40,14 +40,14 @@ class Eviction:
     def __init__(self, gate: Gate) -> None:
         """Serve this gate."""
         self._gate = gate
-        self._gates_cache = False
+        self._gates_cache = Pending()
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the cache of the coming forward receive gated values."""
-        cache, mask = cache_of(kwargs), self._gate.mask
-        self._gates_cache = cache is not None and mask is not None
+        cache, mask = cache_of(kwargs), self._gate.mask.value
+        self._gates_cache.value = cache is not None and mask is not None
         if cache is None or mask is None:
             return None
         return args, kwargs | {cache_name(kwargs): _GatedCache(cache, _per_key(mask))}
@@ -81,7 +81,7 @@ class Eviction:
             # The router's own mask, which has a gradient in training.
             gate = _per_key(mask).to(value.dtype).expand(-1, value.shape[1], -1, -1)
             value = value * gate
-        elif self._gates_cache:
+        elif self._gates_cache.value:
             gate = (value != 0).any(-1, keepdim=True).to(value.dtype)
         else:
             raise UnsupportedModelError(

@@ -7,6 +7,7 @@ of the attention or constants, is the source of a gate; all gates enter here.
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -67,6 +68,23 @@ class StaticGate(nn.Module):
         return self.factors()
 
 
+class Pending(threading.local):
+    """A value that a hook leaves for a later hook of the same forward, which means: in the same thread."""
+
+    def __init__(self) -> None:
+        """Begin empty; Python calls this in every thread that comes."""
+        self.value: Any = None
+
+    def take(self) -> Any:
+        """Hand the value over, once; None if there is none."""
+        value, self.value = self.value, None
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles begin empty."""
+        return type(self), ()
+
+
 class Gate:
     """Lets a source decide before a sublayer runs, and holds the factors until they are applied.
 
@@ -74,7 +92,7 @@ class Gate:
         source: Gives the factors for the sublayer's input `[B, T, D]`: a mask `[B, T, N_G]`, or float32 `[units]`.
 
     Attributes:
-        mask: The pending factors; None where there is nothing to apply.
+        mask: The factors to apply; none where there is nothing to apply.
         residual: What the source reads in place of the sublayer's input, where it reads the residual stream.
         executor: Its `attend` runs the attention, given the dense function and its arguments, and takes the mask by
             itself; None runs that function, and masks after it.
@@ -85,10 +103,8 @@ class Gate:
         """Wait for the first forward."""
         self.source = source
         self.layer_index, self.half_layer = source.layer_index, source.half_layer
-        self.mask: Tensor | None = None
-        self.residual: Tensor | None = None
+        self.mask, self.residual, self.followed = Pending(), Pending(), Pending()
         self.executor: Any = None
-        self.followed: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:
         """Decide for the coming sublayer, whose input is `[B, T, D]`.
@@ -96,25 +112,25 @@ class Gate:
         Raises:
             UnsupportedModelError: If the source reads the layer's input and none was shown.
         """
-        residual, self.residual = self.residual, None
-        self.mask = None
+        residual, mask = self.residual.take(), None
         if self.source.control.enabled:
             if residual is None and isinstance(self.source, Router) and self.source.reads_layer_input:
                 raise UnsupportedModelError(
                     f"layer {self.layer_index}: its router reads the layer's input, and the layer runs again without "
                     "its hooks; switch transformers' gradient checkpointing off (wide.prune has its own)"
                 )
-            self.mask = self.source(hidden if residual is None else residual)
+            mask = self.source(hidden if residual is None else residual)
+        self.mask.value = mask
         if isinstance(self.source, Router) and self.source.is_followed:
-            self.followed = self.mask
+            self.followed.value = mask
 
     def remember(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the input of a norm or a layer, the residual stream, until the sublayer runs (a forward pre-hook)."""
-        self.residual = input_of(args, kwargs)
+        self.residual.value = input_of(args, kwargs)
 
     def take(self) -> Tensor | None:
-        """Hand the pending factors over, once."""
-        mask, self.mask = self.mask, None
+        """Hand the factors over, once."""
+        mask: Tensor | None = self.mask.take()
         return mask
 
     def gate_activation(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -143,8 +159,8 @@ class FollowingGate(Gate):
         Raises:
             UnsupportedModelError: If the FFN runs before the attention.
         """
-        self.mask, self.attention.followed = self.attention.followed, None
-        if self.mask is None and self.source.control.enabled:
+        self.mask.value = self.attention.followed.take()
+        if self.mask.value is None and self.source.control.enabled:
             raise UnsupportedModelError(
                 f"layer {self.layer_index}: the FFN runs before the attention whose router it follows; give it a "
                 "router of its own (Routed)"

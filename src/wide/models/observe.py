@@ -1,10 +1,12 @@
-"""Watch, replay or switch off routing for the forwards inside a `with` block; leave modes and random states alone."""
+"""Watch, replay or switch off routing for the forwards inside a `with` block; leave modes and random states alone.
+
+Blocks act on the calls of the thread that entered them; other threads that share the model do not notice.
+"""
 
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
-from wide.models.router import RoutingControl
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting, Routing
 
@@ -79,9 +80,9 @@ def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRo
     Raises:
         NotAttachedError: If the model carries no routers.
     """
-    control = attachment(model).control
-    routing = [LayerRouting() for _ in range(control.num_layers)]
-    with _set(control, observed=routing, keep_history=history):
+    state = attachment(model)
+    routing = [LayerRouting() for _ in state.specs]
+    with state.control.having(observed=routing, keep_history=history):
         yield routing
 
 
@@ -98,9 +99,16 @@ def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list
     Raises:
         NotAttachedError: If the model carries no routers.
     """
+    control = attachment(model).control
     with observe(model, history=history) as routing:
         captured = [LayerRouting() for _ in routing]
-        with model.register_forward_hook(lambda *_: _copy_detached(routing, captured)):
+
+        def copy(*_: object) -> None:
+            # Other threads run forwards of this model, too.
+            if control.observed is routing:
+                _copy_detached(routing, captured)
+
+        with model.register_forward_hook(copy):
             yield captured
 
 
@@ -118,10 +126,10 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
     Raises:
         ShapeError: If the number of layers, or in a forward a mask's shape, does not fit.
     """
-    control = attachment(model).control
-    if len(masks) != control.num_layers:
-        raise ShapeError(f"masks for {len(masks)} layers were given, the model has {control.num_layers}")
-    with _set(control, forced=list(masks), forced_position={}):
+    state = attachment(model)
+    if len(masks) != len(state.specs):
+        raise ShapeError(f"masks for {len(masks)} layers were given, the model has {len(state.specs)}")
+    with state.control.having(forced=list(masks), forced_position={}):
         yield
 
 
@@ -144,23 +152,10 @@ def bypass(*models: nn.Module) -> Iterator[None]:
             )
     with ExitStack() as stack:
         for state in states:
-            stack.enter_context(_set(state.control, enabled=False))
+            stack.enter_context(state.control.having(enabled=False))
             if state.replaced is not None:
                 stack.enter_context(state.replaced.showing(is_dense=True))
         yield
-
-
-@contextmanager
-def _set(control: RoutingControl, **values: Any) -> Iterator[None]:
-    """Give a control other values inside the block."""
-    before = {name: getattr(control, name) for name in values}
-    for name, value in values.items():
-        setattr(control, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(control, name, value)
 
 
 def _copy_detached(source: Sequence[LayerRouting], target: list[LayerRouting]) -> None:

@@ -1,6 +1,9 @@
 """The router: hidden states to per-group decisions (paper, section 3.1), and its forms in other methods."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch.nn import functional
 
 from wide.errors import ShapeError
 from wide.plan import Routed, RouterForm
-from wide.routing import LayerRouting
+from wide.routing import LayerRouting, Routing
 
 EXECUTE, SKIP = 0, 1
 THRESHOLD_NAME = "threshold"
@@ -20,30 +23,53 @@ _DLLM_EXECUTE, _DLLM_SKIP = 2.0, 0.1
 _NORM_EPS = 1e-6
 
 
-class RoutingControl:
-    """What all routers of one model share: mode, temperature, forced masks and the observer of the next forward.
+class Sampling:
+    """How the routers of one model draw masks in training mode, in whatever thread; the trainer writes it."""
 
-    The trainer and the context managers of `wide.models.observe` write it; nothing counts steps inside a forward,
-    because gradient checkpointing runs forwards twice.
-
-    Args:
-        num_layers: Decoder layers of the model.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        """Start enabled, at temperature 1, observed by nobody."""
-        self.num_layers = num_layers
-        self.enabled = True
+    def __init__(self) -> None:
+        """Start at temperature 1."""
         # Of the Gumbel-softmax: a number, or a float32 scalar on the model's device where a compiled graph reads it.
         self.temperature: float | Tensor = 1.0
-        # Whether masks in training mode are sampled; otherwise they are those of inference.
+        # Whether masks are sampled; otherwise they are those of inference.
         self.noise = True
+
+
+class RoutingControl(threading.local):
+    """What the routers and gates of one model do in the forwards of one thread: each thread has its own values.
+
+    The context managers of `wide.models.observe` write it. Nothing counts steps inside a forward, because gradient
+    checkpointing runs forwards twice.
+
+    Args:
+        sampling: The same in all threads. On GPUs a layer that is recomputed runs in a thread of autograd.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        """Start enabled and observed by nobody; Python calls this in every thread that comes."""
+        self.sampling = sampling
+        self.enabled = True
         self.observed: list[LayerRouting] | None = None
         self.keep_history = False
         self.forced: list[LayerRouting] | None = None
         self.forced_position: dict[tuple[int, str], int] = {}
         # Which tokens of the running forward are the first ones of their sequence, bool [B, T]; for routers that care.
         self.first: Tensor | None = None
+        # Where the layer that runs has masks and margins noted; None leaves it to `observed`.
+        self.seen: LayerRouting | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles begin anew."""
+        return type(self), (self.sampling,)
+
+    @contextmanager
+    def having(self, **values: Any) -> Iterator[None]:
+        """Give this thread other values inside the block."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 class Router(nn.Module):
@@ -53,7 +79,7 @@ class Router(nn.Module):
 
     That is the form 'bottleneck'; `wide.plan.Routed` says what the others put in place of the two matrices.
     Parameters are float32 whatever the base model's dtype. In training mode the mask is a hard Gumbel-softmax sample
-    with straight-through gradient (where `control.noise` is off, that of inference with the same gradient); in
+    with straight-through gradient (where `control.sampling.noise` is off, that of inference with the same gradient); in
     evaluation mode it is `margin >= threshold`, and a threshold of 0 is the paper's argmax with ties executing.
 
     Args:
@@ -101,8 +127,6 @@ class Router(nn.Module):
         self.bias = empty(2 * num_groups) if routed.bias or not is_paper else None
         self.threshold = 0.0
         self.control = control
-        # Where the running forward of the layer wants mask and margin noted; None leaves it to `control.observed`.
-        self.seen: LayerRouting | None = None
         # Whether the FFN of the layer goes by this router too.
         self.is_followed = False
         self.reset_parameters()
@@ -157,32 +181,32 @@ class Router(nn.Module):
         """Return the mask `[..., N_G]` for hidden states `[..., D]`: float32 in training, bool in evaluation."""
         logits = self.logits(hidden)
         margin = logits[..., EXECUTE] - logits[..., SKIP]
-        if self.control.forced is not None:
-            mask = self._forced_mask(margin)
+        control = self.control
+        if control.forced is not None:
+            mask = self._forced_mask(control.forced, margin)
         elif self.training:
             mask = self._trained_mask(logits, margin)
         else:
             mask = margin >= self.threshold
-        if self.protects_first and self.control.forced is None and self.control.first is not None:
-            mask = mask.masked_fill(self.control.first.unsqueeze(-1), 1)
-        seen = self.seen
-        if seen is None and self.control.observed is not None:
-            seen = self.control.observed[self.layer_index]
+        if self.protects_first and control.forced is None and control.first is not None:
+            mask = mask.masked_fill(control.first.unsqueeze(-1), 1)
+        seen = control.seen
+        if seen is None and control.observed is not None:
+            seen = control.observed[self.layer_index]
         if seen is not None:
             self._observe(seen, mask, margin)
         return mask
 
     def _trained_mask(self, logits: Tensor, margin: Tensor) -> Tensor:
-        heat = self.control.temperature
-        if self.control.noise:
+        heat = self.control.sampling.temperature
+        if self.control.sampling.noise:
             # Typed as a number there; it divides only.
             return functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]  # type: ignore[arg-type]
         soft = (margin / heat).sigmoid()
         return (margin >= self.threshold).to(soft.dtype) + (soft - soft.detach())
 
-    def _forced_mask(self, margin: Tensor) -> Tensor:
-        assert self.control.forced is not None
-        mask = getattr(self.control.forced[self.layer_index], self.half_layer)
+    def _forced_mask(self, forced: Routing, margin: Tensor) -> Tensor:
+        mask = getattr(forced[self.layer_index], self.half_layer)
         if mask is None:
             return margin >= self.threshold
         key = (self.layer_index, self.half_layer)
@@ -194,7 +218,8 @@ class Router(nn.Module):
                 f"forced {self.half_layer} mask of layer {self.layer_index} has shape {tuple(mask.shape)}, used up to "
                 f"position {start}; this forward needs {tuple(margin.shape)} [batch, tokens, groups]"
             )
-        self.control.forced_position[key] = start + length
+        # Another dictionary, because a layer that is recomputed starts where it did before.
+        self.control.forced_position = self.control.forced_position | {key: start + length}
         return piece.to(device=margin.device, dtype=margin.dtype if self.training else torch.bool)
 
     def _observe(self, layer: LayerRouting, mask: Tensor, margin: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wide.models.block_spec import BlockSpec
-from wide.models.gates import hidden_of, input_of, with_hidden
+from wide.models.gates import Pending, hidden_of, input_of, with_hidden
 from wide.models.router import RoutingControl
 from wide.plan import EMBEDDING_BASIS, basis_name
 
@@ -42,7 +42,7 @@ class StreamBasis(nn.Module):
         values = basis.detach().to(device=device, dtype=torch.float32, copy=True).contiguous()
         self.basis = nn.Parameter(values, requires_grad=False)
         self.control = control
-        self.residual: Tensor | None = None
+        self.residual = Pending()
 
     def project(self, stream: Tensor) -> Tensor:
         """Return the projection of `[..., D]`, in float32 or whatever is wider."""
@@ -51,11 +51,11 @@ class StreamBasis(nn.Module):
 
     def remember(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the input of a norm, the stream, until the sublayer has run (a forward pre-hook)."""
-        self.residual = input_of(args, kwargs)
+        self.residual.value = input_of(args, kwargs)
 
     def project_output(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Let the sublayer add to the stream that it read what makes the sum a projected one (a forward hook)."""
-        residual, self.residual = self.residual, None
+        residual = self.residual.take()
         if residual is None or not self.control.enabled:
             return output
         added = hidden_of(output)

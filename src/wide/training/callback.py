@@ -167,7 +167,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._forwards = micro_batches or self._micro_batches
         start, end = self.temperatures
         self._heat = temperature(step, steps=self._steps, start=start, end=end)
-        attachment(self._model).control.temperature = self._heat
+        attachment(self._model).control.sampling.temperature = self._heat
         asked = self.objective
         self._target = sparsity_target(step, steps=self._steps, final=asked.sparsity, ramp=asked.ramp)
         self._weight = sparsity_weight(step, steps=self._steps, final=asked.weight, ramp=asked.weight_ramp)

@@ -4,7 +4,7 @@ Also a rehearsal of what runs until it reads text.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from wide.data.progress import without_bars
 from wide.models.attach import attachment
 from wide.models.block_spec import BlockSpec, standing_in
 from wide.models.gates import gate_of
-from wide.models.router import Router, RoutingControl
+from wide.models.router import RoutingControl
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting
 
@@ -173,7 +173,6 @@ class _LayerRun:
         # Something else may have taken the forward's place before, such as a move between devices.
         self._replaced = spec.layer.__dict__.get("forward")
         self._gates = [gate for _, part in spec.sublayers() if (gate := gate_of(part.module)) is not None]
-        self._routers = [gate.source for gate in self._gates if isinstance(gate.source, Router)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -181,18 +180,22 @@ class _LayerRun:
         if self._fuse and not args[0].requires_grad:
             # Before the first layer nothing has a gradient, and that would be a graph of its own.
             args = (args[0].detach().requires_grad_(), *args[1:])
-        # What hooks outside have shown to the gates, which take it once.
-        residuals = [gate.residual for gate in self._gates]
+        # What hooks outside have shown to the gates, which take it once, and what this thread wants of the routers.
+        residuals, wanted = [gate.residual.value for gate in self._gates], dict(vars(self._control))
+        again: dict[str, Any] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
             for gate, residual in zip(self._gates, residuals, strict=True):
-                gate.residual = residual
-            return self._run(self._layer, self._replaced, self._routers, *args, **kwargs)
+                gate.residual.value = residual
+            with self._control.having(**again):
+                return self._run(self._layer, self._replaced, self._control, *args, **kwargs)
 
         if self._recompute:
             output, attention, ffn = checkpoint(once, *args, use_reentrant=False, **kwargs)
         else:
             output, attention, ffn = once(*args, **kwargs)
+        # A layer that is recomputed runs in a thread of autograd on GPUs, or in that of the caller's backward.
+        again.update(wanted)
         if self._control.observed is not None:
             seen = self._control.observed[self._index]
             seen.attention, seen.ffn = attention, ffn
@@ -200,22 +203,19 @@ class _LayerRun:
 
 
 def _run_layer(
-    layer: nn.Module, replaced: Callable[..., Any] | None, routers: Sequence[Router], *args: Any, **kwargs: Any
+    layer: nn.Module, replaced: Callable[..., Any] | None, control: RoutingControl, *args: Any, **kwargs: Any
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """Return a layer's output and the masks of its attention and FFN.
 
     The masks are outputs like any other, and nothing here depends on the layer's number: so all layers share a graph,
     and a layer that runs again notes nothing twice.
     """
-    seen = LayerRouting()
-    for router in routers:
-        router.seen = seen
+    seen = control.seen = LayerRouting()
     try:
         output = type(layer).forward(layer, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
     finally:
         # A layer that runs again is left in the middle, as soon as all is there that the backward asks for.
-        for router in routers:
-            router.seen = None
+        control.seen = None
     return output, seen.attention, seen.ffn
 
 

@@ -111,7 +111,7 @@ class Trainer:
         self._unread: list[tuple[int, dict[str, float], Tensor]] = []
         self._last: dict[str, float] = {}
         # Of the last step, as a number: a scalar on the device cannot be read back after the device has failed.
-        self._heat = attachment(model).control.temperature
+        self._heat = attachment(model).control.sampling.temperature
         # What a compiled graph reads: a number would be a constant of it, and it would be compiled again in each step;
         # a scalar at another place, and its CUDA graphs would be captured again.
         self._scalar = torch.empty((), device=self._device) if stage.compile else None
@@ -160,8 +160,8 @@ class Trainer:
             failed = False
         finally:
             # Of this run's last steps only; whoever trains the model next samples again.
-            control = attachment(self._model).control
-            control.noise, control.temperature = True, self._heat
+            sampling = attachment(self._model).control.sampling
+            sampling.noise, sampling.temperature = True, self._heat
             log.close(failed=failed)
         return self._outcome(first)
 
@@ -185,11 +185,11 @@ class Trainer:
         return found.step
 
     def _step(self, step: int) -> None:
-        stage, parallel, control = self._stage, self._parallel, attachment(self._model).control
+        stage, parallel, sampling = self._stage, self._parallel, attachment(self._model).control.sampling
         schedule = self._schedule(step)
         self._heat = schedule["temperature"]
-        control.temperature = self._heat if self._scalar is None else self._scalar.fill_(self._heat)
-        control.noise = step < round(stage.noise * stage.steps)
+        sampling.temperature = self._heat if self._scalar is None else self._scalar.fill_(self._heat)
+        sampling.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
         parts = batch.split(self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
