@@ -234,6 +234,22 @@ def test_flags_win_over_files_wherever_they_stand(tmp_path):
     assert values["sparsity"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("more", "stays"),
+    [
+        ((), True),
+        (("--device", "cpu"), True),
+        (("--train.steps", "40"), False),
+        (("--objective.target=uniform",), True),
+    ],
+)
+def test_a_description_that_flags_have_made_false_is_dropped(tmp_path, more, stays):
+    file = tmp_path / "c.yaml"
+    file.write_text("description: five steps\ndevice: auto\nsparsity: 0.1\ntrain: {steps: 5}\n")
+    assert parse("--config", str(file), *more)["description"] == ("five steps" if stays else "")
+    assert parse("--config", str(file), *more, "--description", "mine")["description"] == "mine"
+
+
 def test_resolved_configuration_gives_the_same_run_again(tmp_path):
     values = parse("--sparsity", "0.3", "--train.learning_rate", "1e-3", "--recover.steps", "4", "--overwrite")
     save_config(tmp_path / "config.yaml", resolved(values))

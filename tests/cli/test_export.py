@@ -58,7 +58,8 @@ def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folde
     assert main(given) == 0
     said = capsys.readouterr().out
     assert ("after import wide" in said) is not ordinary
-    assert ("import wide" in (output / "README.md").read_text()) is not ordinary
+    card = (output / "README.md").read_text()
+    assert ("import wide" in card, "library_name: wide" in card) == (not ordinary, not ordinary)
     assert {oct(path.stat().st_mode & 0o777) for path in output.iterdir()} == {"0o644"}
     model = base(output) if ordinary else load_checkpoint(output, dtype=torch.float32)
     with torch.no_grad():

@@ -17,7 +17,12 @@ from wide.models.card import PLACE
 
 TRAINED = {
     "prune": {"objective": {"sparsity": 0.5}, "inference": {"sparsity": 0.497}, "text": "owner/texts"},
-    "held_out": {"data": "owner/other", "token_perplexity": {"perplexity": 7.714}, "sparsity": {"mean": 0.481}},
+    "held_out": {
+        "data": "owner/other",
+        "token_perplexity": {"perplexity": 7.714, "window": 512},
+        "sparsity": {"mean": 0.481},
+        "of_dense": {"dense": 6.5, "dense + LoRA": 6.25},
+    },
 }
 
 
@@ -90,8 +95,10 @@ def test_cards_say_what_was_asked_measured_and_how_to_load(hub, pruned):
     assert found["metrics"] == ["perplexity"]
     assert found["model-index"][0]["results"][0]["metrics"] == [{"type": "perplexity", "value": 7.714}]
     assert 'wide.load("owner/model", "user/adapter")' in card
-    for words in ("asked** | 50.0%", "training text** | 49.7%", "held-out text** | 48.1%", "owner/other** | 7.71"):
+    rows = ("| this model | 7.71 | 48.1% |", "| dense | 6.50 | |", "| dense, with the same LoRA | 6.25 | |")
+    for words in (*rows, "On owner/other (window 512)", "asked 50.0%", "training text 49.7%", "pip install", "licence"):
         assert words in card
+    assert len(card.splitlines()) <= 55
 
 
 def test_a_card_names_nothing_of_this_machine_as_if_the_hub_had_it(pruned, tmp_path, monkeypatch):

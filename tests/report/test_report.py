@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import math
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from wide.report.figure import MissingRecordsError, to_csv
 from wide.report.folders import draw_folder
 from wide.report.run_figures import FIGURES
 from wide.report.selection import NAMES, Selection
-from wide.report.table import layer_lines, summary_table
+from wide.report.table import layer_lines, summary_table, verdict
 
 PERPLEXITY, LAYERS, *ROUTING, _ = FIGURES
 
@@ -203,7 +204,32 @@ def test_the_latest_of_repeated_measurements_counts():
 def test_every_subject_has_a_name_and_can_be_drawn():
     run = Selection([record(subject, "token_perplexity", 3.0) for subject in NAMES])
     _, words = draw_svg(PERPLEXITY, run)
-    assert all(name in words for name in NAMES.values())
+    assert all((name in words) == (subject != "untrained") for subject, name in NAMES.items())
+
+
+def test_the_verdict_has_window_tokens_error_and_the_measure_that_was_asked_for():
+    windows = {
+        "dense": [[20.0, 10], [30.0, 10]],
+        "dense + LoRA": [[20.0, 10], [29.0, 10]],
+        "stage 1+2": [[25.0, 10], [33.0, 10]],
+    }
+    found = [record("run", "target", "skip 50% of the prunable work"), record("run", "target.sparsity", 0.5)]
+    for subject, losses in windows.items():
+        value = math.exp(sum(loss for loss, _ in losses) / 20)
+        where = "text, 20 tokens, window 10, stride 10"
+        found += [record(subject, "token_perplexity", value, where=where)]
+        found += [record(subject, "token_perplexity.windows", losses)]
+    shares = {"mean": 0.41, "linear_flops": 0.489, "linear_flops_layers": 0.46}
+    found += [record("stage 1+2", f"sparsity.{name}", share) for name, share in shares.items()]
+    first, second = verdict(Selection(found))
+    assert first == (
+        "1.57 ± 0.08 times the perplexity of the dense model with the same LoRA, with 48.9 % of the prunable work "
+        "skipped (50 % was asked for)."
+    )
+    assert "text, 20 tokens, window 10, stride 10" in second
+    assert "18.17 ± 7.27" in second
+    table = summary_table({"": Selection(found)})
+    assert table.rows[-1][table.header.index("skipped %")] == "48.9"
 
 
 def test_layers_are_listed_for_the_last_subject():

@@ -31,7 +31,7 @@ def curves(run):
 def test_a_target_stands_beside_what_it_counts():
     shares = {"attention": 0.25, "ffn": 0.5625, "mean": 0.5}
     run = Selection([*course("stage 1", 0.5, **shares), *course("stage 1+2", 0.5, **shares)])
-    assert curves(run) == {"attention": {25.0}, "FFN": {56.25}, "both together": {50.0}, "target of both": {50.0}}
+    assert curves(run) == {"attention": {25.0}, "FFN": {56.25}, "as the target counts": {50.0}, "target": {50.0}}
     # The second stage goes on where the first one ended.
     assert sorted({row["step"] for row in TRAINING.table(run)}) == [0, 10, 20, 30, 31, 41, 51, 61]
 

@@ -99,8 +99,8 @@ def test_lora_on_a_static_plan_has_a_course_and_a_caution(tmp_path):
     file.append(pruned(*lora))
     page = draw_folder(tmp_path)[0][0].read_text()
     assert "<h2>Training</h2>" in page
-    assert "LoRA adapts the weights to the training text" in page
-    assert "part of what LoRA gains is that" in page
+    assert "LoRA also learned from the training text" in page
+    assert "part of what it gains is that" in page
     assert "Stage 2" not in page
     words = draw_svg(FIGURES[-1], Selection(*read_records(file.path)))[1]
     assert "LM loss: 4.00 at 0, 3.90 at 1" in words
@@ -110,6 +110,9 @@ def test_stage_2_is_spoken_of_where_there_is_one(tmp_path):
     pytest.importorskip("matplotlib")
     for subject, is_said in (("stage 1", False), ("stage 1+2", True)):
         file = RecordFile(tmp_path / subject / "records.jsonl")
-        file.append([record("stage 1", "token_perplexity", 3.0), record(subject, "token_perplexity", 2.0)])
+        file.append(
+            [record(each, "token_perplexity", 3.0) for each in ("dense", "stage 1")]
+            + [record(subject, "token_perplexity", 2.0)]
+        )
         page = draw_folder(file.path.parent)[0][0].read_text()
-        assert ("Stage 2 adapts the weights to the training text" in page) == is_said
+        assert ("Stage 2 also learned from the training text" in page) == is_said

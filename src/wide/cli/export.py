@@ -65,7 +65,10 @@ def run(given: Sequence[str]) -> None:
         with loading():
             ordinary = _write(model, how, folder)
         tokenizer.save_pretrained(folder)
-        finish_folder(folder, facts, HOW_TO_LOAD.partition("\n")[2] if ordinary else HOW_TO_LOAD)
+        if ordinary:
+            finish_folder(folder, facts, HOW_TO_LOAD.partition("\n")[2], "transformers")
+        else:
+            finish_folder(folder, facts, HOW_TO_LOAD)
         if ordinary:
             write_sums(folder)
     after = _logits(model)

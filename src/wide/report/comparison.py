@@ -99,6 +99,11 @@ class Comparison:
         self._stages = grouped(stages, lambda each: (Row(each.cell.method, each.recovered), each.cell.sparsity))
 
     @property
+    def methods(self) -> list[str]:
+        """Names of the methods, the dense model's left out."""
+        return list(dict.fromkeys(row.method for row in self.rows if not row.is_dense))
+
+    @property
     def notes(self) -> list[str]:
         """What was left out of the records and of the speeds, in words."""
         return list(dict.fromkeys([*self.run.notes, *(note for origin in self.origins for note in origin.notes)]))

@@ -24,7 +24,7 @@ _DASHES = ("-", "--", "-.")
 _HATCHES = ("", "//", "..", "xx")
 _ACROSS = ("-", ":", "-.")
 _DPI, _WIDTH, _WIDE = 150, 9.0, 2.5
-_MANY_ENTRIES, _MANY_CELLS, _MANY_TICKS = 8, 8, 48
+_MANY_ENTRIES, _MANY_CELLS, _MANY_TICKS, _MANY_MARKERS = 8, 8, 48, 24
 _STYLE = {
     "font.size": 10,
     "axes.grid": True,
@@ -141,7 +141,7 @@ def _fill(drawn: Any, figure: Figure, rows: Sequence[Row], source: Any) -> None:
     if figure.kind == "image":
         return
     drawn.supylabel(figure.y_label, fontsize="medium")
-    order = list(dict.fromkeys(str(row[figure.by]) for row in rows if row[figure.y] is not None)) if figure.by else [""]
+    order = _order(figure, rows, source) if figure.by else [""]
     for axes, (name, found) in zip(grid, panels.items(), strict=False):
         _plot(axes, figure, found, order)
         if figure.line_at is not None:
@@ -153,6 +153,13 @@ def _fill(drawn: Any, figure: Figure, rows: Sequence[Row], source: Any) -> None:
     for axes, found in zip(grid, panels.values(), strict=False):
         _scale_height(axes, figure, [figure.scale * row[figure.y] for row in found])
     _legend(drawn, figure, order, rows, [name for name, heights in across.items() if set(heights) & set(panels)])
+
+
+def _order(figure: Figure, rows: Sequence[Row], source: Any) -> list[str]:
+    """Return names, whose places choose colour and marker: a name has the same ones in all figures of a source."""
+    names = dict.fromkeys(str(row[figure.by]) for row in rows if row[figure.y] is not None)
+    fixed = (("attention", "FFN"), getattr(source, "methods", ()))
+    return list(dict.fromkeys([*next((each for each in fixed if {*each} & {*names}), ()), *names]))
 
 
 def _plot(axes: Any, figure: Figure, rows: Sequence[Row], order: Sequence[str]) -> None:
@@ -170,8 +177,8 @@ def _plot(axes: Any, figure: Figure, rows: Sequence[Row], order: Sequence[str]) 
             axes.bar([place + (number - (len(series) - 1) / 2) * width for place in x], y, width, **style)
         else:
             errors = [figure.scale * (row[figure.error] or 0.0) for row in points] if figure.error else None
-            # Where a line is many steps, markers would hide it.
-            axes.errorbar(x, y, yerr=errors, capsize=3, **(style | ({"marker": ""} if len(x) > _MANY_TICKS else {})))
+            # Where a line is many steps, a marker at each would hide it.
+            axes.errorbar(x, y, yerr=errors, capsize=3, markevery=-(-len(x) // _MANY_MARKERS), **style)
         if figure.ideal:
             ideal = [math.nan if row[figure.ideal] is None else figure.scale * row[figure.ideal] for row in points]
             axes.plot(x, ideal, color=style["color"], linestyle=":", marker="_", markersize=12)
@@ -260,7 +267,10 @@ def _legend(drawn: Any, figure: Figure, order: Sequence[str], rows: Sequence[Row
     from matplotlib.patches import Patch
 
     entries: list[Any] = []
-    for number, name in enumerate(order if figure.by else ()):
+    drawn_names = {str(row[figure.by]) for row in rows if figure.by and row[figure.y] is not None}
+    for number, name in enumerate(order):
+        if name not in drawn_names:
+            continue
         if figure.kind == "bar":
             entries.append(Patch(label=name, **_bar_style(number)))
         else:

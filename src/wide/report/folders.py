@@ -53,7 +53,7 @@ def draw_folder(path: Path) -> Drawn:
     no_speed = Section(title="Speed", missing=_NO_SPEED)
     more = [*_speed(profile, path), *notes_section(profile.notes)] if profile.files else [no_speed]
     title = f"Token-wise width pruning of {run.text('run', 'model') or 'a model'}"
-    page = _write(title, [*run_sections(run, runs_table({"": folder}), path), *more], path)
+    page = _write(title, [*run_sections(run, runs_table({"": folder}), path, _speed_in_words(folder)), *more], path)
     save_png(path / PICTURE, figures_of(run), run)
     return [page, path / PICTURE], notes
 
@@ -108,7 +108,7 @@ def runs_table(folders: Mapping[str, Folder]) -> Table:
 
     def speeds(name: str, subject: str) -> dict[str, str | None]:
         found = ((what, sorted(_speeds(folders[name], subject, what))) for what in ("prefill", "decode"))
-        return {what: "-".join(dict.fromkeys(f"{s:.2f}x" for s in (f[0], f[-1]))) if f else None for what, f in found}
+        return {what: _span(speeds) if speeds else None for what, speeds in found}
 
     return summary_table({name: each.records for name, each in folders.items() if each.records}, speeds)
 
@@ -193,6 +193,21 @@ def _speeds(folder: Folder, subject: str, what: str) -> list[float]:
     # An adapter in this folder is the one of the stage before LoRA.
     places = {True: _EARLIER.get(last, last), False: last}
     return [row["speedup"] for row in own if places["stage1" in Path(row["adapter"]).parts] == subject]
+
+
+def _speed_in_words(folder: Folder) -> str:
+    """Return in a sentence what time the last model of a run saves."""
+    last = (folder.records or Selection([])).subjects()[-1:]
+    found = {what: _speeds(folder, subject, what) for subject in last for what in ("prefill", "decode")}
+    known = {what: sorted(speeds) for what, speeds in found.items() if speeds}
+    if not known:
+        return "Whether it saves time was not measured; small models save none."
+    told = ", ".join(f"{what} {_span(speeds)} as fast as dense" for what, speeds in known.items())
+    return f"{'' if max(map(max, known.values())) > 1.02 else 'No time is saved: '}{told}."
+
+
+def _span(speeds: Sequence[float]) -> str:
+    return "-".join(dict.fromkeys(f"{speed:.2f}x" for speed in (speeds[0], speeds[-1])))
 
 
 def _speed(profile: Profile, output: Path) -> Iterator[Section]:

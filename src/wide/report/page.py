@@ -15,7 +15,7 @@ from wide.report.drawing import FOLDER, ink, save_figure, shade
 from wide.report.figure import Figure, MissingRecordsError
 from wide.report.run_figures import figures_of
 from wide.report.selection import NAMES, SUBLAYERS, Origin, Selection
-from wide.report.table import ADAPTED, Table
+from wide.report.table import Table, verdict
 
 _STEPS, _TITLE_LAYERS, _MOST_ROWS = 9, 48, 400
 _FACTS = ("description", "model", "data", "target", "LoRA", "held-out text", "device", "versions", "date", "command")
@@ -28,6 +28,7 @@ class Section:
 
     Args:
         title: Above it.
+        verdict: What a run came to, the first sentence in large letters.
         missing: Why nothing is drawn, and the way out: a sentence without its full stop.
         coloured: Texts whose tokens have a colour each, as `_coloured` makes them.
         tables: Of texts.
@@ -41,6 +42,7 @@ class Section:
     """
 
     title: str = ""
+    verdict: Sequence[str] = ()
     missing: str = ""
     coloured: Sequence[Mapping[str, Any]] = ()
     tables: Sequence[Table] = ()
@@ -66,12 +68,13 @@ def render(title: str, sections: Sequence[Section]) -> str:
     return template.render(title=title, sections=sections, scale=[(shade(share), ink(share)) for share in shares])
 
 
-def run_sections(run: Selection, table: Table, folder: Path) -> list[Section]:
-    """Return the sections of a run and write the files of its figures."""
+def run_sections(run: Selection, table: Table, folder: Path, speed: str) -> list[Section]:
+    """Return the sections of a run, beginning with what it came to, and write the files of its figures."""
     samples = [(name, text) for subject, name in NAMES.items() if (text := run.text(subject, "sample"))]
     return [
-        facts_section(run),
+        Section(verdict=[*verdict(run), speed]),
         _results(run, table),
+        Section(title="The run", runs=facts_section(run).runs),
         *([Section(texts=[_STATIC])] if run.is_static() else _sample(run)),
         *figure_sections(figures_of(run), run, folder, run.origins),
         *([Section(title="Generated text", samples=samples)] if samples else []),
@@ -133,22 +136,10 @@ def _results(run: Selection, table: Table) -> Section:
     if not table.rows:
         return Section(title="Results", missing="no record of perplexity or sparsity, because nothing was evaluated")
     text = (
-        "Perplexity is per token. Sparsity is the share of skipped groups, measured on the evaluated tokens; mean "
-        "weighs attention and FFN alike, linear FLOPs weighs each group by the matrix-product work that skipping it "
-        f"saves.{_caution(run)}"
+        f"Skipped is the share {run.measure()[1]}, as the target counts; attention and FFN: of their groups; layers' "
+        "work: of all matrix products of the decoder layers, K and V included. All of it on the evaluated tokens."
     )
     return Section(title="Results", tables=[table], texts=[text])
-
-
-def _caution(run: Selection) -> str:
-    """Return what keeps an adapted model from being compared with the dense one; empty where none was adapted."""
-    if "dense + LoRA" in run.subjects():
-        return " What LoRA learns of the training text the dense model with the same LoRA has learned, too."
-    name = next((ADAPTED[subject] for subject in run.subjects() if subject in ADAPTED), "")
-    return name and (
-        f" {name[0].upper()}{name[1:]} adapts the weights to the training text, the dense model was not adapted: on "
-        f"text of the same kind, part of what {name} gains is that."
-    )
 
 
 def _sample(run: Selection) -> list[Section]:

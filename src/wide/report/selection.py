@@ -22,6 +22,15 @@ SUBLAYERS = {"attention": "attention", "ffn": "FFN"}
 """Key of a sublayer in the names of metrics, and its name."""
 
 
+# What the record 'target' says -> what is counted, and in words; the first that fits.
+_MEASURES = {
+    "of the linear FLOPs of the decoder layers": ("linear_flops_layers", "of the work of the decoder layers"),
+    "of all work": ("linear_flops_with_fixed", "of all work, with K, V and the output head"),
+    "of the linear FLOPs": ("linear_flops", "of the prunable work"),
+    "of the prunable work": ("linear_flops", "of the prunable work"),
+    "": ("mean", "of the groups, mean of attention and FFN"),
+}
+
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("settings", "training", "routing.sample"), dict),
     **dict.fromkeys(("grid.methods", "grid.sparsities", "token_perplexity.windows"), list),
@@ -51,6 +60,11 @@ class Origin:
     about: str = ""
     command: str = ""
     notes: Sequence[str] = ()
+
+
+def measure_of(target: str) -> tuple[str, str]:
+    """Return the field of `Sparsity` that a target in words counts, and what it is a share of."""
+    return next(found for text, found in _MEASURES.items() if text in target)
 
 
 class Selection:
@@ -115,6 +129,11 @@ class Selection:
         """Return the last trained subject whose layers were measured."""
         found = [s for s in self.subjects() if any(self.by_layer(s, f"sparsity.{name}") for name in SUBLAYERS)]
         return found[-1] if found else None
+
+    def measure(self) -> tuple[str, str]:
+        """Return the metric of the sparsity that the run was to reach, and what it is a share of, in words."""
+        name, words = measure_of(self.text("run", "target"))
+        return f"sparsity.{name}", words
 
     def is_static(self) -> bool:
         """Return whether all that was measured beside the dense model has a plan without routers."""

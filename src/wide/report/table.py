@@ -7,6 +7,7 @@ from typing import Any
 
 from wide.report.figure import Row
 from wide.report.selection import NAMES, SUBLAYERS, Selection
+from wide.standard_error import perplexity_stderr
 
 ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
 """Subject -> what fitted it to the training text."""
@@ -14,11 +15,12 @@ PERPLEXITY = "token_perplexity"
 _SHARES = {
     "accuracy": "accuracy.average",
     "retention": "accuracy.retention",
-    "attention": "sparsity.attention",
-    "FFN": "sparsity.ffn",
-    "mean": "sparsity.mean",
-    "linear FLOPs": "sparsity.linear_flops",
+    "skipped": "",
+    "attention skipped": "sparsity.attention",
+    "FFN skipped": "sparsity.ffn",
+    "layers' work skipped": "sparsity.linear_flops_layers",
 }
+"""Column -> metric; that of the sparsity that the run was to reach is left to the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +77,10 @@ def summary_table(
                 "x dense": (_ratio(perplexity, dense), decimal),
                 "x dense + LoRA": (_ratio(perplexity, adapted) if subject in ADAPTED else None, decimal),
                 "word ppl": (run.number(subject, "word_perplexity"), decimal),
-                **{f"{title} %": (run.number(subject, metric), percent) for title, metric in _SHARES.items()},
+                **{
+                    f"{n} %": (run.number(subject, metric or run.measure()[0]), percent)
+                    for n, metric in _SHARES.items()
+                },
                 "trained tokens/s": (run.number(subject, "training.tokens_per_second"), "{:z,.0f}".format),
             }
             shown = {title: None if value is None else show(value) for title, (value, show) in values.items()}
@@ -83,6 +88,47 @@ def summary_table(
                 {"run": name if len(runs) > 1 else None, "model": NAMES[subject], **shown, **speeds(name, subject)}
             )
     return Table.of_rows(rows, nothing="-")
+
+
+def verdict(run: Selection) -> list[str]:
+    """Return in sentences what the last model of a run lost and skipped, and how that was measured; none if unknown."""
+    subject = next(
+        (name for name in reversed(run.subjects()) if name not in ("dense", "dense + LoRA", "untrained")), ""
+    )
+    peer = next((name for name in ("dense + LoRA", "dense") if name in run.subjects()), "")
+    if subject not in ADAPTED:
+        peer = "dense"
+    perplexity, of_peer = run.number(subject, PERPLEXITY), run.number(peer, PERPLEXITY)
+    if perplexity is None or not of_peer:
+        return []
+    (losses, tokens), (theirs, their_tokens) = _windows(run, subject), _windows(run, peer)
+    differences = [ours - other for ours, other in zip(losses, theirs, strict=False)]
+    error = perplexity_stderr(differences, tokens) if tokens == their_tokens else None
+    metric, words = run.measure()
+    skipped, target = run.number(subject, metric), run.number("run", "target.sparsity")
+    asked = "" if target is None else f" ({100 * target:g} % was asked for)"
+    with_lora = {"dense + LoRA": " with the same LoRA"}.get(peer, "")
+    lines = [f"{decimal(perplexity / of_peer, error)} times the perplexity of the dense model{with_lora}"]
+    lines[0] += "." if skipped is None else f", with {percent(skipped)} % {words} skipped{asked}."
+    record = run.record(subject, PERPLEXITY)
+    lines.append(
+        f"Perplexity {decimal(perplexity, perplexity_stderr(losses, tokens))}, dense{with_lora} "
+        f"{decimal(of_peer, perplexity_stderr(theirs, their_tokens))}; per token, on {record.where if record else ''}. "
+        "± is the standard error over windows."
+    )
+    if subject in ADAPTED and not with_lora:
+        name = ADAPTED[subject]
+        lines.append(
+            f"{name[0].upper()}{name[1:]} also learned from the training text, which the dense model did not: part of "
+            "what it gains is that. With recover.dense_baseline the dense model gets the same LoRA."
+        )
+    return lines
+
+
+def _windows(run: Selection, subject: str) -> tuple[list[float], list[int]]:
+    """Return the summed losses and the numbers of scored tokens of the windows."""
+    found = run.content(subject, f"{PERPLEXITY}.windows") or ()
+    return [float(loss) for loss, _ in found], [int(tokens) for _, tokens in found]
 
 
 def layer_lines(run: Selection) -> list[str]:

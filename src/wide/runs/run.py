@@ -22,8 +22,8 @@ from wide.models.pretrained import choose_device, load_skeleton
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER, require_matplotlib
 from wide.report.folders import draw_folder
-from wide.report.selection import Selection
-from wide.report.table import layer_lines, summary_table
+from wide.report.selection import Selection, measure_of
+from wide.report.table import layer_lines, summary_table, verdict
 from wide.runs.folder import CONFIG, RunFolder
 from wide.runs.forecast import check_fits, forecast, say_groups, say_settings
 from wide.runs.materials import Materials
@@ -42,9 +42,9 @@ from wide.training.trainer import micro_batch_size
 _DIAL_BLOCKS = 16
 _BOARD = "tensorboard"
 _TARGETS = {
-    "mean": "of groups, mean of attention and FFN",
-    "uniform": "of groups, attention and FFN each",
-    "linear_flops": "of the linear FLOPs",
+    "mean": "of the groups, mean of attention and FFN",
+    "uniform": "of the groups, attention and FFN each",
+    "linear_flops": "of the prunable work",
 }
 _COUNTED = {"nominal": "as the method counts it", "linear_flops": "of the linear FLOPs of the decoder layers"}
 _UNSTEERED = "none: what is pruned stays pruned"
@@ -84,6 +84,7 @@ class Run:
         self._command = shlex.join(command)
         self._began = time.monotonic()
         self._records = folder.new_records()
+        self._target = ""
         stages: list[StageConfig] = []
         if isinstance(request, PruneRequest) and get(request.method).trains:
             _check_batch("train", request.stage)
@@ -278,6 +279,7 @@ class Run:
     def _begin(self, target: str, sparsity: float) -> None:
         self._records.device = self._materials.device
         self._folder.claim()
+        self._target = target
         self._records.append(self._materials.run_records(target, self._command, **{"target.sparsity": sparsity}))
 
     def _measure_untrained(self, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks) -> None:
@@ -333,9 +335,16 @@ class Run:
             attachment(self._model).provenance["held_out"] = {
                 "data": self._materials.held_out[1],
                 "token_perplexity": report.model.perplexity.to_json(),
+                # The same text: what pruning costs is the distance from these.
+                "of_dense": {
+                    name: found.value
+                    for name in ("dense", _DENSE_ADAPTED)
+                    if (found := self._records.latest(name, _IS_DONE)) is not None
+                },
                 "sparsity": report.sparsity.to_json(),
             }
-        sparsity = "" if report.sparsity is None else f", skipped {report.sparsity.mean:.1%}"
+        field, words = measure_of(self._target)
+        sparsity = "" if report.sparsity is None else f", skipped {getattr(report.sparsity, field):.1%} {words}"
         say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
         if self._request.sample.prompt and not is_untrained:
             self._write_sample(subject)
@@ -369,7 +378,7 @@ class Run:
         run = Selection(*read_records(self._records.path))
         say()
         if self._materials.held_out[0] is not None:
-            say(summary_table({"": run}).to_text())
+            say("\n".join([*verdict(run), "", summary_table({"": run}).to_text()]))
             say("\n".join(["", *layer_lines(run)]))
             if text := run.text(run.subjects()[-1], "sample"):
                 say("\n".join(["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())]))
@@ -379,7 +388,12 @@ class Run:
 
 
 def _in_words(objective: ObjectiveConfig) -> str:
-    return f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}"
+    counted = (
+        "of all work"
+        if (objective.target, objective.include_fixed) == ("linear_flops", True)
+        else _TARGETS[objective.target]
+    )
+    return f"skip {objective.sparsity:.0%} {counted}"
 
 
 def _check_batch(group: str, stage: StageConfig) -> None:
