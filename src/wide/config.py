@@ -160,6 +160,7 @@ class RecoverConfig(StageConfig):
         lora_dropout: On the input of LoRA.
         train_routers: Keep training the routers, with the sparsity term on.
         restart_temperature: Anneal the temperature anew; otherwise it stays at `temperature_end`.
+        distillation: As for `ObjectiveConfig`, in this stage, whatever is pruned; None means that of the objective.
     """
 
     learning_rate: AboveZero = 2e-4
@@ -168,3 +169,4 @@ class RecoverConfig(StageConfig):
     lora_dropout: Annotated[float, Between(0, 1, without="high")] = 0.1
     train_routers: bool = True
     restart_temperature: bool = True
+    distillation: Share | None = None

@@ -8,8 +8,7 @@ from depth_toys import assert_as_found, blocks_of, mean_nll, own_text, silence, 
 
 from wide.errors import EvaluationError
 from wide.methods.block_gates import BlockGates
-from wide.methods.blockpruner import Step, closest_prefix, decide, greedy_steps, shares_of_work
-from wide.methods.calibration import windows
+from wide.methods.blockpruner import Step, decide, greedy_steps, shares_of_work
 from wide.methods.catalogue import BlockPrunerConfig
 from wide.methods.method import Effort, Target
 from wide.models.discovery import discover
@@ -91,33 +90,17 @@ def test_shares_of_work_are_those_of_the_weights():
     assert shares == pytest.approx([x / (2 * (attention + ffn)) for x in (attention, ffn)] * 2)
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "wanted"), [(0.04, 0), (0.06, 1), (0.1, 1), (0.24, 1), (0.25, 1), (0.26, 2), (0.41, 2), (0.9, 4)]
-)
-def test_the_prefix_closest_to_the_work_is_taken_and_no_step_more_is_computed(sparsity, wanted):
-    shares = [0.1, 0.4, 0.3, 0.2]
-    asked = []
-
-    def steps():
-        for half in (0, 2, 3, 1):
-            asked.append(half)
-            yield Step(half, 1.0)
-
-    assert len(closest_prefix(steps(), shares, sparsity)) == wanted
-    reached = np.cumsum([shares[half] for half in asked])
-    assert (reached[:-1] < sparsity).all()
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 0.02, 0.25, 0.5, 0.75])
-def test_linear_flops_come_as_close_as_the_order_allows(sparsity):
+@pytest.mark.parametrize("sparsity", [0.0, 0.02, 0.25, 0.5, 0.66, 0.75, 0.9])
+def test_linear_flops_are_met_by_passing_over_what_does_not_fit(sparsity):
     model = toy_model(4)
     blocks = blocks_of(own_text(model, 6, 12))
     decision = decide(model, blocks, Target(sparsity=sparsity, match="linear_flops"), SMALL)
     shares = shares_of_work(discover(model))
-    ids = windows(blocks, count=4, length=10, seed=SMALL.seed)
-    reached = np.concatenate([[0.0], np.cumsum([shares[step.sublayer] for step in greedy(model, ids, 8)])])
-    found = sum(shares[half] for half in skipped(decision.plan))
-    assert abs(found - sparsity) == pytest.approx(np.abs(reached - sparsity).min())
+    taken = skipped(decision.plan)
+    found = sum(shares[half] for half in taken)
+    # Nothing that is left fits any more.
+    assert found <= sparsity + min(shares) / 2 + 1e-9
+    assert all(found + shares[half] > sparsity + min(shares) / 2 for half in set(range(8)) - set(taken))
     assert decision.notes.get("linear_flops", 0.0) == pytest.approx(found)
 
 

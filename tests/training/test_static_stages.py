@@ -101,12 +101,16 @@ def test_a_skipped_half_gets_no_lora(blocks):
     assert not any("layers.0.mlp" in name or "layers.1.self_attn" in name for name in names)
 
 
-def test_distillation_teaches_with_the_dense_model(blocks):
+@pytest.mark.parametrize("asked", ["objective", "stage"])
+def test_distillation_teaches_with_the_dense_model(blocks, asked):
     model, _ = attached("both")
-    recover(model, blocks, stage=lora_stage(steps=3), objective=ObjectiveConfig(sparsity=0.5, distillation=1.0))
+    objective = ObjectiveConfig(sparsity=0.5, distillation=1.0) if asked == "objective" else None
+    stage = lora_stage(steps=3, distillation=1.0 if asked == "stage" else None)
+    recover(model, blocks, stage=stage, objective=objective)
     facts = attachment(model).provenance["recover"]
     assert facts["at_the_end_of_training"]["distillation"] > 0
     assert facts["objective"]["sparsity"] == 0.0
+    assert facts["objective"]["distillation"] == 1.0
 
 
 def test_a_run_on_a_static_plan_resumes_only_with_the_same_scales(blocks, tmp_path):

@@ -367,7 +367,8 @@ def _recipe(request: CompareRequest) -> str:
     stage = request.recover
     if stage is None:
         return ""
+    taught = f"{stage.distillation:g} of the loss distilled from the dense model, " if stage.distillation else ""
     return (
         f"{stage.steps} steps of {stage.batch_size} x {stage.sequence_length} tokens, rank {stage.lora_rank}, alpha "
-        f"{stage.lora_alpha:g}, learning rate {stage.learning_rate:g}, the same for all rows"
+        f"{stage.lora_alpha:g}, learning rate {stage.learning_rate:g}, {taught}the same for all rows"
     )

@@ -4,7 +4,7 @@ Written over the machinery of this package; no pruning library is used. Source: 
 Pruning for Large Language Models", 2024.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -43,20 +43,30 @@ class Step:
         return f"{'ffn' if self.sublayer % 2 else 'attention'} {self.sublayer // 2}"
 
 
-def greedy_steps(gates: BlockGates) -> Iterator[Step]:
+def greedy_steps(gates: BlockGates, shares: Sequence[float] | None = None, sparsity: float = 1.0) -> Iterator[Step]:
     """Yield sublayers in the order of their removal, each step when it is asked for; of equals the first.
 
     Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards.
+
+    Args:
+        gates: Of the model.
+        shares: Of each sublayer in the work, `[2L]`; one that would leave out more than `sparsity` by over half of the
+            smallest is passed over, so that others come as close as they can. None takes all in turn.
+        sparsity: Share of the work after which it ends.
 
     Raises:
         EvaluationError: If no loss of a step is finite.
     """
     keep = np.ones(2 * gates.num_layers, dtype=np.bool_)
-    while keep.any():
-        left = np.flatnonzero(keep)
+    work = np.zeros(len(keep)) if shares is None else np.array(shares)
+    while True:
+        room = sparsity - work[~keep].sum() + work.min() / 2
+        left = np.flatnonzero(keep & (work <= room))
+        if not len(left):
+            return
         keeps = np.tile(keep, (len(left), 1))
         keeps[np.arange(len(left)), left] = False
-        removed = len(keep) - len(left)
+        removed = int((~keep).sum())
         nlls = undefined_as_worst(gates.mean_nll(keeps, title=f"blockpruner: {removed} sublayers removed"))
         best = int(nlls.argmin())
         if not np.isfinite(nlls[best]):
@@ -77,40 +87,22 @@ def shares_of_work(specs: Sequence[BlockSpec]) -> list[float]:
     return [part / total for of, layer in zip(attention, layers, strict=True) for part in (of, layer.total - of)]
 
 
-def closest_prefix(steps: Iterable[Step], shares: Sequence[float], sparsity: float) -> list[Step]:
-    """Return the first steps whose sublayers together come closest to a share of the work; of equals the fewer.
-
-    Args:
-        steps: In the order of removal; none is asked for beyond the one that reaches the share.
-        shares: Of each sublayer in the work, `[2L]`.
-        sparsity: Wanted share.
-    """
-    taken: list[Step] = []
-    reached = 0.0
-    for step in steps:
-        before, reached = reached, reached + shares[step.sublayer]
-        taken.append(step)
-        if reached >= sparsity:
-            return taken[:-1] if sparsity - before <= reached - sparsity else taken
-    return taken
-
-
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: BlockPrunerConfig) -> Decision:
     """Decide which sublayers to leave out.
 
-    With match='nominal' their number follows the target; with 'linear_flops' they are removed in the same order until
-    the share of the work that is closest to it.
+    With match='nominal' their number follows the target; with 'linear_flops' they are removed in the same order as long
+    as they fit, see `greedy_steps`.
 
     Raises:
         ConfigError: If the text is too short.
         EvaluationError: If the loss is not finite.
     """
     gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
-    dense, shares, found = gates.dense_nll(), shares_of_work(gates.specs), greedy_steps(gates)
+    dense, shares = gates.dense_nll(), shares_of_work(gates.specs)
     if target.match == "nominal":
-        steps = list(islice(found, round(target.sparsity * len(shares))))
+        steps = list(islice(greedy_steps(gates), round(target.sparsity * len(shares))))
     else:
-        steps = closest_prefix(found, shares, target.sparsity)
+        steps = list(greedy_steps(gates, shares, target.sparsity))
     removed = [step.sublayer for step in steps]
     deviations = ["calibrated on the benchmark's corpus, the original on Alpaca"]
     if gates.ids.numel() < _ORIGINAL_TOKENS:

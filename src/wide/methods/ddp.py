@@ -11,9 +11,10 @@ Written over the machinery of this package; no pruning library is used.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from wide.data.progress import progress
 from wide.errors import ConfigError, TrainingError
 from wide.grouping import Grouping
 from wide.methods.catalogue import DDPConfig
-from wide.methods.method import Decision, Effort, Target, width_share
+from wide.methods.method import Decision, Effort, Target, channels_share, width_share
 from wide.models.attach import attach, detach
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.discovery import discover
@@ -44,6 +45,8 @@ _SLOPE, _STRETCH, _SHIFT = 2.4, 1.2, 0.1
 _SMALLEST = 2.0**-14
 # How far the soft sparsity may be from its target before the export has to force it.
 _TOLERANCE = 0.01
+# Steps after which the keys and values that no head reads any more are counted again.
+_RECOUNT_EVERY = 25
 
 
 def relu_gate(raw: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ def export(raw: Sequence[Tensor], *, pruned: int | None) -> Exported:
     for index, (layer, z) in enumerate(zip(layers, raw, strict=True)):
         if not layer.any():
             best = int(z.argmax())
-            layer[best] = max(float(z[best]), _SMALLEST)
+            layer[best] = max(float(z[best].detach()), _SMALLEST)
             forced.append(index)
     return Exported(
         scales=tuple(layer.clone() for layer in layers),
@@ -152,6 +155,10 @@ class _Goal:
     pruned: int
 
 
+_Goals = Callable[[Sequence[Tensor] | None], Mapping[str, _Goal]]
+"""(by layer, which query heads would be kept now, if that is known) -> by kind, what is to be reached."""
+
+
 class _Course:
     """The training of the gates of one model."""
 
@@ -159,11 +166,12 @@ class _Course:
         self,
         model: nn.Module,
         gates: Mapping[str, Sequence[StaticGate]],
-        goals: Mapping[str, _Goal],
+        goals: _Goals,
         text: TokenBlocks,
         settings: DDPConfig,
     ) -> None:
-        self._model, self._gates, self._goals, self._text, self._settings = model, gates, goals, text, settings
+        self._model, self._gates, self._text, self._settings = model, gates, text, settings
+        self._goals_for, self.goals = goals, goals(None)
         self._device = next(model.parameters()).device
         self._scales = [gate.scale for of_kind in gates.values() for gate in of_kind]
         self._multipliers = {kind: Multipliers(self._device) for kind in _KINDS}
@@ -177,8 +185,20 @@ class _Course:
             for scale in self._scales:
                 scale.requires_grad_(True)
             for step in progress(range(settings.steps), title="ddp: gates", unit="step"):
+                if step % _RECOUNT_EVERY == 0:
+                    self._recount()
                 self._step(step)
+        self._recount()
         return self._facts()
+
+    def exported(self, kind: str) -> Exported:
+        """Return the scales of a kind of unit as they are now."""
+        exact = self._settings.export == "topk_exact"
+        scales = [gate.scale for gate in self._gates[kind]]
+        return export(scales, pruned=self.goals[kind].pruned if exact else None)
+
+    def _recount(self) -> None:
+        self.goals = self._goals_for([scale != 0 for scale in self.exported("attention").scales])
 
     def _step(self, step: int) -> None:
         settings = self._settings
@@ -186,7 +206,7 @@ class _Course:
         entropy, divergence = self._language(self._text.batch_at(step, batch_size=settings.batch_size))
         midpoint = annealed_midpoint(step, steps=settings.steps, final=settings.midpoint_end)
         scores = {kind: self._scores(kind, midpoint) for kind in _KINDS}
-        penalty = sum(self._multipliers[kind].penalty(scores[kind], self._goals[kind].sparsity) for kind in _KINDS)
+        penalty = sum(self._multipliers[kind].penalty(scores[kind], self.goals[kind].sparsity) for kind in _KINDS)
         assert isinstance(penalty, Tensor)
         torch.autograd.backward(penalty)
         # Looked at before the step, so that what is not finite never reaches a gate.
@@ -269,14 +289,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
         TrainingError: If a loss is not finite.
     """
     specs = discover(model)
-    text, goals = _text(blocks, settings), _goals(specs, target)
+    text = _text(blocks, settings)
     with _gated(model, specs, settings) as gates:
-        facts = _Course(model, gates, goals, text, settings).train()
-        exact = settings.export == "topk_exact"
-        exported = {
-            kind: export([gate.scale for gate in gates[kind]], pruned=goals[kind].pruned if exact else None)
-            for kind in _KINDS
-        }
+        course = _Course(model, gates, partial(_goals, specs, target), text, settings)
+        facts = course.train()
+        exported = {kind: course.exported(kind) for kind in _KINDS}
     seen = settings.steps * settings.batch_size * text.sequence_length
     effort = Effort(tokens_forward=seen if settings.distillation else 0, tokens_backward=seen)
     tensors = {scale_name(index, kind): scale for kind in _KINDS for index, scale in enumerate(exported[kind].scales)}
@@ -285,12 +302,15 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
         tensors=tensors,
         effort=effort,
         notes=_notes(facts, exported),
-        deviations=_deviations(facts, exported, goals, settings),
+        deviations=_deviations(facts, exported, course.goals, settings),
     )
 
 
-def _goals(specs: Sequence[BlockSpec], target: Target) -> dict[str, _Goal]:
-    share = width_share(specs, target)
+def _goals(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Tensor] | None) -> dict[str, _Goal]:
+    """Return the goals; where all matrix products count, with the heads that would be kept now."""
+    share = of_channels = width_share(specs, target)
+    if target.match == "linear_flops" and kept is not None:
+        of_channels = channels_share(specs, target, kept)
     heads = [spec.attention.num_query_heads for spec in specs]
     channels = sum(feed_forward(spec).width for spec in specs)
     if target.match == "nominal":
@@ -301,7 +321,7 @@ def _goals(specs: Sequence[BlockSpec], target: Target) -> dict[str, _Goal]:
         attention, attention_share = round(share * sum(heads)), share
     return {
         "attention": _Goal(sparsity=attention_share, pruned=attention),
-        "ffn": _Goal(sparsity=share, pruned=round(share * channels)),
+        "ffn": _Goal(sparsity=of_channels, pruned=round(of_channels * channels)),
     }
 
 

@@ -128,11 +128,29 @@ def share_of_routed(specs: Sequence[BlockSpec], plan: Plan, target: Target, doin
     return share
 
 
+def channels_share(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Tensor]) -> float:
+    """Return the share of FFN channels to prune beside heads that are decided, for a share of all matrix products.
+
+    Args:
+        specs: Parts of the decoder layers.
+        target: Counted as 'linear_flops', keys and values that no head reads any more included.
+        kept: By layer, which query heads are kept, bool `[H_q]`.
+    """
+    layers = costs(specs, sublayer_plan(specs, rank=1), 0).layers
+    removed = 0.0
+    for spec, layer, heads in zip(specs, layers, kept, strict=True):
+        unread = ~heads.view(spec.attention.num_kv_heads, -1).any(-1)
+        removed += layer.attention * float((~heads).float().mean()) + layer.key_value * float(unread.float().mean())
+    wanted = target.sparsity * sum(layer.total for layer in layers) - removed
+    return min(max(wanted / sum(layer.ffn for layer in layers), 0.0), 1.0)
+
+
 def width_share(specs: Sequence[BlockSpec], target: Target) -> float:
     """Return the share of query heads and of FFN channels to prune.
 
-    With match='linear_flops' keys and values stay dense and count in the total, so the share is above the target. Where
-    queries are normed over their whole width, the query projection stays too.
+    With match='linear_flops' keys and values count in the total, so the share is above the target; those that no head
+    reads any more are taken off by `channels_share`. Where queries are normed over their whole width, the query
+    projection stays too.
 
     Raises:
         ConfigError: If the target cannot be reached by pruning heads and channels; the message gives the largest one.

@@ -30,7 +30,7 @@ from wide.grouping import Grouping
 from wide.methods.calibration import calibration_windows, windows
 from wide.methods.catalogue import TyrConfig
 from wide.methods.layer_runner import EditedWeights, LayerRunner
-from wide.methods.method import Decision, Effort, Target, width_share
+from wide.methods.method import Decision, Effort, Target, channels_share, width_share
 from wide.methods.second_order import GramAccumulator, UnitPruner
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
@@ -86,8 +86,12 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
                 runner, title=f"tyr: layers, {iteration + 1} of {settings.iterations}"
             )
             best, history = _search(model, supernet, judge, settings, iteration)
-            expected = supernet.removed(best)
-            notes.append({"removed": expected, "divergence": history})
+            removed = supernet.removed(best)
+            notes.append({"removed": removed, "divergence": history})
+            expected = removed
+            if target.match == "linear_flops":
+                kept = [supernet.copies.get(index, level)[1] for index, level in enumerate(best)][::2]
+                expected = supernet.with_channels(removed, channels_share(specs, target, kept))
         effort.tokens_forward += judge.tokens
         return _decision(supernet, best, effort, notes)
 
@@ -217,6 +221,18 @@ class Supernet:
             seen[projection.kind] += projection.num_units
             budget.append(int(share * seen[projection.kind] + 0.5) - int(share * before + 0.5))
         return budget
+
+    def with_channels(self, removed: Sequence[int], share: float) -> list[int]:
+        """Return the removed units with those of FFNs scaled, so that together they are a share of all channels."""
+        ffn = [p.kind == "ffn" for p in self.projections]
+        total = sum(p.num_units for p, is_ffn in zip(self.projections, ffn, strict=True) if is_ffn)
+        factor = share * total / max(sum(n for n, is_ffn in zip(removed, ffn, strict=True) if is_ffn), 1)
+        found, before = [], 0
+        for projection, units, is_ffn in zip(self.projections, removed, ffn, strict=True):
+            scaled = int(factor * (before + units) + 0.5) - int(factor * before + 0.5) if is_ffn else units
+            before += units if is_ffn else 0
+            found.append(min(scaled, projection.num_units))
+        return found
 
     def set_levels(self, expected: Sequence[int], iteration: int) -> None:
         """Set the levels of an iteration, from 0, around the removed units expected; one step for all of a kind."""

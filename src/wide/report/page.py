@@ -18,7 +18,19 @@ from wide.report.selection import NAMES, SUBLAYERS, Origin, Selection
 from wide.report.table import Table, verdict
 
 _STEPS, _TITLE_LAYERS, _MOST_ROWS = 9, 48, 400
-_FACTS = ("description", "model", "data", "target", "LoRA", "held-out text", "device", "versions", "date", "command")
+_FACTS = (
+    "description",
+    "model",
+    "data",
+    "target",
+    "LoRA",
+    "held-out text",
+    "window",
+    "device",
+    "versions",
+    "date",
+    "command",
+)
 _STATIC = "The plan is static: it prunes the same for every token, so there is no routing to show."
 
 

@@ -127,6 +127,7 @@ class Materials:
             "data": self._run.data,
             "target": target,
             "held-out text": self.held_out[1],
+            "window": f"at most {self._scoring.window} tokens at once, in text and tasks",
             "command": command,
         }
         for name, value in (facts | more).items():

@@ -99,7 +99,8 @@ class Run:
         left_out = require_tensorboard(self._options.tensorboard)
         if left_out is not None:
             say(left_out)
-        distils = request.objective.distillation > 0
+        stage_2 = None if request.recover is None else request.recover.distillation
+        distils = request.objective.distillation > 0 or bool(stage_2)
         self._materials = Materials(
             request.run, request.scoring, max_tokens=request.max_tokens, stages=stages, distils=distils
         )
@@ -242,6 +243,8 @@ class Run:
         routers = stage.train_routers and attachment(self._model).plan.is_routed
         if not routers:
             objective = replace(objective, weight=0.0)
+        if stage.distillation is not None:
+            objective = replace(objective, distillation=stage.distillation)
         forecast(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
 
     def _adapt_dense(self, blocks: TokenBlocks | None) -> None:

@@ -46,6 +46,8 @@ _LATER = {
     "compile": False,
     "per_token": False,
     "weight_ramp": False,
+    # Of stage 2; that of the objective is a number.
+    "distillation": None,
 }
 
 
@@ -158,7 +160,7 @@ def recover(
         data: As for `prune`.
         tokenizer: As for `prune`.
         objective: None means that of stage 1, as the adapter records it; without routers, only its distillation
-            counts.
+            counts, where `stage` names none.
         stage: Steps, sizes, rates and LoRA; None means the paper's.
         output: As for `prune`; a folder of its own.
         resume: As for `prune`.
@@ -184,6 +186,8 @@ def recover(
     if not state.plan.is_routed:
         objective = dataclasses.replace(objective or ObjectiveConfig(), sparsity=0.0, weight=0.0)
     objective = objective or _objective_of_stage_1(state.provenance)
+    if stage.distillation is not None:
+        objective = dataclasses.replace(objective, distillation=stage.distillation)
     if not train_routers:
         # Frozen routers have no gradient to steer them; the rates are still measured.
         objective = dataclasses.replace(objective, weight=0.0)
