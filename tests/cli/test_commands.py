@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import wide
 from wide.cli.main import main
@@ -530,6 +530,19 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_model_is_read(task, 
 
 def test_all_that_is_wanted_may_be_more_documents_than_a_machine_counts(prose_folder):
     assert len(list(load_documents(prose_folder, max_documents=10**25))) == 40
+
+
+def test_inspect_counts_experts_that_a_token_runs_and_refuses_other_names_in_words(tmp_path, capsys):
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"intermediate_size": 64, "num_key_value_heads": 4, "num_local_experts": 4}
+    CONFIG_MAPPING["mixtral"](**sizes, **experts).save_pretrained(tmp_path / "experts")
+    assert main(["inspect", "--model", str(tmp_path / "experts")]) == 0
+    total = 2 * (4 * 32 * 32 + 4 * 32 + 2 * 3 * 64 * 32) + 97 * 32
+    assert f"{2 * total / 1e6:.2f} MFLOP" in (said := capsys.readouterr().out)
+    assert f"not routed {2 * (4 * 32 + 2 * 3 * 64 * 32) / total:>13.1%}" in said
+    CONFIG_MAPPING["opt"](**sizes, ffn_dim=64, word_embed_proj_dim=32).save_pretrained(tmp_path / "opt")
+    assert main(["inspect", "--model", str(tmp_path / "opt")]) == 1
+    assert "num_key_value_heads" in capsys.readouterr().err
 
 
 def test_a_configuration_that_transformers_stumbles_over_is_refused(tiny_model_folder, tmp_path, capsys):

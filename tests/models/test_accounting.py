@@ -1,5 +1,7 @@
 """What static, routed and mixed plans save: against counts by hand, closed forms and models cut by hand."""
 
+import json
+
 import pytest
 import torch
 from families import FAMILIES, make, tokens
@@ -9,13 +11,16 @@ from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, st
 from test_replaced import dense_plan, sparse_weights
 from transformers import DynamicCache
 
+from wide.config import WideConfig
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attach, attachment, detach
 from wide.models.cost import SkipCounter, half_weights, model_costs, static_sparsity
-from wide.models.observe import observe
+from wide.models.lora import add_lora
+from wide.models.observe import force_routing, observe
 from wide.plan import Dense, Kept, LayerPlan, Plan, Routed, Skipped, Stream
+from wide.routing import LayerRouting
 
 # llama of tests/models/families.py: D 32, 4 query and 2 KV heads of 8, F 64.
 QO, KV, FFN = 2 * 32 * 32, 2 * 16 * 32, 3 * 64 * 32
@@ -292,11 +297,48 @@ def test_rates_of_routers_alone_leave_dense_halves_out():
     assert found.layers[1] == (None, None)
 
 
+# Matrices of one expert, and of an FFN without a gate.
+EXPERT, PLAIN = 3 * 64 * 32, 2 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "weights"),
+    [
+        ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}, 5 * 32 + 2 * EXPERT),
+        (
+            "qwen2_moe",
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 64,
+                "shared_expert_intermediate_size": 32,
+            },
+            4 * 32 + EXPERT + 3 * 32 * 32 + 32,
+        ),
+        ("starcoder2", {}, PLAIN),
+        ("phi", {"num_key_value_heads": 4}, PLAIN),
+        ("llama", {}, 0),
+    ],
+)
+def test_an_ffn_that_cannot_be_routed_counts_as_work_of_which_nothing_is_saved(family, changes, weights):
+    model = attach(make(family, **changes), WideConfig(ffn_group_size=64, attention_group_size=32))
+    if family == "mixtral":
+        with pytest.raises(UnsupportedModelError, match="PEFT puts no LoRA on MixtralForCausalLM"):
+            add_lora(model, rank=2)
+    else:
+        add_lora(model, rank=2)
+    work = model_costs(model).layers[0]
+    assert work.other == 2 * weights
+    counter, nothing = SkipCounter(model), LayerRouting(attention=torch.zeros(1, 4, 1), ffn=torch.zeros(1, 4, 1))
+    with torch.no_grad(), force_routing(model, [nothing] * 2), counter.watching():
+        model(tokens(batch=1, length=4))
+    counter.add_latest(torch.ones(1, 4, dtype=torch.bool))
+    kv = work.key_value / 2
+    assert counter.result().linear_flops_layers == pytest.approx(1 - (kv + weights) / (work.total / 2))
+    assert work.total == 2 * (QO + kv + (weights or FFN))
+
+
 def test_counting_stands_for_json_and_ignores_lora():
-    import json
-
-    from wide.models.lora import add_lora
-
     model = make("llama")
     plan, tensors = stream_plan(model, 24)
     attach(model, plan, tensors=tensors)

@@ -2,8 +2,14 @@
 
 import pytest
 import torch
-from families import make, tokens
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from families import COMMON, make, tokens
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSpeechSeq2Seq,
+)
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
@@ -177,6 +183,34 @@ def test_unsupported_structures_are_refused_with_the_reason(family, sizes, reaso
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
     with pytest.raises(UnsupportedModelError, match=reason):
         attach(model)
+
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+OPT = {"word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0}
+WHISPER = {"d_model": 32, "num_mel_bins": 8, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+LAYERS = {"encoder_layers": 4, "decoder_layers": 2, "decoder_start_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("build", "family", "sizes", "reason"),
+    [
+        (AutoModelForCausalLM, "opt", OPT, "OPTAttention.*says num_key_value_heads.*your own BlockSpecs"),
+        (AutoModelForSpeechSeq2Seq, "whisper", WHISPER | LAYERS, "has an encoder and a decoder"),
+        (AutoModel, "siglip_vision_model", {"image_size": 28, "patch_size": 14}, "an encoder's"),
+    ],
+)
+def test_encoders_and_names_of_their_own_are_refused_in_words(build, family, sizes, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        attach(build.from_config(CONFIG_MAPPING[family](**SIZES, **sizes)))
+
+
+def test_beside_an_encoder_of_as_many_layers_the_decoder_is_routed():
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    config = CONFIG_MAPPING["llava"](vision_config=vision, text_config={"model_type": "llama", **COMMON})
+    model = attach(AutoModelForImageTextToText.from_config(config), WideConfig(ffn_group_size=16))
+    layers = [spec.layer for spec in attachment(model).specs]
+    assert all(a is b for a, b in zip(layers, model.model.language_model.layers, strict=True))
 
 
 def test_mixture_of_experts_gets_attention_routing_only():

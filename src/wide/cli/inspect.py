@@ -156,6 +156,8 @@ def describe_model(name: str) -> str:
         sizes = [size for size in divisors(first.ffn.width) if size >= 8]
         lines.append(f"  FFN width           {first.ffn.width}")
         lines.append(f"  FFN groups          default {WideConfig().ffn_group_size} channels; possible {_listed(sizes)}")
+        reasons = [spec.ffn_reason for spec in specs if spec.ffn is None]
+        lines += [f"  FFN not routed      in {len(reasons)} layers: {reasons[0]}"] if reasons else []
     return "\n".join([*lines, *_work(specs, int(model.config.get_text_config().vocab_size))])
 
 
@@ -187,19 +189,19 @@ def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
     from wide.models.attach import plan_for
     from wide.models.cost import costs
 
-    # One group per sublayer always divides, and shares do not depend on the group size.
-    whole = None if specs[0].ffn is None else specs[0].ffn.width
-    plan = plan_for(WideConfig(ffn_group_size=whole or 1, attention_group_size=specs[0].attention.query_width), specs)
-    found = costs(specs, plan, vocab_size)
+    # Groups of one channel always divide, and shares do not depend on the group size.
+    found = costs(specs, plan_for(WideConfig(ffn_group_size=1), specs), vocab_size)
     attention = sum(layer.attention for layer in found.layers)
     ffn = sum(layer.ffn for layer in found.layers)
-    fixed = sum(layer.fixed for layer in found.layers)
-    total = attention + ffn + fixed + found.head
-    parts = (
+    other = sum(layer.other for layer in found.layers)
+    fixed = sum(layer.fixed for layer in found.layers) - other
+    total = attention + ffn + fixed + other + found.head
+    parts = [
         ("attention Q and O", attention, "skipped by group"),
         ("FFN", ffn, "skipped by group"),
         ("K, V and the like", fixed, "always executed"),
+        ("not routed", other, "always executed; of experts, those that a token runs"),
         ("output head", found.head, "always executed"),
-    )
+    ]
     lines = [f"  matrix products     {total / 1e6:,.2f} MFLOP per token (attention scores not counted)"]
-    return lines + [f"    {name:<18}{part / total:>6.1%}  {kind}" for name, part, kind in parts]
+    return lines + [f"    {name:<18}{part / total:>6.1%}  {kind}" for name, part, kind in parts if part]

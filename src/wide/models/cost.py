@@ -11,6 +11,7 @@ from wide.errors import ConfigError
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import AttentionSpec, BlockSpec
 from wide.models.observe import observe
+from wide.models.pretrained import is_added
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 from wide.routing import Routing
 
@@ -28,7 +29,9 @@ class LayerCost:
             normed over their whole width, because Q must then be computed in full; K and V too where skipping tokens
             are evicted.
         ffn: Saved by skipping all FFN groups, 0 where not routed: gate, up and down.
-        fixed: Executed for every token: K and V, and whatever is not routed.
+        fixed: Executed for every token: K and V, and whatever is not routed, `other` included.
+        other: Of matrices that no plan prunes: FFNs that cannot be routed (of experts, as many as a token runs), their
+            routers, and whatever else lies in the layer.
         removed: Pruned for every token, of Q, O and FFN; a stream's shortcut matrices are taken off, so that it may
             be negative.
         removed_kv: Pruned for every token, of K and V.
@@ -47,6 +50,7 @@ class LayerCost:
     attention: float
     ffn: float
     fixed: float
+    other: float
     removed: float
     removed_kv: float
     key_value: float
@@ -278,7 +282,9 @@ class SkipCounter:
         saved = routed + sum(layer.removed for layer in layers)
         saved_with_kv = saved + sum(layer.removed_kv for layer in layers)
         total = sum(layer.total for layer in layers)
-        prunable = sum(layer.total - layer.key_value if self._counts_dense else layer.prunable for layer in layers)
+        prunable = sum(
+            layer.total - layer.key_value - layer.other if self._counts_dense else layer.prunable for layer in layers
+        )
         return {
             "linear_flops": saved / prunable if prunable else 0.0,
             "linear_flops_with_fixed": saved_with_kv / (total + self._costs.head),
@@ -328,10 +334,12 @@ def _layer_cost(
         removed += found
         shares[name] = _removed_share(half, part, found, plan.stream)
     is_gone = plan.stream is None and layer == _SKIPPED
+    other = 2.0 * _other_weights(spec)
     return LayerCost(
         attention=2.0 * attention,
         ffn=2.0 * ffn,
-        fixed=2.0 * (_weights(left) - attention - ffn),
+        fixed=2.0 * (_weights(left) - attention - ffn) + other,
+        other=other,
         removed=2.0 * (_weights(dense) - _weights(left) - removed_kv),
         removed_kv=2.0 * removed_kv,
         key_value=2.0 * _weights(dense, "key", "value"),
@@ -386,6 +394,27 @@ def _weights(matrices: Mapping[str, _Matrix], *names: str) -> int:
     """Return the weights of the matrices of these names, as far as there are any; of all without names."""
     chosen = [matrix for name, matrix in matrices.items() if not names or name in names]
     return sum(matrix.rows * matrix.columns for matrix in chosen)
+
+
+def _other_weights(spec: BlockSpec) -> float:
+    """Return by how many weights a token is multiplied in a layer besides those of its projections that were found."""
+    known = {linear for _, part in spec.sublayers() for linear in part.linears()}
+    # What chooses among experts says how many a token runs.
+    active = [top for module in spec.layer.modules() if isinstance(top := getattr(module, "top_k", None), int)]
+
+    def count(name: str, module: nn.Module) -> float:
+        inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if isinstance(inputs, int) and isinstance(outputs, int):
+            # LoRA wraps a projection; quantised weights have other shapes.
+            return 0 if not known.isdisjoint(module.modules()) else inputs * outputs
+        own = [p for key, p in module.named_parameters(recurse=False) if p.dim() > 1 and "bias" not in key]
+        weights = 0.0 if isinstance(module, nn.Embedding) else float(sum(p.numel() for p in own))
+        weights += sum(count(key, child) for key, child in module.named_children() if not is_added(key))
+        if name == "experts" and active:
+            weights *= active[0] / (len(module) if isinstance(module, nn.ModuleList) else own[0].shape[0])
+        return weights
+
+    return count("", spec.layer)
 
 
 def _projection_parameters(matrices: Mapping[str, _Matrix]) -> int:

@@ -26,7 +26,7 @@ def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
             cannot be routed.
     """
     config = _text_config(model)
-    layers = _decoder_layers(model, config.num_hidden_layers)
+    layers = _decoder_layers(model, _setting(config, "num_hidden_layers", type(model).__name__))
     return tuple(_block(index, layer, config) for index, layer in enumerate(layers))
 
 
@@ -44,11 +44,28 @@ def _text_config(model: nn.Module) -> Any:
             f"{type(model).__name__} has no transformers configuration; wide routes Hugging Face causal LMs. "
             "For another structure, pass your own BlockSpecs to attach(..., specs=...)"
         )
-    return config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{type(model).__name__} has an encoder and a decoder; wide routes decoders alone")
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder that stands out: {error}") from error
+
+
+def _setting(config: Any, key: str, where: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int):
+        raise UnsupportedModelError(
+            f"{where}: neither the module nor the configuration says {key}; families with names of their own, such as "
+            "OPT and GPT-J, need your own BlockSpecs: attach(..., specs=...)"
+        )
+    return value
 
 
 def _decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    # Of a model with a vision or an audio encoder, the part that writes text.
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    found = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     found = [m for m in found if any(_attention_module(layer) is not None for layer in m)]
     if len(found) == 1:
         return found[0]
@@ -117,14 +134,16 @@ def _attention(index: int, layer: nn.Module, module: nn.Module, config: Any) -> 
                 f"{where} has {part}: multi-head latent attention has no per-head keys and values, so head groups "
                 "cannot be skipped"
             )
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{where} looks at later tokens, too: it is an encoder's; wide routes causal LMs")
     _refuse_sub_norms(where, module)
     query = _find(module, "q_proj", "qkv_proj")
     output = _find(module, "o_proj", "dense", "out_proj")
     assert query is not None
     assert output is not None
-    num_heads = int(getattr(module, "num_heads", None) or config.num_attention_heads)
-    num_kv_heads = int(getattr(module, "num_key_value_heads", None) or config.num_key_value_heads or num_heads)
-    head_dim = int(getattr(module, "head_dim", None) or config.hidden_size // num_heads)
+    num_heads = int(getattr(module, "num_heads", None) or _setting(config, "num_attention_heads", where))
+    num_kv_heads = int(getattr(module, "num_key_value_heads", None) or _setting(config, "num_key_value_heads", where))
+    head_dim = int(getattr(module, "head_dim", None) or _setting(config, "hidden_size", where) // num_heads)
     fused = query is _find(module, "qkv_proj")
     rows = (num_heads + 2 * num_kv_heads) * head_dim if fused else num_heads * head_dim
     if _features(query)[1] != rows or _features(output)[0] != num_heads * head_dim:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
-from wide.errors import AdapterError, MissingExtraError, NotAttachedError
+from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
 from wide.models.attach import Attachment, attachment
 from wide.models.plan_check import misfit
 from wide.models.sharding import reshard
@@ -165,6 +165,7 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
 
     Raises:
         NotAttachedError: If the model has no routers, or has LoRA already.
+        UnsupportedModelError: If PEFT cannot wrap the model, such as Mixtral's experts.
         MissingExtraError: If PEFT is not installed.
 
     Source: paper, section 3.2; targets and hyperparameters: section 4.1.
@@ -270,7 +271,12 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     trainable = {
         parameter for router in state.routers() for parameter in router.parameters() if parameter.requires_grad
     }
-    tuner = LoraModel(model, config, _ADAPTER)
+    try:
+        tuner = LoraModel(model, config, _ADAPTER)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"PEFT puts no LoRA on {type(model).__name__}: {error}; load the model again, and leave stage 2 out"
+        ) from error
     for parameter in trainable:
         parameter.requires_grad_(True)
     handle = LoraHandle(model, tuner)
