@@ -205,12 +205,9 @@ def targets(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def speed(rows_at_most: int | None = None) -> Table:
-    """Return what a user gets through the public API; of few rows, one for each door."""
+def speed() -> Table:
+    """Return what a user gets through the public API."""
     shown = [row for row in targets("user") if row.get("shown") and row.get("ours") is not None]
-    if rows_at_most is not None:
-        doors = {row["shown"].split(",")[0].split(" of ")[0]: row for row in reversed(shown)}
-        shown = [row for row in shown if row in doors.values()][:rows_at_most]
     rows = tuple((row["shown"], *(_with_unit(row.get(key), row["unit_shown"]) for key in _SPEED)) for row in shown)
     return Table(header=("", *_SPEED.values()), rows=rows)
 
@@ -341,11 +338,11 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-groups": groups,
     "quality-carried": carried,
     "speed": speed,
-    "speed-short": lambda: speed(3),
     "columns": columns,
     "columns-code": columns_code,
     "columns-rows": columns_rows,
     "house": lambda: aims("house"),
+    "people": lambda: aims("people"),
     "training": lambda: aims("scale"),
     "training-sizes": sizes,
 }
