@@ -103,9 +103,9 @@ def test_weights_are_shared_not_copied():
     decoder = Decoder(model, max_length=8)
     layer, own = model.model.layers[0], decoder.layers[0]
     for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
-        assert linear.weight.untyped_storage().data_ptr() == own.attention.qkv.untyped_storage().data_ptr()
+        assert linear.weight.untyped_storage().data_ptr() == own.attention.qkv.weight.untyped_storage().data_ptr()
     assert layer.mlp.up_proj.weight.data_ptr() == own.ffn.gated.up.data_ptr()
-    assert layer.mlp.down_proj.weight.data_ptr() == own.ffn.down.data_ptr()
+    assert layer.mlp.down_proj.weight.data_ptr() == own.ffn.down.weight.data_ptr()
 
 
 def test_other_structures_are_refused_with_the_reason():
@@ -175,7 +175,7 @@ def test_masks_that_come_late_are_waited_for(family, table):
     run = Run(table=table, record=[])
     expected = decoder.prefill_logits(ids, decoder.new_cache(2), run)
     late, again = _Late(), Run(table=table, record=[])
-    decoder._beside = late
+    decoder._side = late
     found = decoder.prefill_logits(ids, decoder.new_cache(2), again)
     assert late.begun
     assert not late.runs

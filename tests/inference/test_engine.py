@@ -1,7 +1,6 @@
 """`generate` and direct calls of an optimised model: the tokens and logits of the masked one, through the engine."""
 
 import copy
-import dataclasses
 import gc
 import inspect
 import math
@@ -15,7 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from families import STRAIGHT, make, stirred, tokens
+from families import FAMILIES, STRAIGHT, make, stirred, tokens
+from tables import fixed
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -26,12 +26,12 @@ from transformers import (
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError
-from wide.inference.engine import engine as engine_module
-from wide.inference.engine import visible_keys
+from wide.inference.engine import memory as memory_module
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.engine import EngineCache, _Slot
+from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.graphs import CapturedStep
-from wide.inference.engine.next_step import Ahead
+from wide.inference.engine.memory import Slot
+from wide.inference.engine.next_step import NextStep
 from wide.inference.engine.run import Run
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
@@ -40,16 +40,12 @@ from wide.models.observe import bypass
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+# Twelve tokens take the gathered operators, six the dense products, and one to four those for few rows.
+SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-# Its routers read what the engine's cannot: the layers' own modules run.
-BY_LAYERS = "llama by layers"
-
-
 def routed(family="llama", **changes):
-    if family == BY_LAYERS:
-        return attach(stirred(make("llama")), dataclasses.replace(CONFIG, router_input="layer_input"))
     return attach(stirred(make(family, **(STRAIGHT.get(family, {}) | changes))), CONFIG)
 
 
@@ -80,8 +76,7 @@ def asked(model, ids, *, in_every_way=True):
         found.append(model.generate(ids, **(GREEDY | {"prompt_lookup_num_tokens": 2}))) if len(ids) == 1 else None
     scored = model.generate(ids, **GREEDY, return_dict_in_generate=True, output_scores=True, output_logits=True)
     engine = engine_of(model)
-    runs = engine is not None and engine.why_not is None
-    assert (getattr(scored.past_key_values, "slot", None) is not None) == runs
+    assert (getattr(scored.past_key_values, "slot", None) is not None) == (engine is not None)
     more = torch.cat([scored.sequences, ids[:, :3]], 1)
     again = model.generate(more, past_key_values=scored.past_key_values, **GREEDY)
     return [*found, scored.sequences, again], torch.stack([*scored.scores, *scored.logits])
@@ -89,15 +84,14 @@ def asked(model, ids, *, in_every_way=True):
 
 @pytest.mark.parametrize(
     ("family", "batch"),
-    [*((family, 2) for family in [*STRAIGHT, BY_LAYERS]), ("llama", 1), ("mistral", 1), (BY_LAYERS, 1)],
+    [*((family, 2) for family in FAMILIES if family != "apertus"), ("llama", 1), ("mistral", 1)],
 )
 def test_generate_gives_the_masked_models_tokens(family, batch):
     model, ids = routed(family), tokens(batch, 12)
     # What differs between families is in the layers; how they are asked is the same code.
-    ways = {"in_every_way": family in ("llama", "mistral", "gemma3_text", BY_LAYERS)}
+    ways = {"in_every_way": family in ("llama", "mistral", "gemma3_text")}
     wanted, scores = asked(model, ids, **ways)
-    optimize(model, backend="torch")
-    assert (engine_of(model).why_not is None) == (family in STRAIGHT)
+    optimize(model, table=SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found, found_scores = asked(model, ids, **ways)
@@ -186,7 +180,7 @@ def test_memory_is_used_again_and_grows_with_the_text():
     for _ in range(3):
         model.generate(ids, **GREEDY)
         gc.collect()
-    assert len(engine._slots) == 1
+    assert len(engine._memory.slots) == 1
     with torch.no_grad():
         out = model(tokens(1, 250))
         for _ in range(300):
@@ -268,7 +262,7 @@ def test_a_cache_counts_under_every_name_that_transformers_takes():
 
 def test_graphs_are_for_short_prompts_and_longer_ones_of_narrow_layers():
     def has_graph(batch, length, widest):
-        return engine_module._has_graph(SimpleNamespace(is_cuda=True, shape=(batch, length)), widest)
+        return memory_module.has_graph(SimpleNamespace(is_cuda=True, shape=(batch, length)), widest)
 
     assert has_graph(1, 4096, 57344)
     assert not has_graph(1, 4097, 28672)
@@ -283,9 +277,9 @@ def test_a_prompt_whose_graph_does_not_fit_runs_without(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine_module, "capture_prompt", full)
+    monkeypatch.setattr(memory_module, "capture_prompt", full)
     decoder = Decoder(routed(), max_length=64)
-    slot = _Slot(decoder, decoder.new_cache(1))
+    slot = Slot(decoder, decoder.new_cache(1))
     ids, lengths = tokens(1, 12), torch.tensor([12], dtype=torch.int32)
     assert [slot.prompt(ids, lengths, routed=True, pool=object()) for _ in range(4)] == [None] * 4
 
@@ -353,13 +347,10 @@ def hidden_left(sequence):
 
 
 @pytest.mark.parametrize("second", [torch.ones_like, holes, hidden_left])
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_second_turn_under_another_mask(second, reads, monkeypatch):
+def test_a_second_turn_under_another_mask(second):
     model, ids = routed(), tokens(2, 12)
     wanted = turns(model, ids, second).tolist()
     optimize(model, backend="torch")
-    # As on a GPU, where the masks of steps are not read.
-    monkeypatch.setattr(visible_keys, "is_free_to_read", lambda tensor: reads)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert turns(model, ids, second).tolist() == wanted
@@ -438,9 +429,8 @@ def test_trust_ends_with_generate_in_each_thread():
         assert model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits.isnan().all()
 
 
-@pytest.mark.parametrize("family", ["llama", BY_LAYERS])
-def test_threads_take_turns(family):
-    model = routed(family)
+def test_threads_take_turns():
+    model = routed()
     asked = [tokens(1, length, seed=length) for length in (5, 9, 12, 20)] * 2
     wanted = [model.generate(ids, **GREEDY).tolist() for ids in asked]
     optimize(model, backend="torch")
@@ -452,7 +442,7 @@ def test_kept_memory_is_given_up_before_a_call_fails(monkeypatch):
     model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
     wanted = model.generate(ids, **GREEDY).tolist()
     gc.collect()
-    kept = weakref.ref(engine_of(model)._slots[0])
+    kept = weakref.ref(engine_of(model)._memory.slots[0])
     make, calls = Decoder.new_cache, []
 
     def failing(self, *given):
@@ -544,15 +534,15 @@ def test_thresholds_between_turns_autocast_and_numpy():
 def test_much_room_is_asked_for_and_little_is_taken():
     model = optimize(routed(max_position_embeddings=65536), backend="torch")
     model.generate(tokens(1, 12), **(GREEDY | {"max_new_tokens": 30000, "eos_token_id": list(range(97))}))
-    assert engine_of(model)._slots[0].cache.room <= 3072
+    assert engine_of(model)._memory.slots[0].cache.room <= 3072
 
 
 def test_much_memory_is_not_kept(monkeypatch):
     model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
-    monkeypatch.setattr(engine_of(model), "_most_kept", 1)
+    monkeypatch.setattr(engine_of(model)._memory, "_most_kept", 1)
     wanted = model.generate(ids, **GREEDY).tolist()
     gc.collect()
-    assert engine_of(model)._slots == []
+    assert engine_of(model)._memory.slots == []
     assert model.generate(ids, **GREEDY).tolist() == wanted
 
 
@@ -567,7 +557,7 @@ def test_nothing_to_skip_runs_no_router(monkeypatch):
         raise AssertionError("a router ran")
 
     for name in ("route", "norm_route"):
-        monkeypatch.setattr(f"wide.inference.engine.decoder.{name}", refuse)
+        monkeypatch.setattr(f"wide.inference.engine.layer.{name}", refuse)
     assert model.generate(ids, **GREEDY).tolist() == wanted
 
 
@@ -674,7 +664,7 @@ def recorded(monkeypatch):
             return graph.logits
         return known(ids)
 
-    monkeypatch.setattr(_Slot, "step", step)
+    monkeypatch.setattr(Slot, "step", step)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: Mock())
     for name in ("device", "stream"):
@@ -707,8 +697,8 @@ def _asked_ahead(model, ids, thresholds):
         assert not is_running()
 
     def is_running():
-        ahead = getattr(engine_of(model), "_ahead", None)
-        return ahead is not None and ahead.lengths is not None
+        memory = getattr(engine_of(model), "_memory", None)
+        return getattr(memory, "_next", None) is not None and memory._next._running is not None
 
     def generate(*processors, **more):
         options = GREEDY | {"max_new_tokens": 9, "output_logits": True, "return_dict_in_generate": True} | more
@@ -742,14 +732,14 @@ def test_steps_that_are_begun_ahead_change_nothing(batch, recorded):
     for (sequences, logits), (wanted_sequences, wanted_logits) in zip(found, wanted, strict=True):
         assert sequences.tolist() == wanted_sequences.tolist()
         torch.testing.assert_close(logits, wanted_logits, **CLOSE)
-    assert all(slot.is_free for slot in engine_of(model)._slots)
+    assert all(slot.is_free for slot in engine_of(model)._memory.slots)
 
 
 def test_no_step_is_begun_that_nobody_asks_for(recorded, monkeypatch):
     model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
     begun = []
-    begin = Ahead.begin
-    monkeypatch.setattr(Ahead, "begin", lambda *each: (begun.append(each), begin(*each)))
+    begin = NextStep.begin
+    monkeypatch.setattr(NextStep, "begin", lambda *each: (begun.append(each), begin(*each)))
     model.generate(ids, **(GREEDY | {"max_new_tokens": 9}))
     # The prompt gives the first of nine tokens, and the first step none to guess by.
     assert (sum(graph.replays for graph in recorded), len(begun)) == (8, 7)
@@ -768,14 +758,14 @@ def test_no_step_is_begun_that_nobody_asks_for(recorded, monkeypatch):
 
 
 def test_memory_is_not_lent_while_a_step_still_writes_it(recorded):
-    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    model, ids = optimize(routed(max_position_embeddings=1024), backend="torch"), tokens(1, 12)
     engine = engine_of(model)
     out = model(ids)
     slot = out.past_key_values.slot
     slot.step(ids[:, 0], routed=True, pool=None)
-    engine._ahead = Ahead(ids.device)
     length = int(slot.cache.lengths)
-    engine._ahead.begin(slot.captured(routed=True), slot.cache)
-    engine._grown(out.past_key_values)
-    assert engine._ahead.lengths is None
-    assert int(slot.cache.lengths) == length == int(out.past_key_values.slot.cache.lengths)
+    assert engine._memory.begin(slot, routed=True)
+    out.past_key_values.tokens = slot.cache.room
+    model(ids[:, :1], past_key_values=out.past_key_values)
+    assert engine._memory._next._running is None
+    assert int(slot.cache.lengths) == length == int(out.past_key_values.slot.cache.lengths) - 1

@@ -13,16 +13,15 @@ from torch import nn
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedBackendError, UnsupportedModelError
 from wide.inference import optimize as optimize_module
-from wide.inference.choice import measured
+from wide.inference.choice import layer_sizes, measured
 from wide.inference.choice import sample as sample_module
-from wide.inference.fused_router import FusedRouter
-from wide.inference.operators import attention as prompt_attention
+from wide.inference.engine import views
 from wide.inference.operators.table import DENSE_TABLE, OperatorTable
 from wide.inference.optimize import deoptimize, optimize
-from wide.inference.reading import checks as optimize_checks
 from wide.kernels.device import DeviceFacts
 from wide.kernels.reorder import left_to_tiles
-from wide.models.attach import attach, attachment
+from wide.models.attach import attach, attachment, detach
+from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.plan import Dense
 
@@ -35,27 +34,27 @@ def refused(model, error, match, **options):
     before = {name: module.forward for name, module in model.named_modules()}
     with pytest.raises(error, match=match):
         optimize(model, **(options or {"table": SMALL}))
-    assert not attachment(model).fused
+    assert not attachment(model).engine
     assert {name: module.forward for name, module in model.named_modules()} == before
 
 
 def test_weights_that_are_not_in_memory_are_refused():
     model = attach(make("llama"), CONFIG)
     model.model.layers[1].mlp.down_proj.to("meta")
-    refused(model, UnsupportedModelError, "layer 1: FFN: the weight of the down projection lies on the meta device")
+    refused(model, UnsupportedModelError, "layer 1: .* meta device")
 
 
 def test_dynamic_quantisation_is_named():
     model = attach(make("llama"), CONFIG)
     torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
-    refused(model, UnsupportedModelError, "query projection was replaced after .*torch.*quantized.dynamic")
+    refused(model, UnsupportedModelError, "a projection was replaced after .*torch.*quantized.dynamic")
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 def test_projections_of_several_dtypes_are_refused(name):
     model = attach(make("llama"), CONFIG)
     getattr(model.model.layers[1].mlp, name).double()
-    refused(model, UnsupportedModelError, "layer 1: FFN: the projections must have one dtype, got .*float64")
+    refused(model, UnsupportedModelError, "layer 1: the projections must have one dtype, got .*float64")
 
 
 def test_other_classes_and_odd_biases_are_refused():
@@ -64,7 +63,7 @@ def test_other_classes_and_odd_biases_are_refused():
 
     model = attach(make("llama"), CONFIG)
     model.model.layers[1].mlp.down_proj.__class__ = Linear8bitLt
-    refused(model, UnsupportedModelError, "down projection, Linear8bitLt with a Parameter weight")
+    refused(model, UnsupportedModelError, "a Linear8bitLt with a Parameter weight, not a plain linear layer")
 
     model = attach(make("llama"), CONFIG)
     model.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.zeros(64))
@@ -89,26 +88,26 @@ def test_sharded_models_are_refused(keeps_parameters):
         )
     with pytest.raises(UnsupportedModelError, match="shard"):
         optimize(model, table=SMALL)
-    assert not attachment(model).fused
+    assert not attachment(model).engine
 
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = attach(make("llama"), CONFIG)
-    match = "layer 0: attention: backend 'triton' cannot run on cpu: .*choose backend='torch' or 'auto'"
+    match = "backend 'triton' cannot run on cpu: .*choose backend='torch' or 'auto'"
     refused(model, UnsupportedBackendError, match, backend="triton")
     refused(model, UnsupportedBackendError, match, table=OperatorTable.fixed())
 
 
 def test_groups_that_the_kernels_do_not_take_are_refused(monkeypatch):
-    monkeypatch.setattr(optimize_checks, "half_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(layer_sizes, "half_obstacle", lambda device, dtype: None)
     model = attach(make("llama"), WideConfig(ffn_group_size=8))
     match = "layer 0: gate_up: the Triton backend wants groups that 16 divides .*, got groups of 8 channels"
     refused(model, UnsupportedBackendError, match, backend="triton")
     few_only = fixed(query=None, output=None, gate_up=None)
-    assert attachment(optimize(model, table=few_only)).fused
+    assert attachment(optimize(model, table=few_only)).engine
     model = attach(make("llama"), CONFIG)
-    assert attachment(optimize(model, backend="triton")).fused
+    assert attachment(optimize(model, backend="triton")).engine
 
 
 def test_training_while_optimised_says_what_to_do():
@@ -119,7 +118,9 @@ def test_training_while_optimised_says_what_to_do():
             model(ids)
         model.eval()
     with pytest.raises(NotAttachedError, match=r"no gradients; call wide\.deoptimize"):
-        model(ids, labels=ids).loss.backward()
+        model(ids).logits.sum().backward()
+    with pytest.warns(UserWarning, match="labels="):
+        model(ids, labels=ids)
     deoptimize(model)
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in model.model.layers[0].mlp.up_proj.parameters())
@@ -209,51 +210,77 @@ def test_a_sample_knows_of_halves_without_routers(monkeypatch):
     assert [(executed[1], left) for executed, left in asked] == [(1.0, None)] * 2
 
 
-def test_zeros_of_skipped_heads_do_not_depend_on_gradients():
-    model, ids = attach(make("llama"), CONFIG), tokens(2, 3)
-    with torch.no_grad(), capture_routing(model):
+def test_a_forward_sees_the_observers_masks():
+    model, ids = attach(make("llama"), CONFIG), tokens(2, 12)
+    with torch.no_grad(), capture_routing(model) as wanted:
         masked = model(ids).logits
     optimize(model, table=SMALL)
-    with torch.no_grad():
-        without = model(ids).logits
-    torch.testing.assert_close(without, masked, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(model(ids).logits, without, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_router_decides_by_the_kernel_and_follows_its_parameters(bias, monkeypatch):
-    model = attach(make("llama"), WideConfig(ffn_group_size=16, router_bias=bias))
-    router = attachment(model).routers()[0]
-    fused, hidden = FusedRouter(router, "torch"), torch.randn(2, 5, 32)
-    called = []
-    monkeypatch.setattr(fused, "original", lambda x: called.append(1) or router(x))
-    for _ in range(2):
-        with torch.no_grad():
-            assert torch.equal(fused(hidden), router(hidden))
-            router.threshold = 0.1
-            assert torch.equal(fused(hidden), router(hidden))
-            router.up.mul_(-1)
-            router.threshold = 0.0
-        router.down = nn.Parameter(torch.randn_like(router.down))
-    assert not called
-    with torch.no_grad(), capture_routing(model):
-        fused(hidden)
-    fused(hidden)
-    assert len(called) == 2
+    with torch.no_grad(), capture_routing(model) as found, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine.attention, theirs.attention)
+        assert torch.equal(mine.ffn, theirs.ffn)
+    with torch.no_grad(), force_routing(model, wanted), pytest.warns(UserWarning, match="force_routing"):
+        torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
 
 
 def test_one_sequence_is_put_in_order_once(monkeypatch):
-    for batch in (1, 2):
+    made, original = [], views.reorder_sequences
+    monkeypatch.setattr(
+        views, "reorder_sequences", lambda mask, backend: made.append(1) or original(mask, backend=backend)
+    )
+    for batch, orders in ((1, 0), (2, 2)):
         model, ids = attach(make("llama"), CONFIG), tokens(batch, 20)
-        with torch.no_grad(), capture_routing(model) as routing:
+        with torch.no_grad():
             masked = model(ids).logits
+            torch.testing.assert_close(optimize(model, table=SMALL)(ids).logits, masked, atol=1e-5, rtol=1e-4)
+        assert len(made) == orders
+        made.clear()
+
+
+def test_what_the_engine_does_not_know_is_refused():
+    refused(attach(make("apertus"), CONFIG), UnsupportedModelError, "no operator for the activation")
+    refused(attach(make("llama"), replace(CONFIG, router_input="layer_input")), UnsupportedModelError, "layer's input")
+    model = attach(make("llama"), CONFIG)
+    with pytest.raises(NotAttachedError, match="not optimised"):
+        deoptimize(model)
+    refused(model.train(), NotAttachedError, r"model\.eval")
+    add_lora(model.eval(), rank=2)
+    refused(model, NotAttachedError, "merge LoRA")
+    model = attach(make("llama"), CONFIG)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: 2 * type(mlp).forward(mlp, x)
+    refused(model, UnsupportedModelError, "logits differ")
+    model = optimize(attach(make("llama"), CONFIG), table=SMALL)
+    with pytest.raises(NotAttachedError, match="deoptimize"):
+        detach(model)
+    with pytest.raises(NotAttachedError, match="optimised already"):
         optimize(model, table=SMALL)
-        made, original = [], prompt_attention.reorder_sequences
-        monkeypatch.setattr(
-            prompt_attention,
-            "reorder_sequences",
-            lambda mask, backend, made=made, original=original: made.append(1) or original(mask, backend=backend),
-        )
-        with torch.no_grad(), force_routing(model, routing):
-            torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-4)
-        assert len(made) == (0 if batch == 1 else 2)
+    with pytest.raises(ConfigError, match="unknown backend 'cuda'"):
+        optimize(deoptimize(model), backend="cuda")
+
+
+def test_projections_lie_together_while_optimised_and_apart_afterwards():
+    model = attach(make("llama"), CONFIG)
+    mlp = model.model.layers[0].mlp
+    before = mlp.gate_proj.weight.clone(), mlp.up_proj.weight.clone()
+    mine = mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    optimize(model, table=SMALL)
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    assert up.data_ptr() == gate.data_ptr() + gate.nbytes
+    deoptimize(model)
+    assert len({w.untyped_storage().data_ptr() for w in (mlp.gate_proj.weight, mlp.up_proj.weight)}) == 2
+    assert torch.equal(mlp.gate_proj.weight, before[0])
+    assert torch.equal(mlp.up_proj.weight, before[1])
+    assert mlp.forward is mine
+
+
+def test_a_compiled_model_runs_masked():
+    model, ids = attach(make("llama"), CONFIG), tokens(2, 12)
+    with torch.no_grad():
+        masked = model(ids).logits
+        optimize(model, table=SMALL)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids).logits, masked, atol=1e-5, rtol=1e-4)

@@ -9,14 +9,14 @@ import torch
 from families import make, tokens
 from tables import fixed
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from wide.config import WideConfig
-from wide.inference.engine import engine, paged
-from wide.inference.engine.paged import attend_paged
-from wide.inference.engine.visible_keys import VisibleKeys
+from wide.inference.engine import batching
+from wide.inference.engine.batching import PagedView
+from wide.inference.engine.engine import Engine
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
@@ -67,9 +67,9 @@ def test_tokens_are_those_of_the_masked_model(family, changes, monkeypatch):
     wanted = [_alone(model, prompt) for prompt in PROMPTS]
     before = model.config._attn_implementation
     optimize(model, table=SMALL)
-    monkeypatch.setattr(paged, "_attend_dense", _never)
-    tables, read = [], paged._read_pages
-    monkeypatch.setattr(paged, "_read_pages", lambda *given: tables.append(given) or read(*given))
+    monkeypatch.setattr(batching, "_attend_masked", _never)
+    tables, read = [], batching._read_pages
+    monkeypatch.setattr(batching, "_read_pages", lambda *given: tables.append(given) or read(*given))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert _batch(model) == wanted
@@ -154,7 +154,8 @@ def test_a_capture_decides_as_the_step_before_it(monkeypatch):
     _set(model, 0.3)
     calls = []
     # transformers runs a step once before it captures it.
-    monkeypatch.setattr(engine, "is_being_recorded", lambda ids: len(calls) > 1 or calls.append(ids))
+    follow = Engine._follow
+    monkeypatch.setattr(Engine, "_follow", lambda *given: len(calls) > 1 or calls.append(1) or follow(*given))
     assert _batch(model) == wanted
 
 
@@ -186,6 +187,16 @@ def test_padded_steps_are_right_and_read_nothing_on_the_host(blocks, monkeypatch
     monkeypatch.setattr(ModelRunner, "_forward_process_and_sample", watched)
     intervals = {"q_padding_interval_size": 16, "kv_padding_interval_size": 64}
     assert _batch(model, max_batch_tokens=40, max_blocks_per_request=blocks, **intervals) == wanted
+
+
+def _attended(given, q, k, v, mask, backend, window=None):
+    """Return the attention output [Q, H_q, d] of a step, heads first, of layer 0."""
+    view = PagedView(given)
+    *memory, places = view.memory(0, k[0].transpose(0, 1)[:, None])
+    for kept, new in zip(memory, (k, v), strict=True):
+        kept[0].index_copy_(0, places, new[0].transpose(0, 1))
+    scores = {"scale": None, "soft_cap": None, "backend": backend}
+    return view.mix(0, q[0].transpose(0, 1), mask[0], window, scores, zero_skipped=True)
 
 
 def _memory(lengths, size, kind):
@@ -231,7 +242,7 @@ def _wanted(q, keys, values, mask):
 def test_decode_steps_read_pages_where_they_lie(backend, kind, poisoned_memory, monkeypatch):
     if kind == "groups":
         # More requests than the kernel takes at once.
-        monkeypatch.setattr(paged, "_MAX_PAIRS", 4)
+        monkeypatch.setattr(batching, "_MAX_PAIRS", 4)
     lengths, size = [9, 1, 33], 4
     cache, keys, values, tables = _memory(lengths, size, kind)
     table = torch.full((1, 4, 10), -1, dtype=torch.int32)
@@ -241,8 +252,7 @@ def test_decode_steps_read_pages_where_they_lie(backend, kind, poisoned_memory, 
     mask = torch.tensor([[[True, False], [True, True], [False, True], [True, True]]])
     # The last request is a padded one.
     cu = torch.tensor([0, 9, 10, 43, 43], dtype=torch.int32)
-    options = {"wide_cache": cache, "cu_seq_lens_k": cu, "block_table": table, "scaling": None}
-    out = attend_paged(SimpleNamespace(layer_idx=0), q, k, v, mask, options, backend=backend, shared={})[0]
+    out = _attended({"cache": cache, "cu_seq_lens_k": cu, "block_table": table}, q, k, v, mask, backend)
     for row, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
         mine = [part[pages].flatten(0, 1)[:length] for part in (keys, values)]
         assert torch.equal(mine[0][-1], k[0, :, row])
@@ -262,15 +272,20 @@ def test_mixed_steps_of_prompts_and_tokens(backend, long, window, poisoned_memor
     # Keys behind the last request's are padding, too.
     keys, values = (torch.randn(1, 2, sum(lengths) + 5, 64).half() for _ in range(2))
     keys[:, :, sum(lengths) :] = values[:, :, sum(lengths) :] = float("nan")
-    cache = SimpleNamespace(
-        layer_to_allocator={0: SimpleNamespace(layer_type="full_attention")}, update=lambda **_: (keys, values)
+    kind = "full_attention" if window is None else "sliding_attention"
+    pages = [part[0].transpose(0, 1)[:, None] for part in (keys, values)]
+    allocator = SimpleNamespace(
+        layer_type=kind, index=0, write_trash_index=0, get_cache_for_block_table=lambda layer: pages
     )
+    cache = SimpleNamespace(layer_to_allocator={0: allocator}, update=lambda **_: (keys, values))
     q = torch.randn(1, 4, total + padded, 64).half()
     mask = torch.rand(1, total + padded, 2, generator=torch.Generator().manual_seed(1)) < 0.6
     ends = [torch.tensor([0, *counts, 0, 0]).cumsum(0).int() for counts in (queries, lengths)]
-    options = {"wide_cache": cache, "cu_seq_lens_q": ends[0], "cu_seq_lens_k": {"full_attention": ends[1]}}
-    options |= {"sliding_window": window, "block_table": None}
-    out = attend_paged(SimpleNamespace(layer_idx=0), q, q, q, mask, options, backend=backend, shared={})[0]
+    given = {"cache": cache, "cu_seq_lens_q": ends[0], "cu_seq_lens_k": {kind: ends[1]}, "block_table": None}
+    # Keys of all requests are there, new ones included: nothing is written that is read.
+    nowhere = torch.full((total + padded,), keys.shape[2] - 1)
+    given |= {"write_index": [nowhere], "read_index": [torch.arange(keys.shape[2])]}
+    out = _attended(given, q, *(q[:, :2],) * 2, mask, backend, window)
     token = 0
     for request, count in enumerate(queries):
         for place in range(count):
@@ -281,22 +296,3 @@ def test_mixed_steps_of_prompts_and_tokens(backend, long, window, poisoned_memor
             torch.testing.assert_close(out[token].float(), wanted, atol=2e-3, rtol=1e-2)
             token += 1
     assert not out[total:].any()
-
-
-def test_what_is_not_known_is_said_once():
-    keys = VisibleKeys(make("llama"))
-    given = {"input_ids": tokens(1, 4), "cache": object(), "cu_seq_lens_q": torch.tensor([0, 4])}
-    keys.before(None, (), given)
-    assert keys.is_paged
-    keys.after()
-    assert not keys.is_paged
-    with pytest.warns(UserWarning, match="cu_seq_lens_q.*skips nothing"):
-        # Packed sequences of a caller's own.
-        keys.before(None, (), given | {"cache": DynamicCache()})
-    assert not keys.is_paged
-    with pytest.warns(UserWarning, match="tree_mask.*skips nothing"):
-        keys.before(None, (), given | {"tree_mask": torch.ones(1)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        keys.before(None, (), given | {"tree_mask": torch.ones(1)})
-    assert not keys.is_paged

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from wide.inference.operators import products
-from wide.inference.operators.products import GatedWeights, gated_product, project_queries, sum_groups
-from wide.inference.operators.table import OperatorTable
+from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.kernels.tuning import Choice
 
 ROWS, GROUPS, SIZE, DEPTH = 24, 3, 16, 32
@@ -38,9 +37,8 @@ def test_choices_reach_the_products_over_output_groups(
 ) -> None:
     x, gate, up = (torch.randn(rows, DEPTH) for rows in (ROWS, GROUPS * SIZE, GROUPS * SIZE))
     mask = torch.rand(ROWS, GROUPS) < 0.5
-    table = OperatorTable(backend="torch", rules=tuple((name, ((1, choice),)) for name in ("query", "gate_up")))
-    project_queries(x, gate, None, mask, table)
-    gated_product(x, GatedWeights(gate, up, None, None, "silu"), mask, table)
+    LinearWeights(gate).output_groups(x, mask, choice, sorts="torch")
+    GatedWeights(gate, up, None, None, "silu").output_groups(x, mask, choice, sorts="torch")
     assert asked == [(backend, tile, block_m)] * 2
 
 
@@ -63,8 +61,7 @@ def test_choices_reach_the_products_over_input_groups(
 
     monkeypatch.setattr(products, "gemm_k", noted)
     h, weight = torch.randn(ROWS, GROUPS * SIZE), torch.randn(DEPTH, GROUPS * SIZE)
-    table = OperatorTable(backend="torch", rules=(("output", ((1, choice),)),))
-    sum_groups("output", h, weight, None, torch.rand(ROWS, GROUPS) < 0.5, table)
+    LinearWeights(weight).input_groups(h, torch.rand(ROWS, GROUPS) < 0.5, choice, sorts="torch")
     assert found == [(backend, tile, choice.block_m or 128, True)]
 
 
@@ -84,8 +81,7 @@ def test_more_groups_than_patterns_hold_go_by_rows_in_one_order(monkeypatch: pyt
     monkeypatch.setattr(products, "gemm_k_rows", noted)
     h, weight, mask = torch.randn(ROWS, 9 * SIZE), torch.randn(DEPTH, 9 * SIZE), torch.rand(ROWS, 9) < 0.5
     choice = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=9)
-    table = OperatorTable(backend="torch", rules=(("down", ((5, choice),)),))
     holes = torch.where(mask.repeat_interleave(SIZE, 1), h, float("nan"))
-    got = sum_groups("down", holes, weight, None, mask, table)
+    got = LinearWeights(weight).input_groups(holes, mask, choice, sorts="torch")
     torch.testing.assert_close(got, torch.where(mask.repeat_interleave(SIZE, 1), h, 0.0) @ weight.t())
     assert (found, sorters) == ([("cuda", (2, ROWS))], ["cuda"])

@@ -276,18 +276,15 @@ def test_fresh_lora_changes_nothing_and_merged_lora_what_unmerged_did(kind):
 def test_operators_and_runtime_refuse_what_they_do_not_know(kind):
     model = make("llama")
     attach(model, **_plans(model)[kind])
-    with pytest.raises(UnsupportedModelError, match=r"materialise"):
+    with pytest.raises(UnsupportedModelError, match=r"masked|materialise"):
         optimize(model, backend="torch")
-    assert not attachment(model).fused
-    with pytest.raises(UnsupportedModelError, match=r"materialise"):
+    assert attachment(model).engine is None
+    with pytest.raises(UnsupportedModelError, match=r"masked|materialise"):
         Decoder(model, max_length=32)
 
 
-def test_the_runtime_refuses_routers_of_the_layer_input_and_operators_take_them():
-    model, ids = make("llama"), tokens()
+def test_the_engine_refuses_routers_of_the_layer_input():
+    model = make("llama")
     attach(model, module_skip_plan(model, router_input="layer_input"))
-    masked = logits(model, ids)
-    with pytest.raises(UnsupportedModelError, match=r"layer_input"):
+    with pytest.raises(UnsupportedModelError, match="layer's input"):
         Decoder(model, max_length=32)
-    optimize(model, backend="torch")
-    torch.testing.assert_close(logits(model, ids), masked, atol=1e-4, rtol=1e-3)

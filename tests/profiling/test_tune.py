@@ -19,7 +19,6 @@ from wide.inference.operators.table import OPERATORS
 from wide.inference.optimize import optimize
 from wide.kernels.tuning import TuningTable
 from wide.models.attach import attach, attachment
-from wide.models.gates import gate_of
 from wide.plan import Dense, LayerPlan, Plan
 
 CPU = torch.device("cpu")
@@ -105,8 +104,8 @@ def test_an_optimised_model_follows_what_was_tuned(on_the_host, monkeypatch):
     attach(model, WideConfig(ffn_group_size=64))
     tuned(layers_of(name, ffn_group_size=64), monkeypatch)
     optimize(model)
-    fused = gate_of(attachment(model).specs[0].attention.module).executor
-    assert [fused.table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
+    table = attachment(model).engine.decoder.tables[0]
+    assert [table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
 
 
 def test_only_routed_halves_are_measured_and_other_rates_have_entries_of_their_own(on_the_host, monkeypatch):
@@ -156,8 +155,8 @@ def test_an_attached_model_is_tuned_for_itself_and_stays_as_it_is(on_the_host, m
     assert found.num_sparse == len(found.choices)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimize(model)
-    fused = gate_of(attachment(model).specs[0].attention.module).executor
-    assert [fused.table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
+    table = attachment(model).engine.decoder.tables[0]
+    assert [table.how(name, 32) for name in ("query", "attention", "output")] == ["many"] * 3
 
 
 def test_steps_come_first_and_what_no_time_is_left_for_is_named_and_stays_dense(on_the_host, monkeypatch):

@@ -62,7 +62,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
         raise UnsupportedModelError("this model is sliced already; materialise its base under both plans at once")
     plan, specs = state.plan, state.specs
     _check_static(plan, how)
-    if state.fused:
+    if state.engine is not None:
         raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
     _check_structure(model, plan, specs, how)
     merge_lora(model)

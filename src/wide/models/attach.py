@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -77,8 +76,7 @@ class Attachment:
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Calibrated thresholds as (sparsity, threshold) points, ascending; empty until calibrated.
         lora: The LoRA handle of `wide.models.lora`, if any.
-        fused: Takes off the fused operators that the layers run (`wide.inference.optimize`); None where they run none.
-        engine: What then stands in for the model's forward.
+        engine: What `wide.optimize` put in the place of the model's forward; None without.
     """
 
     plan: Plan
@@ -95,7 +93,6 @@ class Attachment:
     provenance: dict[str, Any] = field(default_factory=dict)
     dial: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
-    fused: ExitStack | None = None
     engine: Any = None
 
     def routers(self) -> list[Router]:
@@ -237,7 +234,7 @@ def detach(model: ModelT) -> ModelT:
         NotAttachedError: If the model carries no plan, is optimised, or LoRA was merged into its weights.
     """
     state = attachment(model)
-    if state.fused:
+    if state.engine is not None:
         raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
     if state.lora is not None:
         state.lora.unload()

@@ -136,20 +136,24 @@ def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
 
 
 def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:
-    """Return a projection of a layer if it is an unquantised linear layer with its weight at hand.
+    """Return a projection of a layer if it is an unquantised linear layer with its whole weight at hand.
 
     Raises:
-        UnsupportedModelError: If it is quantised, wrapped (by LoRA, too), or no linear layer at all.
+        UnsupportedModelError: If it is quantised, wrapped (by LoRA, too), sharded, offloaded, or no linear layer.
     """
-    if (
-        isinstance(module, nn.Linear)
-        and module.weight.is_floating_point()
-        and tuple(module.weight.shape) == (module.out_features, module.in_features)
-    ):
-        return module
+    weight: Any = getattr(module, "weight", None)
+    what = f"is a {type(module).__name__} with a {type(weight).__name__} weight, not a plain linear layer"
+    # Quantised and sharded tensors are classes of their own, which may call themselves floating point.
+    if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
+        if weight.is_meta:
+            what = "has a weight on the meta device (offloaded, or not loaded yet)"
+        elif tuple(weight.shape) == (module.out_features, module.in_features):
+            return module
+        else:
+            what = f"has a weight of shape {tuple(weight.shape)}, a shard of it"
     raise UnsupportedModelError(
-        f"layer {layer}: a projection is a {type(module).__name__}, whose weight cannot be cut or rewritten; load the "
-        "model unquantised and without wrappers (merge LoRA first), prune it, and quantise the result"
+        f"layer {layer}: a projection {what}; load the model unquantised, unsharded and without offloading, and merge "
+        "LoRA first (quantise what comes out, not what goes in)"
     )
 
 

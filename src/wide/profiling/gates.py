@@ -13,7 +13,7 @@ from torch import Tensor
 from wide.inference.choice.tuning.race import launched, relative
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.engine.run import Masks, Run, force
+from wide.inference.engine.run import LayerMasks, Run, force
 from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.models.attach import attachment
 from wide.models.observe import bypass, capture_routing, force_routing
@@ -47,10 +47,10 @@ class Reference:
     ids: Tensor
     at: Tensor
     dense: Tensor
-    masks: Masks
+    masks: LayerMasks
     masked: Tensor
     own: Tensor
-    decisions: Masks
+    decisions: LayerMasks
 
 
 @torch.no_grad()
@@ -139,7 +139,9 @@ def _logits(model: Any, ids: Tensor, at: Tensor) -> Tensor:
 
 def _forced(decoder: Decoder, wanted: Reference, first: int, last: int) -> Run:
     """Return a run of the tokens from `first` to before `last` under their masks."""
-    cut: Masks = [(None if a is None else a[first:last], None if f is None else f[first:last]) for a, f in wanted.masks]
+    cut: LayerMasks = [
+        (None if a is None else a[first:last], None if f is None else f[first:last]) for a, f in wanted.masks
+    ]
     return Run(forced=force(decoder.layers, cut))
 
 
@@ -187,7 +189,7 @@ def _check_captured(decoder: Decoder, wanted: Reference) -> tuple[float, float]:
     return prompt_error, relative(step(ids[:, -1]), direct)
 
 
-def _flips(found: Masks, wanted: Masks) -> float:
+def _flips(found: LayerMasks, wanted: LayerMasks) -> float:
     """Return the share of decisions that differ, where one may cause later ones."""
     pairs = [(a, b) for ours, theirs in zip(found, wanted, strict=True) for a, b in zip(ours, theirs, strict=True)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]

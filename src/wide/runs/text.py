@@ -176,7 +176,7 @@ def _generated(
     streamer = _Timed(tokenizer) if streams else None
     ends = stops(tokenizer, model.generation_config.stop_strings)
     with own_settings(model):
-        if warms_up and is_attached(model) and attachment(model).fused:
+        if warms_up and is_attached(model) and attachment(model).engine is not None:
             # Room for the whole text, so that its memory and graphs are found again.
             brief = StoppingCriteriaList([MaxLengthCriteria(prompt_tokens + 2)])
             for _ in range(_WARM_UP_CALLS):

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from wide.inference.operators.table import SUMS, OperatorName
+from wide.errors import UnsupportedBackendError
+from wide.inference.operators.table import SUMS, OperatorName, OperatorTable
 from wide.kernels.attention_prefill import misfit as prefill_misfit
 from wide.kernels.contract import Case
+from wide.kernels.device import half_obstacle
 from wide.kernels.gemm_k import misfit as k_misfit
 from wide.kernels.gemm_k import rows_misfit as k_rows_misfit
 from wide.kernels.gemm_mn import misfit as mn_misfit
@@ -17,6 +19,8 @@ from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice
 from wide.models.block_spec import BlockSpec
 from wide.plan import LayerPlan, Routed
+
+_SOME_ROWS = tuple(1 << power for power in range(3, 21))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +115,36 @@ def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.d
             return f"one sort of {choice.groups_per_block} groups says nothing of {groups}"
         return k_rows_misfit(backend, dtype, group_size=size, num_groups=groups, width=width)
     return k_misfit(backend, dtype, group_size=size, width=width)
+
+
+def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable) -> None:
+    """Refuse a table of Triton kernels where they cannot run, instead of failing in the middle of a forward.
+
+    Raises:
+        UnsupportedBackendError: The message names the device, dtype or group size.
+    """
+    if table.backend != "triton":
+        return
+    weight: Any = spec.attention.query.weight
+    reason = half_obstacle(weight.device, weight.dtype)
+    if reason is not None:
+        raise UnsupportedBackendError(
+            f"backend 'triton' cannot run on {weight.device}: {reason}; convert the model, or choose backend='torch' "
+            "or 'auto'"
+        )
+    sizes, names = layer_sizes(spec, plan), list[OperatorName]()
+    if isinstance(plan.attention, Routed):
+        names += ["output"] if spec.attention.q_norm == "width" else ["query", "output"]
+    if isinstance(plan.ffn, Routed):
+        names += ["gate_up", "down"]
+    for name in names:
+        chosen = {table.choice(name, rows) for rows in _SOME_ROWS}
+        reasons = [misfit(name, sizes, choice) for choice in chosen if choice.backend != "dense"]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            raise UnsupportedBackendError(
+                f"layer {spec.index}: {name}: {reason}; choose backend='torch' or 'auto', or other group sizes"
+            )
 
 
 def tune_command(model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed: tuple[float, float]) -> str:

@@ -9,7 +9,7 @@ from wide.inference.engine.cache import KvCache
 from wide.inference.engine.graphs import CapturedStep
 
 
-class Ahead:
+class NextStep:
     """Holds at most one step that runs for a guessed token, until it is asked for or has to make way.
 
     It writes the place after a cache's last token and moves its lengths on, so that whatever else uses the engine's

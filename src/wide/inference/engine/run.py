@@ -1,4 +1,4 @@
-"""How one forward of the engine is to be carried out."""
+"""What a forward of the engine is given besides tokens and keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from wide.inference.operators.table import OperatorTable
-from wide.inference.reading.weights import LayerWeights, RuntimeRouter
+from wide.inference.reading.weights import EngineRouter, LayerWeights
 
-Masks = Sequence[tuple[Tensor | None, Tensor | None]]
+LayerMasks = Sequence[tuple[Tensor | None, Tensor | None]]
 """For each layer the attention mask and the FFN mask, bool [tokens, N_G]; None leaves the half to its router."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """How a forward runs.
+    """Options of a forward.
 
     Args:
         routed: Whether routers decide and operators skip; otherwise everything is dense and no router runs.
@@ -27,11 +27,11 @@ class Run:
 
     routed: bool = True
     table: OperatorTable | None = None
-    forced: Masks | None = None
+    forced: LayerMasks | None = None
     record: list[tuple[Tensor | None, Tensor | None]] | None = None
 
 
-def force(layers: Sequence[LayerWeights], masks: Masks) -> Masks:
+def force(layers: Sequence[LayerWeights], masks: LayerMasks) -> LayerMasks:
     """Return masks with the always-executing groups that the engine's routers add."""
     return [
         (_extend(layer.attention.router, attention), _extend(layer.ffn.router, ffn))
@@ -39,7 +39,7 @@ def force(layers: Sequence[LayerWeights], masks: Masks) -> Masks:
     ]
 
 
-def _extend(router: RuntimeRouter | None, mask: Tensor | None) -> Tensor | None:
+def _extend(router: EngineRouter | None, mask: Tensor | None) -> Tensor | None:
     if mask is None or router is None or router.extra == 0:
         return mask
     return torch.cat((mask, mask.new_ones(mask.shape[0], router.extra)), 1)

@@ -1,4 +1,4 @@
-"""Work that runs beside the current stream's until its result is needed, as a branch of its own in a CUDA graph."""
+"""A second stream for work whose result is not needed at once; in a CUDA graph it becomes a branch of its own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-class Beside:
-    """A second stream, for a router beside a product that does not wait for its mask.
+class SideStream:
+    """A second stream, for a router that runs while a product does not yet need its mask.
 
     Args:
         device: A GPU.

@@ -1,4 +1,4 @@
-"""The ends of a causal LM (embedding, last norm, head, positions), and the proof that the engine computes the same."""
+"""A Hugging Face causal LM as the engine's weights, and the proof that the engine computes the same."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
-from wide.inference.reading.checks import require_routing_alone
-from wide.inference.reading.weights import Norm, read_norm, require_known
+from wide.inference.operators.products import LinearWeights
+from wide.inference.reading.stacking import unstack_linears
+from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover, scale_and_cap
 from wide.models.observe import bypass
+from wide.plan import Following, Plan, Routed
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
 _ROPE_TYPES = ("default", "llama3", "linear", "yarn")
@@ -26,16 +28,15 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ends:
-    """Everything of a causal LM around its layers.
+class ModelWeights:
+    """A causal LM as the engine computes it.
 
     Args:
         specs: The layers' parts.
+        layers: Their weights.
         embedding: [V, D].
-        head: [V, D].
-        head_bias: [V] or None.
+        head: The output projection, N = V.
         norm: Before the head.
-        angles: For each layer cosines and sines by position, [max_length, r].
         embedding_scale: Factor of embedded tokens, or None.
         input_scale: Factor of what enters the first layer, embeddings of the caller's own included, or None.
         logit_scale: Factor of the logits, or None.
@@ -43,32 +44,36 @@ class Ends:
     """
 
     specs: tuple[BlockSpec, ...]
+    layers: tuple[LayerWeights, ...]
     embedding: Tensor
-    head: Tensor
-    head_bias: Tensor | None
+    head: LinearWeights
     norm: Norm
-    angles: tuple[tuple[Tensor, Tensor], ...]
     embedding_scale: float | None
     input_scale: float | None
     logit_scale: float | None
     logit_cap: float | None
 
 
-def read_ends(model: nn.Module, max_length: int) -> Ends:
-    """Return the ends of a model.
+def read_model(model: nn.Module, max_length: int) -> ModelWeights:
+    """Return the weights of a model; separate projections that read one input are moved into one buffer each.
+
+    Args:
+        model: A causal LM, attached or not.
+        max_length: Largest position plus one.
 
     Raises:
-        UnsupportedModelError: If a part is missing or unknown, or positions depend on the sequence's length.
+        UnsupportedModelError: If a part is missing, unknown or not at hand, or positions depend on the sequence's
+            length. Projections then have memory of their own again.
     """
     whole: Any = model
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            "this model is sharded by FSDP, and the engine reads whole weights; optimise the model before sharding, or "
+            "load the checkpoint without FSDP"
+        )
     if is_attached(model):
         state = attachment(model)
-        require_routing_alone(state)
-        if any(router.reads_layer_input for router in state.routers()):
-            raise UnsupportedModelError(
-                "the engine's routers read the stream of their own sublayer; for router_input='layer_input' use "
-                "wide.optimize(model) instead"
-            )
+        require_routing_alone(state.plan, is_replaced=state.replaced is not None)
         if state.lora is not None and not state.lora.merged:
             raise UnsupportedModelError("the engine reads plain weights; merge LoRA first: wide.merge_lora(model)")
         specs = state.specs
@@ -81,22 +86,73 @@ def read_ends(model: nn.Module, max_length: int) -> Ends:
     if len({(spec.attention.num_kv_heads, spec.attention.head_dim) for spec in specs}) > 1:
         raise UnsupportedModelError("the layers' keys differ in shape, and the engine's cache holds one shape")
     embed, head, config = whole.get_input_embeddings(), whole.get_output_embeddings(), base.config
-    layers = [part for part in base.children() if specs[0].layer in part.children()]
-    require_known(base, (embed, base.norm, *layers), type(base).__name__, _INPUT_MULTIPLIER)
+    lists = [part for part in base.children() if specs[0].layer in part.children()]
+    require_known(base, (embed, base.norm, *lists), type(base).__name__, _INPUT_MULTIPLIER)
     embedding = embed.weight.detach()
     scale, cap = scale_and_cap(model)
-    return Ends(
+    angles = _angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs])
+    try:
+        layers = tuple(map(read_layer, specs, angles))
+        devices = sorted({str(parameter.device) for parameter in model.parameters()})
+        if len(devices) > 1:
+            raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices, {devices}, not on one")
+    except UnsupportedModelError:
+        unstack(specs)
+        raise
+    return ModelWeights(
         specs=specs,
+        layers=layers,
         embedding=embedding,
-        head=head.weight.detach(),
-        head_bias=None if head.bias is None else head.bias.detach(),
+        head=LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach()),
         norm=read_norm(base.norm, "last norm"),
-        angles=_angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs]),
         embedding_scale=_embedding_scale(embed),
         input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
         logit_scale=_unless_one(scale),
         logit_cap=cap,
     )
+
+
+def unstack(specs: Sequence[BlockSpec]) -> None:
+    """Give the projections that were moved into one buffer memory of their own again."""
+    for spec in specs:
+        parts = [] if spec.ffn is None else [spec.ffn.gate, spec.ffn.up]
+        parts += [spec.attention.query, spec.attention.key, spec.attention.value]
+        unstack_linears([part for part in parts if isinstance(part, nn.Linear)])
+
+
+def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
+    """Refuse plans of which the engine knows a part only.
+
+    Args:
+        plan: Of an attached model.
+        is_replaced: Whether a method replaced base weights.
+
+    Raises:
+        UnsupportedModelError: If a half is pruned for every token or follows another, the stream is projected, base
+            weights are replaced, or a router is not a bottleneck over its own sublayer's stream, evicts keys and
+            values, or protects first tokens.
+    """
+    if plan.is_static or is_replaced:
+        raise UnsupportedModelError(
+            "this plan prunes the same for every token; wide.materialise(model) takes it out of the model, which then "
+            "runs as any other. The engine is for routers"
+        )
+    halves = [half for layer in plan.layers for _, half in layer.halves()]
+    routed = [half for half in halves if isinstance(half, Routed)]
+    forms = sorted({half.form for half in routed} - {"bottleneck"})
+    what = [
+        "an attention that evicts keys and values" if any(half.evicts for half in routed) else None,
+        "first tokens that always execute" if any(half.first_tokens for half in routed) else None,
+        f"routers of the form {forms[0]!r}" if forms else None,
+        "an FFN that follows the attention's router" if any(isinstance(half, Following) for half in halves) else None,
+        "routers that read the layer's input" if any(half.router_input == "layer_input" for half in routed) else None,
+    ]
+    found = next((reason for reason in what if reason is not None), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"this plan has {found}; the engine knows a bottleneck router for each half, so run the model as it is, "
+            "masked"
+        )
 
 
 def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max_length: int) -> None:
@@ -116,8 +172,7 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
     error = ((runs(ids).float() - wanted).norm() / wanted.norm()).item()
     if not error <= _TOLERANCE[weight.dtype]:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes something that the engine does not know: logits differ by {error:.1%}; "
-            "its layers run one by one"
+            f"{type(model).__name__} computes something that the engine does not know: logits differ by {error:.1%}"
         )
 
 

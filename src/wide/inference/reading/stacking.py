@@ -32,6 +32,8 @@ def unstack_linears(linears: Sequence[nn.Linear]) -> None:
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
     first, sizes = parameters[0].detach(), [parameter.shape[0] for parameter in parameters]
+    if len(parameters) == 1:
+        return first
     if _lie_together(parameters):
         return first.as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
     both = torch.cat([parameter.detach() for parameter in parameters])

@@ -1,4 +1,4 @@
-"""What the engine reads of a Hugging Face model: the same tensors, arranged for the operators, never copied twice."""
+"""A decoder layer of a Hugging Face model as the engine computes it: the same tensors, never copied twice."""
 
 import math
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.inference.operators.products import GatedWeights
-from wide.inference.reading.attention_call import Asked, ask, paired
+from wide.inference.operators.products import GatedWeights, LinearWeights
+from wide.inference.reading.attention_form import AttentionForm, paired, read_form
 from wide.inference.reading.stacking import stack_linears
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
+from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, plain_linear
 from wide.models.gates import ROUTER_NAME
 from wide.models.router import Router
 
@@ -25,11 +25,6 @@ ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
 }
-# After the attention and after the FFN, where the second is not the norm before the FFN.
-_POST_NORMS = (
-    ("post_self_attn_layernorm", "post_attention_layernorm"),
-    ("post_mlp_layernorm", "post_feedforward_layernorm"),
-)
 _MULTIPLIER = "residual_multiplier"
 # At least any threshold: the offset of a row of the router that always executes.
 _ALWAYS = float("inf")
@@ -46,7 +41,7 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RuntimeRouter:
+class EngineRouter:
     """A router ready for the operators.
 
     Args:
@@ -88,7 +83,7 @@ class Sublayer:
     norm: Norm | None
     post_norm: Norm | None
     multiplier: float | None
-    router: RuntimeRouter | None
+    router: EngineRouter | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,58 +91,50 @@ class AttentionWeights(Sublayer):
     """The attention of a layer.
 
     Args:
-        qkv: Query, key and value rows, [(H_q + 2 H_k) d, D].
-        qkv_bias: Their biases or None.
-        output: [D, H_q d].
-        output_bias: [D] or None.
+        qkv: Query, key and value projections, N = (H_q + 2 H_k) d.
+        query: The queries' part of it, as a view.
+        kv: The rest of it, as a view.
+        output: The output projection.
         q_norm: Of each query head, or of all of them as one row, or None.
         k_norm: The same for keys.
-        num_query_heads: H_q.
-        num_kv_heads: H_k.
+        norms_width: Whether queries are normed over all heads, so that none of their channels can be skipped.
         head_dim: d.
-        asked: Scale, window and soft cap of the scores, and how queries and keys are turned.
-        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not turned.
+        form: Scale, window and soft cap of the scores, and how queries and keys are rotated.
+        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not rotated.
         sin: Sines, as `cos`.
     """
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    qkv: LinearWeights
+    query: LinearWeights
+    kv: LinearWeights
+    output: LinearWeights
     q_norm: Norm | None
     k_norm: Norm | None
-    num_query_heads: int
-    num_kv_heads: int
+    norms_width: bool
     head_dim: int
-    asked: Asked
+    form: AttentionForm
     cos: Tensor
     sin: Tensor
 
     @property
-    def norms_width(self) -> bool:
-        """Whether queries are normed over all heads, so that none of their rows can be skipped."""
-        return self.q_norm is not None and self.q_norm.weight.numel() != self.head_dim
+    def num_kv_heads(self) -> int:
+        """H_k."""
+        return self.kv.outputs // (2 * self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardWeights(Sublayer):
-    """The FFN of a layer.
-
-    Args:
-        gated: Of the first half, up right behind gate in memory.
-        down: [D, F].
-        down_bias: [D] or None.
-    """
+    """The FFN of a layer: its first half, and the down projection."""
 
     gated: GatedWeights
-    down: Tensor
-    down_bias: Tensor | None
+    down: LinearWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One decoder layer; both sublayers of a `parallel` one read the same norm."""
 
+    index: int
     attention: AttentionWeights
     ffn: FeedForwardWeights
     parallel: bool
@@ -166,25 +153,33 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     where = f"layer {spec.index}"
     if spec.ffn is None:
         raise UnsupportedModelError(f"the engine needs a plain FFN in every layer: {spec.ffn_reason}")
-    attention, ffn, layer = spec.attention, spec.ffn, spec.layer
-    parts: tuple[AttentionSpec | FeedForwardSpec, ...] = attention, ffn
-    pre_norms = [part.pre_norm for part in parts if part.pre_norm is not None]
-    found = [[getattr(layer, name, None) for name in names] for names in _POST_NORMS]
-    post_norms = [next((norm for norm in norms if norm not in (None, ffn.pre_norm)), None) for norms in found]
-    require_known(layer, (attention.module, ffn.module, *pre_norms, *post_norms), where, _MULTIPLIER)
-    around = [
-        {
-            "norm": _optional_norm(part.pre_norm, f"{where}: norm before the {name}"),
-            "post_norm": _optional_norm(norm, f"{where}: norm after the {name}"),
-            "multiplier": getattr(layer, _MULTIPLIER, None),
-        }
-        for name, part, norm in zip(("attention", "FFN"), parts, post_norms, strict=True)
-    ]
+    attention, ffn = spec.attention, spec.ffn
+    _require_alike(where, spec, [*attention.linears(), *ffn.linears()])
+    norms = [norm for part in (attention, ffn) for norm in (part.pre_norm, part.post_norm) if norm is not None]
+    require_known(spec.layer, (attention.module, ffn.module, *norms), where, _MULTIPLIER)
     return LayerWeights(
-        attention=_attention(f"{where}: attention", attention, angles, around[0]),
-        ffn=_feed_forward(f"{where}: FFN", ffn, around[1]),
-        parallel=len(set(pre_norms)) < len(pre_norms),
+        index=spec.index,
+        attention=_attention(f"{where}: attention", spec, angles),
+        ffn=_feed_forward(f"{where}: FFN", spec, ffn),
+        parallel=spec.shares_norm,
     )
+
+
+def _require_alike(where: str, spec: BlockSpec, linears: list[nn.Module]) -> None:
+    """Refuse projections that were exchanged since the model was attached, or are of several dtypes or devices."""
+    present = set(spec.layer.modules())
+    if not present.issuperset(linears):
+        names = {f"{type(part).__module__}.{type(part).__qualname__}" for part in present}
+        raise UnsupportedModelError(
+            f"{where}: a projection was replaced after wide.attach, and the layer now holds "
+            f"{sorted(name for name in names if 'Linear' in name)}; load the model unquantised, then attach"
+        )
+    for fact in ("dtype", "device"):
+        found = {str(getattr(plain_linear(linear, spec.index).weight, fact)) for linear in linears}
+        if len(found) > 1:
+            raise UnsupportedModelError(
+                f"{where}: the projections must have one {fact}, got {sorted(found)}; move or convert them to one"
+            )
 
 
 def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbers: str) -> None:
@@ -241,77 +236,71 @@ def _optional_norm(module: nn.Module | None, where: str) -> Norm | None:
     return None if module is None else read_norm(module, where)
 
 
-def _attention(
-    where: str, part: AttentionSpec, angles: tuple[Tensor, Tensor], around: dict[str, Any]
-) -> AttentionWeights:
+def _around(spec: BlockSpec, part: AttentionSpec | FeedForwardSpec, where: str) -> dict[str, Any]:
+    """Return what lies around a sublayer, but for its router."""
+    return {
+        "norm": _optional_norm(part.pre_norm, f"{where}, norm before it"),
+        "post_norm": _optional_norm(part.post_norm, f"{where}, norm after it"),
+        "multiplier": getattr(spec.layer, _MULTIPLIER, None),
+    }
+
+
+def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> AttentionWeights:
+    part = spec.attention
     head_norms = [getattr(part.module, name, None) for name in ("q_norm", "k_norm")]
     require_known(part.module, (*part.linears(), *head_norms), where, "scaling", "attn_logit_softcapping")
-    query, output = _plain(part.query, where), _plain(part.output, where)
-    if part.key is not None and part.value is not None:
-        qkv, qkv_bias = stack_linears([query, _plain(part.key, where), _plain(part.value, where)], where)
-    else:
-        qkv, qkv_bias = query.weight.detach(), _detached(query.bias)
+    reading = [each for each in (part.query, part.key, part.value) if each is not None]
+    qkv = LinearWeights(*stack_linears([plain_linear(each, spec.index) for each in reading], where))
     q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_norms)
     kinds = [None if norm is None else (norm.eps, norm.unit_offset, norm.centered) for norm in (q_norm, k_norm)]
     if any(norm is not None and norm.centered for norm in (q_norm, k_norm)):
         raise UnsupportedModelError(f"{where}: queries and keys have a LayerNorm; the engine takes RMSNorms there")
     if kinds[0] != kinds[1]:
         raise UnsupportedModelError(f"{where}: the norms of queries and keys are not of one kind: {kinds}")
-    asked = ask(part, *angles, where)
-    cos, sin = (paired(each) if asked.interleaved else each for each in angles)
-    if not asked.is_turned:
+    form = read_form(part, *angles, where)
+    cos, sin = (paired(each) if form.interleaved else each for each in angles)
+    if not form.rotates:
         cos, sin = cos[:, :0], sin[:, :0]
     return AttentionWeights(
-        **around,
+        **_around(spec, part, where),
         qkv=qkv,
-        qkv_bias=qkv_bias,
-        output=output.weight.detach(),
-        output_bias=_detached(output.bias),
+        query=qkv.rows(None, part.query_width),
+        kv=qkv.rows(part.query_width, None),
+        output=_linear(part.output, spec),
         q_norm=q_norm,
         k_norm=k_norm,
-        num_query_heads=part.num_query_heads,
-        num_kv_heads=part.num_kv_heads,
+        norms_width=part.q_norm == "width",
         head_dim=part.head_dim,
-        asked=asked,
+        form=form,
         cos=cos,
         sin=sin,
-        router=_router(part.module, qkv.dtype, part.query_width, 2 * part.num_kv_heads * part.head_dim),
+        router=_router(part.module, qkv.weight.dtype, part.query_width, 2 * part.num_kv_heads * part.head_dim),
     )
 
 
-def _feed_forward(where: str, part: FeedForwardSpec, around: dict[str, Any]) -> FeedForwardWeights:
+def _feed_forward(where: str, spec: BlockSpec, part: FeedForwardSpec) -> FeedForwardWeights:
     require_known(part.module, (*part.linears(), part.activation), where)
     activation = ACTIVATIONS.get(type(part.activation).__name__)
     if activation is None:
-        raise UnsupportedModelError(f"{where}: no operator for the activation {type(part.activation).__name__}")
-    up, down = _plain(part.up, where), _plain(part.down, where)
-    both: Tensor
-    if part.gate is not None:
-        both, bias = stack_linears([_plain(part.gate, where), up], where)
-    else:
-        both, bias = up.weight.detach(), _detached(up.bias)
+        raise UnsupportedModelError(
+            f"{where}: no operator for the activation {type(part.activation).__name__}; there are {sorted(ACTIVATIONS)}"
+        )
+    reading = [plain_linear(each, spec.index) for each in (part.gate, part.up) if each is not None]
+    both = LinearWeights(*stack_linears(reading, where))
     return FeedForwardWeights(
-        **around,
-        gated=GatedWeights.of_rows(both, bias, part.width, activation),
-        down=down.weight.detach(),
-        down_bias=_detached(down.bias),
-        router=_router(part.module, both.dtype, part.width, 0),
+        **_around(spec, part, where),
+        gated=GatedWeights.of_rows(both, part.width, activation),
+        down=_linear(part.down, spec),
+        router=_router(part.module, both.weight.dtype, part.width, 0),
     )
 
 
-def _plain(linear: nn.Module, where: str) -> nn.Linear:
-    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
-        raise UnsupportedModelError(
-            f"{where}: {type(linear).__name__} is not a plain linear layer; merge LoRA, or load the model unquantised"
-        )
-    return linear
+def _linear(module: nn.Module, spec: BlockSpec) -> LinearWeights:
+    linear = plain_linear(module, spec.index)
+    return LinearWeights(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> RuntimeRouter | None:
+def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> EngineRouter | None:
     router = getattr(module, ROUTER_NAME, None)
     if not isinstance(router, Router):
         return None
@@ -326,6 +315,6 @@ def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> 
         difference=torch.cat((difference, difference.new_zeros(extra, difference.shape[1]))),
         offset=torch.cat((bias, bias.new_full((extra,), _ALWAYS))),
     )
-    found = RuntimeRouter(source=router, weights=weights, bias=bias, extra=extra)
+    found = EngineRouter(source=router, weights=weights, bias=bias, extra=extra)
     found.follow()
     return found

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 from wide.inference.choice.layer_sizes import LayerSizes, operator_case
 from wide.inference.choice.tuning.race import Call, Race, relative
 from wide.inference.choice.tuning.tiles import candidates
-from wide.inference.operators.products import GatedWeights, input_groups, output_groups
+from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.operators.table import DENSE, SUMS, OperatorName
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.reorder import left_to_tiles
@@ -116,10 +116,10 @@ class _Product:
     def run(self, weight: torch.Tensor, choice: Choice, zeroed: bool = False) -> torch.Tensor:
         """Run a choice as an optimised model does, its sort included."""
         if self.name in SUMS:
-            return input_groups(self.holes, weight[0], None, self.mask, choice, sorts="triton")
+            return LinearWeights(weight[0]).input_groups(self.holes, self.mask, choice, sorts="triton")
         gated = self.sizes.gates(self.name)
         both = GatedWeights(weight[0], weight[1] if gated else None, None, None, "silu" if gated else "none")
-        return output_groups(self.x, both, self.mask, choice, sorts="triton", zeroed=zeroed)[0]
+        return both.output_groups(self.x, self.mask, choice, sorts="triton", zeroed=zeroed)[0]
 
     def peers(self) -> dict[str, Sequence[Call]]:
         """Return the dense candidates."""

@@ -1,4 +1,4 @@
-"""What runs beside is waited for, keeps what it reads until then, and leaves no loose end behind an exception."""
+"""Work on a second stream is waited for, keeps what it reads until then, and leaves no loose end after an exception."""
 
 import contextlib
 import weakref
@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from wide.inference.engine.side_stream import Beside
+from wide.inference.engine.side_stream import SideStream
 
 
 class _Stream:
@@ -30,37 +30,37 @@ def said(monkeypatch):
 
 
 def test_both_streams_wait_once_and_what_is_read_lives_until_then(said):
-    beside, read = Beside(torch.device("cuda")), torch.ones(3)
+    side, read = SideStream(torch.device("cuda")), torch.ones(3)
     alive = weakref.ref(read)
-    out = beside.begin(lambda read=read: read * 2)
+    out = side.begin(lambda read=read: read * 2)
     del read
-    assert beside.runs
+    assert side.runs
     assert alive() is not None
     assert said == ["side waits for main"]
-    beside.wait()
-    beside.wait()
+    side.wait()
+    side.wait()
     assert alive() is None
     assert said == ["side waits for main", "main waits for side"]
     assert out.tolist() == [2, 2, 2]
 
 
 def test_an_interruption_joins_what_runs(said):
-    beside = Beside(torch.device("cuda"))
+    side = SideStream(torch.device("cuda"))
 
     def step():
-        with beside.joined():
-            beside.begin(lambda: torch.ones(1))
+        with side.joined():
+            side.begin(lambda: torch.ones(1))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         step()
-    assert not beside.runs
+    assert not side.runs
     assert said[-1] == "main waits for side"
 
 
 def test_outside_of_captures_it_runs_at_once(said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    beside = Beside(torch.device("cuda"))
-    assert beside.begin(lambda: torch.ones(1)).item() == 1
-    assert not beside.runs
+    side = SideStream(torch.device("cuda"))
+    assert side.begin(lambda: torch.ones(1)).item() == 1
+    assert not side.runs
     assert not said

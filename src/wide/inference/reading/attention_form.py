@@ -1,4 +1,4 @@
-"""What an attention module asks of transformers' attention function, seen in small calls instead of read from names."""
+"""What an attention module hands to transformers' attention function, seen in small calls, not read from names."""
 
 import copy
 from collections.abc import Callable
@@ -13,35 +13,35 @@ from wide.errors import UnsupportedModelError
 from wide.kernels.rope.reference import rotate
 from wide.models.block_spec import AttentionSpec
 
-_NAME = "wide_asked"
+_NAME = "wide_probe"
 _TOKENS = 3
 _TOLERANCE = 2e-2
-# Of the attention function; whatever else is given changes what it computes.
+# Arguments of the attention function; any other changes what it computes.
 _KNOWN = ("dropout", "scaling", "softcap", "sliding_window", "position_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class AttentionForm:
     """What an attention computes between its projections.
 
     Args:
         scale: Factor of the scores.
         window: Keys that a query sees at most, itself included; None = all.
         soft_cap: Bound of the scores; None = unbounded.
-        is_turned: Whether queries and keys are turned by their positions.
-        interleaved: Whether neighbouring channels are a pair of that turn.
+        rotates: Whether queries and keys are rotated by their positions.
+        interleaved: Whether neighbouring channels form the pairs of that rotation.
     """
 
     scale: float
     window: int | None
     soft_cap: float | None
-    is_turned: bool
+    rotates: bool
     interleaved: bool
 
 
 @torch.no_grad()
-def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
-    """Return what an attention asks for, called for a few tokens with and without a turn.
+def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> AttentionForm:
+    """Return what an attention computes, called for a few tokens with and without a rotation.
 
     Args:
         part: The attention; its projections are plain.
@@ -51,7 +51,7 @@ def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
 
     Raises:
         UnsupportedModelError: If it cannot be called on its own, asks for something that the engine does not compute,
-            or turns queries in another way.
+            or rotates queries in another way.
     """
     module: Any = part.module
     cos, sin = cos[None, -_TOKENS:], sin[None, -_TOKENS:]
@@ -61,19 +61,19 @@ def ask(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Asked:
         raise UnsupportedModelError(f"{where} looks ahead (is_causal=False); the engine attends causally")
     unknown = [name for name, value in options.items() if name not in _KNOWN and value is not None]
     if unknown:
-        raise UnsupportedModelError(f"{where} asks its attention function for {unknown[0]}, which the engine ignores")
-    is_turned = not torch.equal(query, plain)
-    turned = {form: (paired(cos), paired(sin)) if form else (cos, sin) for form in (False, True)}
-    forms = [form for form in turned if _is_close(rotate(plain, *turned[form], interleaved=form), query)]
-    if is_turned and not forms:
-        raise UnsupportedModelError(f"{where} turns queries by their positions in a way that the engine does not know")
+        raise UnsupportedModelError(f"{where} hands to its attention function {unknown[0]}, which the engine ignores")
+    rotates = not torch.equal(query, plain)
+    rotated = {form: (paired(cos), paired(sin)) if form else (cos, sin) for form in (False, True)}
+    forms = [form for form in rotated if _is_close(rotate(plain, *rotated[form], interleaved=form), query)]
+    if rotates and not forms:
+        raise UnsupportedModelError(f"{where} rotates queries in a way that the engine does not know")
     scale = options.get("scaling")
-    return Asked(
+    return AttentionForm(
         scale=part.head_dim**-0.5 if scale is None else float(scale),
         window=options.get("sliding_window"),
         soft_cap=options.get("softcap"),
-        is_turned=is_turned,
-        interleaved=is_turned and forms[0],
+        rotates=rotates,
+        interleaved=rotates and forms[0],
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention over transformers' paged caches: what `generate_batch` runs in an optimised model.
+"""Continuous batching: a view of transformers' paged caches, which is what `generate_batch` runs in an optimised model.
 
 A step holds the query tokens of many requests one behind the other. Steps with one token a request read the pages where
 they lie; in others, keys are gathered as transformers does, and each query sees one run of them. Shapes are fixed and
@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from wide.errors import UnsupportedModelError
+from wide.inference.engine.views import needs_zeros
+from wide.inference.operators.table import OperatorTable
+from wide.inference.reading.weights import AttentionWeights
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.device import half_obstacle
 from wide.kernels.reorder import reorder_sequences
+from wide.kernels.reordering import Reordering
 from wide.models.gates import install_attention_gates
 
 PAGED_ATTENTION = "wide_paged|flash"
@@ -79,7 +83,7 @@ def is_paged_step(given: Mapping[str, Any]) -> bool:
 
 
 def handed_on(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a model's forward with a paged cache where no module but wide's attention looks for it.
+    """Return arguments of a model's forward with a paged cache under a name that only wide's attention reads.
 
     Since transformers 5.24 modules store keys and values themselves where they know the cache.
     """
@@ -89,89 +93,46 @@ def handed_on(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     return {_CACHE if name == "cache" else name: value for name, value in given.items()}
 
 
-def is_known(options: dict[str, Any]) -> bool:
-    """Return whether `attend_paged` computes all that these options of an attention function ask for."""
-    return options.get("s_aux") is None and options.get("position_bias") is None
-
-
-def attend_paged(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-    *,
-    backend: str,
-    shared: dict[Any, Any],
-    zero_skipped: bool = True,
-) -> Tensor:
-    """Store the new keys and values of a step and attend; return [1, Q, H_q, d].
+class PagedView:
+    """One step of continuous batching; see `CacheView`. Each new token is a sequence of its own.
 
     Args:
-        module: The attention module, which knows its layer.
-        q: Queries, [1, H_q, Q, d].
-        k: New keys, [1, H_k, Q, d].
-        v: New values, as `k`.
-        mask: True = execute, bool [1, Q, N_G]; None = every pair executes.
-        options: Keyword arguments of transformers' attention function, with what `handed_on` made of the cache.
-        backend: 'torch' or 'triton'.
-        shared: What layers of one forward share; empty before the first of them.
-        zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-    """
-    layer: Any = module.layer_idx
-    cache, cu_k = options[_CACHE], options["cu_seq_lens_k"]
-    kind = _kind(cache, layer)
-    cu_k = cu_k[kind] if isinstance(cu_k, dict) else cu_k
-    window = options.get("sliding_window")
-    scores = {"soft_cap": options.get("softcap"), "scale": options.get("scaling"), "backend": backend}
-    queries, groups = q[0].transpose(0, 1), None if mask is None else mask[0]
-    key = kind, window, q.device
-    if options.get("block_table") is not None:
-        keys, values, index, trash = _pages_of(cache, layer)
-        table = options["block_table"][index]
-        if key not in shared:
-            shared[key] = _read_pages(cu_k, table, keys.shape[1], trash)
-        step: _Pages = shared[key]
-        for memory, new in ((keys, k), (values, v)):
-            memory.flatten(0, 1).index_copy_(0, step.places, new[0].transpose(0, 1))
-        owned = {"pages": table, "window": window}
-        return _decode(queries, keys, values, groups, (None, step.lengths), owned, scores).unsqueeze(0)
-    keys, values = _gathered(cache, layer, k, v, options)
-    if key not in shared:
-        shared[key] = _read_runs(options["cu_seq_lens_q"], cu_k, queries.shape[0], window)
-    return _attend_runs(queries, keys, values, groups, shared[key], scores, zero_skipped=zero_skipped).unsqueeze(0)
-
-
-class PagedStep:
-    """A step of continuous batching as the engine runs it, all of whose layers see all keys.
-
-    Args:
-        given: Keyword arguments of the model's forward.
-        max_length: Positions that the engine knows.
+        given: Keyword arguments of the model's forward (or of an attention function).
     """
 
-    def __init__(self, given: Mapping[str, Any], max_length: int) -> None:
-        """Say in `fits` whether the engine can run it at all; nothing is read on the host."""
+    length, is_step = 1, False
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Read nothing on the host."""
         self._cache, self._given = given["cache"], given
         self._table: Tensor | None = given.get("block_table")
+        # What layers of one kind share.
         self._shared: dict[Any, Any] = {}
-        self.positions = given["position_ids"][0].to(torch.int32)
-        lengths = given.get("max_length_k", given.get("max_seqlen_k"))
-        longest = max(lengths.values()) if isinstance(lengths, dict) else lengths
-        if self._table is not None:
-            longest = self._table.shape[2] * _pages_of(self._cache, 0)[0].shape[1]
-        is_full = all(_kind(self._cache, layer) == _FULL for layer in range(_num_layers(self._cache)))
-        # Transformers warms up with one request as long as its whole cache.
-        self.fits = is_full and longest is not None and longest <= max_length
+        # Keys and values of layers with a window, until transformers has stored them.
+        self._new: tuple[Tensor, ...] | None = None
+        positions = given.get("position_ids")
+        self.starts = torch.empty(0) if positions is None else positions[0].to(torch.int32)
+        self.batch = self.starts.shape[0]
 
-    def memory(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys and values of a layer, [1, places, H_k, d], and the places of the new tokens, int64 [Q]."""
-        keys, values, index, trash = _pages_of(self._cache, layer)
-        if self._table is None:
-            places = self._given["write_index"][index]
-        else:
-            places = self._pages(self._table[index], index, keys.shape[1], trash).places
+    @property
+    def longest(self) -> int:
+        """The most keys that a token may see."""
+        if self._table is not None:
+            return self._table.shape[2] * _pages_of(self._cache, 0)[0].shape[1]
+        lengths = self._given.get("max_length_k", self._given.get("max_seqlen_k"))
+        return max(lengths.values()) if isinstance(lengths, dict) else int(lengths)
+
+    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `CacheView`; keys and values are [1, places, H_k, d], places int64 [Q]."""
+        index = _index_of(self._cache, layer)
+        places = None if self._table is not None else self._given["write_index"][index]
+        if _kind(self._cache, layer) != _FULL:
+            # Their pages hold a window, whose oldest keys may still be read before new ones take their places.
+            self._new = tuple(new.new_empty(1, *new.flatten(0, 1).shape) for _ in range(2))
+            return *self._new, torch.arange(self._new[0].shape[1], device=new.device)
+        keys, values, trash = _pages_of(self._cache, layer)
+        if places is None:
+            places = self._pages(index, keys.shape[1], trash).places
         return keys.flatten(0, 1)[None], values.flatten(0, 1)[None], places
 
     def attend(
@@ -179,37 +140,70 @@ class PagedStep:
         layer: int,
         q: Tensor,
         mask: Tensor | None,
+        order: Reordering | None,
+        weights: AttentionWeights,
+        table: OperatorTable,
+        wait: Callable[[], None],
+    ) -> Tensor:
+        """See `CacheView`."""
+        wait()
+        form = weights.form
+        scores = {"scale": form.scale, "soft_cap": form.soft_cap, "backend": table.backend}
+        return self.mix(layer, q[:, 0], mask, form.window, scores, zero_skipped=needs_zeros(mask, table))
+
+    def mix(
+        self,
+        layer: int,
+        q: Tensor,
+        mask: Tensor | None,
+        window: int | None,
+        scores: dict[str, Any],
         *,
-        scale: float | None,
-        soft_cap: float | None,
-        backend: str,
         zero_skipped: bool,
     ) -> Tensor:
-        """Return the attention output [Q, H_q, d] of queries [Q, H_q, d] whose keys have been stored."""
-        keys, values, index, trash = _pages_of(self._cache, layer)
-        scores = {"scale": scale, "soft_cap": soft_cap, "backend": backend}
-        if self._table is not None:
-            table = self._table[index]
-            ends = self._pages(table, index, keys.shape[1], trash).lengths
-            return _decode(q, keys, values, mask, (None, ends), {"pages": table}, scores)
-        if "runs" not in self._shared:
-            self._shared["runs"] = _read_runs(self._given["cu_seq_lens_q"], self._cu_k(), q.shape[0], None)
-        places = self._given["read_index"][index]
-        # Without earlier keys in the cache there is nothing to read but what has just been stored.
-        places = places if places.numel() else self._given["write_index"][index]
-        keys, values = (part.flatten(0, 1).index_select(0, places)[None] for part in (keys, values))
-        return _attend_runs(q, keys, values, mask, self._shared["runs"], scores, zero_skipped=zero_skipped)
+        """Return the attention output [Q, H_q, d] of queries [Q, H_q, d] whose keys `memory` has taken.
 
-    def _pages(self, table: Tensor, index: int, size: int, trash: int) -> _Pages:
+        Args:
+            layer: Index of the layer.
+            q: Queries.
+            mask: bool [Q, N_G]; None = everything executes.
+            window: Keys that a query sees at most; None = all.
+            scores: Scale, soft cap and backend.
+            zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
+        """
+        index, kind = _index_of(self._cache, layer), _kind(self._cache, layer)
+        if self._table is not None:
+            keys, values, trash = _pages_of(self._cache, layer)
+            pages = {"pages": self._table[index], "window": window}
+            return _decode(
+                q, keys, values, mask, (None, self._pages(index, keys.shape[1], trash).lengths), pages, scores
+            )
+        if self._new is not None:
+            keys, values = _stored(self._cache, layer, self._new, self._given)
+            self._new = None
+        else:
+            keys, values, _ = _pages_of(self._cache, layer)
+            places = self._given["read_index"][index]
+            # Without earlier keys in the cache there is nothing to read but what has just been stored.
+            places = places if places.numel() else self._given["write_index"][index]
+            keys, values = (part.flatten(0, 1).index_select(0, places)[None] for part in (keys, values))
+        if (kind, window) not in self._shared:
+            runs = _read_runs(self._given["cu_seq_lens_q"], self._key_bounds(kind), q.shape[0], window)
+            self._shared[kind, window] = runs
+        return _attend_runs(q, keys, values, mask, self._shared[kind, window], scores, zero_skipped=zero_skipped)
+
+    def _pages(self, index: int, size: int, trash: int) -> _Pages:
+        """Return where the tokens of a step stand in the pages of a group of layers."""
         if index not in self._shared:
-            self._shared[index] = _read_pages(self._cu_k(), table, size, trash)
+            assert self._table is not None
+            self._shared[index] = _read_pages(self._key_bounds(_FULL), self._table[index], size, trash)
         found: _Pages = self._shared[index]
         return found
 
-    def _cu_k(self) -> Tensor:
+    def _key_bounds(self, kind: str) -> Tensor:
         found = self._given["cu_seq_lens_k"]
-        lengths: Tensor = found[_FULL] if isinstance(found, dict) else found
-        return lengths
+        bounds: Tensor = found[kind] if isinstance(found, dict) else found
+        return bounds
 
 
 def _attend_runs(
@@ -222,7 +216,7 @@ def _attend_runs(
     rest = q.new_ones(q.shape[0], 1, dtype=torch.bool) if mask is None else mask
     alone = None
     if has_kernel and runs.last.shape[0] <= _most_rows(k, mask):
-        # Requests that decode share no keys with their neighbours: tiles of the long prompts' kernel are not for them.
+        # Requests that decode share no keys with their neighbours, so tiles of the prompts' kernel would be wasted.
         chosen = None if mask is None else mask.index_select(0, runs.last)
         bounds = runs.alone[0], runs.alone[1]
         alone = _decode(q.index_select(0, runs.last), k, v, chosen, bounds, {}, scores)
@@ -294,41 +288,52 @@ def _kind(cache: Any, layer: int) -> str:
     return _FULL if cache.sliding_windows[layer] == 1 else "sliding_attention"
 
 
-def _num_layers(cache: Any) -> int:
-    return len(cache.layer_to_allocator if hasattr(cache, "layer_to_allocator") else cache.sliding_windows)
+def _index_of(cache: Any, layer: int) -> int:
+    """Return which of the block tables and indices of a step are those of a layer."""
+    if hasattr(cache, "layer_to_allocator"):
+        return int(cache.layer_to_allocator[layer].index)
+    return int(cache.layer_index_to_group_indices[layer][0])
 
 
-def _pages_of(cache: Any, layer: int) -> tuple[Tensor, Tensor, int, int]:
-    """Return keys and values of a layer [pages, P, H_k, d], its index into block tables, and a place to waste."""
+def _pages_of(cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:
+    """Return keys and values of a layer that sees all, [pages, P, H_k, d], and a place to waste."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer]
-        return *allocator.get_cache_for_block_table(layer), allocator.index, allocator.write_trash_index
-    index, place = cache.layer_index_to_group_indices[layer]
+        return *allocator.get_cache_for_block_table(layer), allocator.write_trash_index
+    place = cache.layer_index_to_group_indices[layer][1]
     memory = (part[place].unflatten(0, (-1, cache.block_size)) for part in (cache.key_cache, cache.value_cache))
-    return *memory, index, cache.write_trash_index
+    return *memory, cache.write_trash_index
 
 
-def _gathered(cache: Any, layer: int, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all requests, [1, T, H_k, d], after the new ones have been stored."""
-    new = {"key_states": k, "value_states": v, "layer_idx": layer}
+def _stored(cache: Any, layer: int, new: tuple[Tensor, ...], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all requests, [1, T, H_k, d], after transformers has stored the new ones, as they."""
+    k, v = (part.transpose(1, 2) for part in new)
+    named = {"key_states": k, "value_states": v, "layer_idx": layer}
     if hasattr(cache, "layer_to_allocator"):
-        keys, values = cache.update(**new, kwargs=dict(options))
+        keys, values = cache.update(**named, kwargs=dict(given))
         return keys.transpose(1, 2), values.transpose(1, 2)
-    keys, values = cache.update(**new, read_index=options["read_index"], write_index=options["write_index"])
+    keys, values = cache.update(**named, read_index=given["read_index"], write_index=given["write_index"])
     return keys.unsqueeze(0), values.unsqueeze(0)
 
 
-def _attend_dense(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+def _attend_masked(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend over a paged cache with every head: what layers without routers run."""
-    if options.get(_CACHE) is None or attention_mask is not None or not is_known(options):
+    """Attend over a paged cache with every head: what the masked model runs where the engine does not."""
+    unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
+    if options.get(_CACHE) is None or attention_mask is not None or unknown:
         raise UnsupportedModelError(
             f"the attention {PAGED_ATTENTION!r} is for steps of generate_batch, without sinks and position biases; for "
             "others call model.set_attn_implementation('sdpa')"
         )
+    view = PagedView({**options, "cache": options[_CACHE], "position_ids": None})
+    *memory, places = view.memory(module.layer_idx, key[0].transpose(0, 1)[:, None])
+    for kept, new in zip(memory, (key, value), strict=True):
+        kept[0].index_copy_(0, places, new[0].transpose(0, 1))
     backend = "triton" if half_obstacle(query.device, query.dtype) is None else "torch"
-    return attend_paged(module, query, key, value, None, options, backend=backend, shared={}), None
+    scores = {"soft_cap": options.get("softcap"), "scale": options.get("scaling"), "backend": backend}
+    q, window = query[0].transpose(0, 1), options.get("sliding_window")
+    return view.mix(module.layer_idx, q, None, window, scores, zero_skipped=True)[None], None
 
 
 class PagedBatching:
@@ -341,11 +346,11 @@ class PagedBatching:
     """
 
     def __init__(self, model: Any, made_of: Callable[[], Any]) -> None:
-        """Register the attention and wrap the one door through which all of continuous batching goes."""
+        """Register the attention and wrap the one method through which all of continuous batching goes."""
         from transformers import AttentionInterface
 
         if PAGED_ATTENTION not in AttentionInterface._global_mapping:
-            AttentionInterface.register(PAGED_ATTENTION, _attend_dense)
+            AttentionInterface.register(PAGED_ATTENTION, _attend_masked)
             install_attention_gates()
         self._model = model
         made_with: Any = None
@@ -384,7 +389,7 @@ class PagedBatching:
         model.init_continuous_batching = init
 
     def remove(self) -> None:
-        """Give the model its own door back, and end what was kept for a next session: its graphs hold operators."""
+        """Give the model its own method back, and end what was kept for a next session: its graphs hold operators."""
         vars(self._model).pop("init_continuous_batching", None)
         self._model.destroy_cached_continuous_batching_manager()
 

@@ -1,0 +1,226 @@
+"""A view of keys and values for one forward: where new ones go, and how queries attend to what is there.
+
+The layer function knows nothing else of a cache. Here are the views of the engine's own memory; `batching` has that of
+transformers' paged caches.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wide.inference.engine.cache import KvCache
+from wide.inference.operators.table import OperatorTable
+from wide.inference.reading.weights import AttentionWeights
+from wide.kernels.attention_decode import attention_decode
+from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.clear_skipped import clear_skipped
+from wide.kernels.reorder import reorder_sequences
+from wide.kernels.reordering import Reordering, SequenceReordering
+from wide.kernels.tuning import Choice
+
+_SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class CacheView(Protocol):
+    """Keys and values as one forward sees them.
+
+    Attributes:
+        batch: Sequences, B.
+        length: New tokens of each, T; rows of a layer are B * T.
+        starts: Position of each sequence's first new token, int32 [B].
+        is_step: Whether T is 1 and each sequence attends to its own run of keys.
+    """
+
+    batch: int
+    length: int
+    starts: Tensor
+    is_step: bool
+
+    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return memory of keys and values into which those of the new tokens are to be written.
+
+        Args:
+            layer: Index of the layer.
+            new: The new keys, [B, T, H_k, d], before they are rotated.
+
+        Returns:
+            Keys and values, [B, places, H_k, d], and the places of new ones, int64 [B * T]; None = from `starts` on.
+        """
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        mask: Tensor | None,
+        order: Reordering | None,
+        weights: AttentionWeights,
+        table: OperatorTable,
+        wait: Callable[[], None],
+    ) -> Tensor:
+        """Return the attention output [B, T, H_q, d] over keys of which the new ones have been written.
+
+        Args:
+            layer: Index of the layer.
+            q: Queries, [B, T, H_q, d].
+            mask: bool [B * T, N_G], valid after `wait`; None = everything executes. Skipped heads come back as zeros
+                where the output product is dense; otherwise they hold anything.
+            order: The reordering of the query product, if one was made.
+            weights: Of the attention.
+            table: Which operator runs.
+            wait: Waits for a router on another stream.
+        """
+        ...
+
+
+class PromptView:
+    """Several new tokens of each sequence, of which all have the same number of earlier ones.
+
+    Args:
+        cache: The engine's memory.
+        batch: Sequences.
+        length: New tokens of each.
+        past: Earlier tokens of each.
+    """
+
+    is_step = False
+
+    def __init__(self, cache: KvCache, batch: int, length: int, past: int) -> None:
+        """Read nothing of the device."""
+        self.batch, self.length = batch, length
+        self.starts = cache.zeros + past if past else cache.zeros
+        self._cache, self._past = cache, past
+        self._visible: Tensor | None = None
+
+    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `CacheView`."""
+        return *self._cache.layer(layer), None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        mask: Tensor | None,
+        order: Reordering | None,
+        weights: AttentionWeights,
+        table: OperatorTable,
+        wait: Callable[[], None],
+    ) -> Tensor:
+        """See `CacheView`."""
+        num_keys, form = self._past + self.length, weights.form
+        k, v = (part[:, :num_keys] for part in self._cache.layer(layer))
+        window = None if form.window is not None and form.window >= num_keys else form.window
+        zeroes = needs_zeros(mask, table)
+        # The library's attention knows neither windows nor soft caps.
+        is_plain = window is None and form.soft_cap is None
+        if is_plain and (mask is None or table.how("attention", self.length) == "dense"):
+            out = _library_attention(q, k, v, form.scale, self._visible_keys())
+            wait()
+            return _zeroed(out, mask if zeroes else None, table.backend)
+        wait()
+        choice = table.choice("attention", self.length)
+        if choice.backend == "dense":
+            choice = Choice(backend=table.backend)
+        sequences = _sequence_order(mask, order, q, table.backend)
+        return attention_prefill(
+            q,
+            k,
+            v,
+            sequences,
+            scale=form.scale,
+            soft_cap=form.soft_cap,
+            window=window,
+            zero_skipped=zeroes,
+            backend=choice.backend,
+            tile=choice.tile,
+        )
+
+    def _visible_keys(self) -> Tensor | None:
+        """Return which keys [T, past + T] each token sees; None without earlier ones, where causality says it."""
+        if self._past and self._visible is None:
+            square = self.starts.new_ones(self.length, self._past + self.length, dtype=torch.bool)
+            self._visible = square.tril(self._past)
+        return self._visible
+
+
+class StepView:
+    """One new token of each sequence, behind all that the cache holds of it.
+
+    Args:
+        cache: The engine's memory.
+    """
+
+    length, is_step = 1, True
+
+    def __init__(self, cache: KvCache) -> None:
+        """Lengths stay on the device."""
+        self.batch, self.starts, self.ends = cache.batch, cache.lengths, cache.lengths + 1
+        self._cache = cache
+
+    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `CacheView`."""
+        return *self._cache.layer(layer), None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        mask: Tensor | None,
+        order: Reordering | None,
+        weights: AttentionWeights,
+        table: OperatorTable,
+        wait: Callable[[], None],
+    ) -> Tensor:
+        """See `CacheView`."""
+        k, v = self._cache.layer(layer)
+        wait()
+        form, zeroes = weights.form, needs_zeros(mask, table)
+        # Without a mask every pair is read. Otherwise skipped pairs come back as zeros, which costs nothing where
+        # groups are whole KV heads; smaller groups would share each KV head among several programs.
+        is_free = mask is not None and zeroes and k.shape[2] % mask.shape[1] == 0
+        read = mask if table.cache or is_free else None
+        scores: dict[str, Any] = {"scale": form.scale, "soft_cap": form.soft_cap, "window": form.window}
+        out = attention_decode(q[:, 0], k, v, self.ends, read, **scores, backend=table.backend)
+        return _zeroed(out.unsqueeze(1), mask if zeroes and read is None else None, table.backend)
+
+
+def needs_zeros(mask: Tensor | None, table: OperatorTable) -> bool:
+    """Return whether skipped heads [rows, N_G] must be zeros, since the output product is dense."""
+    return mask is not None and table.how("output", mask.shape[0]) == "dense"
+
+
+def _sequence_order(mask: Tensor | None, order: Reordering | None, q: Tensor, backend: str) -> SequenceReordering:
+    """Return the executing places of each sequence; of a single one, those that the query product gathered."""
+    batch, length = q.shape[:2]
+    if mask is None:
+        index = torch.arange(length, dtype=torch.int32, device=q.device).repeat(batch, 1, 1)
+        return SequenceReordering(index, torch.full_like(index[:, :, 0], length))
+    if order is not None and batch == 1:
+        return SequenceReordering(order.index[None], order.counts[None])
+    return reorder_sequences(mask.view(batch, length, -1), backend=backend)
+
+
+def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    """Return attention output [B, T, H_q, d], just made, with skipped groups at zero; None leaves it."""
+    if mask is None:
+        return heads
+    values = heads.reshape(mask.shape[0], -1)
+    clear_skipped(values, mask, backend=backend)
+    return values.view(heads.shape)
+
+
+def _library_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    """Return causal attention [B, T, H_q, d] of the last T places by the library's fastest kernel."""
+    attend: Any = functional.scaled_dot_product_attention
+    heads = [part.transpose(1, 2) for part in (q, k, v)]
+    # The library's own causal mask begins at the first place.
+    options: dict[str, Any] = {"is_causal": visible is None, "attn_mask": visible, "scale": scale}
+    options["enable_gqa"] = q.shape[2] != k.shape[2]
+    if not q.is_cuda:
+        return attend(*heads, **options).transpose(1, 2)
+    with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+        return attend(*heads, **options).transpose(1, 2)
