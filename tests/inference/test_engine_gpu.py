@@ -1,5 +1,6 @@
 """The engine on a GPU: graphs give what direct calls give, in any order, on any stream, without growing."""
 
+import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +10,11 @@ from families import STRAIGHT, make, tokens
 from tables import fixed
 
 from wide.config import WideConfig
-from wide.inference.engine.engine import Engine, _Slot
-from wide.inference.optimize import optimize
+from wide.inference.engine.memory import Memory, Slot
+from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
+from wide.models.observe import capture_routing, force_routing
+from wide.routing import LayerRouting
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +38,43 @@ def routed(family="llama"):
     return optimize(model, table=TABLE)
 
 
+def prompt_and_steps(model, ids, length):
+    """Return the logits of a prompt and of the steps behind it, and the masks of all of them."""
+    parts, masks = [], []
+    with torch.no_grad(), capture_routing(model) as routing:
+        out = model(ids[:, :length])
+        for place in range(length, ids.shape[1] + 1):
+            parts.append(out.logits.float())
+            masks.append([copy.copy(layer) for layer in routing])
+            if place < ids.shape[1]:
+                out = model(ids[:, place : place + 1], past_key_values=out.past_key_values)
+    joined = [
+        LayerRouting(**{half: torch.cat([getattr(each, half) for each in layers], 1) for half in ("attention", "ffn")})
+        for layers in zip(*masks, strict=True)
+    ]
+    return torch.cat(parts, 1), joined
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "mistral"])
+def test_prompts_and_steps_are_those_of_the_masked_model(family, dtype):
+    model, ids = deoptimize(routed(family)).to(dtype), tokens(2, 204).cuda()
+    optimize(model, table=TABLE)
+    poison()
+    found, masks = prompt_and_steps(model, ids, 200)
+    deoptimize(model)
+    with torch.no_grad(), force_routing(model, masks):
+        torch.testing.assert_close(found, model(ids).logits.float(), atol=0.05, rtol=0.05)
+
+
 def without_graphs(monkeypatch):
     from wide.inference.engine.run import Run
 
     def step(self, ids, *, routed, pool):
         return self.decoder.step(ids, self.cache, Run(routed=routed))
 
-    monkeypatch.setattr(_Slot, "step", step)
-    monkeypatch.setattr(_Slot, "prompt", lambda self, ids, lengths, **_: None)
+    monkeypatch.setattr(Slot, "step", step)
+    monkeypatch.setattr(Slot, "prompt", lambda self, ids, lengths, **_: None)
 
 
 def poison():
@@ -89,7 +121,7 @@ def test_ten_thousand_steps_do_not_grow():
                 sizes.append(torch.cuda.memory_allocated())
         assert out.logits.isfinite().all()
     engine = attachment(model).engine
-    held = sum(2 * slot.cache.k.nbytes for slot in engine._slots)
+    held = sum(2 * slot.cache.k.nbytes for slot in engine._memory.slots)
     # Room grows with the text, and nothing else does.
     assert sizes[-1] - sizes[0] <= held
     del out
@@ -147,7 +179,7 @@ def test_steps_begun_ahead_give_what_steps_alone_give(monkeypatch):
         return [*found, *(torch.stack(each.logits).float() for each in both)]
 
     with_guesses = asked()
-    assert attachment(model).engine._ahead is not None
-    monkeypatch.setattr(Engine, "_go_ahead", lambda *_, **__: None)
+    assert attachment(model).engine._memory._next is not None
+    monkeypatch.setattr(Memory, "begin", lambda *_, **__: False)
     for found, wanted in zip(with_guesses, asked(), strict=True):
         assert torch.equal(found, wanted)
