@@ -109,7 +109,7 @@ class PagedView:
         # What layers of one kind share.
         self._shared: dict[Any, Any] = {}
         # Keys and values of layers with a window, until transformers has stored them.
-        self._new: tuple[Tensor, ...] | None = None
+        self._new: tuple[Tensor, Tensor] | None = None
         positions = given.get("position_ids")
         self.starts = torch.empty(0) if positions is None else positions[0].to(torch.int32)
         self.batch = self.starts.shape[0]
@@ -128,8 +128,9 @@ class PagedView:
         places = None if self._table is not None else self._given["write_index"][index]
         if _kind(self._cache, layer) != _FULL:
             # Their pages hold a window, whose oldest keys may still be read before new ones take their places.
-            self._new = tuple(new.new_empty(1, *new.flatten(0, 1).shape) for _ in range(2))
-            return *self._new, torch.arange(self._new[0].shape[1], device=new.device)
+            keys, values = (new.new_empty(1, *new.flatten(0, 1).shape) for _ in range(2))
+            self._new = keys, values
+            return keys, values, torch.arange(keys.shape[1], device=new.device)
         keys, values, trash = _pages_of(self._cache, layer)
         if places is None:
             places = self._pages(index, keys.shape[1], trash).places
@@ -305,7 +306,7 @@ def _pages_of(cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:
     return *memory, cache.write_trash_index
 
 
-def _stored(cache: Any, layer: int, new: tuple[Tensor, ...], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _stored(cache: Any, layer: int, new: tuple[Tensor, Tensor], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return keys and values of all requests, [1, T, H_k, d], after transformers has stored the new ones, as they."""
     k, v = (part.transpose(1, 2) for part in new)
     named = {"key_states": k, "value_states": v, "layer_idx": layer}
