@@ -208,6 +208,7 @@ def attach(
     state.replaced = ReplacedWeights(model, weights) if weights else None
     state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
     install_attention_gates()
+    _install_batch_threads()
     for spec, layer in zip(specs, plan.layers, strict=True):
         _attach_layer(spec, layer, tensors, state)
     if plan.stream is not None:
@@ -223,6 +224,32 @@ def attach(
         setattr(model, _SAVE, partial(_save_whole, model))
         state.parts.append((model, _SAVE))
     return model
+
+
+def _install_batch_threads() -> None:
+    """Let the thread that `generate_batch` starts do what the caller's does: bypass, replay or watch (once a process)."""
+    from transformers.generation.continuous_batching import ContinuousMixin
+
+    begin: Any = ContinuousMixin.init_continuous_batching
+    if hasattr(begin, "wide_carries"):
+        return
+
+    @functools.wraps(begin)
+    def carrying(model: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = begin(model, *args, **kwargs)
+        if is_attached(model):
+            control = attachment(model).control
+            values, loop = dict(vars(control)), manager._run_generation_loop
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with control.having(**values):
+                    return loop(*args, **kwargs)
+
+            manager._run_generation_loop = run
+        return manager
+
+    carrying.wide_carries = True  # type: ignore[attr-defined]
+    ContinuousMixin.init_continuous_batching = carrying
 
 
 def detach(model: ModelT) -> ModelT:
