@@ -227,7 +227,7 @@ def attach(
 
 
 def _install_batch_threads() -> None:
-    """Let the thread that `generate_batch` starts do what the caller's does: bypass, replay or watch (once a process)."""
+    """Let the thread that `generate_batch` starts bypass, replay or watch as its caller does (once a process)."""
     from transformers.generation.continuous_batching import ContinuousMixin
 
     begin: Any = ContinuousMixin.init_continuous_batching
