@@ -127,6 +127,7 @@ class RecordFile:
         """Open nothing yet."""
         self.path = path
         self._silent = silent
+        self.has_grown = False
         self.device = device
         self._fingerprint = config_fingerprint
         self._versions = versions()
@@ -143,6 +144,7 @@ class RecordFile:
         """
         if self._silent:
             return
+        self.has_grown = True
         facts: dict[str, Any] = {
             "config_fingerprint": self._fingerprint,
             "device": self.device,

@@ -198,10 +198,10 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
     given = [*everyday, "--output", str(tmp_path / "run"), "--methods=wanda"]
     real, real_apply, decided = cell_runner.Materials.measure, cell_runner.apply, []
 
-    def measure(self, subject, records):
+    def measure(self, subject):
         if subject == Stage(Cell("wanda", 0.5, 17), False):
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, subject, records)
+        return real(self, subject)
 
     def note(model, method, *args, **kwargs):
         # The rehearsal writes nowhere.

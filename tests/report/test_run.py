@@ -6,7 +6,7 @@ import json
 import pytest
 
 from wide.cli.main import main
-from wide.records import Record, RecordFile, read_records
+from wide.records import read_records
 from wide.report.drawing import FOLDER
 from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
@@ -88,18 +88,25 @@ def test_reports_are_drawn_from_records(run, tmp_path, capsys):
     assert str(tmp_path / "all/report.html") in capsys.readouterr().out
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
 @pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.runs.materials.evaluate"])
-def test_a_run_that_is_resumed_after_its_last_step_keeps_its_rate(
-    where, tmp_path, tiny_model_folder, prose_folder, monkeypatch, capsys
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_a_resume_keeps_what_was_measured_and_one_with_nothing_to_do_changes_nothing(
+    stage, where, tmp_path, tiny_model_folder, prose_folder, monkeypatch, capsys
 ):
-    given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
+    output = tmp_path / "run"
+    given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)]
     given += ["--sparsity", "0.5", "--ffn_group_size", "16", "--router_rank", "4", "--device", "cpu", *SHORT]
-    given += ["--eval.tokens", "128", "--eval.window", "64", "--report", "false", "--tensorboard", "false"]
+    given += ["--recover.steps=2", "--recover.batch_size=2", "--recover.sequence_length=32", "--recover.lora_rank=2"]
+    given += ["--eval.tokens", "128", "--eval.window", "64", "--tensorboard", "false"]
     module, _, name = where.rpartition(".")
     real = getattr(importlib.import_module(module), name)
 
     def stop(*args, **options):
-        if (tmp_path / "run/stage1/metrics.jsonl").is_file():
+        if (output / stage / "metrics.jsonl").is_file():
             raise KeyboardInterrupt
         return real(*args, **options)
 
@@ -107,21 +114,45 @@ def test_a_run_that_is_resumed_after_its_last_step_keeps_its_rate(
         patch.setattr(where, stop)
         assert main(given) == 130
     assert main([*given, "--resume"]) == 0
-    metrics = read_records(tmp_path / "run/stage1/metrics.jsonl")[0]
-    speeds = {record.value for record in metrics if record.metric == "training.tokens_per_second"}
-    run = Selection(*read_records(tmp_path / "run/records.jsonl"))
-    assert min(speeds) <= run.number("stage 1", "training.tokens_per_second") * (1 + 1e-9)
-    assert summary_table({"": run}).header[-1] == "trained tokens/s"
-    assert "trained tokens/s" in capsys.readouterr().out
+    provenance = json.loads((output / "adapter/wide_config.json").read_text())["provenance"]
+    for part in ("prune", "recover"):
+        facts = provenance[part]
+        assert facts["at_the_end_of_training"]["lm_loss"] > 0
+        assert facts["tokens_per_second"] > 0
+        assert 0 < facts["seconds_before"] <= facts["seconds"] or stage == "stage2" or part == "recover"
+    assert provenance["held_out"]["token_perplexity"]["perplexity"] > 1
+    records = read_records(output / "records.jsonl")[0]
+    places = [(record.subject, record.metric, record.layer, record.step) for record in records]
+    assert len(set(places)) == len(places)
+    assert summary_table({"": Selection(records)}).header[-1] == "trained tokens/s"
+    before = contents(output)
+    capsys.readouterr()
+    assert main([*given, "--resume"]) == 0
+    assert contents(output) == before
+    assert "stage 1+2: finished before" in capsys.readouterr().out
 
 
-def test_the_rate_is_of_the_summary_and_else_of_all_recorded_steps(tmp_path):
-    speeds = [100.0, 300.0] * 250
-    RecordFile(tmp_path / "metrics.jsonl").append(
-        Record(subject="stage 1", metric="training.tokens_per_second", value=value, step=step)
-        for step, value in enumerate(speeds)
-    )
-    for summary, expected in (({"tokens_per_second": 5.0}, 5.0), ({"tokens_per_second": None}, 150.0), ({}, 150.0)):
-        run = Selection(list(training_records("stage 1", summary, tmp_path)))
-        assert run.number("stage 1", "training.tokens_per_second") == pytest.approx(expected)
+@pytest.mark.parametrize("changes", [["--recover.steps", "2"], ["--eval.tokens", "0"]])
+def test_a_method_that_is_resumed_when_it_is_finished_changes_nothing(
+    changes, tmp_path, tiny_model_folder, prose_folder
+):
+    output = tmp_path / "run"
+    given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)]
+    given += ["--method", "wanda", "--sparsity", "0.5", "--device", "cpu", "--train.sequence_length", "32", *changes]
+    given += [
+        "--wanda.num_windows=2",
+        "--wanda.window_length=32",
+        "--recover.batch_size=2",
+        "--recover.sequence_length=32",
+    ]
+    given += [*(["--eval.tokens", "128"] if "--eval.tokens" not in changes else []), "--eval.window", "64"]
+    assert main([*given, "--report", "false"]) == 0
+    before = contents(output)
+    assert main([*given, "--report", "false", "--resume"]) == 0
+    assert contents(output) == before
+
+
+def test_the_records_of_training_are_those_of_the_summary(tmp_path):
+    run = Selection(list(training_records("stage 1", {"tokens_per_second": 5.0}, tmp_path)))
+    assert run.number("stage 1", "training.tokens_per_second") == 5.0
     assert not list(training_records("pruned", {"tokens_per_second": None}, tmp_path / "none"))

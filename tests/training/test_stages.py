@@ -148,8 +148,8 @@ def test_a_finished_run_is_not_trained_again_when_resumed(tmp_path):
     first = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=4), output=tmp_path)
     second = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=4), output=tmp_path, resume=True)
     facts = [attachment(m).provenance["prune"] for m in (first, second)]
-    assert facts[1]["tokens_per_second"] is None
-    assert facts[1]["inference"] == facts[0]["inference"]
+    assert facts[1] == facts[0] | {"seconds": facts[1]["seconds"], "seconds_before": facts[1]["seconds"]}
+    assert facts[1]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,8 @@ class ComparisonRun:
             recover(model, self._materials.blocks(lora), stage=lora, output=output, resume=True)
         records = self._records(cell)
         records.append(self._stage_records(stage, attachment(model).provenance))
-        report = self._materials.measure(stage, records)
-        records.append([Record(subject=stage, metric="status", value=FINISHED, unit="text")])
+        report, found = self._materials.measure(stage)
+        records.append([*found, Record(subject=stage, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
 
     def _bring(self, cell: Cell) -> None:

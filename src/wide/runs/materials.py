@@ -16,7 +16,7 @@ from wide.evaluation.report import EvaluationReport
 from wide.evaluation.routing_stats import routing_records, routing_stats
 from wide.models.attach import detach, is_attached
 from wide.models.pretrained import device_name
-from wide.records import Content, Record, RecordFile, Subject
+from wide.records import Content, Record, Subject
 from wide.runs.measuring import evaluation_records
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
@@ -133,8 +133,8 @@ class Materials:
         for name, value in (facts | more).items():
             yield Record(subject="run", metric=name, value=value, unit="text" if isinstance(value, str) else "")
 
-    def measure(self, subject: Subject, records: RecordFile) -> EvaluationReport:
-        """Score the model as it is now, write the records under `subject`, and return what was found."""
+    def measure(self, subject: Subject) -> tuple[EvaluationReport, Iterator[Record]]:
+        """Score the model as it is now, and return what was found, as the records of `subject`, too."""
         documents, name = self.held_out
         report = evaluate(
             self.model,
@@ -144,11 +144,10 @@ class Materials:
             **self._scoring.protocol,
             **self._tasks.protocol,
         )
-        records.append(evaluation_records(subject, report.model, report.sparsity, name))
-        return report
+        return report, evaluation_records(subject, report.model, report.sparsity, name)
 
-    def measure_routing(self, subject: str, records: RecordFile) -> None:
-        """Write the records of how the attached model routes the beginning of the held-out text."""
+    def measure_routing(self, subject: str) -> Iterator[Record]:
+        """Return the records of how the attached model routes the beginning of the held-out text."""
         documents, name = self.held_out
         found = routing_stats(
             self.model,
@@ -158,4 +157,4 @@ class Materials:
             batch_size=self._scoring.batch_size,
             max_blocks=max(1, _ROUTING_TOKENS // self._scoring.window),
         )
-        records.append(routing_records(subject, found, name, self.tokenizer))
+        return routing_records(subject, found, name, self.tokenizer)

@@ -1,7 +1,6 @@
 """What a run measured, as records: the course of training, quality and sparsity."""
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ _SHARES = (
 )
 _METRICS_FILE = "metrics.jsonl"
 _MOST_POINTS = 200
-_RATE = "tokens_per_second"
 _SUMMARY = {
-    _RATE: "token/s",
+    "tokens_per_second": "token/s",
     "seconds": "s",
     "steps": "step",
     "tokens": "token",
@@ -89,24 +87,13 @@ def sparsity_records(subject: Subject, sparsity: Sparsity, where: str) -> Iterat
 
 
 def training_records(subject: str, summary: Mapping[str, Any], folder: Path) -> Iterator[Record]:
-    """Yield the course of a stage, thinned to what a figure can show, and its summary.
-
-    Where the summary has no rate, because no step was left to a resumed run, it is that of the recorded steps.
-    """
+    """Yield the course of a stage, thinned to what a figure can show, and its summary."""
     metrics = folder / _METRICS_FILE
     points = read_records(metrics)[0] if metrics.is_file() else []
     steps = sorted({record.step for record in points if record.step is not None})
     shown = {*steps[:: max(1, len(steps) // _MOST_POINTS)], *steps[-1:]}
     yield from (replace(record, subject=subject) for record in points if record.step in shown)
-    found = {_RATE: _rate(points), **{name: value for name, value in summary.items() if value is not None}}
     for name, unit in _SUMMARY.items():
-        value = found.get(name)
+        value = summary.get(name)
         if isinstance(value, int | float):
             yield Record(subject=subject, metric=f"training.{name}", value=value, unit=unit, where="training")
-
-
-def _rate(points: Sequence[Record]) -> float | None:
-    """Return tokens per second over all recorded steps, which have equally many tokens; None where none says it."""
-    rates = [point.value for point in points if point.metric == f"training.{_RATE}" and point.step is not None]
-    known = [rate for rate in rates if isinstance(rate, int | float) and rate > 0]
-    return statistics.harmonic_mean(known) if known else None

@@ -21,10 +21,10 @@ from wide.models.lora import add_lora
 from wide.models.pretrained import choose_device, load_skeleton
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER, require_matplotlib
-from wide.report.folders import draw_folder
+from wide.report.folders import PAGE, PICTURE, draw_folder
 from wide.report.selection import Selection, measure_of
 from wide.report.table import layer_lines, summary_table, verdict
-from wide.runs.folder import CONFIG, RunFolder
+from wide.runs.folder import ADAPTER, CONFIG, RunFolder
 from wide.runs.forecast import check_fits, forecast, say_groups, say_settings
 from wide.runs.materials import Materials
 from wide.runs.measuring import training_records
@@ -283,7 +283,8 @@ class Run:
         self._records.device = self._materials.device
         self._folder.claim()
         self._target = target
-        self._records.append(self._materials.run_records(target, self._command, **{"target.sparsity": sparsity}))
+        if not (self._folder.resume and self._records.latest("run", "target.sparsity")):
+            self._records.append(self._materials.run_records(target, self._command, **{"target.sparsity": sparsity}))
 
     def _measure_untrained(self, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks) -> None:
         # What stage 1 begins with may have read text already; untrained routers have not.
@@ -304,6 +305,8 @@ class Run:
             detach(self._model)
 
     def _train(self, subject: str, stage: Callable[[], Any], *, doing: str = "training") -> None:
+        if subject != _DENSE_ADAPTED and self._attach_finished(subject):
+            return
         say(f"\n{subject}: {doing}")
         key, name = _STAGES[subject]
         stage_folder = self._folder.path / name
@@ -311,27 +314,44 @@ class Run:
             stage()
         except KeyboardInterrupt as interrupt:
             # Deciding, and training before its first checkpoint, begin anew.
-            if has_checkpoint(stage_folder):
-                what = f"what was reached is kept in {stage_folder}"
-            else:
-                # The others are not asked: they may wait for this process somewhere else.
-                measured = self._records.latest(subject, _IS_DONE) is not None
-                what = f"{self._folder.path} is as it was" if measured else "nothing of it is kept"
+            reached = has_checkpoint(stage_folder)
+            what = f"what was reached is kept in {stage_folder}" if reached else "nothing of it is kept"
             raise KeyboardInterrupt(f"{subject} {str(interrupt) or 'stopped'}; {what}") from interrupt
-        self._records.append(training_records(subject, attachment(self._model).provenance[key], stage_folder))
-        self._measure(subject)
+        found = [*training_records(subject, attachment(self._model).provenance[key], stage_folder)]
+        if self._materials.held_out[0] is not None:
+            found += self._measured(subject)
         if subject != _DENSE_ADAPTED:
             save(self._model, self._folder.adapter)
+        # Last: they say that the subject is done.
+        self._records.append(found)
+
+    def _attach_finished(self, subject: str) -> bool:
+        """Attach what an earlier part of a resumed run made for a subject, and return whether it had finished it."""
+        # What a method decided has no other place, and is that of a later stage only where that had ended, too.
+        stage_adapter = self._folder.path / _STAGES[subject][1] / ADAPTER
+        adapter = stage_adapter if stage_adapter.is_dir() else self._folder.adapter
+        metric = "training.seconds" if self._materials.held_out[0] is None else _IS_DONE
+        known = self._folder.resume and adapter.is_dir() and self._records.latest(subject, metric) is not None
+        if not self._processes.agree(known):
+            return False
+        say(f"{subject}: finished before")
+        if is_attached(self._model):
+            detach(self._model)
+        load(self._model, adapter)
+        return True
 
     def _measure(self, subject: str) -> None:
+        if self._is_due(subject):
+            self._records.append(self._measured(subject))
+
+    def _measured(self, subject: str) -> list[Record]:
+        """Return what was measured on the held-out text, as records, and note it beside the adapter."""
         # On every process: layers of a sharded model are gathered from all, and those of a replicated one would wait.
-        if not self._is_due(subject):
-            return
-        is_untrained = subject == "untrained"
+        is_untrained, records = subject == "untrained", list[Record]()
         if not is_untrained and is_attached(self._model) and attachment(self._model).routers():
-            # Before the perplexity, whose record says that a subject is done.
-            self._materials.measure_routing(subject, self._records)
-        report = self._materials.measure(subject, self._records)
+            records += self._materials.measure_routing(subject)
+        report, found = self._materials.measure(subject)
+        records += found
         assert report.model.perplexity is not None
         if report.sparsity is not None and not is_untrained:
             # Beside the adapter stays what it was worth.
@@ -350,7 +370,10 @@ class Run:
         sparsity = "" if report.sparsity is None else f", skipped {getattr(report.sparsity, field):.1%} {words}"
         say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
         if self._request.sample.prompt and not is_untrained:
-            self._write_sample(subject)
+            prompt = self._request.sample.prompt
+            text, _ = continue_prompt(self._model, self._materials.tokenizer, prompt, self._sampling)
+            records.append(Record(subject=subject, metric="sample", value=prompt + text, unit="text"))
+        return records
 
     def _is_due(self, subject: str) -> bool:
         """Return whether a subject is to be measured, and was not yet."""
@@ -359,11 +382,6 @@ class Run:
         missing = self._records.latest(subject, _IS_DONE) is None
         # The main process writes the file, so others may read it too early.
         return self._processes.agree(missing)
-
-    def _write_sample(self, subject: str) -> None:
-        prompt = self._request.sample.prompt
-        text, _ = continue_prompt(self._model, self._materials.tokenizer, prompt, self._sampling)
-        self._records.append([Record(subject=subject, metric="sample", value=prompt + text, unit="text")])
 
     @property
     def _sampling(self) -> GenerationOptions:
@@ -374,8 +392,11 @@ class Run:
             return
         paths: list[Path] = [self._folder.adapter, self._records.path, self._folder.path / CONFIG]
         if self._options.report:
-            say("\ndrawing the report")
-            paths += [*draw_folder(self._folder.path)[0], self._folder.path / FOLDER]
+            paths += [self._folder.path / name for name in (PAGE, PICTURE, FOLDER)]
+            # A resume that had nothing left to do changes nothing.
+            if self._records.has_grown or not (self._folder.path / PICTURE).is_file():
+                say("\ndrawing the report")
+                draw_folder(self._folder.path)
         if (self._folder.path / _BOARD).is_dir():
             paths.append(self._folder.path / _BOARD)
         run = Selection(*read_records(self._records.path))

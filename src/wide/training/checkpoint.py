@@ -3,7 +3,8 @@
     checkpoints/step-00000500/
         parameters.safetensors      what is trained, float32
         optimizer.safetensors       its moments
-        checkpoint.json             step, fingerprint of the run, size and hash of the other files; written last
+        checkpoint.json             step, what was measured, fingerprint of the run, size and hash of the other files;
+                                written last
 
 A checkpoint is written into a hidden folder, forced to the disk and renamed, so no crash leaves half of one under its
 name. Random numbers need no state: every step seeds its own noise, and its data follow from its number.
@@ -40,12 +41,14 @@ class Checkpoint:
     Args:
         step: Optimiser steps that were done.
         seconds: Wall time of training until then.
+        measured: Fields of the outcome that a run with nothing left to do cannot measure again.
         parameters: By name.
         optimizer: Moments, `<name>.<moment>`.
     """
 
     step: int
     seconds: float
+    measured: dict[str, Any]
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
 
@@ -76,7 +79,13 @@ class CheckpointFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def write(
-        self, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, seconds: float
+        self,
+        step: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        seconds: float,
+        measured: Mapping[str, Any],
     ) -> Path:
         """Write a checkpoint, delete those that are too old, and return the new one's folder.
 
@@ -91,6 +100,7 @@ class CheckpointFolder:
             "format_version": _FORMAT_VERSION,
             "step": step,
             "seconds": seconds,
+            "measured": dict(measured),
             "fingerprint": self._fingerprint,
             "files": {
                 name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -148,6 +158,7 @@ class CheckpointFolder:
             if not whole or manifest["format_version"] != _FORMAT_VERSION:
                 return None
             fingerprint, step, seconds = manifest["fingerprint"], int(manifest["step"]), float(manifest["seconds"])
+            measured = dict(manifest.get("measured", {}))
             tensors = {name: load(content) for name, content in contents.items()}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
@@ -156,7 +167,13 @@ class CheckpointFolder:
                 f"{folder} belongs to a run with other settings, another model or other data, so it cannot be "
                 "continued; repeat the settings of that run, or choose another output folder"
             )
-        return Checkpoint(step=step, seconds=seconds, parameters=tensors[_PARAMETERS], optimizer=tensors[_OPTIMIZER])
+        return Checkpoint(
+            step=step,
+            seconds=seconds,
+            measured=measured,
+            parameters=tensors[_PARAMETERS],
+            optimizer=tensors[_OPTIMIZER],
+        )
 
 
 def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

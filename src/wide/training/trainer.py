@@ -50,7 +50,7 @@ class Outcome:
         tokens: Tokens seen by all processes.
         seconds: Wall time of training, over all parts of a resumed run.
         seconds_before: What of it the earlier parts took, up to the checkpoint that the run was resumed from.
-        tokens_per_second: Over the part that this process ran, all processes together; None if it ran no step.
+        tokens_per_second: Over the part that the last process ran that ran a step, all processes together.
         peak_memory_bytes: Of this device (CUDA only, else None).
         last: Means over the last steps that were looked at, by name.
     """
@@ -109,7 +109,8 @@ class Trainer:
             self._checkpoints = CheckpointFolder(options.output / "checkpoints", fingerprint=options.fingerprint)
         # Per step not looked at yet: (step, schedule values, measured values on the device).
         self._unread: list[tuple[int, dict[str, float], Tensor]] = []
-        self._last: dict[str, float] = {}
+        # What the outcome tells of the last process that ran a step.
+        self._measured: dict[str, Any] = {"tokens_per_second": None, "peak_memory_bytes": None, "last": {}}
         # Of the last step, as a number: a scalar on the device cannot be read back after the device has failed.
         self._heat = attachment(model).control.sampling.temperature
         # What a compiled graph reads: a number would be a constant of it, and it would be compiled again in each step;
@@ -182,6 +183,7 @@ class Trainer:
             return 0
         restore(found, self._parameters, self._optimizer)
         self._timer.seconds_before = found.seconds
+        self._measured |= found.measured
         return found.step
 
     def _step(self, step: int) -> None:
@@ -259,7 +261,12 @@ class Trainer:
                 raise TrainingError(self._not_finite(step, row))
             points.append((step, dict(zip(_NAMES, row, strict=True)) | schedule | {"tokens_per_second": speed}))
         names = points[-1][1]
-        self._last = {name: sum(point[name] for _, point in points) / len(points) for name in names}
+        cuda = self._device.type == "cuda"
+        self._measured = {
+            "tokens_per_second": self._timer.speed,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device) if cuda else None,
+            "last": {name: sum(point[name] for _, point in points) / len(points) for name in names},
+        }
         self._unread.clear()
         return points
 
@@ -280,7 +287,8 @@ class Trainer:
         failed: TrainingError | None = None
         if self._parallel.is_first:
             try:
-                self._checkpoints.write(done, self._parameters, self._optimizer, seconds=self._timer.seconds)
+                seconds, measured = self._timer.seconds, self._measured
+                self._checkpoints.write(done, self._parameters, self._optimizer, seconds=seconds, measured=measured)
             except TrainingError as error:
                 failed = error
         # The first process alone writes, and all stop with it.
@@ -293,15 +301,13 @@ class Trainer:
         if steps == first:
             # Nothing was left to do, and the outcome counts tokens all the same.
             self._read(first - 1)
-        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        before = self._timer.seconds_before
         return Outcome(
             steps=steps,
             tokens=steps * self._tokens_per_step,
-            seconds=self._timer.seconds,
-            seconds_before=self._timer.seconds_before,
-            tokens_per_second=self._timer.speed if steps > first else None,
-            peak_memory_bytes=memory,
-            last=self._last,
+            seconds=self._timer.seconds if steps > first else before,
+            seconds_before=before,
+            **self._measured,
         )
 
 
