@@ -1,9 +1,11 @@
 """The ordinary generate() of transformers works on a routed model."""
 
+import pytest
 import torch
 from families import make, tokens
 
 from wide.config import WideConfig
+from wide.errors import UnsupportedModelError
 from wide.models.attach import attach
 from wide.models.observe import capture_routing, force_routing
 
@@ -56,6 +58,19 @@ def test_one_token_at_a_time_equals_the_whole_sequence_under_forced_masks():
             cache = out.past_key_values
             steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), full, atol=1e-5, rtol=1e-4)
+
+
+def test_beam_search_runs_routed_and_has_no_history_of_masks():
+    model, ids = routed(), tokens(2, 6)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with capture_routing(model, history=True) as routing:
+        greedy = model.generate(ids, **given)
+    assert routing[0].ffn.shape[:2] == (2, 9)
+    with capture_routing(model, history=True), pytest.raises(UnsupportedModelError, match="num_beams=1"):
+        model.generate(ids, num_beams=3, **given)
+    found = model.generate(ids, num_beams=3, **given)
+    whole = model.generate(ids, num_beams=3, use_cache=False, **given)
+    assert found.tolist() == whole.tolist() != greedy.tolist()
 
 
 def test_continuous_batching_gives_the_tokens_of_generate():

@@ -14,8 +14,8 @@ from wide.inference.operators.table import OperatorTable
 from wide.models.attach import attach, attachment
 from wide.models.router import Router
 from wide.profiling import doors, profile
+from wide.profiling.correctness import check_decoder, places, reference
 from wide.profiling.doors import AS_LOADED, DENSE, Candidate, generate_us, race_doors
-from wide.profiling.gates import check_decoder, places, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares

@@ -364,18 +364,7 @@ def save_checkpoint(model: nn.Module, path: str | Path, **options: Any) -> Path:
         UnsupportedModelError: If its family has no generated class.
     """
     attachment(model)
-    config: Any = model.config
-    config_class, model_class = generated_classes(family_of(model), WideMixin)
-    facts = config.to_dict()
-    for key in ("model_type", "architectures", "transformers_version"):
-        facts.pop(key, None)
-    before = model.__class__, config
-    model.__class__, model.config = model_class, config_class(**facts)
-    try:
-        # By the class: an attached model's own name leads here.
-        model_class.save_pretrained(model, path, **options)
-    finally:
-        model.__class__, model.config = before
+    cast(Any, model).save_pretrained(path, **options)
     return Path(path)
 
 

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wide.config import WideConfig
-from wide.errors import ConfigError, NotAttachedError, ShapeError
+from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping, divisors
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.discovery import discover
@@ -31,7 +30,7 @@ from wide.models.gates import (
     skip_output,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
-from wide.models.pretrained import BaseFacts, fingerprint, forbid_packing, sampled_values
+from wide.models.pretrained import PRUNED_PREFIX, BaseFacts, fingerprint, forbid_packing, sampled_values
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl, Sampling
@@ -52,7 +51,7 @@ from wide.plan import (
 from wide.schema import require
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
+_ATTRIBUTE, _SAVE, _REORDER = "_wide_attachment", "save_pretrained", "_reorder_cache"
 
 
 @dataclass(slots=True)
@@ -219,6 +218,8 @@ def attach(
             router.reset_parameters(config.execute_bias)
     setattr(model, _ATTRIBUTE, state)
     state.weights_seen = sampled_values(model)
+    setattr(model, _REORDER, state.control.reorder_cache)
+    state.parts.append((model, _REORDER))
     # A class of full checkpoints writes the plan, too.
     if not getattr(model, "wide_saves_plan", False):
         setattr(model, _SAVE, partial(_save_whole, model))
@@ -279,8 +280,25 @@ def detach(model: ModelT) -> ModelT:
 
 def _save_whole(model: nn.Module, save_directory: str | PathLike[str], **options: Any) -> None:
     """Stand in for the class's own `save_pretrained`, which would write the base alone."""
-    # By name: generated classes of checkpoints attach, so they lie in a layer above.
-    import_module("wide.materialisation.checkpoint").save_checkpoint(model, save_directory, **options)
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config: Any = model.config
+    kind = PRUNED_PREFIX + config.model_type
+    # A registry of transformers that `import wide` extends: it makes the class of full checkpoints of a family.
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(f"transformers knows no model type {config.model_type!r}")
+    config_class = CONFIG_MAPPING[kind]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    facts = config.to_dict()
+    for key in ("model_type", "architectures", "transformers_version"):
+        facts.pop(key, None)
+    before = model.__class__, config
+    model.__class__, model.config = model_class, config_class(**facts)
+    try:
+        # By the class: the model's own name leads here.
+        model_class.save_pretrained(model, save_directory, **options)
+    finally:
+        model.__class__, model.config = before
 
 
 def _check_settings(config: WideConfig | None, *, has_orders: bool, has_weights: bool) -> None:

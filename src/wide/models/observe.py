@@ -75,7 +75,7 @@ def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRo
     Args:
         model: An attached model.
         history: Concatenate the masks of successive forwards along the token axis instead of keeping the latest
-            only, for cached generation.
+            only, for cached generation without beams.
 
     Raises:
         NotAttachedError: If the model carries no routers.
@@ -94,7 +94,8 @@ def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list
 
     Args:
         model: An attached model.
-        history: Concatenate over successive forwards (cached generation) instead of keeping the latest only.
+        history: Concatenate over successive forwards (cached generation without beams) instead of keeping the latest
+            only.
 
     Raises:
         NotAttachedError: If the model carries no routers.

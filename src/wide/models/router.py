@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from wide.errors import ShapeError
+from wide.errors import ShapeError, UnsupportedModelError
 from wide.plan import Routed, RouterForm
 from wide.routing import LayerRouting, Routing
 
@@ -60,6 +60,20 @@ class RoutingControl(threading.local):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies and pickles begin anew."""
         return type(self), (self.sampling,)
+
+    def reorder_cache(self, cache: Any, rows: Tensor) -> Any:
+        """Move sequences of a cache to other rows, between two steps of a beam search (transformers calls this).
+
+        Raises:
+            UnsupportedModelError: If masks are collected over several forwards.
+        """
+        if self.keep_history:
+            raise UnsupportedModelError(
+                "capture_routing(history=True) cannot follow beam search, which moves sequences to other rows after "
+                "each step; generate with num_beams=1, or capture without history"
+            )
+        cache.reorder_cache(rows)
+        return cache
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:

@@ -7,8 +7,9 @@ them, 'dense' beside 'pruned'.
 
 endtoend.json is written after every shape. Beside the facts of the run it holds
 
-- gate (the latest), starts: for each sparsity what the gate found (`wide.profiling.gates`), and what the beginning
-  takes: optimize_s and first_call_s (a first `generate()` of two tokens, compiling and capturing included), seconds;
+- gate (the latest), starts: for each sparsity what the gate found (`wide.profiling.correctness`), and what the
+  beginning takes: optimize_s and first_call_s (a first `generate()` of two tokens, compiling and capturing included),
+  seconds;
   memory_beyond_dense_bytes, at that call, graphs included; bare_step_us, a step replayed without `generate()` around
   it; skipped_prompt and skipped_steps, shares of attention and FFN that were skipped, measured.
 - records: 'what' is 'prefill' (a call of the model) or 'decode' (a step of `generate()` with half of the new tokens
@@ -45,6 +46,7 @@ from wide.inference.engine.run import Run
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.observe import now
+from wide.profiling.correctness import check_decoder, reference
 from wide.profiling.doors import (
     AS_LOADED,
     DENSE,
@@ -59,7 +61,6 @@ from wide.profiling.doors import (
     race_doors,
     reset_peak,
 )
-from wide.profiling.gates import check_decoder, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
