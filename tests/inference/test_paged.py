@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from wide.config import WideConfig
 from wide.inference.engine import batching
 from wide.inference.engine.batching import PagedView
-from wide.inference.engine.engine import Engine
+from wide.inference.engine.memory import Memory
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
@@ -158,8 +158,8 @@ def test_a_capture_decides_as_the_step_before_it(monkeypatch):
     _set(model, 0.3)
     calls = []
     # transformers runs a step once before it captures it.
-    follow = Engine._follow
-    monkeypatch.setattr(Engine, "_follow", lambda *given: len(calls) > 1 or calls.append(1) or follow(*given))
+    follow = Memory.follow
+    monkeypatch.setattr(Memory, "follow", lambda *given: len(calls) > 1 or calls.append(1) or follow(*given))
     assert _batch(model) == wanted
 
 

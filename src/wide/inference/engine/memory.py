@@ -1,6 +1,7 @@
 """Memory for keys and values, lent to caches and used again, with the CUDA graphs that read and write it."""
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -109,6 +110,9 @@ class Memory:
         self.pool: GraphPool | None = None
         self._next: NextStep | None = None
         self._stream: torch.cuda.Stream | None = None
+        parts = [part for layer in decoder.layers for part in (layer.attention, layer.ffn)]
+        self._routers = [part.router for part in parts if part.router is not None]
+        self._thresholds = [router.source.threshold for router in self._routers]
         device = decoder.device
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _HOST_MEMORY
         self._most_kept = _KEPT_SHARE * total
@@ -145,11 +149,6 @@ class Memory:
         self._next.begin(step, slot.cache)
         return True
 
-    def forget_graphs(self) -> None:
-        """Let go of all graphs."""
-        for slot in self.slots:
-            slot.forget()
-
     def release(self) -> None:
         """Let caches leave the engine, with what they hold."""
         self.claim()
@@ -158,6 +157,18 @@ class Memory:
             if owner is not None and owner.slot is slot:
                 owner.leave_engine()
         self.slots, self.pool = [], None
+
+    def follow(self) -> None:
+        """Let the decoder, in captured graphs too, decide by the thresholds that the model's routers have now."""
+        thresholds = [router.source.threshold for router in self._routers]
+        if thresholds != self._thresholds:
+            before, self._thresholds = self._thresholds, thresholds
+            self.claim()
+            self.decoder.follow()
+            # Where nothing is skipped no router runs: other kernels, and so other graphs.
+            if [each == -math.inf for each in thresholds] != [each == -math.inf for each in before]:
+                for slot in self.slots:
+                    slot.forget()
 
     def room(self, cache: EngineCache, batch: int, needed: int) -> Slot:
         """Return a cache's memory, with room for so many tokens a sequence."""

@@ -20,8 +20,6 @@ class Snapshot:
         self._parts = [part for part in model.modules() if part is not model]
         self._hooks = [_hooks_of(part) for part in self._parts]
         self._state = state
-        self.routers = state.routers()
-        self.thresholds = [router.threshold for router in self.routers]
         self._then = self.now()
 
     def now(self) -> tuple[Any, ...]:
