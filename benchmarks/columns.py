@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+import benchmarks.languages
 import wide
 from benchmarks.targets import WIDE, head, measure, reached
 from wide.data.batches import load_blocks
@@ -33,11 +34,10 @@ from wide.inference.choice.tuning.race import measure as measure_race
 from wide.inference.choice.tuning.race import table
 from wide.inference.choice.tuning.tiles import candidates
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import PACKAGED
 from wide.models.observe import forward_without_head, judging, observe
 from wide.profiling.bench import SIZES, TIMED, candidate_backend
 
-_KERNELS = Path(__file__).parents[1] / "src/wide/kernels"
+_FOLDERS = Path(__file__).parents[1] / "src/wide/kernels", Path(benchmarks.languages.__file__).parent
 _OUT = Path(__file__).parents[1] / "docs/measurements/targets/columns.json"
 _OPERATORS = "wide bench --output DIR --operators gemm_mn,gemm_k,prefill,decode,gemv --quick true"
 _ALL = f"{_OPERATORS} --backends triton,cuda,tilelang,cute --timed_only true"
@@ -49,7 +49,8 @@ PARTS = {"agree": (_AGREE, 420), "half": (_HALF, 200), **_SHARES}
 _TRAINED = "down trained"
 _BY_ADAPTER = "python -m benchmarks.columns --trained DIR --model models/nano --adapter RUN/adapter"
 _ROWS = (16, 64, 256, 1024, 4096, 16384)
-_BACKENDS = (*TIMED, *PACKAGED)
+_COMPARED = ("tilelang", "cute")
+_BACKENDS = (*TIMED, *_COMPARED)
 _LEAST_SECONDS = 1.0
 # Tokens of a block of text that a trained model reads.
 _BLOCK = 256
@@ -152,7 +153,7 @@ def fill(
         row |= {"device": None, "date": None, "commit": None, "command": line.command, "languages": {}}
         content, records = races.get(line.race, ({}, []))
         languages = _languages(records)
-        new = [languages[name] for name in PACKAGED if name in languages]
+        new = [languages[name] for name in _COMPARED if name in languages]
         if line.race == _TRAINED:
             # A race for each layer, and a peer that has as many masks.
             layers = [found for name, found in races.items() if name.startswith(_TRAINED)]
@@ -162,7 +163,7 @@ def fill(
             languages = {name: round(statistics.median(of[name] for of in each), 4) for name in common}
             new = [
                 round(statistics.median(of[name] / of["cuda"] for of in each), 4)
-                for name in PACKAGED
+                for name in _COMPARED
                 if name in languages and "cuda" in languages
             ]
         known_row = before.get(line.what, {"languages": {}})
@@ -216,16 +217,17 @@ def code(contents: Iterable[Mapping[str, Any]], known: Sequence[Mapping[str, Any
         seconds.setdefault((operator, language), []).append(each["seconds"])
     before = {(row["operator"], row["language"]): row["compile_s"] for row in known}
     found = []
-    for folder in (
-        _KERNELS / name for name in ("gemm_mn", "gemm_k", "attention_prefill", "attention_decode", "gemv", "native")
-    ):
+    for operator in ("gemm_mn", "gemm_k", "attention_prefill", "attention_decode", "gemv", "native"):
+        # What kernels of several operators share lies beside the folders of the languages that are compared.
+        places = [_FOLDERS[0] / operator, _FOLDERS[1] / operator if operator != "native" else _FOLDERS[1]]
+        every = [path for place in places if place.is_dir() for path in place.iterdir()]
         for language in _BACKENDS:
-            files = [path for path in folder.iterdir() if _language(path) == language]
+            files = [path for path in every if _language(path) == language]
             lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-            key = folder.name, language
+            key = operator, language
             measured = round(statistics.median(seconds[key]), 1) if key in seconds else before.get(key)
             if files:
-                found.append({"operator": folder.name, "language": language, "lines": lines, "compile_s": measured})
+                found.append({"operator": operator, "language": language, "lines": lines, "compile_s": measured})
     return found
 
 
@@ -241,7 +243,7 @@ def _language(path: Path) -> str | None:
         "launch": "cuda",
         "build": "cuda",
     }
-    if path.parent.name == "native":
+    if path.parent.name in ("native", "languages"):
         return shared.get(path.stem)
     return path.stem[1:] if path.stem[1:] in _BACKENDS else None
 
@@ -264,7 +266,7 @@ def race_trained(model: str, adapter: str, out: Path, device: torch.device) -> N
         active = round(mask.float().mean().item(), 4)
         tried = [
             choice
-            for choice in candidates("down", sizes, rows, device, quick=True, packaged=True)
+            for choice in candidates("down", sizes, rows, device, quick=True)
             if choice.groups_per_block > PATTERN_GROUPS
         ]
         race = product_race("down", sizes, rows, active, device=device, choices=tried, mask=mask)

@@ -39,6 +39,17 @@ def test_kernels_import_with_torch_alone():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_operators_import_no_language_of_kernels():
+    code = (
+        "import importlib, pathlib, sys, wide.kernels\n"
+        "for path in sorted(pathlib.Path(wide.kernels.__path__[0]).glob('*/cases.py')):\n"
+        "    importlib.import_module(f'wide.kernels.{path.parent.name}.cases')\n"
+        "print([name for name in ('triton', 'tilelang') if name in sys.modules])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
 def test_every_public_name_of_the_face_is_documented():
     import wide
 

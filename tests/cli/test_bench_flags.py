@@ -1,14 +1,16 @@
 """`wide bench` and `wide profile` refuse flags that would do nothing, before they look at the device."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+import wide.kernels
 from wide.cli import bench
 from wide.cli.arguments import field_texts
 from wide.cli.main import main
 from wide.errors import EvaluationError, UsageError
-from wide.profiling.bench import SPECIAL_OPERATORS
+from wide.profiling.bench import OPERATORS
 
 
 @pytest.mark.parametrize(
@@ -141,5 +143,11 @@ def test_without_a_checkout_its_benches_are_refused_by_name_and_left_out_of_all(
 
 def test_the_help_names_the_operators_of_each_backend_of_one_gpu():
     told = field_texts(bench.BenchOptions)["backends"]
-    for backend, operators in SPECIAL_OPERATORS.items():
-        assert re.search(rf"\b{backend}\b[^()]* \({', '.join(operators)}\)", told)
+    kernels = Path(wide.kernels.__file__).parent
+    for backend in ("cuda", "tilelang"):
+        having = [
+            name
+            for name, (first, *_) in OPERATORS.items()
+            if backend in first.backends and list(kernels.glob(f"{first.name}/_{backend}.py"))
+        ]
+        assert re.search(rf"\b{backend}\b[^()]* \({', '.join(having)}\)", told)

@@ -14,6 +14,7 @@ from wide.inference.choice.layer_sizes import LayerSizes, operator_case
 from wide.inference.choice.measured import measured_table
 from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, OperatorTable
 from wide.kernels.contract import Case
+from wide.kernels.dispatch import Backends
 from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
 
 CPU = torch.device("cpu")
@@ -32,6 +33,14 @@ SPARSE = Choice(backend="triton", tile=(128, 64, 4, 8, 1, 2), block_m=128)
 
 def gemm_case(name: Any, sizes: LayerSizes, rows: int, active: float) -> Case:
     return operator_case(name, sizes, rows, active)[1]
+
+
+@pytest.fixture(autouse=True)
+def lacking(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What backends lack, by name: nothing."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(Backends, "missing", lambda self, name, device, dtype: found.get(name))
+    return found
 
 
 @pytest.fixture
@@ -115,10 +124,7 @@ def _with_clusters(tmp_path: Path, **changes: Any) -> OperatorTable:
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(tmp_path: Path) -> None:
     table = _with_clusters(tmp_path)
     assert table.choice("gate_up", 4096) == table.choice("query", 4096) == CLUSTER
     # Groups of 64 channels, of a gated product, and of 128 of one that is not.
@@ -130,10 +136,7 @@ def test_the_kernel_in_cuda_runs_where_it_was_measured_and_fits(
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(tmp_path: Path) -> None:
     stored = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=8)
     for hidden, groups, wanted in (
         (4096, 8, stored),
@@ -151,9 +154,8 @@ def test_the_storing_kernel_in_cuda_runs_where_one_sort_covers_all_groups(
 
 @pytest.mark.usefixtures("on_gpu")
 def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lacking: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
     rows = Choice(backend="cuda", tile=(128, 256), block_m=128, groups_per_block=112)
 
     def chosen(**sizes: int) -> Choice:
@@ -167,22 +169,21 @@ def test_rows_in_one_order_are_taken_where_their_kernel_runs_and_dense_products_
     assert chosen(ffn_groups=8).backend == "dense"
     # Groups of 96 channels, and a width that tiles of 256 columns do not divide.
     assert chosen(ffn_width=96 * 112).backend == chosen(hidden_size=4224).backend == "dense"
-    monkeypatch.setattr(measured, "native_obstacle", lambda: "no compiler")
+    lacking["cuda"] = "no compiler"
     measured._warn_of.cache_clear()
     with pytest.warns(UserWarning, match="no compiler; the dense product runs instead"):
         assert chosen().backend == "dense"
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_a_package_that_is_gone_since_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_gone_since_is_named(tmp_path: Path, lacking: dict[str, str]) -> None:
     tuning = TuningTable(tmp_path / "table.json")
     few, many = Choice(backend="cute"), Choice(backend="tilelang", block_m=128)
     tuning.store({tuning_key("gemv_k", CPU, gemm_case("down", LLAMA, 1, 0.5)): few})
     tuning.store({tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5)): many})
-    monkeypatch.setattr(measured, "backend_obstacle", lambda *_: None)
     found = _table(tuning)
     assert (found.choice("down", 1), found.choice("gate_up", 4096)) == (few, many)
-    monkeypatch.setattr(measured, "backend_obstacle", lambda backend, _: f"{backend} is missing")
+    lacking |= {name: f"{name} is missing" for name in ("cute", "tilelang")}
     measured._warn_of.cache_clear()
     with pytest.warns(UserWarning, match="is missing; the Triton kernel runs instead"):
         found = _table(tuning)
@@ -190,8 +191,7 @@ def test_a_package_that_is_gone_since_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, lacking: dict[str, str]) -> None:
     tuning = _measured(tmp_path)
     rows = Choice(
         backend="cuda", tile=(128, 256), block_m=128, groups_per_block=112, median_us=102.0, dense_us=100.0,
@@ -220,17 +220,14 @@ def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, monk
     assert at(0.6, active=0.59) == at(0.6, active=0.1) == at(0.6, active=1.0) == "cuda"
     # Fewer rows than measured, groups of another size, and few groups, which have a sort of their own.
     assert at(0.6, 2048) == at(0.6, ffn_groups=56) == at(0.6, ffn_groups=8) == "dense"
-    monkeypatch.setattr(measured, "native_obstacle", lambda: "no compiler")
+    lacking["cuda"] = "no compiler"
     measured._warn_of.cache_clear()
     with pytest.warns(UserWarning, match="no compiler; the dense product runs instead"):
         assert at(0.6) == "dense"
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measured, "native_obstacle", lambda: None)
+def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles(tmp_path: Path) -> None:
     # No whole number of steps of 64; the general kernel's stages of 256 rows do not fit into shared memory.
     assert _with_clusters(tmp_path, hidden_size=992).choice("gate_up", 4096) == Choice(backend="triton")
     # Groups of 160 channels: no multiple of 64, which all of them want.
@@ -240,9 +237,9 @@ def test_widths_of_no_specialised_kernel_take_the_general_one_with_its_own_tiles
 
 @pytest.mark.usefixtures("on_gpu")
 def test_without_its_compiler_the_kernel_in_cuda_is_replaced_with_a_warning_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lacking: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(measured, "native_obstacle", lambda: "the package cuda-bindings is missing")
+    lacking["cuda"] = "the package cuda-bindings is missing"
     measured._warn_of.cache_clear()
     with pytest.warns(
         UserWarning, match="cuda-bindings is missing; the Triton kernel runs instead of what was measured"

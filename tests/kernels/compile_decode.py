@@ -8,12 +8,9 @@ import compile_kernels
 import triton
 
 from wide.kernels.attention_decode import _triton as decode
-from wide.kernels.attention_decode import tiles as decode_tiles
 from wide.kernels.attention_prefill import _triton as prefill
-from wide.kernels.attention_prefill import tiles as prefill_tiles
 from wide.kernels.device import DeviceFacts
 from wide.kernels.gemv import _triton as gemv
-from wide.kernels.gemv import tiles as gemv_tiles
 
 # Largest shared memory of one block in bytes.
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -35,7 +32,7 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = F
 
     `edges` asks for window, padding and soft cap; `runs` for runs and soft cap, since runs exclude the others.
     """
-    tile = prefill_tiles.default_tile(facts, head_dim, uses_tma=facts.capability in (90, 100))
+    tile = prefill.default_tile(facts, head_dim, uses_tma=facts.capability in (90, 100))
     block_d = triton.next_power_of_2(head_dim)
     constants = HEADS | {
         "D": head_dim,
@@ -56,7 +53,7 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = F
 
 def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
     """Compile the split of decode attention with its default tile."""
-    tile = decode_tiles.default_tile(facts, head_dim, 256)
+    tile = decode.default_tile(facts, head_dim, 256)
     constants = HEADS | {
         "PAIRS": 256,
         "ROWS": 16,
@@ -82,12 +79,12 @@ def merge_at(facts: DeviceFacts) -> dict[str, Any]:
 def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
     """Compile both decode GEMMs for a number of rows."""
     rows_of = {"ROWS": rows, "G": 128, "HAS_BIAS": False}
-    tile = gemv_tiles.default_mn_tile(facts, is_gated=True)
+    tile = gemv.default_mn_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
     constants = rows_of | wide | {"ZERO_SKIPPED": False, "ROWS_PAD": triton.next_power_of_2(rows)}
     yield build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
     for is_long in (False, True):
-        tile = gemv_tiles.default_k_tile(facts, is_long=is_long)
+        tile = gemv.default_k_tile(facts, is_long=is_long)
         constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "UNROLL": tile.block_k // 128}
         yield build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
 

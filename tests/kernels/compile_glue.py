@@ -11,7 +11,6 @@ from wide.kernels.device import DeviceFacts
 from wide.kernels.rms_norm import _triton as rms_norm
 from wide.kernels.rope import _triton as rope
 from wide.kernels.route import _triton as route
-from wide.kernels.route import tiles
 
 HALF = dict.fromkeys(
     ("X", "Q", "K", "V", "COS", "SIN", "K_CACHE", "V_CACHE", "Q_NORM", "K_NORM", "OUT"), "*bf16"
@@ -44,10 +43,10 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "HAS_OFFSET": False}
     facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
     for num_rows in (16, 8192, 16384):
-        tile = tiles.default_tile(facts, num_rows)
+        tile = route.default_tile(facts, num_rows)
         names = {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g, "PRECISION": "ieee"}
         yield build(route._route, target, router | names, tile.num_warps, tile.num_stages, **TYPES)
-    split = {"BLOCK_G": 128, "BLOCK_M": tiles.SMALLEST_BLOCK, "BLOCK_K": 256, "SHARE": 256, "NUM_SHARES": 16}
+    split = {"BLOCK_G": 128, "BLOCK_M": route.SMALLEST_BLOCK, "BLOCK_K": 256, "SHARE": 256, "NUM_SHARES": 16}
     yield build(route._route_split, target, router | split | {"BLOCK_S": 16, "PRECISION": "ieee"}, 4, 3, **TYPES)
     few = {"BLOCK_D": 4096, "BLOCK_G": 128, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
     flags = {"HAS_NORM": True, "HAS_ADDEND": True, "UNIT_OFFSET": False, "READS_RESIDUAL": False}

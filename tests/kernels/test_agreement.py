@@ -40,7 +40,7 @@ def test_backend_agrees_with_reference(operator: Operator, backend: str, case: C
     if operator.supports(backend, DEVICE, case) is not None:
         pytest.skip("not supported for this case")
     arguments = operator.build(case, DEVICE)
-    got = operator.backends[backend].run(**arguments)
+    got = operator.run(backend, **arguments)
     assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
 
 

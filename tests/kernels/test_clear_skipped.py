@@ -30,7 +30,7 @@ def _name(case: Case) -> str:
 def test_triton_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     case = dataclasses.replace(case, dtype=dtype)
     arguments = CLEAR_SKIPPED.build(case, DEVICE)
-    got = CLEAR_SKIPPED.backends["triton"].run(**arguments)
+    got = CLEAR_SKIPPED.run("triton", **arguments)
     assert CLEAR_SKIPPED.compare(arguments, got, CLEAR_SKIPPED.reference(**arguments)) == 0.0
 
 
@@ -62,7 +62,7 @@ def test_executing_channels_keep_nan_and_infinity() -> None:
 
 def test_the_reference_leaves_its_argument_and_what_runs_anywhere_changes_it() -> None:
     values, mask = torch.ones(5, 12, device=DEVICE), _mask(5, 3, 0.5)
-    wanted = CLEAR_SKIPPED.reference(values, mask)
+    wanted = CLEAR_SKIPPED.reference(values=values, mask=mask)
     assert values.all()
     assert cleared(values, mask) is values
     assert torch.equal(values, wanted)

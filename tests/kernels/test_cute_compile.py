@@ -10,13 +10,13 @@ import pytest
 import torch
 from machine_code import described
 
+from benchmarks.languages import cute
+from benchmarks.languages.attention_decode import _cute as decode_cute
+from benchmarks.languages.attention_prefill import _cute as prefill_cute
+from benchmarks.languages.cute import CuteTile
+from benchmarks.languages.gemm_k import _cute as gemm_k_cute
+from benchmarks.languages.gemm_mn import _cute as gemm_mn_cute
 from wide.errors import UnsupportedBackendError
-from wide.kernels.attention_decode import _cute as decode_cute
-from wide.kernels.attention_prefill import _cute as prefill_cute
-from wide.kernels.gemm_k import _cute as gemm_k_cute
-from wide.kernels.gemm_mn import _cute as gemm_mn_cute
-from wide.kernels.native import cute
-from wide.kernels.native.cute import CuteTile
 
 needs_compiler = pytest.mark.skipif(cute.obstacle() is not None, reason=str(cute.obstacle()))
 TARGETS = (80, 89, 90, 100, 120)
@@ -127,7 +127,7 @@ def test_sums_of_hopper_wait_once_a_step(
 
 def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.importlib.util, "find_spec", lambda name: None)
-    words = r"need nvidia-cutlass and apache-tvm-ffi: pip install 'wide\[cute\]'$"
+    words = r"need nvidia-cutlass and apache-tvm-ffi: pip install nvidia-cutlass apache-tvm-ffi$"
     assert re.search(words, str(cute.obstacle.__wrapped__()))
     monkeypatch.setattr(cute.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(cute.shutil, "which", lambda *_, **__: None)

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from wide.kernels import device as kernel_device
+from benchmarks.languages import cute
+from benchmarks.languages.cute import CuteTile
+from benchmarks.languages.gemm_k import _cute as gemm_k_cute
+from benchmarks.languages.gemm_mn import _cute as gemm_mn_cute
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Case, Operator
 from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
-from wide.kernels.gemm_k import _cute as gemm_k_cute
 from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemm_mn import _cute as gemm_mn_cute
 from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.native import cute, launch
-from wide.kernels.native.cute import CuteTile
+from wide.kernels.native import launch
 
 FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cute, "build", build)
-        patched.setattr(kernel_device, "ampere_obstacle", lambda device: None)
+        patched.setattr(cute, "ampere_obstacle", lambda device: None)
         yield
     cute._function.cache_clear()
 
@@ -235,5 +235,5 @@ def _agrees(operator: Operator, case: Case, **options: Any) -> None:
     if operator.supports("cute", CPU, case) is not None:
         pytest.skip(str(operator.supports("cute", CPU, case)))
     arguments = operator.build(case, CPU)
-    got = operator.backends["cute"].run(**arguments, **options)
+    got = operator.run("cute", **arguments, **options)
     assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]

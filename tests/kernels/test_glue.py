@@ -110,13 +110,12 @@ def test_programs_that_share_out_channels_decide_as_whole_ones(
     num_rows: int, width: int, num_groups: int, rank: int
 ) -> None:
     from wide.kernels.route import _triton
-    from wide.kernels.route.tiles import RouteTile
 
     up = torch.randn(2 * num_groups, rank, device=DEVICE)
     weights = split_weights(torch.randn(rank, width, device=DEVICE), up, None, dtype=torch.float16)
     x = torch.randn(num_rows, 2 * width, device=DEVICE).half()[:, :width]
-    whole = _triton.route(x, *weights[:3], threshold=0.1, tile=RouteTile(16, 32, 32, 4, 3))
-    assert torch.equal(_triton.route_split(x, *weights, threshold=0.1), whole)
+    whole = _triton.route_many(x, weights, threshold=0.1, tile=_triton.RouteTile(16, 32, 32, 4, 3))
+    assert torch.equal(_triton.route_split(x, weights, threshold=0.1), whole)
     assert not weights.counter.any()
 
 

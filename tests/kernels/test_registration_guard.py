@@ -102,5 +102,5 @@ def test_tensors_of_a_gpu_that_is_not_current(operator: Operator) -> None:
     with torch.cuda.device(0):
         case = next(c for c in operator.cases if operator.supports("triton", second, c) is None)
         arguments = operator.build(case, second)
-        got = operator.backends["triton"].run(**arguments)
+        got = operator.run("triton", **arguments)
         assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]

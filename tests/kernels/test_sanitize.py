@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import wide.kernels
-from wide.kernels.contract import Backend
 from wide.kernels.device import interprets_triton
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
@@ -40,8 +39,11 @@ def test_right_results_are_counted_and_wrong_ones_are_red(
     assert sanitize.main(given) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "6 cases, 0 red"
     right = sanitize.OPERATORS["clear_skipped"]
-    reference = Backend(run=lambda values, mask: values + 1, supports=lambda device, case: None)
-    wrong = dataclasses.replace(right, backends={**right.backends, "torch": reference})
+
+    def call(backend: str, **arguments: torch.Tensor) -> torch.Tensor:
+        return arguments["values"] + 1 if backend == "torch" else right.run(backend, **arguments)
+
+    wrong = dataclasses.replace(right, call=call)
     monkeypatch.setitem(sanitize.OPERATORS, "clear_skipped", wrong)
     assert sanitize.main([*given, "--limit", "0"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -18,19 +18,20 @@ import pytest
 import torch
 from machine_code import described
 
+import benchmarks.languages  # noqa: F401 - whose backends are tested here
 from wide.errors import UnsupportedBackendError
 from wide.kernels import device as kernel_device
 from wide.kernels.attention_decode import ATTENTION_DECODE
-from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_decode._triton import DecodeTile
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
-from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.attention_prefill._triton import PrefillTile
 from wide.kernels.contract import Case, Operator
 from wide.kernels.gemm_k import GEMM_K
-from wide.kernels.gemm_k.tiles import KTile
+from wide.kernels.gemm_k._triton import KTile
 from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemm_mn.tiles import MnTile
+from wide.kernels.gemm_mn._triton import MnTile
 from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.gemv.tiles import GemvTile
+from wide.kernels.gemv._triton import GemvTile
 from wide.kernels.native import tilelang as native
 
 installed = pytest.mark.skipif(
@@ -80,7 +81,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_architecture", lambda device: "")
     monkeypatch.setattr(native, "_compiled", _on_host)
     monkeypatch.setattr(kernel_device, "ampere_obstacle", lambda device: None)
-    monkeypatch.setattr(kernel_device, "tilelang_obstacle", lambda: None)
+    monkeypatch.setattr(kernel_device, "tilelang_missing", lambda: None)
 
 
 # So small that cases have several; and cases that stand for the others: each compiles for about three seconds.
@@ -115,7 +116,7 @@ def test_kernels_compute_what_the_reference_does(operator: Operator, tile: tuple
     if operator.supports("tilelang", HOST, case) is not None:
         pytest.skip("not supported for this case")
     arguments = operator.build(case, HOST)
-    got = operator.backends["tilelang"].run(**arguments, tile=tile)
+    got = operator.run("tilelang", **arguments, tile=tile)
     assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
 
 
@@ -177,14 +178,16 @@ def _makers(operator: Operator, case: Case, architecture: str, patch: pytest.Mon
         shared_memory_bytes=SHARED[architecture],
         l2_bytes=50 * 2**20,
     )
+    # Its file has to be there before what it reads is replaced.
+    assert "tilelang" in operator.backends
     for name, module in list(sys.modules.items()):
-        if name.startswith("wide.kernels.") and hasattr(module, "device_facts"):
+        if name.startswith(("wide.kernels.", "benchmarks.languages.")) and hasattr(module, "device_facts"):
             patch.setattr(module, "device_facts", lambda device: facts)
-    for name in ("ampere_obstacle", "tilelang_obstacle"):
+    for name in ("ampere_obstacle", "tilelang_missing"):
         patch.setattr(kernel_device, name, lambda *device: None)
     patch.setattr(native, "_architecture", lambda device: architecture)
     patch.setattr(native, "_compiled", asked)
-    operator.backends["tilelang"].run(**operator.build(case, HOST))
+    operator.run("tilelang", **operator.build(case, HOST))
     return found
 
 
@@ -277,11 +280,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     native.obstacle.cache_clear()
     monkeypatch.setattr(kernel_device, "ampere_obstacle", lambda device: None)
     words = r"need its package, which was not found .*; install it with: pip install 'wide\[tilelang\]'"
-    assert re.search(words, str(GEMM_MN.supports("tilelang", HOST, WRITTEN["query"][1])))
-    with pytest.raises(
-        UnsupportedBackendError, match=rf"^gemm_mn: .*{words}; choose backend='torch', 'triton' or 'dense'$"
-    ):
-        GEMM_MN.backends["tilelang"].run(**GEMM_MN.build(WRITTEN["query"][1], HOST))
+    assert re.search(words, str(ATTENTION_PREFILL.supports("tilelang", HOST, WRITTEN["prefill"][1])))
+    with pytest.raises(UnsupportedBackendError, match=rf"^attention_prefill: .*{words}; choose backend='torch'"):
+        ATTENTION_PREFILL.run("tilelang", **ATTENTION_PREFILL.build(WRITTEN["prefill"][1], HOST))
     native.obstacle.cache_clear()
 
 
@@ -298,11 +299,11 @@ UNFIT: dict[str, tuple[Operator, dict[str, Any], str]] = {
 def test_what_they_do_not_take_is_named(
     operator: Operator, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ampere_obstacle", "tilelang_obstacle"):
+    for name in ("ampere_obstacle", "tilelang_missing"):
         monkeypatch.setattr(kernel_device, name, lambda *device: None)
     usual = WRITTEN["query" if operator is GEMM_MN else "output"][1]
     sizes = {name: changes.get(name, size) for name, size in usual.sizes.items()}
     case = dataclasses.replace(usual, sizes=sizes, dtype=changes.get("dtype", usual.dtype))
     assert re.search(words, str(operator.supports("tilelang", HOST, case)))
     with pytest.raises(UnsupportedBackendError, match=words):
-        operator.backends["tilelang"].run(**operator.build(case, HOST))
+        operator.run("tilelang", **operator.build(case, HOST))

@@ -9,7 +9,11 @@ import torch
 
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.tune import fastest
+from wide.kernels.attention_prefill import ATTENTION_PREFILL
+from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
+from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, bucket, shape_key, shipped_path, tuning_key
 
 CPU = torch.device("cpu")
@@ -121,16 +125,13 @@ def _uncached_shipped(name: str) -> dict[str, Choice]:
     return tuning._read_choices(tuning.shipped_path(name))
 
 
-def test_kernels_in_gluon_of_earlier_tables_run_in_other_languages(tmp_path: Path) -> None:
-    path = tmp_path / "tuning.json"
-    table = TuningTable(path)
-    table.store({"gemm_mn | bfloat16": Choice(backend="gluon", tile=(2, 256, 4, 1), block_m=128)})
-    table.store({"attention_prefill | bfloat16": Choice(backend="gluon", tile=(128, 2, 0))})
-    again = TuningTable(path)
-    assert again._choices["gemm_mn | bfloat16"] == Choice(backend="triton", block_m=128)
-    assert again._choices["attention_prefill | bfloat16"] == Choice(backend="tilelang")
-
-
-def test_shipped_tables_can_be_read() -> None:
-    folder = shipped_path("x").parent
-    assert all(TuningTable(path)._choices for path in folder.glob("*.json"))
+def test_shipped_tables_name_what_is_registered() -> None:
+    operators = {o.name: o for o in (GEMM_MN, GEMM_K, GEMM_K_ROWS, GEMV_MN, GEMV_K, ATTENTION_PREFILL)}
+    for path in shipped_path("x").parent.glob("*.json"):
+        choices = TuningTable(path)._choices
+        assert choices
+        for key, choice in choices.items():
+            operator = operators[key.split(" | ")[0]]
+            many = choice.groups_per_block > PATTERN_GROUPS
+            backends = (GEMM_K_ROWS if many else operator).backends
+            assert choice.backend in (*backends, "dense"), key

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend
 from wide.inference.choice.tuning import attention, products, race
 from wide.inference.choice.tuning.timing import Timing
 from wide.inference.operators import products as executors
+from wide.kernels.dispatch import Backends
 from wide.profiling import bench, decode
 
 KERNELS = {"gemm_mn", "gemm_k", "gemv_mn", "gemv_k", "attention_decode", "attention_prefill"}
@@ -21,6 +22,17 @@ def reference_of(operator):
         return operator(*given, backend="torch" if backend == "triton" else backend, **options)
 
     return run
+
+
+@pytest.fixture
+def triton_everywhere(monkeypatch):
+    """Have the host count as a device of Triton's."""
+    missing = Backends.missing
+
+    def of_others(self, name, device, dtype):
+        return None if name == "triton" else missing(self, name, device, dtype)
+
+    monkeypatch.setattr(Backends, "missing", of_others)
 
 
 def clock(dense_us=30.0, sparse_us=10.0):
@@ -40,7 +52,7 @@ def clock(dense_us=30.0, sparse_us=10.0):
 
 
 @pytest.fixture
-def host(monkeypatch):
+def host(monkeypatch, triton_everywhere):
     """Everything that names the GPU's kernels points at the host; layers are small."""
     for module in (executors, products, attention, bench, decode):
         for name in KERNELS & vars(module).keys():

@@ -3,17 +3,19 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from benchmarks.languages import cute
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.race import Race, measure
-from wide.kernels.contract import Backend, Case
+from wide.kernels.contract import Case, Operator
+from wide.kernels.dispatch import Backends
 from wide.kernels.gemm_k import GEMM_K
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_MN
-from wide.kernels.native import cute
 from wide.kernels.reorder import REORDER
 from wide.profiling import agreement, bench
 from wide.profiling.agreement import rounding, verdicts
@@ -60,7 +62,7 @@ def test_unknown_backends_and_operators_without_one_are_refused():
     assert parse_backends("cuda, triton", ["decode"]) == ("cuda", "triton")
     assert parse_backends("tilelang", ["prefill"]) == ("tilelang",)
     assert parse_backends("cuda,tilelang", ["gemm_k", "prefill"]) == ("cuda", "tilelang")
-    with pytest.raises(ConfigError, match=r"triton, cuda, tilelang and cute, .*got \['torch'\]"):
+    with pytest.raises(ConfigError, match=r"cuda, cute, tilelang and triton, .*got \['torch'\]"):
         parse_backends("torch,triton", ["gemm_k"])
     with pytest.raises(ConfigError, match="decode, gemv have no cuda backend; add triton"):
         parse_backends("cuda", ["gemv", "gemm_k", "decode"])
@@ -77,7 +79,7 @@ def test_cases_of_the_hopper_kernels_fit_them_and_the_reference_takes_them():
         for case in cases:
             half = dataclasses.replace(case, dtype=torch.float32)
             arguments = operator.build(half, torch.device("cpu"))
-            got = operator.backends["torch"].run(**arguments)
+            got = operator.run("torch", **arguments)
             assert operator.compare(arguments, got, operator.reference(**arguments)) == 0.0
 
 
@@ -113,13 +115,23 @@ def test_the_general_kernel_is_spared_tiles_that_two_programs_share(monkeypatch)
         assert (reason is None) == (case.sizes["block_m"] <= 128)
 
 
+def _with_triton(operator: Operator, run: Callable[..., torch.Tensor]) -> Operator:
+    """Return an operator whose Triton kernel is a function that runs anywhere."""
+    backends = Backends(operator.name, None)
+    for name in ("torch", "triton"):
+        backends.register(name)(run)
+
+    def call(backend, **arguments):
+        return run(**arguments) if backend == "triton" else operator.run(backend, **arguments)
+
+    return dataclasses.replace(operator, backends=backends, call=call)
+
+
 def test_a_backend_that_fails_where_it_said_it_runs_is_red():
     def fail(**_):
         raise RuntimeError("out of resource")
 
-    broken = dataclasses.replace(
-        REORDER, backends={**REORDER.backends, "triton": Backend(run=fail, supports=lambda device, case: None)}
-    )
+    broken = _with_triton(REORDER, fail)
     found = list(verdicts([broken], torch.device("cpu"), backends=("triton", "torch"), dtypes=()))
     assert len(found) == 2 * len(REORDER.cases)
     assert [verdict.agrees for verdict in found[:2]] == [False, True]
@@ -159,9 +171,7 @@ def test_what_rounds_worse_is_red_and_named():
     def coarse(**arguments):
         return GEMV_MN.reference(**arguments) * 1.01
 
-    worse = dataclasses.replace(
-        GEMV_MN, backends={**GEMV_MN.backends, "triton": Backend(run=coarse, supports=lambda device, case: None)}
-    )
+    worse = _with_triton(GEMV_MN, coarse)
     (entry,) = rounding([worse], CPU, backends=("triton",), cases={"gemv_mn": (worse, SMALL["gemv_mn"][1])})
     assert not entry["within"]
     assert "RED" in bench._rounding_line(entry)
@@ -220,9 +230,7 @@ def test_red_and_rounding_are_written_and_what_is_red_is_returned(host, tmp_path
     def wrong(**arguments):
         raise RuntimeError("out of resource")
 
-    broken = dataclasses.replace(
-        REORDER, backends={**REORDER.backends, "triton": Backend(run=wrong, supports=lambda device, case: None)}
-    )
+    broken = _with_triton(REORDER, wrong)
     host.setitem(bench.OPERATORS, "reorder", (broken,))
     host.setattr(bench, "_LEAST_ROWS", 16)
     said = []

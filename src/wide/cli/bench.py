@@ -49,9 +49,8 @@ class BenchOptions:
             1024,4096,16384, for naive_depth 64, too. For naive and traffic, where they are named, M = N = K; null means
             512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
             and gemv 1, 2 and 4 rows.
-        backends: Timed beside the dense peers, separated by commas: triton, and on a Hopper cuda (gemm_mn, gemm_k);
-            where they are named tilelang and cute (gemm_mn, gemm_k, prefill, decode, decode_groups, gemv), each with
-            its packages.
+        backends: Timed next to the dense peers, separated by commas: triton, on a Hopper cuda (gemm_mn, gemm_k), and
+            where it is named tilelang (prefill). In a checkout of the repository also those of benchmarks/languages.
             Not for glue, naive, naive_depth, coarse and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
             ones. With 'all' operators it is for those of them, and so are the next two.
@@ -136,6 +135,8 @@ def _check_flags(options: BenchOptions) -> None:
     if options.backends != _BACKENDS:
         from wide.profiling.bench import parse_backends
 
+        if _has_checkout():
+            _of_checkout("languages")
         parse_backends(options.backends, ())
     usual = BenchOptions(output=options.output)
     for flag, takers in _TAKERS.items():
@@ -162,7 +163,7 @@ def _at_hand(options: BenchOptions) -> list[str]:
         UsageError: If one is named that comes with a checkout only.
     """
     missing = [name for name in options.names if name in _OF_CHECKOUT]
-    if not missing or (_CHECKOUT / "benchmarks" / "__init__.py").is_file():
+    if not missing or _has_checkout():
         return options.names
     if options.operators != "all":
         raise UsageError(
@@ -171,6 +172,17 @@ def _at_hand(options: BenchOptions) -> list[str]:
         )
     say(f"left out, since they come with a checkout of the repository only: {', '.join(missing)}")
     return [name for name in options.names if name not in missing]
+
+
+def _has_checkout() -> bool:
+    return (_CHECKOUT / "benchmarks" / "__init__.py").is_file()
+
+
+def _of_checkout(name: str) -> Any:
+    """Return a module of benchmarks/."""
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.append(str(_CHECKOUT))
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def _race_operators(names: Sequence[str], options: BenchOptions) -> list[str]:
@@ -193,9 +205,7 @@ def _race_operators(names: Sequence[str], options: BenchOptions) -> list[str]:
 
 def _run_of_checkout(name: str, options: BenchOptions) -> bool:
     """Run a bench of the checkout; return whether everything agreed with its reference."""
-    if str(_CHECKOUT) not in sys.path:
-        sys.path.append(str(_CHECKOUT))
-    module: Any = importlib.import_module(f"benchmarks.{_OF_CHECKOUT[name]}")
+    module = _of_checkout(_OF_CHECKOUT[name])
     out = Path(options.output)
     if name == "glue":
         return bool(module.run(out))

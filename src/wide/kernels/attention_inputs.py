@@ -1,4 +1,4 @@
-"""What both attention operators ask of their tensors, and how heads and groups line up."""
+"""What both attention operators want of their tensors, and how heads and groups line up."""
 
 import math
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class HeadUnits:
     largest run of query heads for which both are the same, so a kernel reads K and V once for all its heads.
 
     Args:
-        num_query_heads: H_q.
-        num_kv_heads: H_k; divides H_q.
-        num_groups: N_G; divides H_q (groups of whole heads).
+        num_query_heads: H_q; the other two divide it.
+        num_kv_heads: H_k.
+        num_groups: N_G.
 
     Raises:
         ShapeError: If the heads cannot be shared out.
@@ -42,7 +42,7 @@ class HeadUnits:
 
     @property
     def num_units(self) -> int:
-        """Number of units, the least common multiple of KV heads and groups."""
+        """The least common multiple of KV heads and groups."""
         return math.lcm(self.num_kv_heads, self.num_groups)
 
     @property
@@ -57,10 +57,10 @@ def check_keys_and_values(
     """Refuse K and V that do not fit each other or the queries.
 
     Args:
-        operator: Name for messages.
-        q: Queries, [..., H_q, d].
-        k: Keys, [B, T_k, H_k, d]; any strides of the first three dimensions.
-        v: Values, as `k`.
+        operator: Its name, for messages.
+        q: [..., H_q, d].
+        k: [B, T_k, H_k, d]; any strides of the first three dimensions.
+        v: As `k`.
         is_paged: Whether K and V are pages, which no sequence owns.
 
     Raises:
@@ -74,13 +74,7 @@ def check_keys_and_values(
 
 
 def check_score_options(operator: str, window: int | None, soft_cap: float | None, scale: float | None) -> None:
-    """Refuse a window below one key and a soft cap or scale that is not positive.
-
-    Args:
-        operator: Name for messages.
-        window: Keys that a query sees, or None.
-        soft_cap: Of the scores, or None.
-        scale: Of the scores before the cap, or None.
+    """Refuse a window, a soft cap or a scale that is not positive.
 
     Raises:
         ShapeError: If one of them is not positive.

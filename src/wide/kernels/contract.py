@@ -1,15 +1,12 @@
 """What an operator promises: one description that tests, profiling and tuning all read."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from wide.kernels.device import backend_obstacle, half_misfit
-
-Run = Callable[..., Any]
+from wide.kernels.dispatch import AnyShape, Backends, Run, Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +28,8 @@ class Case:
     seed: int = 17
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backend:
-    """One implementation of an operator.
-
-    Args:
-        run: Takes the arguments that a case builds.
-        supports: Returns None if the backend can run a case on a device, otherwise the reason in words.
-    """
-
-    run: Run
-    supports: Callable[[torch.device, Case], str | None]
+def _any_shape(case: Case) -> Shape:
+    return AnyShape(case.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,59 +38,38 @@ class Operator:
 
     Args:
         name: As in messages, records and the tuning table.
-        backends: Implementations by name; `torch`, plain PyTorch with float32 accumulation, is the reference.
+        call: Takes the arguments that a case builds, and `backend`; 'torch', plain PyTorch with float32 accumulation,
+            is the reference.
+        backends: By name.
         cases: Inputs on which every backend must agree with the reference.
         large_cases: Further ones for kernels of one kind of GPU, too large for Triton's interpreter.
         build: Makes the keyword arguments of all backends for a case on a device; skipped places hold NaN.
         compare: Returns the relative error of a result against the reference's on executed places only.
         tolerance: Largest relative error by dtype.
+        shape: Returns the shape of a case, as backends look at it.
     """
 
     name: str
-    backends: Mapping[str, Backend]
+    call: Run
+    backends: Backends
     cases: tuple[Case, ...]
     build: Callable[[Case, torch.device], dict[str, Any]]
     compare: Callable[[Mapping[str, Any], Any, Any], float]
     tolerance: Mapping[torch.dtype, float]
     large_cases: tuple[Case, ...] = ()
+    shape: Callable[[Case], Shape] = _any_shape
 
-    @property
-    def reference(self) -> Run:
-        """The implementation that all others are compared with."""
-        return self.backends["torch"].run
+    def run(self, backend: str, **arguments: Any) -> Any:
+        """Return what a backend makes of the arguments that a case builds."""
+        return self.call(**arguments, backend=backend)
+
+    def reference(self, **arguments: Any) -> Any:
+        """Return what all backends are compared with."""
+        return self.run("torch", **arguments)
 
     def supports(self, backend: str, device: torch.device, case: Case) -> str | None:
         """Return None if `backend` can run `case` on `device`, otherwise the reason in words."""
-        if backend not in self.backends:
-            return f"unknown backend; {self.name} has {sorted(self.backends)}"
-        return self.backends[backend].supports(device, case)
-
-
-def backends(
-    run: Run, names: Sequence[str], misfit: Callable[[str, Case], str | None] | None = None, *, multiplies: bool = True
-) -> dict[str, Backend]:
-    """Return the backends of a function that chooses by its argument `backend`; 'torch' runs every case anywhere.
-
-    Args:
-        run: The function.
-        names: Backends beside 'torch'.
-        misfit: Returns why a backend does not take a case, on whatever device, or None; None takes all.
-        multiplies: Whether kernels multiply matrices by one another, which Triton's interpreter cannot in bfloat16.
-    """
-
-    def supports(name: str, device: torch.device, case: Case) -> str | None:
-        obstacle = backend_obstacle(name, device, case.dtype if multiplies else None)
-        return obstacle or (None if misfit is None else misfit(name, case))
-
-    return {
-        name: Backend(run=functools.partial(run, backend=name), supports=functools.partial(supports, name))
-        for name in ("torch", *names)
-    }
-
-
-def halves_only(backend: str, case: Case) -> str | None:
-    """Return why Triton kernels for half precision do not take a case, or None."""
-    return half_misfit(case.dtype) if backend == "triton" else None
+        return self.backends.obstacle(backend, device, self.shape(case))
 
 
 def make_case(names: Sequence[str], sizes: Sequence[int], **more: Any) -> Case:

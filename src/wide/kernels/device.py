@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from wide.kernels.native.build import obstacle as native_obstacle
-from wide.kernels.native.cute import obstacle as cute_obstacle
-from wide.kernels.native.tilelang import obstacle as tilelang_obstacle
+from wide.kernels.native.tilelang import obstacle as tilelang_missing
 
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes that the kernels take."""
@@ -61,12 +60,7 @@ def interprets_triton() -> bool:
 
 
 def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Return why Triton kernels cannot run on `device`, or None if they can.
-
-    Args:
-        device: Of the tensors.
-        dtype: Of the matrices that the kernels multiply; None if they multiply none.
-    """
+    """Return why Triton kernels cannot run on `device`, or None; `dtype` is that of matrices that they multiply."""
     if interprets_triton():
         if dtype != torch.bfloat16:
             return None
@@ -78,21 +72,25 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> s
     return None if capability >= 80 else f"Triton kernels need sm_80 or newer, this is sm_{capability}"
 
 
-def half_obstacle(device: torch.device, dtype: torch.dtype, *, multiplies: bool = True) -> str | None:
-    """Return why Triton kernels for half precision cannot run, or None; in the interpreter they take float32, too.
-
-    Args:
-        device: Of the tensors.
-        dtype: Theirs.
-        multiplies: Whether the kernels multiply matrices by one another.
-    """
-    return triton_obstacle(device, dtype if multiplies else None) or half_misfit(dtype)
+def half_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why Triton kernels that multiply halves cannot run, or None; in the interpreter they take float32, too."""
+    return triton_obstacle(device, dtype) or half_misfit(dtype)
 
 
 def half_misfit(dtype: torch.dtype) -> str | None:
     """Return why Triton kernels for half precision do not take a dtype, or None; float32 in the interpreter, too."""
     fits = dtype in HALF or (interprets_triton() and dtype == torch.float32)
     return None if fits else f"the kernels take float16 and bfloat16, got {dtype}"
+
+
+def elementwise_obstacle(device: torch.device, _: torch.dtype) -> str | None:
+    """Return why Triton kernels that multiply no matrices cannot run on `device`, or None if they can."""
+    return triton_obstacle(device)
+
+
+def halves_only(shape: Any) -> str | None:
+    """Return why Triton kernels for half precision do not take a shape, or None."""
+    return half_misfit(shape.dtype)
 
 
 def hopper_obstacle(device: torch.device) -> str | None:
@@ -103,6 +101,11 @@ def hopper_obstacle(device: torch.device) -> str | None:
     return None if capability == 90 else f"this kernel is for Hopper (sm_90), this is sm_{capability}"
 
 
+def cuda_obstacle(device: torch.device, _: torch.dtype) -> str | None:
+    """Return why kernels in CUDA C++ cannot run on `device`, or None if they can."""
+    return hopper_obstacle(device) or native_obstacle()
+
+
 def ampere_obstacle(device: torch.device) -> str | None:
     """Return why kernels written for Ampere and newer GPUs cannot run on `device`, or None if they can."""
     if device.type != "cuda":
@@ -111,18 +114,6 @@ def ampere_obstacle(device: torch.device) -> str | None:
     return None if capability >= 80 else f"this kernel is for sm_80 and newer, this is sm_{capability}"
 
 
-def backend_obstacle(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Return why kernels of a backend cannot run on a device, or None; which shapes they take is the operators' affair.
-
-    Args:
-        backend: Its name.
-        device: Of the tensors.
-        dtype: Of the matrices that the kernels multiply; None if they multiply none.
-    """
-    if backend == "triton":
-        return triton_obstacle(device, dtype)
-    if backend == "tilelang":
-        return ampere_obstacle(device) or tilelang_obstacle()
-    if backend == "cute":
-        return ampere_obstacle(device) or cute_obstacle()
-    return hopper_obstacle(device) or native_obstacle() if backend == "cuda" else None
+def tilelang_obstacle(device: torch.device, _: torch.dtype) -> str | None:
+    """Return why kernels in TileLang cannot run on `device`, or None if they can."""
+    return ampere_obstacle(device) or tilelang_missing()

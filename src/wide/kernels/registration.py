@@ -1,4 +1,4 @@
-"""How functions become operators of torch, with what all of them owe the device."""
+"""Makes functions operators of torch, and checks their tensors."""
 
 import functools
 import inspect
@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 
-from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.tuning import SPECIAL_BACKENDS
+from wide.errors import ShapeError
 
 Implementation = Callable[..., Any]
 FunctionT = TypeVar("FunctionT", bound=Implementation)
@@ -89,26 +88,6 @@ def _gathering(function: Implementation, place: int, kind: Any) -> Implementatio
     return run
 
 
-def check_backend(operator: str, backend: str, names: Collection[str], reason: str | None) -> None:
-    """Refuse a backend that an operator does not have, or that does not fit.
-
-    Args:
-        operator: Its name.
-        backend: What the caller asked for.
-        names: Backends of the operator.
-        reason: Why this one does not fit, or None.
-
-    Raises:
-        UnsupportedBackendError: The message names operator, backend or reason, and what to choose.
-    """
-    if backend not in names:
-        raise UnsupportedBackendError(f"{operator} has the backends {sorted(names)}, got {backend!r}")
-    if reason is not None:
-        others = [repr(name) for name in names if name != backend and name not in SPECIAL_BACKENDS]
-        instead = " or ".join(([", ".join(others[:-1])] if others[1:] else []) + others[-1:])
-        raise UnsupportedBackendError(f"{operator}: {reason}; choose backend={instead}")
-
-
 def check_tensor(
     operator: str,
     name: str,
@@ -119,16 +98,10 @@ def check_tensor(
 ) -> None:
     """Refuse a tensor that is not what an operator wants.
 
-    Args:
-        operator: Its name, for messages.
-        name: Of the argument, for messages.
-        tensor: What was given; None is never refused. That all lie on one device has been checked before.
-        dtype: That is wanted.
-        shape: That is wanted.
-        layout: That is wanted.
+    None is never refused. That all tensors lie on one device has been checked before.
 
     Raises:
-        ShapeError: The message names what is wanted and what was given.
+        ShapeError: The message names operator and argument, what is wanted and what was given.
     """
     if tensor is None:
         return
@@ -147,15 +120,8 @@ def _words(dtype: torch.dtype, shape: Sequence[int]) -> str:
 def on_device_of_tensors(name: str, function: Implementation) -> Implementation:
     """Return `function` with the device of its tensor arguments made current while it runs.
 
-    Args:
-        name: For messages.
-        function: Takes tensors of one device.
-
-    Returns:
-        A function that takes what `function` takes.
-
     Raises:
-        ShapeError: When the returned function is called, if its tensors lie on several devices.
+        ShapeError: When the returned function is called, if its tensors lie on several devices; it begins with `name`.
     """
 
     @functools.wraps(function)

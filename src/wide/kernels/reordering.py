@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+BLOCK_M = 128
+"""Rows of a tile that sorts are made for where nothing else was measured."""
 PATTERN_GROUPS = 8
 """Most groups that one sort by patterns covers, one bit of a byte each."""
 

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,18 +30,12 @@ _CLEAR = 1.25
 _NEARLY_ALL = 0.95
 
 
-PACKAGED = ("tilelang", "cute")
-"""Backends that need packages of their own: `wide tune` tries them where those are, benches where they are named."""
-SPECIAL_BACKENDS = ("cuda", *PACKAGED)
-"""Backends of single operators or of one kind of GPU, which a table names beside the backend of all others."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """What to run for a shape.
 
     Args:
-        backend: Name of the backend; 'dense' where skipping does not pay.
+        backend: Under which a kernel is registered; 'dense' where skipping does not pay.
         tile: Fields of the backend's tile; empty means its default.
         block_m: Rows in a tile, for the reordering; 0 means its default.
         groups_per_block: Groups in a super-block, for the pattern sort; 0 means not applicable.
@@ -138,11 +131,7 @@ class TuningTable:
         those measured or, where skipping won by a quarter, twice as large: tiles that fit small groups fit large ones,
         and large ones waste less. Nothing carries over to smaller groups.
 
-        Args:
-            operator: Its name.
-            case: The shape.
-            device: Where it runs.
-            fewer_rows: Whether measurements of fewer rows count; otherwise those of more rows do.
+        Only measurements of fewer rows count if `fewer_rows` is true, otherwise only those of more rows.
         """
         start = machine_key(device) + " | "
         here = {key.removeprefix(start): choice for key, choice in self._choices.items() if key.startswith(start)}
@@ -171,7 +160,7 @@ def _read_choices(path: Path) -> dict[str, Choice]:
         return {}
     try:
         entries = json.loads(path.read_text())
-        return {key: _choice(key, entry) for key, entry in entries.items()}
+        return {key: Choice(**{**entry, "tile": tuple(entry["tile"])}) for key, entry in entries.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no tuning table ({error}); delete it and tune again") from error
 
@@ -231,12 +220,3 @@ def _still_pays(choice: Choice, growth: float) -> bool:
 @functools.cache
 def _shipped(device_name: str) -> dict[str, Choice]:
     return _read_choices(shipped_path(device_name))
-
-
-def _choice(key: str, entry: Mapping[str, Any]) -> Choice:
-    choice = Choice(**{**entry, "tile": tuple(entry["tile"])})
-    if choice.backend == "gluon":
-        # Tables of earlier versions have kernels in Gluon: of products hardly faster than Triton's, of attention slower
-        # than TileLang's.
-        return dataclasses.replace(choice, backend="tilelang" if "attention" in key else "triton", tile=())
-    return choice

@@ -113,7 +113,7 @@ def _verdict(operator: Operator, backend: str, case: Case, device: torch.device)
         wanted = operator.reference(**arguments)
         # One that fails is as red as one that is wrong, and the others are still to be checked.
         try:
-            error = operator.compare(arguments, operator.backends[backend].run(**arguments), wanted)
+            error = operator.compare(arguments, operator.run(backend, **arguments), wanted)
         except Exception as raised:
             error, failure = float("inf"), f"{type(raised).__name__}: {str(raised)[:300]}"
     return Verdict(
@@ -155,7 +155,7 @@ def rounding(
         for backend in backends:
             if backend not in operator.backends or operator.supports(backend, device, case) is not None:
                 continue
-            error = operator.compare(arguments, operator.backends[backend].run(**arguments), exact)
+            error = operator.compare(arguments, operator.run(backend, **arguments), exact)
             ratio = error / dense_error
             facts = {"error": error, "dense_error": dense_error, "ratio": ratio, "within": ratio <= ALLOWED}
             found.append({"operator": name, "backend": backend, **facts})
@@ -172,7 +172,7 @@ def _in_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _dense(operator: Operator, arguments: Mapping[str, Any]) -> torch.Tensor:
     """Return what the libraries make of a case, skipped places included."""
     if "dense" in operator.backends:
-        return operator.backends["dense"].run(**arguments)  # type: ignore[no-any-return]
+        return operator.run("dense", **arguments)
     weight: Any = arguments.get("weight")
     bias = arguments.get("bias")
     if "h" in arguments:

@@ -24,24 +24,19 @@ from wide.inference.operators.table import OperatorName
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.contract import Operator
+from wide.kernels.dispatch import backend_names
 from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.native import ahead
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES, reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
-from wide.kernels.tuning import PACKAGED, Choice
+from wide.kernels.tuning import Choice
 from wide.profiling.agreement import rounding, verdicts
 from wide.profiling.decode import decode_race, decode_races, group_races
 
 TIMED = ("triton", "cuda")
-"""Backends that are timed; the dense peers always are, and 'torch' is the reference, which nobody waits for."""
-SPECIAL_OPERATORS: dict[str, tuple[str, ...]] = {
-    "cuda": ("gemm_mn", "gemm_k"),
-    "tilelang": ("gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"),
-    "cute": ("gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv"),
-}
-"""Operators, as benches name them, of each backend that not all of them have."""
+"""Backends that are timed unless others are named; the dense peers always are."""
 OPERATORS: dict[str, tuple[Operator, ...]] = {
     "reorder": (REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS),
     "gemm_mn": (GEMM_MN,),
@@ -82,7 +77,7 @@ class BenchRequest:
     Args:
         names: Keys of `OPERATORS`, or `COARSE`.
         rows: Tokens of products over many rows, reorder and coarse.
-        backends: Timed beside the dense peers, of `TIMED` and `PACKAGED`.
+        backends: Timed beside the dense peers.
         group_size: Channels of an FFN group; None takes 128 and, for products without `quick`, 256.
         sparsity: Share that random masks skip; None takes 0.5 and, for some without `quick`, further ones.
         quick: Fewer shapes, tiles and rounds.
@@ -120,17 +115,17 @@ def parse_backends(text: str, operators: Sequence[str]) -> tuple[str, ...]:
         ConfigError: If a backend is unknown, or an operator has none of those named.
     """
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    every = (*TIMED, *PACKAGED)
+    having = {bench: set(of[0].backends) for bench, of in OPERATORS.items()}
+    every = sorted(backend_names())
     unknown = sorted(set(names) - set(every))
     if unknown:
         known = f"{', '.join(every[:-1])} and {every[-1]}"
         raise ConfigError(f"backends are {known}, beside the dense peers that always run; got {unknown}")
-    if "triton" not in names:
-        having = dict.fromkeys(operator for name in names for operator in SPECIAL_OPERATORS[name])
-        without = sorted(set(operators) - set(having))
-        if without:
-            lacking = f"{', '.join(without)} have no {' or '.join(names)} backend"
-            raise ConfigError(f"{lacking}; add triton, or time {', '.join(having)}")
+    without = sorted(name for name in operators if name in having and not having[name].intersection(names))
+    if without:
+        others = [name for name in having if having[name].intersection(names)]
+        lacking = f"{', '.join(without)} have no {' or '.join(names)} backend"
+        raise ConfigError(f"{lacking}; add triton, or time {', '.join(others)}")
     return names
 
 
@@ -178,7 +173,7 @@ def run_bench(request: BenchRequest, out: Path, *, device: torch.device, say: Ca
 
 def _compile_ahead(request: BenchRequest, device: torch.device) -> list[dict[str, Any]]:
     """Compile what gates and races will ask nvcc for, on all cores; return each kernel's seconds, or its failure."""
-    backends = [backend for backend in request.backends if backend in PACKAGED]
+    backends = [backend for backend in request.backends if backend not in TIMED]
     if not backends:
         return []
     with ahead.noting() as notes:
@@ -254,7 +249,7 @@ def candidate_backend(candidate: str) -> str:
     """Return the backend from the name of a candidate, 'dense' of those of libraries."""
     if candidate.startswith("dense"):
         return "dense"
-    for backend in ("cuda", *PACKAGED):
+    for backend in backend_names() - {"triton"}:
         if backend in candidate:
             return backend
     # Records of earlier versions have kernels in Gluon.
@@ -298,9 +293,7 @@ def _product(
 ) -> Race:
     """Return the race of a product; options as of `product_race`."""
     shipped = _shipped(name, sizes, rows, active, device)
-    return product_race(
-        name, sizes, rows, active, device=device, zeroed=None, shipped=shipped, packaged=True, **options
-    )
+    return product_race(name, sizes, rows, active, device=device, zeroed=None, shipped=shipped, **options)
 
 
 def _product_races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:
@@ -325,7 +318,7 @@ def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]
         shapes = [(1024, _ACTIVE), *shapes, (4096, 0.34), (16384, 0.34)]
     for length, active in shapes:
         shipped = _shipped("attention", SIZES, length, active, device)
-        tried = candidates("attention", SIZES, length, device, quick=request.quick, packaged=True)
+        tried = candidates("attention", SIZES, length, device, quick=request.quick)
         yield prompt_race(SIZES, length, active, tried, device=device, shipped=shipped)
 
 

@@ -16,22 +16,14 @@ import torch
 from wide.inference.choice.tuning.attention import TOLERANCE, library_attention
 from wide.inference.choice.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
 from wide.inference.choice.tuning.race import Call, Race, relative
-from wide.kernels.attention_decode import ATTENTION_DECODE, attention_decode
-from wide.kernels.attention_decode.tiles import DecodeTile
-from wide.kernels.device import backend_obstacle
-from wide.kernels.tuning import PACKAGED, Choice
+from wide.kernels.attention_decode import DecodeShape, attention_decode
+from wide.kernels.attention_decode.op import BACKENDS
+from wide.kernels.tuning import Choice
 
+Tile = tuple[int, ...]
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_HEADS = (1, 2, 4, 8, 16, 32)
 """Query heads of a group."""
-TILES = tuple(
-    DecodeTile(block_n=n, min_blocks=2, programs_per_sm=p, num_warps=w, num_stages=s)
-    for n, p, w, s in (
-        (64, 2, 4, 3), (64, 2, 4, 2), (64, 1, 4, 5), (64, 3, 4, 2), (128, 1, 4, 3), (128, 1, 8, 3), (128, 2, 8, 2),
-        (32, 3, 4, 4), (32, 4, 4, 3), (64, 2, 8, 3), (64, 3, 2, 2),
-    )
-)  # fmt: skip
-_FEW_TILES = 4
 _LONG = ((32, 4096), (8, 32768))
 _MORE = ((1, 4096), (1, 32768), (4, 4096))
 
@@ -45,10 +37,17 @@ def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterato
         device: Where.
     """
     for batch, length in _LONG if quick else (*_LONG, *_MORE):
-        yield decode_race(batch, length, active, TILES[:_FEW_TILES] if quick else TILES, device=device)
+        yield decode_race(batch, length, active, _tiles(device, quick=quick), device=device)
 
 
-def decode_race(batch: int, length: int, active: float, tiles: Sequence[DecodeTile], *, device: torch.device) -> Race:
+def _tiles(device: torch.device, *, quick: bool) -> list[Tile]:
+    """Return the tiles of the Triton kernel that are worth trying."""
+    shape = DecodeShape(torch.bfloat16, HEAD_DIM, QUERY_HEADS // KV_HEADS)
+    found = BACKENDS.candidates(shape, device, quick=quick, names=["triton"])
+    return list(dict.fromkeys(candidate.tile for _, candidate in found))
+
+
+def decode_race(batch: int, length: int, active: float, tiles: Sequence[Tile], *, device: torch.device) -> Race:
     """Return the race of one step with groups of whole KV heads.
 
     Args:
@@ -85,7 +84,7 @@ def _race(
     mask: torch.Tensor,
     length: int,
     active: float,
-    tiles: Sequence[DecodeTile],
+    tiles: Sequence[Tile],
     caches: Sequence[torch.Tensor],
 ) -> Race:
     batch, num_groups = mask.shape
@@ -100,9 +99,10 @@ def _race(
     def library(which: str, cache: torch.Tensor) -> torch.Tensor:
         return library_attention(which, q[:, :, None], cache[0], cache[1], is_causal=False)[:, :, 0]
 
-    def ours(chosen: torch.Tensor | None, tile: DecodeTile | None = None) -> list[Call]:
+    def ours(chosen: torch.Tensor | None, tile: Tile | None = None) -> list[Call]:
         return [partial(attention_decode, q, k, v, lengths, chosen, backend="triton", tile=tile) for k, v in views]
 
+    shape = DecodeShape(q.dtype, HEAD_DIM, QUERY_HEADS // math.lcm(KV_HEADS, num_groups))
     candidates: dict[str, Sequence[Call]] = {
         f"dense {which}": [partial(library, which, cache) for cache in caches] for which in ("cudnn", "flash")
     }
@@ -111,8 +111,8 @@ def _race(
         candidates["operator, whole KV heads"] = ours(needed)
     candidates |= {
         f"operator {backend}": [partial(attention_decode, q, k, v, lengths, mask, backend=backend) for k, v in views]
-        for backend in PACKAGED
-        if backend in ATTENTION_DECODE.backends and backend_obstacle(backend, mask.device) is None
+        for backend in BACKENDS
+        if backend not in ("torch", "triton") and BACKENDS.obstacle(backend, mask.device, shape) is None
     }
     for tile in tiles:
         name_of_tile = choice_name(Choice(backend="triton", tile=tile))

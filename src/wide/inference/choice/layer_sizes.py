@@ -8,13 +8,18 @@ import torch
 
 from wide.errors import UnsupportedBackendError
 from wide.inference.operators.table import SUMS, OperatorName, OperatorTable
-from wide.kernels.attention_prefill import misfit as prefill_misfit
+from wide.kernels.attention_prefill.op import BACKENDS as PREFILL_BACKENDS
+from wide.kernels.attention_prefill.op import PrefillShape
 from wide.kernels.contract import Case
 from wide.kernels.device import half_obstacle
-from wide.kernels.gemm_k import misfit as k_misfit
-from wide.kernels.gemm_k import rows_misfit as k_rows_misfit
-from wide.kernels.gemm_mn import misfit as mn_misfit
-from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.dispatch import Backends, Shape
+from wide.kernels.gemm_k.op import BACKENDS as K_BACKENDS
+from wide.kernels.gemm_k.op import ROWS_BACKENDS, KShape
+from wide.kernels.gemm_mn.op import BACKENDS as MN_BACKENDS
+from wide.kernels.gemm_mn.op import MnShape
+from wide.kernels.gemv.op import K_BACKENDS as GEMV_K_BACKENDS
+from wide.kernels.gemv.op import MAX_ROWS, GemvShape
+from wide.kernels.gemv.op import MN_BACKENDS as GEMV_MN_BACKENDS
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice
 from wide.models.block_spec import BlockSpec
@@ -101,20 +106,40 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
     return f"{operator}_{'k' if name in SUMS else 'mn'}", case
 
 
-def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Return why the kernel of a choice does not take many rows of a layer, on whatever device, or None."""
+def backends_and_shape(
+    name: OperatorName, sizes: LayerSizes, rows: int, dtype: torch.dtype = torch.bfloat16, *, one_sort: bool = False
+) -> tuple[Backends, Shape]:
+    """Return what may run an operator of a layer, and the shape that decides which of it does.
+
+    Args:
+        name: Of the layer's operator.
+        sizes: Of the layer.
+        rows: Tokens; of a sequence, for attention over a prompt.
+        dtype: Of weights and tokens.
+        one_sort: Of a sum over input groups, whether rows are sorted once by all of more than 8 groups.
+    """
     _, groups, size = sizes.grouped(name)
-    backend, width = choice.backend, sizes.hidden_size
     if name == "attention":
         heads = sizes.query_width // sizes.head_dim // math.lcm(sizes.num_kv_heads, groups)
-        return prefill_misfit(backend, dtype, head_dim=sizes.head_dim, heads=heads)
+        return PREFILL_BACKENDS, PrefillShape(dtype, sizes.head_dim, heads)
+    if rows <= MAX_ROWS:
+        is_sum = name in SUMS
+        shape = GemvShape(dtype, size if is_sum else sizes.hidden_size)
+        return GEMV_K_BACKENDS if is_sum else GEMV_MN_BACKENDS, shape
     if name not in SUMS:
-        return mn_misfit(backend, dtype, group_size=size, depth=width, gated=sizes.gates(name))
-    if choice.groups_per_block > PATTERN_GROUPS or (backend == "cuda" and groups > PATTERN_GROUPS):
-        if min(groups, choice.groups_per_block) <= PATTERN_GROUPS:
-            return f"one sort of {choice.groups_per_block} groups says nothing of {groups}"
-        return k_rows_misfit(backend, dtype, group_size=size, num_groups=groups, width=width)
-    return k_misfit(backend, dtype, group_size=size, width=width)
+        return MN_BACKENDS, MnShape(dtype, size, sizes.hidden_size, sizes.gates(name))
+    is_stored = groups <= PATTERN_GROUPS
+    return ROWS_BACKENDS if one_sort else K_BACKENDS, KShape(dtype, rows, groups, size, sizes.hidden_size, is_stored)
+
+
+def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Return why the kernel of a choice does not take many rows of a layer, on whatever device, or None."""
+    groups = sizes.grouped(name)[1]
+    one_sort = choice.groups_per_block > PATTERN_GROUPS or (choice.backend == "cuda" and groups > PATTERN_GROUPS)
+    if one_sort and name in SUMS and min(groups, choice.groups_per_block) <= PATTERN_GROUPS:
+        return f"one sort of {choice.groups_per_block} groups says nothing of {groups}"
+    backends, shape = backends_and_shape(name, sizes, MAX_ROWS + 1, dtype, one_sort=one_sort)
+    return backends.misfit(choice.backend, shape)
 
 
 def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable) -> None:

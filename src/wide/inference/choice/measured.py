@@ -9,13 +9,12 @@ from itertools import pairwise
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.choice.layer_sizes import LayerSizes, misfit, operator_case
+from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape, misfit, operator_case
 from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
-from wide.kernels.device import backend_obstacle, triton_obstacle
+from wide.kernels.device import triton_obstacle
 from wide.kernels.gemv import MAX_ROWS
-from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import PACKAGED, SPECIAL_BACKENDS, Choice, TuningTable
+from wide.kernels.tuning import Choice, TuningTable
 
 # Numbers of rows that a table tells apart.
 _ROWS = (1, 2, *(1 << power for power in range(2, 19)))
@@ -122,7 +121,7 @@ def _choose(
     few = rows <= MAX_ROWS and name != "attention"
     found = known.nearest(*operator_case(name, sizes, rows, active), device, fewer_rows=not few) or DENSE
     if few:
-        missing = _missing(found, device)
+        missing = _missing(name, sizes, rows, found, device)
         if missing is not None:
             _warn_of(missing, "the Triton kernel")
             found = Choice(backend="triton")
@@ -132,18 +131,20 @@ def _choose(
     ranked = list(_ranked(name, sizes, found))
     for choice, behind in pairwise(ranked):
         if misfit(name, sizes, choice) is None:
-            missing = _missing(choice, device)
+            missing = _missing(name, sizes, rows, choice, device)
             if missing is None:
                 return choice
             _warn_of(missing, "the dense product" if behind is DENSE else "the Triton kernel")
     return DENSE
 
 
-def _missing(choice: Choice, device: torch.device) -> str | None:
-    """Return what a measured choice needs that is not installed here, or None."""
-    if choice.backend in PACKAGED:
-        return backend_obstacle(choice.backend, device)
-    return native_obstacle() if choice.backend == "cuda" else None
+def _missing(name: OperatorName, sizes: LayerSizes, rows: int, choice: Choice, device: torch.device) -> str | None:
+    """Return what a measured choice needs that is not there, or None."""
+    if choice.backend in ("dense", "triton"):
+        return None
+    one_sort = choice.groups_per_block > PATTERN_GROUPS
+    backends, shape = backends_and_shape(name, sizes, rows, one_sort=one_sort)
+    return backends.missing(choice.backend, device, shape.dtype)
 
 
 def _ranked(name: OperatorName, sizes: LayerSizes, found: Choice) -> Iterator[Choice]:
@@ -156,7 +157,7 @@ def _ranked(name: OperatorName, sizes: LayerSizes, found: Choice) -> Iterator[Ch
         found = replace(found, tile=())
     yield found
     groups = max(sizes.grouped(name)[1], found.groups_per_block)
-    if found.backend in SPECIAL_BACKENDS and (name not in SUMS or groups <= PATTERN_GROUPS):
+    if found.backend != "triton" and (name not in SUMS or groups <= PATTERN_GROUPS):
         # The general kernel was measured slower, yet faster than dense; over many groups it was not.
         yield replace(found, backend="triton", tile=(), block_m=0)
     yield DENSE

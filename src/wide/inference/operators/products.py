@@ -16,11 +16,8 @@ from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import dense_mn, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
-from wide.kernels.reordering import PATTERN_GROUPS, Reordering
+from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, Reordering
 from wide.kernels.tuning import Choice
-
-BLOCK_M = 128
-"""Rows of a tile that sorts are made for where nothing else was measured."""
 
 
 class LinearWeights(NamedTuple):

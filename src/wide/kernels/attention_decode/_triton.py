@@ -5,18 +5,72 @@ share of the concatenation of all of them, and writes one partial result for eve
 launch merges the partial results of each pair. Skipped pairs have no blocks, so nothing of their cache is read.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.attention_decode.tiles import DecodeTile
+from wide.kernels.attention_decode.op import BACKENDS
 from wide.kernels.attention_inputs import HeadUnits, score_factors
-from wide.kernels.device import device_facts
+from wide.kernels.device import DeviceFacts, device_facts, halves_only, triton_obstacle
+from wide.kernels.dispatch import listed
 
 # Rows of the smallest matrix fragment.
 _MIN_ROWS = 16
 # Partial results that the merge takes at a time.
 _MERGE_BLOCK = 16
+_FEW_PAIRS = 16
+
+
+class DecodeTile(NamedTuple):
+    """How the cache of all executing pairs is shared out over programs.
+
+    Args:
+        block_n: Keys in one step, the unit in which work is shared out.
+        min_blocks: Steps that a program gets at least, so that short caches make few partial results.
+        programs_per_sm: Programs that run on one multiprocessor at a time.
+        num_warps: Warps of a program.
+        num_stages: Depth of the load pipeline over keys.
+    """
+
+    block_n: int
+    min_blocks: int
+    programs_per_sm: int
+    num_warps: int
+    num_stages: int
+
+
+_TILES = tuple(
+    DecodeTile(block_n=n, min_blocks=2, programs_per_sm=p, num_warps=w, num_stages=s)
+    for n, p, w, s in (
+        (64, 2, 4, 3), (64, 2, 4, 2), (64, 1, 4, 5), (64, 3, 4, 2), (128, 1, 4, 3), (128, 1, 8, 3), (128, 2, 8, 2),
+        (32, 3, 4, 4), (32, 4, 4, 3), (64, 2, 8, 3), (64, 3, 2, 2),
+    )
+)  # fmt: skip
+candidates = listed(_TILES, few=4)
+
+
+def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTile:
+    """Return the tile for a device; the host gets several programs, so that splits are exercised.
+
+    Args:
+        facts: Of the device.
+        head_dim: Channels of a head.
+        num_pairs: Sequences times KV heads.
+    """
+    if facts.capability == 0:
+        return DecodeTile(block_n=16, min_blocks=2, programs_per_sm=5, num_warps=4, num_stages=1)
+    block_n = 64 if head_dim <= 128 else 32
+    has_room = facts.shared_memory_bytes >= 160 * 1024
+    # Few pairs: half as many programs with twice the keys each measured 16 % faster over 16384 keys.
+    programs = 2 if has_room and num_pairs > _FEW_PAIRS else 1
+    # Large heads would spill registers on sm_89 and sm_120.
+    warps = 4 if has_room or head_dim <= 128 else 8
+    return DecodeTile(
+        block_n=block_n, min_blocks=2, programs_per_sm=programs, num_warps=warps, num_stages=3 if has_room else 2
+    )
 
 
 @triton.jit
@@ -203,6 +257,7 @@ def _merge_parts(
     tl.store(OUT + row * D + offsets_d, acc.to(OUT.dtype.element_ty), mask=offsets_d < D)
 
 
+@BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only, candidates=candidates)
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -210,27 +265,29 @@ def attention_decode(
     lengths: torch.Tensor,
     mask: torch.Tensor | None,
     *,
-    tile: DecodeTile,
     starts: torch.Tensor | None,
     pages: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `attention_decode_reference` in two kernels."""
+    """Run `attention_decode_reference` in two kernels; the tile is a `DecodeTile`."""
+    facts = device_facts(q.device)
+    chosen = DecodeTile(*tile) if tile else default_tile(facts, q.shape[-1], q.shape[0] * k.shape[2])
     batch, num_heads, head_dim = q.shape
     num_groups = 1 if mask is None else mask.shape[1]
     units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
     heads = units.heads_per_unit
     num_pairs = batch * units.num_units
-    num_programs = device_facts(q.device).num_sms * tile.programs_per_sm
+    num_programs = facts.num_sms * chosen.programs_per_sm
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = _partial_results((num_programs + num_pairs) * heads, head_dim, q.device)
     ends = torch.empty(num_pairs, dtype=torch.int32, device=q.device)
     block_d = triton.next_power_of_2(head_dim)
     # Pages belong to no sequence: only places inside them have a stride.
     strides = [part.stride()[:3] if pages is None else (0, *part.stride()[1:3]) for part in (k, v)]
-    shape = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "MIN_BLOCKS": tile.min_blocks}
+    shape = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "MIN_BLOCKS": chosen.min_blocks}
     has = {"HAS_STARTS": starts is not None, "HAS_WINDOW": window is not None, "HAS_CAP": soft_cap is not None}
     _attend_share[(num_programs,)](
         q,
@@ -255,13 +312,13 @@ def attention_decode(
         NUM_GROUPS=num_groups,
         NUM_KV_HEADS=units.num_kv_heads,
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)),
-        BLOCK_N=tile.block_n,
+        BLOCK_N=chosen.block_n,
         HAS_MASK=mask is not None,
         PAGE=0 if pages is None else k.shape[1],
         **shape,
         **has,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
     )
     _merge_parts[(num_pairs, heads)](
         out, *parts, ends, num_pairs, num_programs, BLOCK_P=_MERGE_BLOCK, **shape, num_warps=4

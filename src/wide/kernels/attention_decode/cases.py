@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from wide.kernels.attention_decode.op import attention_decode, misfit
+from wide.kernels.attention_decode.op import BACKENDS, DecodeShape, attention_decode
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     make_case,
     named,
     random_mask,
@@ -19,10 +18,9 @@ from wide.kernels.contract import (
 )
 
 
-def _misfit(backend: str, case: Case) -> str | None:
+def _shape(case: Case) -> DecodeShape:
     query_heads, kv_heads, groups, head_dim = named(case, "num_query_heads", "num_kv_heads", "num_groups", "head_dim")
-    heads = query_heads // math.lcm(kv_heads, groups)
-    return misfit(backend, case.dtype, head_dim=head_dim, heads=heads, is_paged=bool(case.sizes.get("page")))
+    return DecodeShape(case.dtype, head_dim, query_heads // math.lcm(kv_heads, groups), bool(case.sizes.get("page")))
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -80,7 +78,9 @@ def _case(batch: int, room: int, heads: tuple[int, int, int], head_dim: int, **m
 
 ATTENTION_DECODE = Operator(
     name="attention_decode",
-    backends=backends(attention_decode, ("triton", "tilelang", "cute"), _misfit),
+    call=attention_decode,
+    backends=BACKENDS,
+    shape=_shape,
     cases=(
         _case(1, 1, (4, 2, 2), 64, active=1.0),
         _case(2, 3, (4, 1, 1), 128, active=1.0),

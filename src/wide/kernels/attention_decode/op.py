@@ -1,23 +1,39 @@
 """Decode attention as an operator of torch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from wide.errors import ShapeError
 from wide.kernels.attention_decode.reference import attention_decode_reference
-from wide.kernels.attention_decode.tiles import DecodeTile, default_tile
 from wide.kernels.attention_inputs import HeadUnits, check_keys_and_values, check_score_options
-from wide.kernels.device import HALF, backend_obstacle, device_facts, half_misfit
-from wide.kernels.native.cute import CuteTile, tile_misfit
-from wide.kernels.native.launch import misaligned
-from wide.kernels.registration import check_backend, check_tensor, operator
+from wide.kernels.dispatch import Backends
+from wide.kernels.registration import check_tensor, operator
 
 _NAME = "attention_decode"
 # Every program counts all (sequence, unit) pairs in its registers.
 _MAX_PAIRS = 16384
-_CUTE_HEAD_DIMS, _CUTE_HEADS, _CUTE_BLOCKS_PER_SM = (64, 96, 128, 256), 16, 4
+
+
+class DecodeShape(NamedTuple):
+    """What a backend may refuse.
+
+    Args:
+        dtype: Of queries, keys and values.
+        head_dim: d.
+        heads: Query heads of one KV head and one group.
+        is_paged: Whether keys and values lie in pages.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    heads: int = 1
+    is_paged: bool = False
+
+
+BACKENDS = Backends(_NAME, __package__)
+BACKENDS.register("torch")(attention_decode_reference)
 
 
 @operator(lambda q: q.new_empty(q.shape))
@@ -51,10 +67,8 @@ def attention_decode(
         window: Keys that the query sees at most, itself included (sliding window); None = all.
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
-        backend: 'torch', 'triton', 'tilelang' (d a multiple of 16, no pages) or 'cute' (d of 64, 96, 128 or 256, at
-            most 16 query heads of a KV head and group).
-        tile: A `DecodeTile`, how the kernels share out the work, or a `CuteTile` of level 0 for CuTe; None takes a
-            default for the device.
+        backend: 'torch' or the name of a kernel's file: 'triton'.
+        tile: The backend's own, such as `DecodeTile`; None takes a default for the device.
 
     Returns:
         [B, H_q, d] in the dtype of `q`, accumulated in float32; zeros for skipped pairs and empty caches.
@@ -81,59 +95,20 @@ def attention_decode(
         check_tensor(_NAME, "pages", pages, torch.int32, (q.shape[0], pages.shape[-1]), "last stride 1")
         if any(part.stride(0) != part.shape[1] * part.stride(1) for part in (k, v)):
             raise ShapeError(f"{_NAME}: pages of K and V must lie without gaps")
-    reason = backend_obstacle(backend, q.device, q.dtype)
-    reason = reason or misfit(
-        backend, q.dtype, head_dim=q.shape[2], heads=units.heads_per_unit, is_paged=pages is not None
+    shape = DecodeShape(q.dtype, q.shape[2], units.heads_per_unit, pages is not None)
+    return BACKENDS.run(
+        backend,
+        q.device,
+        shape,
+        q,
+        k,
+        v,
+        lengths,
+        mask,
+        starts=starts,
+        pages=pages,
+        window=window,
+        soft_cap=soft_cap,
+        scale=scale,
+        tile=tile,
     )
-    if reason is None and backend in ("tilelang", "cute"):
-        reason = misaligned({"q": q, "k": k, "v": v}, ())
-    cute_tile = CuteTile(*(tile or (0,))) if backend == "cute" else None
-    if reason is None and cute_tile is not None:
-        reason = tile_misfit(cute_tile, levels=(0,))
-    check_backend(_NAME, backend, ("torch", "triton", "tilelang", "cute"), reason)
-    options: dict[str, Any] = {"starts": starts, "window": window, "soft_cap": soft_cap, "scale": scale}
-    if backend == "torch":
-        return attention_decode_reference(q, k, v, lengths, mask, pages=pages, **options)
-    facts = device_facts(q.device)
-    if cute_tile is not None:
-        from wide.kernels.attention_decode import _cute
-
-        options |= {"pages": pages, "num_blocks": facts.num_sms * _CUTE_BLOCKS_PER_SM}
-        return _cute.attention_decode(q, k, v, lengths, mask, tile=cute_tile, **options)
-    chosen = DecodeTile(*tile) if tile else default_tile(facts, q.shape[-1], q.shape[0] * k.shape[2])
-    if backend == "tilelang":
-        from wide.kernels.attention_decode import _tilelang
-
-        if not tile:
-            # Its blocks keep to one pair: those of skipped pairs end at once, so that more of them fill the device.
-            chosen = chosen._replace(programs_per_sm=4 * chosen.programs_per_sm)
-        options["num_blocks"] = facts.num_sms * chosen.programs_per_sm
-        return _tilelang.attention_decode(q, k, v, lengths, mask, tile=chosen, **options)
-    from wide.kernels.attention_decode import _triton
-
-    return _triton.attention_decode(q, k, v, lengths, mask, tile=chosen, pages=pages, **options)
-
-
-def misfit(backend: str, dtype: torch.dtype, *, head_dim: int, heads: int = 1, is_paged: bool = False) -> str | None:
-    """Return why a backend does not take a shape, on whatever device, or None.
-
-    Args:
-        backend: Its name.
-        dtype: Of queries, keys and values.
-        head_dim: d.
-        heads: Query heads of one KV head and one group.
-        is_paged: Whether keys and values lie in pages.
-    """
-    if backend == "triton":
-        return half_misfit(dtype)
-    if backend == "tilelang" and (dtype not in HALF or head_dim % 16 or is_paged):
-        return (
-            "the kernel in TileLang takes half precision, head sizes that 16 divides and caches without pages, got "
-            f"{dtype}, head size {head_dim}{' and pages' if is_paged else ''}"
-        )
-    if backend == "cute" and (dtype not in HALF or head_dim not in _CUTE_HEAD_DIMS or heads > _CUTE_HEADS):
-        return (
-            f"the kernel on CuTe takes half precision, head sizes of {_CUTE_HEAD_DIMS} and at most {_CUTE_HEADS} query "
-            f"heads of a KV head and group, got {dtype}, head size {head_dim} and {heads} heads"
-        )
-    return None

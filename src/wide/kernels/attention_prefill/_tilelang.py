@@ -4,18 +4,44 @@ Rows are tokens x heads of a unit, as in the Triton kernel. On sm_90 the compile
 values by tensor-memory access.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from wide.kernels.attention_inputs import HeadUnits, score_factors
-from wide.kernels.attention_prefill.tiles import PrefillTile
+from wide.kernels.attention_prefill._triton import PrefillTile, chosen_tile
+from wide.kernels.attention_prefill.op import BACKENDS, PrefillShape
+from wide.kernels.device import HALF, device_facts, hopper_obstacle, tilelang_obstacle
+from wide.kernels.dispatch import Candidate, require
+from wide.kernels.native.launch import misaligned
 from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead
 
 _LOWEST = -1.0e30
+_MOST_HEADS = 64
+# Up to here a larger tile fits the registers of sm_90.
+_MOST_CHANNELS = 128
 
 
+def supports(shape: PrefillShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.dtype in HALF and shape.head_dim % 16 == 0 and shape.heads <= _MOST_HEADS:
+        return None
+    return (
+        f"the kernel in TileLang takes half precision, head sizes that 16 divides and at most {_MOST_HEADS} query "
+        f"heads of a KV head and group, got {shape.dtype}, head size {shape.head_dim} and {shape.heads} heads"
+    )
+
+
+def candidates(_: PrefillShape, device: torch.device, few: bool) -> Iterator[Candidate]:
+    """Yield the default, on Hopper, where it is the fastest and one kernel compiles in seconds, among the first."""
+    if not few or hopper_obstacle(device) is None:
+        yield Candidate()
+    if not few:
+        yield Candidate(PrefillTile(128, 128, 8, 2))
+
+
+@BACKENDS.register("tilelang", needs=tilelang_obstacle, supports=supports, candidates=candidates)
 def attention_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -23,20 +49,28 @@ def attention_prefill(
     index: torch.Tensor,
     counts: torch.Tensor,
     *,
-    tile: PrefillTile,
     starts: torch.Tensor | None,
     runs: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
     zero_skipped: bool,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `attention_prefill_reference` in one kernel (and a fill if `zero_skipped`); of the tile four fields count."""
+    """Run `attention_prefill_reference` in one kernel (and a fill if `zero_skipped`).
+
+    Of the tile, a `PrefillTile`, the first four fields count.
+    """
+    require(misaligned({"q": q, "k": k, "v": v}, ()))
+    chosen = chosen_tile(tile, k, v)
+    if not tile and device_facts(q.device).capability == 90 and q.shape[-1] <= _MOST_CHANNELS:
+        # Three groups of warps have one to multiply while two look for maxima.
+        chosen = PrefillTile(192, 96, 12, 2)
     num_heads, head_dim = q.shape[2:]
     units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=counts.shape[1])
     new = torch.zeros if zero_skipped else torch.empty
     out = new(q.shape, dtype=q.dtype, device=q.device)
-    block_m = max(tile.block_m, 1 << (units.heads_per_unit - 1).bit_length())
+    block_m = max(chosen.block_m, 1 << (units.heads_per_unit - 1).bit_length())
     run = kernel(
         make_attention_prefill,
         q.device,
@@ -50,7 +84,7 @@ def attention_prefill(
         has=(starts is not None, runs is not None, soft_cap is not None),
         window=window or 0,
         # Warps share out whole fragments of rows.
-        tile=(block_m, tile.block_n, min(tile.num_warps, block_m // 16), tile.num_stages),
+        tile=(block_m, chosen.block_n, min(chosen.num_warps, block_m // 16), chosen.num_stages),
     )
     firsts = counts.view(-1)[: counts.shape[0]] if starts is None else starts
     run(q, k, v, out, index, counts, firsts, index[0, :1] if runs is None else runs)
@@ -71,6 +105,8 @@ def make_attention_prefill(
     tile: tuple[int, int, int, int],
 ) -> Any:
     """Return the kernel; the numbers of sequences, queries and keys, and strides, are its arguments' to say."""
+    import tilelang.language as T
+
     block_m, block_n, num_warps, num_stages = tile
     batch, num_queries, num_keys = T.dynamic("batch"), T.dynamic("num_queries"), T.dynamic("num_keys")
     strides = [[T.dynamic(f"stride_{of}{i}", "int64") for i in range(3)] for of in "qkv"]

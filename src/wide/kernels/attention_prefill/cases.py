@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from wide.kernels.attention_prefill.op import attention_prefill, misfit
+from wide.kernels.attention_prefill.op import BACKENDS, PrefillShape, attention_prefill
 from wide.kernels.attention_prefill.reference import executed
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     make_case,
     named,
     random_mask,
@@ -21,10 +20,9 @@ from wide.kernels.contract import (
 from wide.kernels.reordering import SequenceReordering
 
 
-def _misfit(backend: str, case: Case) -> str | None:
+def _shape(case: Case) -> PrefillShape:
     query_heads, kv_heads, groups, head_dim = named(case, "num_query_heads", "num_kv_heads", "num_groups", "head_dim")
-    heads = query_heads // math.lcm(kv_heads, groups)
-    return misfit(backend, case.dtype, head_dim=head_dim, heads=heads)
+    return PrefillShape(case.dtype, head_dim, query_heads // math.lcm(kv_heads, groups))
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -87,7 +85,9 @@ def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, 
 
 ATTENTION_PREFILL = Operator(
     name="attention_prefill",
-    backends=backends(attention_prefill, ("triton", "tilelang", "cute"), _misfit),
+    call=attention_prefill,
+    backends=BACKENDS,
+    shape=_shape,
     cases=(
         _case((1, 1), (4, 2, 2), 64),
         _case((3, 3), (4, 1, 1), 128, active=1.0),

@@ -27,8 +27,10 @@ def attention_prefill_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    zero_skipped: bool = True,
 ) -> torch.Tensor:
-    """Attend with every head, then keep what executes; arguments as in `attention_prefill`."""
+    """Attend with every head, then keep what executes and zero the rest; arguments as in `attention_prefill`."""
+    del zero_skipped
     num_queries, num_keys, num_heads = q.shape[1], k.shape[1], q.shape[2]
     per_kv_head = num_heads // k.shape[2]
     keys = torch.arange(num_keys, device=q.device)

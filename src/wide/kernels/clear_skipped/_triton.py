@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from wide.kernels.clear_skipped.op import BACKENDS
+from wide.kernels.device import elementwise_obstacle
+
 # Values that a program looks after, and the most (row, group) pairs and channels of a step that these are.
 _VALUES, _MAX_PAIRS, _MAX_CHANNELS = 16384, 256, 512
 
@@ -38,6 +41,7 @@ def _clear_skipped(
             tl.store(out[:, None] + channels[None, :], zeros, mask=skipped)
 
 
+@BACKENDS.register("triton", needs=elementwise_obstacle)
 def clear_skipped(values: torch.Tensor, mask: torch.Tensor) -> None:
     """Do in place what `clear_skipped_reference` does to a copy."""
     num_rows, num_groups = mask.shape

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from wide.kernels.clear_skipped.op import clear_skipped
+from wide.kernels.clear_skipped.op import BACKENDS, clear_skipped
 from wide.kernels.clear_skipped.reference import clear_skipped_reference
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     compare_exactly,
     make_case,
     named,
@@ -41,7 +40,8 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
 
 CLEAR_SKIPPED = Operator(
     name="clear_skipped",
-    backends=backends(_run, ("triton",), multiplies=False),
+    call=_run,
+    backends=BACKENDS,
     cases=(
         _case((1, 1, 1)),
         _case((3, 8, 512), active=0.0),

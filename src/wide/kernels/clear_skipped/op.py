@@ -4,9 +4,11 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.device import triton_obstacle
-from wide.kernels.registration import check_backend, check_tensor, operator
+from wide.kernels.dispatch import AnyShape, Backends
+from wide.kernels.registration import check_tensor, operator
 
 _NAME = "clear_skipped"
+BACKENDS = Backends(_NAME, __package__)
 
 
 @operator(lambda: None, mutates=["values"])
@@ -31,14 +33,12 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> 
         raise ShapeError(f"{_NAME}: {mask.shape[1]} groups of one size do not make up {values.shape[1]} channels")
     if mask.numel() >= 2**31:
         raise ShapeError(f"{_NAME}: {mask.shape[0]} rows x {mask.shape[1]} groups exceed 2^31 entries; split the rows")
-    reason = triton_obstacle(values.device) if backend == "triton" else None
-    check_backend(_NAME, backend, ("torch", "triton"), reason)
-    if backend == "torch":
-        values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
-        return
-    from wide.kernels.clear_skipped import _triton
+    BACKENDS.run(backend, values.device, AnyShape(values.dtype), values, mask)
 
-    _triton.clear_skipped(values, mask)
+
+@BACKENDS.register("torch")
+def _reference(values: torch.Tensor, mask: torch.Tensor) -> None:
+    values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
 
 
 def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

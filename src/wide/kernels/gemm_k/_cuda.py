@@ -3,20 +3,61 @@
 Over one sort of few groups, or over rows in one order of many.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from wide.kernels.device import device_facts
+from wide.kernels.device import HALF, HOPPER_STEP, cuda_obstacle, device_facts
+from wide.kernels.dispatch import Candidate, require
 from wide.kernels.gemm_k._triton import in_one_order
-from wide.kernels.native.launch import product
-from wide.kernels.reordering import PatternReordering, RowReordering
+from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape
+from wide.kernels.native.launch import misaligned, product
+from wide.kernels.reorder.op import MAX_GROUPS
+from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, RowReordering
 
 SOURCE = Path(__file__).with_name("gemm_k.cu")
+STORED_TILE = (128, 256)
+"""Rows of two consumers, and columns of the output: the one tile."""
 # A box of weights in shared memory: rows, and elements of a 128-byte line.
 _BOX = (256, 64)
 
 
+def _fits_boxes(shape: KShape) -> bool:
+    """Return whether groups and an output width are whole boxes of weights."""
+    return shape.dtype in HALF and shape.group_size % HOPPER_STEP == 0 and shape.width % STORED_TILE[1] == 0
+
+
+def supports(shape: KShape) -> str | None:
+    """Return why no device runs a shape over one sort of few groups, or None."""
+    if shape.is_stored and _fits_boxes(shape):
+        return None
+    return (
+        f"the kernel in CUDA C++ wants half precision, groups of a multiple of {HOPPER_STEP} channels, a width that is "
+        f"a multiple of {STORED_TILE[1]}, and rows sorted in one super-block of at most {PATTERN_GROUPS} groups that "
+        f"keeps empty ones; got {shape.dtype}, G={shape.group_size}, width {shape.width}, "
+        f"{'' if shape.is_stored else 'not '}so sorted"
+    )
+
+
+def supports_rows(shape: KShape) -> str | None:
+    """Return why no device runs a shape over rows in one order, or None."""
+    if 0 < shape.num_groups <= MAX_GROUPS and _fits_boxes(shape):
+        return None
+    return (
+        f"the kernel in CUDA C++ wants half precision, up to {MAX_GROUPS} groups of a multiple of {HOPPER_STEP} "
+        f"channels and a width that is a multiple of {STORED_TILE[1]}; got {shape.dtype}, G={shape.group_size}, "
+        f"{shape.num_groups} groups, width {shape.width}"
+    )
+
+
+def candidates(shape: KShape, *_: object) -> tuple[Candidate, ...]:
+    """Return the one tile, over one sort of all groups."""
+    return (Candidate(STORED_TILE, STORED_TILE[0], max(shape.num_groups, PATTERN_GROUPS)),)
+
+
+@ROWS_BACKENDS.register("cuda", needs=cuda_obstacle, supports=supports_rows, candidates=candidates)
+@BACKENDS.register("cuda", needs=cuda_obstacle, supports=supports, candidates=candidates)
 def gemm_k(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -24,8 +65,12 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Run `gemm_k_reference`; rows by patterns are in one super-block, which keeps empty ones."""
+    require(misaligned({"h": h, "weight": weight}, (bias,)))
+    if tile and tuple(tile) != STORED_TILE:
+        require(f"the kernel in CUDA C++ has the tile {STORED_TILE} only, got {tuple(tile)}")
     num_rows, width = h.shape[0], weight.shape[0]
     out = h.new_empty(num_rows, width)
     instead = "torch" if isinstance(order, RowReordering) else "triton"

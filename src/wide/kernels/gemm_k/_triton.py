@@ -7,21 +7,120 @@ kernels that store each row once.
 
 import functools
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from wide.kernels.device import device_facts
-from wide.kernels.gemm_k.tiles import KTile
-from wide.kernels.reordering import PatternReordering, RowReordering
+from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.dispatch import Candidate, largest_tile, require
+from wide.kernels.gemm_k.op import BACKENDS, KShape
+from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, PatternReordering, RowReordering
 
 # Shared memory through which a finished tile is rearranged for wide writes; larger tiles leave in pieces.
 _REARRANGED_BYTES = 32768
 
 
+class KTile(NamedTuple):
+    """How one program is cut.
+
+    The rows of a tile come from `PatternReordering.block_m`.
+
+    Args:
+        block_n: Output columns of a tile; divides the output width.
+        block_k: Reduction elements of a pipeline stage; divides the group size.
+        num_stages: Pipeline stages.
+        num_warps: Warps of a program.
+        ctas_per_sm: Programs launched per multiprocessor; two hide one's epilogue behind the other's products.
+        weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer). Where rows of weights are not a multiple of 16
+            bytes apart, as that access wants, 1 means 0: tiles of tables and of `wide tune` come from other shapes,
+            too, and what they say of everything else still holds.
+        slab: Output columns swept at a time, a multiple of block_n; 0 means all.
+        run: Neighbouring tiles of a row that one program computes in one loop, loading the next while it writes this;
+            cut to what divides the tiles in a slab.
+    """
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int = 1
+    weights_by: int = 0
+    slab: int = 0
+    run: int = 1
+
+
+# Rows of a tile, and the tile.
+_TILES = (
+    (64, KTile(128, 64, 3, 4, 2, 1, run=4)),
+    (64, KTile(128, 64, 3, 4, 3, 1)),
+    (64, KTile(128, 64, 4, 4, 2, 1)),
+    (64, KTile(256, 64, 4, 4, 1, 1)),
+    (64, KTile(256, 64, 2, 4, 2, 1)),
+    (128, KTile(128, 64, 3, 4, 2, 1, run=4)),
+    (128, KTile(128, 64, 3, 4, 2, 1)),
+    (128, KTile(256, 64, 3, 8, 1, 1, run=4)),
+    (128, KTile(256, 64, 4, 8, 1, 1)),
+)
+# Groups in a super-block that are worth trying, by channels of a group.
+_SUPER_BLOCKS = {128: (8, 6, 4), 256: (4, 5, 3), 512: (4, 8)}
+
+
+def default_tile(device: torch.device, shape: KShape, block_m: int) -> KTile:
+    """Return a tile that fits the device; measured tables replace it."""
+    facts = device_facts(device)
+    block_k = largest_tile(shape.group_size, 64 if shape.dtype != torch.float32 else 32)
+    block_n = largest_tile(shape.width, 128)
+    # Half of the cache holds a float32 slab; the rest is for weights and rows.
+    columns = facts.l2_bytes // 2 // (4 * max(1, shape.num_rows))
+    slab = 0 if columns >= shape.width else max(block_n, columns // block_n * block_n)
+    if facts.capability in (90, 100, 103):
+        return KTile(block_n, block_k, 3, 4 if block_m * block_n <= 128 * 128 else 8, 2, 1, slab, 4)
+    if facts.capability in (89, 120):
+        block_k = min(block_k, 32)
+    return KTile(block_n, block_k, 3, 8 if block_m >= 128 else 4, 1, 0, slab)
+
+
+def supports(shape: KShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.group_size % 16 == 0 and shape.width % 16 == 0:
+        return None
+    return f"the kernels want multiples of 16, got groups of {shape.group_size} and a width of {shape.width}"
+
+
+def candidates(shape: KShape, device: torch.device, few: bool) -> Iterator[Candidate]:
+    """Yield the default tile and, unless few are wanted, those worth trying, over super-blocks of some sizes."""
+    default = default_tile(device, shape, BLOCK_M)
+    tiles = [(BLOCK_M, default)]
+    for block_m, tile in () if few else _TILES:
+        if shape.width % tile.block_n == 0 and shape.group_size % tile.block_k == 0:
+            tiles.append((block_m, tile._replace(slab=default.slab // tile.block_n * tile.block_n)))
+    blocks = (PATTERN_GROUPS,) if shape.num_groups <= PATTERN_GROUPS else _SUPER_BLOCKS.get(shape.group_size, (8, 4))
+    for block in blocks[:1] if few else blocks:
+        for block_m, tile in tiles:
+            yield Candidate(tile, block_m, block)
+
+
+def fitted_tile(tile: Sequence[int] | None, device: torch.device, shape: KShape, block_m: int, **default: int) -> KTile:
+    """Return the given tile, or the device's default with some fields replaced.
+
+    Raises:
+        UnfitError: If it does not fit the shape.
+    """
+    chosen = KTile(*tile) if tile else default_tile(device, shape, block_m)._replace(**default)
+    fit = shape.group_size % chosen.block_k == 0 and shape.width % chosen.block_n == 0
+    if not fit or chosen.slab % chosen.block_n or min(block_m, chosen.block_n, chosen.block_k) < 16:
+        require(
+            f"{chosen} with block_m={block_m} does not work for groups of {shape.group_size} and a width of "
+            f"{shape.width}; the kernels want multiples of 16; leave the tile out"
+        )
+    return chosen
+
+
+@BACKENDS.register("triton", needs=triton_obstacle, supports=supports, candidates=candidates)
 def gemm_k(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -29,17 +128,21 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
-    tile: KTile,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemm_k_reference`."""
+    """Run `gemm_k_reference`; the tile is a `KTile`."""
+    shape = KShape(h.dtype, h.shape[0], h.shape[1] // group_size, group_size, weight.shape[0])
+    chosen = fitted_tile(tile, h.device, shape, order.block_m)
+    if weight.stride(0) * weight.element_size() % 16:
+        chosen = chosen._replace(weights_by=0)
     num_rows, width = order.index.shape[1], weight.shape[0]
     out = h.new_empty(num_rows, width)
-    run = functools.partial(_launch, h, weight, order, group_size, tile)
+    run = functools.partial(_launch, h, weight, order, group_size, chosen)
     if order.counts.numel() == 1 and order.keeps_empty:
         # One sort covers all groups: every row is in exactly one tile and is written once.
         run(out, 0, width, bias, reduces=False)
         return out
-    slab = min(tile.slab or width, width)
+    slab = min(chosen.slab or width, width)
     # One float32 slab is reused for all columns, so that reductions stay in the second-level cache.
     total = torch.zeros(num_rows, slab, dtype=torch.float32, device=h.device)
     for column in range(0, width, slab):

@@ -8,14 +8,13 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     compare_all,
     make_case,
     named,
     random_mask,
     random_values,
 )
-from wide.kernels.gemm_k.op import gemm_k, gemm_k_rows, misfit, rows_misfit
+from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape, gemm_k, gemm_k_rows
 from wide.kernels.reorder import reorder_patterns, reorder_rows
 
 _SIZES = ("num_rows", "num_groups", "group_size", "width")
@@ -53,15 +52,15 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     return {**arguments, "order": order}
 
 
-def _misfit(backend: str, case: Case) -> str | None:
-    _, groups, size, width = named(case, *_SIZES)
+def _shape(case: Case) -> KShape:
+    rows, groups, size, width = named(case, *_SIZES)
     is_stored = bool(case.options.get("keeps_empty")) and groups <= case.sizes["groups_per_block"]
-    return misfit(backend, case.dtype, group_size=size, width=width, is_stored=is_stored)
+    return KShape(case.dtype, rows, groups, size, width, is_stored)
 
 
-def _rows_misfit(backend: str, case: Case) -> str | None:
-    _, groups, size, width = named(case, *_SIZES)
-    return rows_misfit(backend, case.dtype, group_size=size, num_groups=groups, width=width)
+def _rows_shape(case: Case) -> KShape:
+    rows, groups, size, width = named(case, *_SIZES)
+    return KShape(case.dtype, rows, groups, size, width)
 
 
 def _build_rows(case: Case, device: torch.device) -> dict[str, Any]:
@@ -109,7 +108,9 @@ _LARGE_CASES = (
 )
 GEMM_K = Operator(
     name="gemm_k",
-    backends=backends(gemm_k, ("triton", "cuda", "tilelang", "cute"), _misfit),
+    call=gemm_k,
+    backends=BACKENDS,
+    shape=_shape,
     cases=_cases(),
     large_cases=_LARGE_CASES,
     build=_build,
@@ -119,7 +120,9 @@ GEMM_K = Operator(
 _rows = functools.partial(make_case, _SIZES, dtype=torch.bfloat16)
 GEMM_K_ROWS = Operator(
     name="gemm_k_rows",
-    backends=backends(gemm_k_rows, ("cuda", "cute"), _rows_misfit),
+    call=gemm_k_rows,
+    backends=ROWS_BACKENDS,
+    shape=_rows_shape,
     cases=(
         _rows((1, 1, 16, 32), active=1.0, dtype=torch.float32),
         _rows((3, 2, 8, 16), biased=True, dtype=torch.float32),

@@ -1,7 +1,6 @@
 """GEMM-MN: gathered rows times the weight rows of their groups (Q, up, gate)."""
 
 from wide.kernels.gemm_mn.cases import GEMM_MN
-from wide.kernels.gemm_mn.op import dense_mn, gemm_mn, misfit
-from wide.kernels.gemm_mn.tiles import MnTile
+from wide.kernels.gemm_mn.op import MnShape, dense_mn, gemm_mn
 
-__all__ = ["GEMM_MN", "MnTile", "dense_mn", "gemm_mn", "misfit"]
+__all__ = ["GEMM_MN", "MnShape", "dense_mn", "gemm_mn"]

@@ -1,15 +1,112 @@
 """GEMM-MN in Triton: a persistent grid over row tiles listed on the device; rows are gathered."""
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from wide.kernels.device import device_facts
-from wide.kernels.gemm_mn.tiles import POINTERS, TMA
-from wide.kernels.reordering import Reordering
+from wide.errors import ShapeError
+from wide.kernels.device import device_facts, triton_obstacle
+from wide.kernels.dispatch import Candidate, largest_tile, require
+from wide.kernels.gemm_mn.op import BACKENDS, GATED_BACKENDS, MnShape, is_stacked
+from wide.kernels.reordering import BLOCK_M, Reordering
+
+# How the kernel reads weights: `MnTile.weights_by`.
+POINTERS, TMA, TMA_STACKED = 0, 1, 2
+# More rows do not fit into shared memory.
+_MAX_BLOCK_M = 128
 
 
+class MnTile(NamedTuple):
+    """How one program is cut.
+
+    The rows of a tile come from `Reordering.block_m`.
+
+    Args:
+        block_n: Channels of a tile (of gate and up each); divides the group size.
+        block_k: Reduction elements of a pipeline stage.
+        num_stages: Pipeline stages.
+        num_warps: Warps of a program.
+        ctas_per_sm: Programs launched per multiprocessor.
+        weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer), 2 the same with gate and up as one product;
+            needs the up weight right behind the gate weight in memory. Where rows of weights are not a multiple of 16
+            bytes long and apart, as that access wants, 1 and 2 mean 0: tiles of tables and of `wide tune` come from
+            other shapes, too, and what they say of everything else still holds.
+    """
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int = 1
+    weights_by: int = 0
+
+
+# Rows of a tile, and the tile.
+_GATED = (
+    (128, MnTile(128, 64, 4, 8, 1, 2)),
+    (128, MnTile(128, 64, 3, 8, 1, 2)),
+    (128, MnTile(128, 64, 4, 8, 1, 1)),
+    (128, MnTile(64, 64, 3, 4, 2, 2)),
+    (64, MnTile(128, 64, 4, 4, 1, 2)),
+    (64, MnTile(128, 64, 2, 4, 2, 2)),
+    (64, MnTile(128, 64, 4, 4, 1, 1)),
+    (64, MnTile(64, 64, 4, 4, 2, 2)),
+)
+_PLAIN = (
+    (128, MnTile(256, 64, 4, 8, 1, 1)),
+    (128, MnTile(256, 64, 3, 8, 1, 1)),
+    (128, MnTile(128, 64, 3, 4, 2, 1)),
+    (64, MnTile(256, 64, 5, 4, 1, 1)),
+    (64, MnTile(256, 64, 4, 4, 1, 1)),
+    (64, MnTile(256, 64, 2, 4, 2, 1)),
+    (64, MnTile(128, 64, 4, 4, 2, 1)),
+    (64, MnTile(128, 64, 3, 4, 3, 1)),
+    (64, MnTile(64, 64, 4, 4, 3, 1)),
+)
+
+
+def default_tile(device: torch.device, shape: MnShape, *, stacked: bool) -> MnTile:
+    """Return a tile that fits the device; measured tables replace it.
+
+    Args:
+        device: Where.
+        shape: Of the call.
+        stacked: Whether the up weight lies right behind the gate weight.
+    """
+    facts = device_facts(device)
+    if facts.capability in (90, 100, 103):
+        block_n = largest_tile(shape.group_size, 128 if shape.gated else 256)
+        warps = 8 if shape.block_m >= 128 and block_n * (2 if shape.gated else 1) >= 128 else 4
+        return MnTile(block_n, 64, 4, warps, 1, 2 if shape.gated and stacked else 1)
+    block_n = largest_tile(shape.group_size, 64 if shape.gated else 128)
+    block_k = 32 if shape.dtype == torch.float32 or facts.capability in (89, 120) else 64
+    return MnTile(block_n, block_k, 3, 8 if shape.block_m >= 128 else 4)
+
+
+def supports(shape: MnShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.group_size % 16 == 0 and 16 <= shape.block_m <= _MAX_BLOCK_M:
+        return None
+    return (
+        f"the Triton backend wants groups that 16 divides and tiles of 16 to {_MAX_BLOCK_M} rows, got groups of "
+        f"{shape.group_size} channels and tiles of {shape.block_m}"
+    )
+
+
+def candidates(shape: MnShape, device: torch.device, few: bool) -> Iterator[Candidate]:
+    """Yield the default tiles and, unless few are wanted, those worth trying."""
+    for block_m in (BLOCK_M, BLOCK_M // 2):
+        yield Candidate(default_tile(device, shape._replace(block_m=block_m), stacked=shape.gated), block_m)
+    for block_m, tile in () if few else _GATED if shape.gated else _PLAIN:
+        if shape.group_size % tile.block_n == 0:
+            yield Candidate(tile, block_m)
+
+
+@BACKENDS.register("triton", needs=triton_obstacle, supports=supports, candidates=candidates)
 def gemm_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -20,14 +117,22 @@ def gemm_mn(
     up_bias: torch.Tensor | None,
     activation: str,
     mask: torch.Tensor | None,
-    tile: tuple[int, ...],
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemm_mn_reference`; `tile` holds the fields of `MnTile`."""
+    """Run `gemm_mn_reference`; the tile is an `MnTile`."""
+    num_groups = order.counts.numel()
+    size, stacked = weight.shape[0] // num_groups, is_stacked(weight, up_weight)
+    shape = MnShape(x.dtype, size, x.shape[1], up_weight is not None, order.block_m)
+    chosen = MnTile(*tile) if tile else default_tile(x.device, shape, stacked=stacked)
+    if chosen.block_n < 16 or size % chosen.block_n:
+        require(f"{chosen} does not work for groups of {size} channels; leave the tile out")
+    if any(length * weight.element_size() % 16 for length in (weight.shape[1], weight.stride(0))):
+        chosen = chosen._replace(weights_by=POINTERS)
+    if chosen.weights_by == TMA_STACKED and not stacked:
+        raise ShapeError("weights_by=2 wants the up weight right behind the gate weight in memory; use weights_by=1")
     num_rows, depth = x.shape
     width = weight.shape[0]
-    num_groups = order.counts.numel()
-    size = width // num_groups
-    block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by = tile
+    block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by = chosen
     out = x.new_empty(num_rows, width)
     w, w_up = _weight_arguments(weight, up_weight, block_n, block_k, weights_by)
     capacity = order.tiles.shape[0] * (size // block_n)
@@ -228,6 +333,7 @@ def _gemm_mn_kernel(
         tl.store(out, values.to(OUT.dtype.element_ty), mask=(places < count)[:, None])
 
 
+@GATED_BACKENDS.register("triton")
 def gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | None) -> torch.Tensor:
     """Return act(gate) * up of `both` = [gate | up], [M, 2 N], zero where `mask` [M, N_G] is given and False."""
     num_rows, width = both.shape[0], both.shape[1] // 2

@@ -9,22 +9,20 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     make_case,
     named,
     random_mask,
     random_values,
     relative_error,
 )
-from wide.kernels.gemm_mn.op import gemm_mn, misfit
+from wide.kernels.gemm_mn.op import BACKENDS, MnShape, gemm_mn
 from wide.kernels.reorder import reorder
 from wide.kernels.reordering import Reordering
 
 
-def _misfit(backend: str, case: Case) -> str | None:
+def _shape(case: Case) -> MnShape:
     size, depth, block_m = named(case, "group_size", "depth", "block_m")
-    gated = bool(case.options.get("gated"))
-    return misfit(backend, case.dtype, group_size=size, depth=depth, gated=gated, block_m=block_m)
+    return MnShape(case.dtype, size, depth, bool(case.options.get("gated")), block_m)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -111,7 +109,9 @@ _LARGE_CASES = (
 )
 GEMM_MN = Operator(
     name="gemm_mn",
-    backends=backends(gemm_mn, ("triton", "cuda", "tilelang", "cute", "dense"), _misfit),
+    call=gemm_mn,
+    backends=BACKENDS,
+    shape=_shape,
     cases=_cases(),
     large_cases=_LARGE_CASES,
     build=_build,

@@ -2,23 +2,39 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from wide.errors import ShapeError, UnsupportedBackendError
+from wide.errors import ShapeError
 from wide.kernels.clear_skipped import cleared
-from wide.kernels.device import HALF, HOPPER_STEP, backend_obstacle, interprets_triton
+from wide.kernels.device import interprets_triton
+from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
-from wide.kernels.gemm_mn.tiles import CLUSTER_TILE, POINTERS, TMA_STACKED, MnTile, default_tile, tilelang_tile
-from wide.kernels.native.cute import CuteTile, tile_misfit
-from wide.kernels.native.launch import misaligned
-from wide.kernels.registration import check_backend, check_tensor, on_device_of_tensors, operator
-from wide.kernels.reordering import Reordering
+from wide.kernels.registration import check_tensor, on_device_of_tensors, operator
+from wide.kernels.reordering import BLOCK_M, Reordering
 
-_BACKENDS = ("torch", "triton", "cuda", "tilelang", "cute", "dense")
-# More rows do not fit into shared memory.
-_MAX_BLOCK_M = 128
+
+class MnShape(NamedTuple):
+    """What a backend may refuse.
+
+    Args:
+        dtype: Of rows and weights.
+        group_size: Channels of a group, G.
+        depth: K.
+        gated: Whether gate and up are multiplied together.
+        block_m: Rows in a tile that rows were sorted into.
+    """
+
+    dtype: torch.dtype
+    group_size: int
+    depth: int
+    gated: bool
+    block_m: int = BLOCK_M
+
+
+BACKENDS = Backends("gemm_mn", __package__)
+GATED_BACKENDS = Backends("gated_activation", __package__)
 
 
 @operator(lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])))
@@ -48,11 +64,8 @@ def gemm_mn(
         up_bias: [N] of gated FFNs.
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         mask: bool [M, N_G]; if given, skipped channels are zero.
-        backend: 'torch', 'triton', 'cuda' (CUDA C++, sm_90, half precision, K a multiple of 64, groups of multiples of
-            128 channels if gated, of 256 if not), 'tilelang', 'cute' (half precision, K a multiple of 8, groups of 16)
-            or 'dense' (computes everything).
-        tile: An `MnTile` for Triton and TileLang, a `CuteTile` for CuTe, CUDA C++ has one only; None takes a default
-            for the device.
+        backend: 'torch', 'dense' (computes everything) or the name of a kernel's file: 'triton', 'cuda'.
+        tile: The backend's own, such as `MnTile`; None takes a default for the device.
 
     Returns:
         [M, N] in the dtype of `x`, accumulated in float32.
@@ -70,51 +83,17 @@ def gemm_mn(
     if any(b is not None and b.shape != weight.shape[:1] for b in (bias, up_bias)):
         raise ShapeError(f"biases must have {weight.shape[0]} entries")
     check_tensor("gemm_mn", "mask", mask, torch.bool, (x.shape[0], num_groups), "any strides")
-    size, gated = weight.shape[0] // num_groups, up_weight is not None
+    shape = MnShape(x.dtype, weight.shape[0] // num_groups, x.shape[1], up_weight is not None, order.block_m)
     options: dict[str, Any] = {"up_weight": up_weight, "bias": bias, "up_bias": up_bias, "activation": activation}
-    shape: dict[str, Any] = {"group_size": size, "gated": gated, "block_m": order.block_m}
-    reason = backend_obstacle(backend, x.device, x.dtype)
-    reason = reason or misfit(backend, x.dtype, depth=x.shape[1], **shape)
-    if reason is None and backend in ("cuda", "tilelang", "cute"):
-        reason = misaligned({"x": x, "weight": weight, "up_weight": up_weight}, (bias, up_bias))
-        if backend == "cute":
-            reason = reason or tile_misfit(CuteTile(*(tile or ())))
-        elif backend == "cuda" and tile and tuple(tile) != CLUSTER_TILE:
-            reason = f"the kernel in CUDA C++ has the tile {CLUSTER_TILE} only, got {tuple(tile)}"
-    check_backend("gemm_mn", backend, _BACKENDS, reason)
-    if backend == "torch":
-        return gemm_mn_reference(x, weight, order, mask=mask, **options)
-    if backend == "dense":
-        return dense_mn(x, weight, mask=mask, **options)
-    if backend == "cuda":
-        from wide.kernels.gemm_mn import _cuda
+    return BACKENDS.run(backend, x.device, shape, x, weight, order, mask=mask, tile=tile, **options)
 
-        return _cuda.gemm_mn(x, weight, order, mask=mask, **options)
-    if backend == "cute":
-        from wide.kernels.gemm_mn import _cute
 
-        return _cute.gemm_mn(x, weight, order, mask=mask, tile=CuteTile(*(tile or ())), **options)
-    stacked = _stacked(weight, up_weight)
-    chosen = default_tile(x.device, stacked=stacked, dtype=x.dtype, **shape)
-    if backend == "tilelang":
-        chosen = tilelang_tile(x.device, **shape)
-    chosen = MnTile(*tile) if tile else chosen
-    if chosen.block_n < 16 or size % chosen.block_n:
-        raise UnsupportedBackendError(
-            f"gemm_mn: {chosen} does not work for groups of {size} channels; leave the tile out, or choose "
-            "backend='dense'"
-        )
-    if backend == "tilelang":
-        from wide.kernels.gemm_mn import _tilelang
+BACKENDS.register("torch")(gemm_mn_reference)
 
-        return _tilelang.gemm_mn(x, weight, order, tile=chosen, mask=mask, **options)
-    from wide.kernels.gemm_mn import _triton
 
-    if any(length * weight.element_size() % 16 for length in (weight.shape[1], weight.stride(0))):
-        chosen = chosen._replace(weights_by=POINTERS)
-    if chosen.weights_by == TMA_STACKED and not stacked:
-        raise ShapeError("weights_by=2 wants the up weight right behind the gate weight in memory; use weights_by=1")
-    return _triton.gemm_mn(x, weight, order, tile=chosen, mask=mask, **options)
+@BACKENDS.register("dense")
+def _dense(x: torch.Tensor, weight: torch.Tensor, _: Reordering, **options: Any) -> torch.Tensor:
+    return dense_mn(x, weight, **options)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, num_groups: int, index: torch.Tensor) -> None:
@@ -134,45 +113,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, num_groups: int, index: torch.
         raise ShapeError("gemm_mn wants x and weight with contiguous rows; call .contiguous() once, at load time")
 
 
-def misfit(
-    backend: str, dtype: torch.dtype, *, group_size: int, depth: int, gated: bool = False, block_m: int = _MAX_BLOCK_M
-) -> str | None:
-    """Return why a backend does not take a shape, on whatever device, or None.
-
-    Args:
-        backend: Its name.
-        dtype: Of rows and weights.
-        group_size: Channels of a group, G.
-        depth: K.
-        gated: Whether gate and up are multiplied together.
-        block_m: Rows that a tile was made for.
-    """
-    if backend == "triton" and (group_size % 16 or not 16 <= block_m <= _MAX_BLOCK_M):
-        return (
-            f"the Triton backend wants groups that 16 divides and tiles of 16 to {_MAX_BLOCK_M} rows, got groups of "
-            f"{group_size} channels and tiles of {block_m}"
-        )
-    fits = group_size % 16 == 0 and depth > 0 and depth % 8 == 0 and 16 <= block_m <= _MAX_BLOCK_M
-    if backend == "tilelang" and not (dtype in HALF and fits):
-        return (
-            f"the kernel in TileLang wants half precision, K a multiple of 8, groups of a multiple of 16 channels and "
-            f"tiles of 16 to {_MAX_BLOCK_M} rows; got {dtype}, K={depth}, G={group_size} and tiles of {block_m}"
-        )
-    if backend == "cute" and not (dtype in HALF and depth > 0 and depth % 8 == 0 and group_size % 16 == 0):
-        return (
-            "the kernel on CuTe wants half precision, K a multiple of 8 and groups of a multiple of 16 channels; got "
-            f"{dtype}, K={depth}, G={group_size}"
-        )
-    whole = group_size % (CLUSTER_TILE[1] // (2 if gated else 1)) == 0
-    if backend == "cuda" and not (dtype in HALF and depth > 0 and depth % HOPPER_STEP == 0 and whole):
-        return (
-            "the kernel in CUDA C++ wants half precision, K a multiple of 64, and groups of a multiple of 128 channels "
-            f"if gated, of 256 if not; got {dtype}, K={depth}, G={group_size}, {'' if gated else 'not '}gated"
-        )
-    return None
-
-
-def _stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
+def is_stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
+    """Return whether the up weight lies right behind the gate weight in memory."""
     bytes_of_weight = weight.numel() * weight.element_size()
     return (
         up_weight is not None
@@ -201,7 +143,7 @@ def dense_mn(
     """
     if up_weight is None:
         values = torch.nn.functional.linear(x, weight, bias)
-    elif _stacked(weight, up_weight) and bias is None and up_bias is None:
+    elif is_stacked(weight, up_weight) and bias is None and up_bias is None:
         width, depth = weight.shape
         values = x @ weight.as_strided((2 * width, depth), (depth, 1)).t()
     else:
@@ -209,13 +151,17 @@ def dense_mn(
         values = torch.cat((gate, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
     if ready is not None:
         ready()
-    if up_weight is not None and x.is_cuda and not interprets_triton():
-        from wide.kernels.gemm_mn import _triton
-
-        return _triton.gated_activation(values, activation, mask)
     if up_weight is not None:
-        gate, up = values.float().chunk(2, 1)
-        values = (activate(gate, activation) * up).to(x.dtype)
-    elif activation != "none":
+        backend = "triton" if x.is_cuda and not interprets_triton() else "torch"
+        return GATED_BACKENDS.run(backend, x.device, AnyShape(x.dtype), values, activation, mask)
+    if activation != "none":
         values = activate(values.float(), activation).to(x.dtype)
+    return values if mask is None else cleared(values, mask)
+
+
+@GATED_BACKENDS.register("torch")
+def _gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return act(gate) * up of `both` = [gate | up], [M, 2 N], zero where `mask` [M, N_G] is given and False."""
+    gate, up = both.float().chunk(2, 1)
+    values = (activate(gate, activation) * up).to(both.dtype)
     return values if mask is None else cleared(values, mask)

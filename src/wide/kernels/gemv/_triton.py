@@ -6,15 +6,65 @@ launch of a kernel that compacts groups.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.gemv.tiles import GemvTile
+from wide.kernels.device import DeviceFacts, device_facts, elementwise_obstacle, halves_only
+from wide.kernels.dispatch import listed
+from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS
 
 # Channels that the K-axis kernel treats as one piece of a group.
 _MAX_SEGMENT = 512
+# Input channels from which a sum takes many steps.
+_LONG_SUM = 8192
+
+
+class GemvTile(NamedTuple):
+    """How one program of a decode GEMM is cut.
+
+    Args:
+        block_n: Output channels that a program owns; cut down to a divisor of the group where groups lie along them.
+        block_k: Input channels in one step; a power of two. Along the K-axis, as many have their weights under way
+            at once.
+        num_warps: Warps of a program.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+_TILES = tuple(
+    GemvTile(block_n=n, block_k=k, num_warps=w)
+    for n, k, w in (
+        (4, 2048, 4), (2, 4096, 4), (4, 1024, 2), (2, 1024, 2), (2, 2048, 4), (4, 1024, 4), (2, 1024, 1), (1, 2048, 2),
+        (2, 512, 1), (4, 512, 1), (4, 2048, 8), (8, 512, 2), (8, 1024, 4), (4, 4096, 8), (1, 4096, 4),
+    )
+)  # fmt: skip
+candidates = listed(_TILES, few=8)
+
+
+def default_mn_tile(facts: DeviceFacts, *, is_gated: bool) -> GemvTile:
+    """Return the N-axis tile for a device; small ones, so that many programs keep many loads in flight."""
+    if facts.capability == 0:
+        return GemvTile(block_n=8, block_k=64, num_warps=4)
+    return GemvTile(block_n=2 if is_gated else 4, block_k=2048, num_warps=4)
+
+
+def default_k_tile(facts: DeviceFacts, *, is_long: bool) -> GemvTile:
+    """Return the K-axis tile for a device.
+
+    Args:
+        facts: Of the device.
+        is_long: Whether a program's sum takes many steps, as that of a down projection does.
+    """
+    if facts.capability == 0:
+        return GemvTile(block_n=8, block_k=64, num_warps=4)
+    return GemvTile(block_n=2, block_k=1024, num_warps=1) if is_long else GemvTile(block_n=4, block_k=1024, num_warps=2)
 
 
 @triton.jit
@@ -185,24 +235,26 @@ def _gemv_k(
         tl.store(out + 3 * N, (tl.sum(sums3, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
 
 
+@MN_BACKENDS.register("triton", needs=elementwise_obstacle, supports=halves_only, candidates=candidates)
 def gemv_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
     mask: torch.Tensor,
     *,
-    tile: GemvTile,
     up_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
     activation: str,
     zero_skipped: bool,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_mn_reference` in one kernel."""
+    """Run `gemv_mn_reference` in one kernel; the tile is a `GemvTile`."""
+    chosen = GemvTile(*tile) if tile else default_mn_tile(device_facts(x.device), is_gated=up_weight is not None)
     num_rows, width_in = x.shape
     width = weight.shape[0]
     group_size = width // mask.shape[1]
-    block_n = math.gcd(tile.block_n, group_size)
-    block_k = min(tile.block_k, triton.next_power_of_2(width_in))
+    block_n = math.gcd(chosen.block_n, group_size)
+    block_k = min(chosen.block_k, triton.next_power_of_2(width_in))
     up = weight if up_weight is None else up_weight
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     _gemv_mn[(width // block_n,)](
@@ -229,23 +281,30 @@ def gemv_mn(
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
         ZERO_SKIPPED=zero_skipped,
-        num_warps=tile.num_warps,
+        num_warps=chosen.num_warps,
     )
     return out
 
 
+@K_BACKENDS.register("triton", needs=elementwise_obstacle, supports=halves_only, candidates=candidates)
 def gemv_k(
-    h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, tile: GemvTile, bias: torch.Tensor | None
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_k_reference` in one kernel."""
+    """Run `gemv_k_reference` in one kernel; the tile is a `GemvTile`."""
+    chosen = GemvTile(*tile) if tile else default_k_tile(device_facts(h.device), is_long=h.shape[1] > _LONG_SUM)
     num_rows, width_in = h.shape
     group_size = width_in // mask.shape[1]
     width = weight.shape[0]
     # The largest power of two that divides a group.
-    segment = min(group_size & -group_size, _MAX_SEGMENT, tile.block_k)
+    segment = min(group_size & -group_size, _MAX_SEGMENT, chosen.block_k)
     num_segments = width_in // segment
     out = torch.empty(num_rows, width, dtype=h.dtype, device=h.device)
-    _gemv_k[(triton.cdiv(width, tile.block_n),)](
+    _gemv_k[(triton.cdiv(width, chosen.block_n),)](
         h,
         weight,
         weight if bias is None else bias,
@@ -259,9 +318,9 @@ def gemv_k(
         G=group_size,
         SEGMENT=segment,
         ROWS=num_rows,
-        BLOCK_N=tile.block_n,
-        UNROLL=max(1, min(tile.block_k // segment, num_segments)),
+        BLOCK_N=chosen.block_n,
+        UNROLL=max(1, min(chosen.block_k // segment, num_segments)),
         HAS_BIAS=bias is not None,
-        num_warps=tile.num_warps,
+        num_warps=chosen.num_warps,
     )
     return out

@@ -8,14 +8,12 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     compare_all,
-    halves_only,
     random_mask,
     random_values,
     relative_error,
 )
-from wide.kernels.gemv.op import gemv_k, gemv_mn, misfit
+from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape, gemv_k, gemv_mn
 
 
 def _build_mn(case: Case, device: torch.device) -> dict[str, Any]:
@@ -52,9 +50,8 @@ def _build_k(case: Case, device: torch.device) -> dict[str, Any]:
     return {"h": h, "weight": weight, "mask": mask, "bias": bias}
 
 
-def _misfit(backend: str, case: Case) -> str | None:
-    size = case.sizes.get("width_in") or case.sizes["group_size"]
-    return halves_only(backend, case) or misfit(backend, case.dtype, size)
+def _shape(case: Case) -> GemvShape:
+    return GemvShape(case.dtype, case.sizes.get("width_in") or case.sizes["group_size"])
 
 
 def _compare_mn(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -74,7 +71,9 @@ _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
 GEMV_MN = Operator(
     name="gemv_mn",
-    backends=backends(gemv_mn, ("triton", "tilelang", "cute"), _misfit, multiplies=False),
+    call=gemv_mn,
+    backends=MN_BACKENDS,
+    shape=_shape,
     cases=(
         _case(1, (1, 16), 1.0, width_in=64),
         _case(1, (5, 32), 0.5, width_in=100, has_bias=True),
@@ -90,7 +89,9 @@ GEMV_MN = Operator(
 )
 GEMV_K = Operator(
     name="gemv_k",
-    backends=backends(gemv_k, ("triton", "tilelang", "cute"), _misfit, multiplies=False),
+    call=gemv_k,
+    backends=K_BACKENDS,
+    shape=_shape,
     cases=(
         _case(1, (1, 64), 1.0, width_out=16),
         _case(1, (7, 32), 0.5, width_out=33, has_bias=True),

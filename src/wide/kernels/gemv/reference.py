@@ -15,8 +15,10 @@ def gemv_mn_reference(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str = "none",
+    zero_skipped: bool = True,
 ) -> torch.Tensor:
-    """Compute every channel, then keep what executes; arguments as in `gemv_mn`."""
+    """Compute every channel, then keep what executes and zero the rest; arguments as in `gemv_mn`."""
+    del zero_skipped
     values = activate(_product(x, weight, bias), activation)
     if up_weight is not None:
         values = values * _product(x, up_weight, up_bias)

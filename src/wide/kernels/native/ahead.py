@@ -1,4 +1,4 @@
-"""Notes which kernels some calls would compile, so that all are compiled side by side before the first of them runs."""
+"""Notes which kernels some calls would compile, so that all are compiled in parallel before the first of them runs."""
 
 import contextlib
 import multiprocessing
@@ -28,7 +28,7 @@ _notes: dict[Note, None] | None = None
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[Note, None]]:
-    """Note kernels instead of compiling them: what asks for one gets a function that does nothing."""
+    """Note kernels instead of compiling them: callers get functions that do nothing."""
     global _notes
     _notes = {}
     try:
@@ -64,7 +64,7 @@ def _timed(note: Note) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         note.build(*note.arguments)
-    # Whoever asks for it in earnest is told again.
+    # The first real call raises it again.
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
     return {"seconds": round(time.perf_counter() - began, 2)}

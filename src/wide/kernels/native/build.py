@@ -102,16 +102,7 @@ def cubin(
 
 
 def product_code(source: Path, variant: Mapping[str, int], folder: Path) -> bytes:
-    """Return the machine code of a product for Hopper, from `folder` if it was compiled before.
-
-    Args:
-        source: Its file.
-        variant: What is compiled in, as the source names it.
-        folder: As in `cubin`.
-
-    Raises:
-        UnsupportedBackendError: As in `cubin`.
-    """
+    """Return `cubin` of a product for Hopper; `variant` is compiled in, by the names of the source's macros."""
     macros = {**variant, "SHARED_BYTES": PRODUCT_BYTES}
     return cubin(source, folder, architecture="sm_90a", macros=macros, header=HOPPER)
 

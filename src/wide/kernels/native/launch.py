@@ -16,7 +16,7 @@ _LINE = 8
 
 
 class _RefusedError(Exception):
-    """What the driver said; a kernel says of itself the rest."""
+    """What the driver said."""
 
     def said(self, name: str, device: torch.device, instead: str) -> UnsupportedBackendError:
         return UnsupportedBackendError(f"{name}: the CUDA driver says on {device}: {self}; choose backend={instead!r}")
@@ -62,12 +62,9 @@ class Kernel:
             raise refused.said(name, device, instead) from refused
 
     def __call__(self, device: torch.device, blocks: int, *arguments: Any) -> None:
-        """Launch on the device's current stream.
+        """Launch so many blocks on the device's current stream.
 
-        Args:
-            device: Where the tensors are.
-            blocks: Of the grid.
-            arguments: Tensors (their address is passed), Python integers (32 bits), and tensor maps.
+        Of tensors the address is passed, integers as 32 bits; tensor maps go as they are.
         """
         from cuda.bindings import driver
 
@@ -121,12 +118,12 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: s
 
 
 def product(source: Path, instead: str, **variant: int) -> Kernel:
-    """Return a product for Hopper, compiled and loaded when it is first asked for.
+    """Return a product for Hopper, compiled and loaded when it is first used.
 
     Args:
-        source: Its file, named like its function.
+        source: Its file, which has the name of its function.
         instead: As of `Kernel`.
-        variant: What is compiled in, as the source names it.
+        variant: What is compiled in, by the names of the source's macros.
 
     Raises:
         UnsupportedBackendError: As of `Kernel`, or if the source cannot be compiled here.

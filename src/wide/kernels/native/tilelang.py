@@ -23,7 +23,7 @@ _INSTALL = "install it with: pip install 'wide[tilelang]'"
 @functools.cache
 def obstacle() -> str | None:
     """Return why TileLang cannot compile in this installation, or None if it can."""
-    # What it reads when it is imported; whoever set one of them keeps it.
+    # TileLang reads these when it is imported. What the user has set stays.
     os.environ.setdefault("TILELANG_CACHE_DIR", str(cache_folder() / "tilelang"))
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
@@ -41,15 +41,15 @@ def obstacle() -> str | None:
 
 
 def kernel(make: Callable[..., Any], device: torch.device, **constants: Any) -> Callable[..., None]:
-    """Return a kernel, compiled and loaded when it is first asked for; it launches on PyTorch's current stream.
+    """Return a kernel, compiled and loaded when it is first used; it launches on PyTorch's current stream.
 
     Args:
         make: Makes its TileLang function.
         device: A GPU, where it runs.
-        constants: Arguments of `make`: what is compiled in.
+        constants: Arguments of `make`, which are compiled in.
     """
-    asked = (make, _architecture(device), tuple(constants.items()))
-    return stand_in(f"{make.__name__} {constants}", _compiled, *asked) or _compiled(*asked)
+    key = (make, _architecture(device), tuple(constants.items()))
+    return stand_in(f"{make.__name__} {constants}", _compiled, *key) or _compiled(*key)
 
 
 def _architecture(device: torch.device) -> str:
@@ -82,27 +82,3 @@ def stages_ahead(num_stages: int) -> int:
     Where threads are not split by what they do, the compiler refuses such a loop more than one.
     """
     return num_stages if is_for_hopper() else 1
-
-
-def warp_policy(block_m: int, block_n: int, num_warps: int) -> Any:
-    """Return how warps share out the tile of a product."""
-    import tilelang.language as T
-
-    # One instruction of sm_90 for 256 columns wants more registers than the compiler grants 512 threads.
-    if block_n > 128 and num_warps > 4:
-        return T.GemmWarpPolicy.FullCol
-    return T.GemmWarpPolicy.FullRow if block_m >= 16 * num_warps else T.GemmWarpPolicy.Square
-
-
-def activate(value: Any, activation: str) -> Any:
-    """Return the activation of a float32 expression of a kernel."""
-    import tilelang.language as T
-
-    if activation == "silu":
-        return value / (1.0 + T.exp(-value))
-    if activation == "gelu_tanh":
-        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
-        return value / (1.0 + T.exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
-    if activation == "relu2":
-        return T.max(value, 0.0) * T.max(value, 0.0)
-    return value

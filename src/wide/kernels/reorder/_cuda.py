@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from wide.kernels.device import cuda_obstacle
 from wide.kernels.native.build import cache_folder, cubin
 from wide.kernels.native.launch import Kernel
+from wide.kernels.reorder.op import ROWS_BACKENDS
 from wide.kernels.reorder.rows_reference import CHUNK_ROWS, SORTED_GROUPS, TILE_ROWS, UNIT_ROWS, num_words
 
 # As reorder_rows.cu has them.
@@ -52,6 +54,7 @@ def _kernels(words: int) -> dict[str, Kernel]:
     }
 
 
+@ROWS_BACKENDS.register("cuda", needs=cuda_obstacle)
 def reorder_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `reorder_rows_reference`."""
     num_rows, num_groups = mask.shape

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from wide.kernels.device import elementwise_obstacle
+from wide.kernels.reorder.op import BACKENDS, PATTERNS_BACKENDS, SEQUENCES_BACKENDS
 from wide.kernels.reorder.reference import BAND
 from wide.kernels.reordering import Reordering
 
@@ -29,6 +31,7 @@ def _chunk_rows(num_rows: int) -> int:
     return 128 if num_rows <= 4096 else 256
 
 
+@BACKENDS.register("triton", needs=elementwise_obstacle)
 def reorder(
     mask: torch.Tensor, *, block_m: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,6 +47,7 @@ def reorder(
     return index, counts, offsets, tiles, num_tiles
 
 
+@SEQUENCES_BACKENDS.register("triton", needs=elementwise_obstacle)
 def reorder_sequences(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `reorder_sequences_reference` in two kernels."""
     num_sequences, num_tokens, num_groups = mask.shape
@@ -256,6 +260,7 @@ def _rows_sorted(num_rows: int, num_blocks: int, bins: int) -> int:
     return small if num_blocks * triton.cdiv(num_rows, small) ** 2 * bins * 4 <= _MAX_BYTES_READ else large
 
 
+@PATTERNS_BACKENDS.register("triton", needs=elementwise_obstacle)
 def reorder_patterns(
     mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

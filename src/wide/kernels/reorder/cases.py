@@ -6,8 +6,17 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, backends, compare_exactly, make_case, random_mask
-from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_rows, reorder_sequences
+from wide.kernels.contract import Case, Operator, compare_exactly, make_case, random_mask
+from wide.kernels.reorder.op import (
+    BACKENDS,
+    PATTERNS_BACKENDS,
+    ROWS_BACKENDS,
+    SEQUENCES_BACKENDS,
+    reorder,
+    reorder_patterns,
+    reorder_rows,
+    reorder_sequences,
+)
 from wide.kernels.reordering import PatternReordering, Reordering
 
 Tensors = tuple[torch.Tensor, ...]
@@ -67,7 +76,8 @@ def _cases(more: Mapping[str, int], options: Mapping[str, Any]) -> tuple[Case, .
 
 REORDER = Operator(
     name="reorder",
-    backends=backends(reorder, ("triton",)),
+    call=reorder,
+    backends=BACKENDS,
     cases=_cases({"block_m": 16}, {}) + _cases({"block_m": 64}, {}),
     build=_build,
     compare=_compare,
@@ -75,7 +85,8 @@ REORDER = Operator(
 )
 REORDER_SEQUENCES = Operator(
     name="reorder_sequences",
-    backends=backends(reorder_sequences, ("triton",)),
+    call=reorder_sequences,
+    backends=SEQUENCES_BACKENDS,
     cases=_cases({"num_sequences": 3}, {}),
     build=_build_sequences,
     compare=_compare_sequences,
@@ -83,7 +94,8 @@ REORDER_SEQUENCES = Operator(
 )
 REORDER_PATTERNS = Operator(
     name="reorder_patterns",
-    backends=backends(reorder_patterns, ("triton",)),
+    call=reorder_patterns,
+    backends=PATTERNS_BACKENDS,
     cases=_cases({"block_m": 16, "groups_per_block": 4}, {"keeps_empty": False})
     + _cases({"block_m": 32, "groups_per_block": 8}, {"keeps_empty": True})
     + _cases({"block_m": 16, "groups_per_block": 1}, {"keeps_empty": False}),
@@ -94,7 +106,8 @@ REORDER_PATTERNS = Operator(
 _rows = functools.partial(make_case, ("num_rows", "num_groups"), dtype=torch.bool)
 REORDER_ROWS = Operator(
     name="reorder_rows",
-    backends=backends(reorder_rows, ("cuda",)),
+    call=reorder_rows,
+    backends=ROWS_BACKENDS,
     cases=(
         _rows((1, 1)),
         _rows((3, 9)),

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.device import backend_obstacle, triton_obstacle
-from wide.kernels.registration import check_backend, operator
+from wide.kernels.dispatch import AnyShape, Backends
+from wide.kernels.registration import operator
 from wide.kernels.reorder.reference import reorder_patterns_reference, reorder_reference, reorder_sequences_reference
 from wide.kernels.reorder.rows_reference import TILE_ROWS, UNIT_ROWS, num_words, reorder_rows_reference
 from wide.kernels.reordering import (
@@ -21,6 +21,15 @@ from wide.kernels.reordering import (
 Two = tuple[torch.Tensor, torch.Tensor]
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+BACKENDS = Backends("reorder", __package__)
+SEQUENCES_BACKENDS = Backends("reorder_sequences", __package__)
+PATTERNS_BACKENDS = Backends("reorder_patterns", __package__)
+ROWS_BACKENDS = Backends("reorder_rows", __package__)
+BACKENDS.register("torch")(reorder_reference)
+SEQUENCES_BACKENDS.register("torch")(reorder_sequences_reference)
+PATTERNS_BACKENDS.register("torch")(reorder_patterns_reference)
+ROWS_BACKENDS.register("torch")(reorder_rows_reference)
 
 MAX_GROUPS = 128
 """Groups that rows in one order may have; what four words hold."""
@@ -86,15 +95,13 @@ def reorder_rows(mask: torch.Tensor, *, backend: str) -> RowReordering:
     return RowReordering(*_reorder_rows(mask, backend))
 
 
-def _check(mask: torch.Tensor, dimensions: int, backend: str, block_m: int = 1) -> None:
+def _check(mask: torch.Tensor, dimensions: int, block_m: int = 1) -> None:
     if mask.dtype != torch.bool or mask.dim() != dimensions or 0 in mask.shape:
         raise ShapeError(
             f"reorder wants a bool mask with {dimensions} non-empty dimensions, got {mask.dtype} {tuple(mask.shape)}"
         )
     if block_m < 1 or block_m & (block_m - 1):
         raise ShapeError(f"block_m must be a power of two, got {block_m}; 64 and 128 are usual")
-    reason = triton_obstacle(mask.device) if backend == "triton" else None
-    check_backend("reorder", backend, ("torch", "triton"), reason)
 
 
 def _empty(mask: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -109,12 +116,8 @@ def _reorder_outputs(mask: torch.Tensor, block_m: int) -> Five:
 
 @operator(_reorder_outputs)
 def _reorder(mask: torch.Tensor, block_m: int, backend: str) -> Five:
-    _check(mask, 2, backend, block_m)
-    if backend == "torch":
-        return reorder_reference(mask, block_m=block_m)
-    from wide.kernels.reorder import _triton
-
-    return _triton.reorder(mask, block_m=block_m)
+    _check(mask, 2, block_m)
+    return BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask, block_m=block_m)
 
 
 def _sequences_outputs(mask: torch.Tensor) -> Two:
@@ -124,12 +127,8 @@ def _sequences_outputs(mask: torch.Tensor) -> Two:
 
 @operator(_sequences_outputs)
 def _reorder_sequences(mask: torch.Tensor, backend: str) -> Two:
-    _check(mask, 3, backend)
-    if backend == "torch":
-        return reorder_sequences_reference(mask)
-    from wide.kernels.reorder import _triton
-
-    return _triton.reorder_sequences(mask)
+    _check(mask, 3)
+    return SEQUENCES_BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask)
 
 
 def _patterns_outputs(mask: torch.Tensor, block_m: int, groups_per_block: int) -> Five:
@@ -141,15 +140,11 @@ def _patterns_outputs(mask: torch.Tensor, block_m: int, groups_per_block: int) -
 
 @operator(_patterns_outputs)
 def _reorder_patterns(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Five:
-    _check(mask, 2, backend, block_m)
+    _check(mask, 2, block_m)
     if not 1 <= groups_per_block <= PATTERN_GROUPS:
         raise ShapeError(f"groups_per_block must lie in 1..{PATTERN_GROUPS}, got {groups_per_block}")
     options: dict[str, Any] = {"block_m": block_m, "groups_per_block": groups_per_block, "keeps_empty": keeps_empty}
-    if backend == "torch":
-        return reorder_patterns_reference(mask, **options)
-    from wide.kernels.reorder import _triton
-
-    return _triton.reorder_patterns(mask, **options)
+    return PATTERNS_BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask, **options)
 
 
 def _rows_outputs(mask: torch.Tensor) -> Four:
@@ -165,9 +160,4 @@ def _reorder_rows(mask: torch.Tensor, backend: str) -> Four:
         raise ShapeError(
             f"reorder_rows wants a bool mask [M, N_G] of 1 to {MAX_GROUPS} groups, got {mask.dtype} {tuple(mask.shape)}"
         )
-    check_backend("reorder_rows", backend, ("torch", "cuda"), backend_obstacle(backend, mask.device))
-    if backend == "torch":
-        return reorder_rows_reference(mask)
-    from wide.kernels.reorder import _cuda
-
-    return _cuda.reorder_rows(mask)
+    return ROWS_BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask)

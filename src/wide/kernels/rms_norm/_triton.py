@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from wide.kernels.device import elementwise_obstacle
+from wide.kernels.rms_norm.op import BACKENDS
+
 _MAX_WARPS = 16
 _ELEMENTS_PER_WARP = 1024
 
@@ -43,6 +46,7 @@ def _rms_norm(
     tl.store(OUT + row * D + columns, normed, mask=inside)
 
 
+@BACKENDS.register("triton", needs=elementwise_obstacle)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, *, addend: torch.Tensor | None, eps: float, unit_offset: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

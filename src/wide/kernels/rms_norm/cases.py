@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, backends, compare_all, make_case, random_values
-from wide.kernels.rms_norm.op import rms_norm
+from wide.kernels.contract import Case, Operator, compare_all, make_case, random_values
+from wide.kernels.rms_norm.op import BACKENDS, rms_norm
 
 _case = functools.partial(make_case, ("num_rows", "width"))
 
@@ -25,7 +25,8 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
 
 RMS_NORM = Operator(
     name="rms_norm",
-    backends=backends(rms_norm, ("triton",), multiplies=False),
+    call=rms_norm,
+    backends=BACKENDS,
     cases=(
         _case((1, 64)),
         _case((3, 100), has_addend=False),

@@ -1,14 +1,18 @@
 """RMSNorm as an operator of torch."""
 
+from typing import Any
+
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.device import triton_obstacle
-from wide.kernels.registration import check_backend, check_tensor, operator
+from wide.kernels.dispatch import AnyShape, Backends
+from wide.kernels.registration import check_tensor, operator
 from wide.kernels.rms_norm.reference import rms_norm_reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _MAX_WIDTH = 65536
+
+BACKENDS = Backends("rms_norm", __package__)
 
 
 def rms_norm(
@@ -42,16 +46,10 @@ def rms_norm(
 
 
 def check_norm(name: str, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None) -> None:
-    """Refuse rows, a norm's weight and an addend that do not fit each other.
-
-    Args:
-        name: Of the operator, for messages.
-        x: [M, D].
-        weight: [D].
-        addend: As `x`, or None.
+    """Refuse rows [M, D], a norm's weight [D] and an addend that do not fit each other.
 
     Raises:
-        ShapeError: If they do not fit.
+        ShapeError: If they do not fit; the message begins with `name`.
     """
     if x.dim() != 2 or x.stride(1) != 1 or not 1 <= x.shape[1] <= _MAX_WIDTH:
         raise ShapeError(f"{name} wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")
@@ -68,12 +66,12 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None, eps: float, unit_offset: bool, backend: str
 ) -> Pair:
     check_norm("rms_norm", x, weight, addend)
-    reason = triton_obstacle(x.device) if backend == "triton" else None
-    check_backend("rms_norm", backend, ("torch", "triton"), reason)
-    if backend == "torch":
-        total, normed = rms_norm_reference(x, weight, addend=addend, eps=eps, unit_offset=unit_offset)
-        # An operator's output must not alias its input.
-        return (x.new_empty(0) if addend is None else total), normed
-    from wide.kernels.rms_norm import _triton
+    options: dict[str, Any] = {"addend": addend, "eps": eps, "unit_offset": unit_offset}
+    return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weight, **options)
 
-    return _triton.rms_norm(x, weight, addend=addend, eps=eps, unit_offset=unit_offset)
+
+@BACKENDS.register("torch")
+def _reference(x: torch.Tensor, weight: torch.Tensor, *, addend: torch.Tensor | None, **options: Any) -> Pair:
+    total, normed = rms_norm_reference(x, weight, addend=addend, **options)
+    # An operator's output must not alias its input.
+    return (x.new_empty(0) if addend is None else total), normed

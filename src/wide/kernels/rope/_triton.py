@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from wide.kernels.device import elementwise_obstacle
+from wide.kernels.rope.op import BACKENDS
+
 _HEADS_PER_PROGRAM = 16
 # From so many tokens on, programs of whole tokens are faster and still enough for every multiprocessor.
 _MANY_TOKENS, _HEADS_OF_MANY = 1024, 64
@@ -135,6 +138,7 @@ def _rope_to_cache(
     tl.store(k_to + second, turned_high, mask=is_k)
 
 
+@BACKENDS.register("triton", needs=elementwise_obstacle)
 def rope_to_cache(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,14 +9,13 @@ import torch
 from wide.kernels.contract import (
     Case,
     Operator,
-    backends,
     compare_all,
     make_case,
     named,
     random_mask,
     random_values,
 )
-from wide.kernels.rope.op import rope_to_cache
+from wide.kernels.rope.op import BACKENDS, rope_to_cache
 
 _SIZES = ("batch", "length", "room", "num_query_heads", "num_kv_heads", "head_dim")
 _case = functools.partial(make_case, _SIZES)
@@ -82,7 +81,8 @@ def _compare(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
 
 ROPE = Operator(
     name="rope_to_cache",
-    backends=backends(_in_copies, ("triton",), multiplies=False),
+    call=_in_copies,
+    backends=BACKENDS,
     cases=(
         _case((1, 1, 1, 4, 2, 16)),
         _case((3, 1, 9, 14, 2, 64)),

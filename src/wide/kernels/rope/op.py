@@ -5,11 +5,13 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.device import triton_obstacle
-from wide.kernels.registration import check_backend, check_tensor, operator
+from wide.kernels.dispatch import AnyShape, Backends
+from wide.kernels.registration import check_tensor, operator
 from wide.kernels.rope.reference import rope_to_cache_reference
 
 _NAME = "rope_to_cache"
+BACKENDS = Backends(_NAME, __package__)
+BACKENDS.register("torch")(rope_to_cache_reference)
 
 
 @operator(lambda q: q.new_empty(q.shape), mutates=["k_cache", "v_cache"])
@@ -81,15 +83,10 @@ def rope_to_cache(
         check_tensor(_NAME, "mask", mask, torch.bool, (tokens, mask.shape[-1]), "last stride 1")
         if num_heads % max(mask.shape[-1], 1):
             raise ShapeError(f"{_NAME}: {mask.shape[-1]} groups do not divide {num_heads} query heads")
-    reason = triton_obstacle(q.device) if backend == "triton" else None
-    check_backend(_NAME, backend, ("torch", "triton"), reason)
     options: dict[str, Any] = {"places": places, "mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     options |= {"unit_offset": unit_offset, "interleaved": interleaved}
-    if backend == "torch":
-        return rope_to_cache_reference(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
-    from wide.kernels.rope import _triton
-
-    return _triton.rope_to_cache(q, k, v, cos, sin, positions, k_cache, v_cache, **options)
+    tensors = q, k, v, cos, sin, positions, k_cache, v_cache
+    return BACKENDS.run(backend, q.device, AnyShape(q.dtype), *tensors, **options)
 
 
 def _check_shapes(

@@ -2,6 +2,6 @@
 
 from wide.kernels.route.cases import NORM_ROUTE, ROUTE
 from wide.kernels.route.op import MAX_FEW_ROWS, norm_route, route
-from wide.kernels.route.tiles import RouteWeights, split_weights
+from wide.kernels.route.weights import RouteWeights, split_weights
 
 __all__ = ["MAX_FEW_ROWS", "NORM_ROUTE", "ROUTE", "RouteWeights", "norm_route", "route", "split_weights"]

@@ -6,12 +6,18 @@ has such programs of its own, so that all rows wait at the same time; where the 
 its row again for itself. Both are cheaper than another launch.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.route.tiles import SMALLEST_BLOCK, RouteTile
+from wide.kernels.device import DeviceFacts, device_facts, halves_only, triton_obstacle
+from wide.kernels.route.op import BACKENDS, MAX_FEW_ROWS, NORM_BACKENDS
+from wide.kernels.route.weights import NUM_COUNTERS, RouteWeights
 
+SMALLEST_BLOCK = 16
+_SMALL_SHARED_MEMORY = (89, 120)
 # Channels of a program of one row.
 _FEW_BLOCK = 128
 # Most programs that share out one tile of rows; the last one adds up as many parts.
@@ -20,6 +26,62 @@ _MAX_SHARES = 16
 _SPLIT_CHANNELS, _SPLIT_ENTRIES = 256, 16384
 # Entries of the second matrix that a program holds at a time.
 _DIFFERENCES = 4096
+
+
+class RouteTile(NamedTuple):
+    """Tile of the kernel for many rows.
+
+    Args:
+        block_m: Rows.
+        block_k: Channels of a pipeline stage.
+        block_g: Groups decided at a time.
+        num_warps: Warps of a program.
+        num_stages: Pipeline stages.
+    """
+
+    block_m: int
+    block_k: int
+    block_g: int
+    num_warps: int
+    num_stages: int
+
+
+def default_tile(facts: DeviceFacts, num_rows: int) -> RouteTile:
+    """Return the largest tile that still gives most multiprocessors rows of their own."""
+    block_m = next((b for b in (128, 64, 32) if num_rows >= b * facts.num_sms * 3 // 4), SMALLEST_BLOCK)
+    # Only warp-group products leave registers for 64 groups at a time.
+    block_g = 64 if facts.capability in (90, 100, 103) else 32
+    if facts.capability in _SMALL_SHARED_MEMORY:
+        return RouteTile(min(block_m, 64), 64, block_g, 4, 3)
+    return RouteTile(block_m, 128, block_g, 4 if block_m <= 64 else 8, 4 if block_m <= 64 else 3)
+
+
+@BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
+def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float, beside: bool) -> torch.Tensor:
+    """Run `route_reference` in the kernel for this number of rows."""
+    tile = default_tile(device_facts(x.device), x.shape[0])
+    if x.shape[0] <= MAX_FEW_ROWS and not beside:
+        return _few(x, None, weights, addend=None, threshold=threshold)[2]
+    if x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
+        return route_split(x, weights, threshold=threshold)
+    return route_many(x, weights, threshold=threshold, tile=tile)
+
+
+@NORM_BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
+def norm_route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    addend: torch.Tensor | None,
+    threshold: float,
+    eps: float,
+    unit_offset: bool,
+    reads_residual: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run `norm_route_reference` in one kernel; sums exist with an addend."""
+    options: dict[str, Any] = {"eps": eps, "unit_offset": unit_offset, "reads_residual": reads_residual}
+    return _few(x, weight, weights, addend=addend, threshold=threshold, **options)
 
 
 @triton.jit
@@ -240,16 +302,9 @@ def _route_few(
         tl.store(COUNTER + row, 0)
 
 
-def route(
-    x: torch.Tensor,
-    down: torch.Tensor,
-    difference: torch.Tensor,
-    offset: torch.Tensor | None,
-    *,
-    threshold: float,
-    tile: RouteTile,
-) -> torch.Tensor:
-    """Run `route_reference` in one kernel."""
+def route_many(x: torch.Tensor, weights: RouteWeights, *, threshold: float, tile: RouteTile) -> torch.Tensor:
+    """Run `route_reference` in one kernel, with many rows a program."""
+    down, difference, offset, _ = weights
     num_rows, width = x.shape
     num_groups, rank = difference.shape
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
@@ -278,16 +333,9 @@ def route(
     return mask
 
 
-def route_split(
-    x: torch.Tensor,
-    down: torch.Tensor,
-    difference: torch.Tensor,
-    offset: torch.Tensor | None,
-    counter: torch.Tensor,
-    *,
-    threshold: float,
-) -> torch.Tensor:
+def route_split(x: torch.Tensor, weights: RouteWeights, *, threshold: float) -> torch.Tensor:
     """Run `route_reference` in one kernel whose programs share out the channels of each tile of rows."""
+    down, difference, offset, counter = weights
     num_rows, width = x.shape
     num_groups, rank = difference.shape
     block_r = max(16, triton.next_power_of_2(rank))
@@ -326,21 +374,19 @@ def route_split(
     return mask
 
 
-def norm_route_few(
+def _few(
     x: torch.Tensor,
     weight: torch.Tensor | None,
-    down: torch.Tensor,
-    difference: torch.Tensor,
-    offset: torch.Tensor | None,
-    counter: torch.Tensor,
+    weights: RouteWeights,
     *,
     addend: torch.Tensor | None,
     threshold: float,
-    eps: float,
-    unit_offset: bool,
-    reads_residual: bool,
+    eps: float = 0.0,
+    unit_offset: bool = False,
+    reads_residual: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `norm_route_reference` (without a weight: `route_reference`) in one kernel; sums exist with an addend."""
+    down, difference, offset, counter = weights
     num_rows, width = x.shape
     num_groups, rank = difference.shape
     num_shares = triton.cdiv(width, _FEW_BLOCK)

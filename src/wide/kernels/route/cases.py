@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, backends, compare_all, halves_only, make_case, named, random_values
-from wide.kernels.route.op import Three, norm_route, route
+from wide.kernels.contract import Case, Operator, compare_all, make_case, named, random_values
+from wide.kernels.route.op import BACKENDS, NORM_BACKENDS, Three, norm_route, route
 from wide.kernels.route.reference import margins
-from wide.kernels.route.tiles import RouteWeights, split_weights
+from wide.kernels.route.weights import split_weights
 
 # Margins closer to the threshold than this, of the mean, may fall on either side.
 _NEAR = 1e-3
@@ -48,8 +48,7 @@ def _build_norm(case: Case, device: torch.device) -> dict[str, Any]:
 
 def _flips(x: torch.Tensor, arguments: Mapping[str, Any], got: torch.Tensor) -> float:
     """Return the share of decisions that differ although their margin is not near the threshold."""
-    weights: RouteWeights = arguments["weights"]
-    margin = margins(x, weights.down, weights.difference, weights.offset) - arguments["threshold"]
+    margin = margins(x, arguments["weights"]) - arguments["threshold"]
     wrong = (got != (margin >= 0)) & (margin.abs() > _NEAR * margin.abs().mean())
     return wrong.float().mean().item()
 
@@ -69,7 +68,8 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 ROUTE = Operator(
     name="route",
-    backends=backends(route, ("triton",), halves_only),
+    call=route,
+    backends=BACKENDS,
     cases=(
         _case((1, 64, 4, 8)),
         _case((3, 200, 16, 7), has_bias=True, threshold=0.3),
@@ -85,7 +85,8 @@ ROUTE = Operator(
 )
 NORM_ROUTE = Operator(
     name="norm_route",
-    backends=backends(norm_route, ("triton",), halves_only),
+    call=norm_route,
+    backends=NORM_BACKENDS,
     cases=(
         _case((1, 64, 4, 8)),
         _case((4, 300, 16, 140), has_addend=True, has_bias=True),

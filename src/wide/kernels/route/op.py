@@ -5,15 +5,19 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.device import device_facts, half_obstacle
-from wide.kernels.registration import check_backend, operator
+from wide.kernels.dispatch import AnyShape, Backends
+from wide.kernels.registration import operator
 from wide.kernels.rms_norm.op import check_norm
 from wide.kernels.route.reference import norm_route_reference, route_reference
-from wide.kernels.route.tiles import NUM_COUNTERS, SMALLEST_BLOCK, RouteWeights, default_tile
+from wide.kernels.route.weights import RouteWeights
 
 # Up to here each row has programs of its own, which share out its channels and norm it, too.
 MAX_FEW_ROWS = 16
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+BACKENDS = Backends("route", __package__)
+NORM_BACKENDS = Backends("norm_route", __package__)
+BACKENDS.register("torch")(route_reference)
 
 
 @operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
@@ -35,20 +39,8 @@ def route(
 
     Source: paper, section 3.1 (routing components).
     """
-    _check(x, weights, backend)
-    down, difference, offset, counter = weights
-    if backend == "torch":
-        return route_reference(x, down, difference, offset, threshold=threshold)
-    from wide.kernels.route import _triton
-
-    tile = default_tile(device_facts(x.device), x.shape[0])
-    is_few = x.shape[0] <= MAX_FEW_ROWS and not beside
-    if not is_few and x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
-        return _triton.route_split(x, down, difference, offset, counter, threshold=threshold)
-    if not is_few:
-        return _triton.route(x, down, difference, offset, threshold=threshold, tile=tile)
-    options: dict[str, Any] = {"addend": None, "eps": 0.0, "unit_offset": False, "reads_residual": True}
-    return _triton.norm_route_few(x, None, down, difference, offset, counter, threshold=threshold, **options)[2]
+    _check(x, weights)
+    return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weights, threshold=threshold, beside=beside)
 
 
 def norm_route(
@@ -84,7 +76,7 @@ def norm_route(
     return (x if addend is None else total), normed, mask
 
 
-def _check(x: torch.Tensor, weights: RouteWeights, backend: str) -> None:
+def _check(x: torch.Tensor, weights: RouteWeights) -> None:
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"route wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")
     rank = weights.difference.shape[1]
@@ -96,8 +88,6 @@ def _check(x: torch.Tensor, weights: RouteWeights, backend: str) -> None:
         )
     if not all(t is None or t.is_contiguous() for t in weights):
         raise ShapeError("route wants contiguous weights, as split_weights makes them")
-    reason = half_obstacle(x.device, x.dtype) if backend == "triton" else None
-    check_backend("route", backend, ("torch", "triton"), reason)
 
 
 def _norm_route_outputs(x: torch.Tensor, addend: torch.Tensor | None, difference: torch.Tensor) -> Three:
@@ -117,8 +107,7 @@ def _norm_route(
     reads_residual: bool,
     backend: str,
 ) -> Three:
-    _check(x, weights, backend)
-    down, difference, offset, counter = weights
+    _check(x, weights)
     if not 1 <= x.shape[0] <= MAX_FEW_ROWS:
         raise ShapeError(f"norm_route takes 1 to {MAX_FEW_ROWS} rows, got {x.shape[0]}; use rms_norm, then route")
     check_norm("norm_route", x, weight, addend)
@@ -129,10 +118,13 @@ def _norm_route(
         "unit_offset": unit_offset,
         "reads_residual": reads_residual,
     }
-    if backend == "torch":
-        total, normed, mask = norm_route_reference(x, weight, down, difference, offset, **options)
-        # An operator's output must not alias its input.
-        return (x.new_empty(0) if addend is None else total), normed, mask
-    from wide.kernels.route import _triton
+    return NORM_BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weight, weights, **options)
 
-    return _triton.norm_route_few(x, weight, down, difference, offset, counter, **options)
+
+@NORM_BACKENDS.register("torch")
+def _norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, weights: RouteWeights, *, addend: torch.Tensor | None, **options: Any
+) -> Three:
+    total, normed, mask = norm_route_reference(x, weight, weights, addend=addend, **options)
+    # An operator's output must not alias its input.
+    return (x.new_empty(0) if addend is None else total), normed, mask

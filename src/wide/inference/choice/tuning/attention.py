@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from wide.inference.choice.layer_sizes import LayerSizes, operator_case
 from wide.inference.choice.tuning.products import choice_name, exact_mask, normal, shipped_name
 from wide.inference.choice.tuning.race import Call, Race, relative
+from wide.inference.choice.tuning.tiles import candidates as candidates_of
 from wide.inference.operators.table import DENSE
 from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.device import backend_obstacle
 from wide.kernels.reorder import reorder_sequences
 from wide.kernels.tuning import Choice
 
@@ -75,9 +75,9 @@ def prompt_race(
     peers = tuple(candidates)
     stands_for = dict.fromkeys(peers, DENSE)
     names = {"triton": "operator, reorder charged"}
-    tries = not choices or any(choice.backend == "tilelang" for choice in choices)
-    if tries and backend_obstacle("tilelang", device) is None:
-        names["tilelang"] = "tilelang operator, reorder charged"
+    # Backends whose default is tried.
+    defaults = choices or candidates_of("attention", sizes, length, device, quick=True)
+    names |= {choice.backend: f"{choice.backend} operator, reorder charged" for choice in defaults if not choice.tile}
     for backend, name in names.items():
         tile = shipped.tile if shipped is not None and shipped.backend == backend else ()
         candidates[name] = [partial(charged, backend, tile)]

@@ -160,7 +160,6 @@ def product_race(
     device: torch.device,
     choices: Sequence[Choice] | None = None,
     quick: bool = True,
-    packaged: bool = False,
     zeroed: bool | None = True,
     shipped: Choice | None = None,
     mask: torch.Tensor | None = None,
@@ -178,7 +177,6 @@ def product_race(
         device: Where.
         choices: That are tried; None = those that fit.
         quick: Of these, fewer.
-        packaged: Of these, also backends that need packages of their own.
         zeroed: Of 'gate_up', whether skipped places get zeros, as the down projection needs wherever it is dense, which
             it mostly is; None leaves such places unwritten, and has the first choice write zeros, too.
         shipped: What `wide.optimize` takes today, which is tried first.
@@ -188,7 +186,7 @@ def product_race(
     raced, few = product.peers(), rows <= MAX_ROWS
     sums, gated = name in SUMS and not few, sizes.gates(name)
     if choices is None:
-        choices = candidates(name, sizes, rows, device, quick=quick, packaged=packaged)
+        choices = candidates(name, sizes, rows, device, quick=quick)
     tried = list(choices)
     tried = [shipped.kernel, *tried] if shipped is not None and shipped.tile else tried
     tried = list(dict.fromkeys([Choice(backend="triton"), *tried] if few else tried))
@@ -201,7 +199,7 @@ def product_race(
         if choice.groups_per_block > PATTERN_GROUPS:
             choice = replace(choice, left_to_tiles=left_to_tiles(product.mask))
         stands_for[label] = choice
-    if may_clear and zeroed is None:
+    if may_clear and zeroed is None and tried:
         raced[f"{choice_name(tried[0])} zeroed"] = [partial(product.run, product.weights[0], tried[0], True)]
     operator, case = operator_case(name, sizes, rows, active)
     width, _, size = sizes.grouped(name)

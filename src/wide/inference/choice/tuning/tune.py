@@ -201,7 +201,7 @@ def _shapes(
     names: list[tuple[OperatorName, float]] = []
     names += [("gate_up", executed[1]), ("down", executed[1])] if layer.ffn else []
     names += [("query", executed[0]), ("output", executed[0])] if layer.attention else []
-    sizes, options = layer.sizes, dict[str, Any](device=device, quick=quick, packaged=not quick)
+    sizes, options = layer.sizes, dict[str, Any](device=device, quick=quick)
     few_rows = _FEW_ROWS[:1] if quick else _FEW_ROWS
     for count in few_rows if few else rows:
         for name, active in names:

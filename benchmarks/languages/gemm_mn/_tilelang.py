@@ -3,17 +3,59 @@
 On sm_90 its compiler makes half of the threads load: rows by gathering copies, weights by tensor-memory access.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tilelang.language as T
 import torch
 
+from benchmarks.languages.tilelang import activate, warp_policy
 from wide.kernels.clear_skipped import cleared
-from wide.kernels.gemm_mn.tiles import MnTile
-from wide.kernels.native.tilelang import activate, is_for_hopper, kernel, warp_policy
-from wide.kernels.reordering import Reordering
+from wide.kernels.device import HALF, device_facts, tilelang_obstacle
+from wide.kernels.dispatch import Candidate, largest_tile, require
+from wide.kernels.gemm_mn._triton import MnTile
+from wide.kernels.gemm_mn.op import BACKENDS, MnShape
+from wide.kernels.native.launch import misaligned
+from wide.kernels.native.tilelang import is_for_hopper, kernel
+from wide.kernels.reordering import BLOCK_M, Reordering
+
+# More rows do not fit into shared memory.
+_MAX_BLOCK_M = 128
 
 
+def default_tile(device: torch.device, *, group_size: int, block_m: int, gated: bool) -> MnTile:
+    """Return a tile that fits the device and spills nothing."""
+    capability = device_facts(device).capability
+    if capability == 90 and block_m >= 128 and not gated and group_size % 256 == 0:
+        # Fewer rows are loaded twice; a fourth stage does not fit.
+        return MnTile(256, 64, 3, 8)
+    # On sm_90 those who multiply have the registers of those who load; elsewhere 512 threads share them alike.
+    block_n = largest_tile(group_size, 64 if gated and capability != 90 else 128)
+    warps = 8 if block_m >= 128 else 4
+    if capability in (89, 120):
+        return MnTile(block_n, 32, 3, warps)
+    return MnTile(block_n, 64, 4 if capability >= 90 else 3, warps)
+
+
+def supports(shape: MnShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    fits = shape.group_size % 16 == 0 and shape.depth > 0 and shape.depth % 8 == 0
+    if shape.dtype in HALF and fits and 16 <= shape.block_m <= _MAX_BLOCK_M:
+        return None
+    return (
+        "the kernel in TileLang wants half precision, K a multiple of 8, groups of a multiple of 16 channels and tiles "
+        f"of 16 to {_MAX_BLOCK_M} rows; got {shape.dtype}, K={shape.depth}, G={shape.group_size} and tiles of "
+        f"{shape.block_m}"
+    )
+
+
+def candidates(*_: object) -> Iterator[Candidate]:
+    """Yield the default tiles."""
+    for block_m in (BLOCK_M, BLOCK_M // 2):
+        yield Candidate((), block_m)
+
+
+@BACKENDS.register("tilelang", needs=tilelang_obstacle, supports=supports, candidates=candidates)
 def gemm_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -24,9 +66,15 @@ def gemm_mn(
     up_bias: torch.Tensor | None,
     activation: str,
     mask: torch.Tensor | None,
-    tile: MnTile,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemm_mn_reference`; of the tile the first four fields count."""
+    """Run `gemm_mn_reference`; of the tile, an `MnTile`, the first four fields count."""
+    require(misaligned({"x": x, "weight": weight, "up_weight": up_weight}, (bias, up_bias)))
+    size, gated = weight.shape[0] // order.counts.numel(), up_weight is not None
+    default = default_tile(x.device, group_size=size, block_m=order.block_m, gated=gated)
+    chosen = MnTile(*tile) if tile else default
+    if chosen.block_n < 16 or size % chosen.block_n:
+        require(f"{chosen} does not work for groups of {size} channels; leave the tile out")
     out = x.new_empty(x.shape[0], weight.shape[0])
     run = kernel(
         make_gemm_mn,
@@ -36,11 +84,11 @@ def gemm_mn(
         num_groups=order.counts.numel(),
         strides=(x.stride(0), weight.stride(0)),
         dtype=str(x.dtype).removeprefix("torch."),
-        gated=up_weight is not None,
+        gated=gated,
         biased=(bias is not None, up_bias is not None),
         activation=activation,
         block_m=order.block_m,
-        tile=tuple(tile[:4]),
+        tile=tuple(chosen[:4]),
     )
     run(
         x,

@@ -7,13 +7,15 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from wide.errors import UnsupportedBackendError
+from wide.kernels.device import ampere_obstacle
+from wide.kernels.dispatch import require
 from wide.kernels.native.ahead import stand_in
 from wide.kernels.native.build import cache_folder
 from wide.writing import replacing
@@ -39,16 +41,28 @@ LEVELS = (0, 1, 2)
 STAGES = (2, 3, 4)
 
 
-def tile_misfit(tile: CuteTile, levels: tuple[int, ...] = LEVELS) -> str | None:
-    """Return why no kernel on CuTe has a tile, or None.
+def cute_tile(
+    tile: Sequence[int] | None, levels: tuple[int, ...] = LEVELS, default: CuteTile | None = None
+) -> CuteTile:
+    """Return the tile of a call.
 
     Args:
-        tile: That is asked for.
+        tile: Its fields; empty takes the default.
         levels: Which the operator has.
+        default: None = level 2.
+
+    Raises:
+        UnfitError: If no kernel on CuTe has it.
     """
-    if tile.level in levels and tile.num_stages in (0, *STAGES):
-        return None
-    return f"on CuTe it has the levels {levels} and {STAGES[0]} to {STAGES[-1]} stages, got {tile}"
+    chosen = CuteTile(*tile) if tile else default or CuteTile()
+    if chosen.level not in levels or chosen.num_stages not in (0, *STAGES):
+        require(f"on CuTe it has the levels {levels} and {STAGES[0]} to {STAGES[-1]} stages, got {chosen}")
+    return chosen
+
+
+def cute_obstacle(device: torch.device, _: torch.dtype) -> str | None:
+    """Return why kernels on CuTe cannot run on `device`, or None if they can."""
+    return ampere_obstacle(device) or obstacle()
 
 
 @functools.cache
@@ -56,7 +70,7 @@ def obstacle() -> str | None:
     """Return why kernels on CuTe cannot be built in this installation, or None if they can."""
     missing = [name for module, name in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        return f"kernels on CuTe need {' and '.join(missing)}: pip install 'wide[cute]'"
+        return f"kernels on CuTe need {' and '.join(missing)}: pip install {' '.join(missing)}"
     if compiler() is None:
         return (
             "kernels on CuTe need nvcc of CUDA 12.8 or newer, on PATH or in $CUDA_HOME/bin: conda install -c nvidia "

@@ -4,16 +4,19 @@ On Hopper by wgmma and tensor maps (gemm_mn_cute_hopper.cu), elsewhere by mma.sy
 """
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.languages.cute import LEVELS, CuteTile, cute_obstacle, cute_tile, function
 from wide.kernels.clear_skipped import cleared
-from wide.kernels.device import device_facts
+from wide.kernels.device import HALF, device_facts
+from wide.kernels.dispatch import Candidate, largest_tile, require
+from wide.kernels.gemm_mn._cuda import CLUSTER_TILE
+from wide.kernels.gemm_mn.op import BACKENDS, MnShape
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
-from wide.kernels.gemm_mn.tiles import CLUSTER_TILE, largest_tile
-from wide.kernels.native.cute import CuteTile, function
-from wide.kernels.native.launch import tensor_map
+from wide.kernels.native.launch import misaligned, tensor_map
 from wide.kernels.reorder._triton import row_tiles
 from wide.kernels.reordering import Reordering
 
@@ -66,6 +69,23 @@ def hopper_variant(
     }
 
 
+def supports(shape: MnShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.dtype in HALF and shape.depth > 0 and shape.depth % 8 == 0 and shape.group_size % 16 == 0:
+        return None
+    return (
+        "the kernel on CuTe wants half precision, K a multiple of 8 and groups of a multiple of 16 channels; got "
+        f"{shape.dtype}, K={shape.depth}, G={shape.group_size}"
+    )
+
+
+def candidates(*_: object) -> Iterator[Candidate]:
+    """Yield all levels."""
+    for level in LEVELS:
+        yield Candidate(CuteTile(level), CLUSTER_TILE[0])
+
+
+@BACKENDS.register("cute", needs=cute_obstacle, supports=supports, candidates=candidates)
 def gemm_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -76,14 +96,16 @@ def gemm_mn(
     up_bias: torch.Tensor | None,
     activation: str,
     mask: torch.Tensor | None,
-    tile: CuteTile,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemm_mn_reference`."""
+    """Run `gemm_mn_reference`; the tile is a `CuteTile`."""
+    require(misaligned({"x": x, "weight": weight, "up_weight": up_weight}, (bias, up_bias)))
+    chosen = cute_tile(tile)
     out = x.new_empty(x.shape[0], weight.shape[0])
     size, gated = weight.shape[0] // order.counts.numel(), up_weight is not None
     facts = device_facts(x.device)
     if facts.capability == 90 and size % _HOPPER_GROUP == 0:
-        compiled = hopper_variant(tile, x.dtype, group_size=size, gated=gated, activation=activation)
+        compiled = hopper_variant(chosen, x.dtype, group_size=size, gated=gated, activation=activation)
         # A quarter of a tile's weights, in lines of 128 bytes.
         box = compiled["BN"] * (2 if gated else 1) // 4, 64
         both = weight, weight if up_weight is None else up_weight
@@ -92,7 +114,7 @@ def gemm_mn(
         run = function(HOPPER_SOURCE, x.device, **compiled)
         run(x, bias, up_bias, out, *lists, *map(ctypes.addressof, maps), facts.num_sms // 2 * 2)
     else:
-        compiled = variant(tile, x.dtype, group_size=size, block_m=order.block_m, gated=gated)
+        compiled = variant(chosen, x.dtype, group_size=size, block_m=order.block_m, gated=gated)
         lists = order.index, order.counts, order.tiles, order.num_tiles
         run = function(SOURCE, x.device, **compiled)
         run(x, weight, up_weight, bias, up_bias, out, *lists, order.block_m, ACTIVATIONS.index(activation))

@@ -5,20 +5,25 @@ On Hopper, where each row is in one tile, by wgmma and tensor maps (gemm_k_cute_
 """
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from wide.kernels.device import HOPPER_STEP, device_facts
+from benchmarks.languages.cute import CuteTile, cute_obstacle, cute_tile, function
+from wide.kernels.device import HALF, HOPPER_STEP, device_facts
+from wide.kernels.dispatch import Candidate, require
+from wide.kernels.gemm_k._cuda import STORED_TILE
 from wide.kernels.gemm_k._triton import in_one_order
-from wide.kernels.gemm_k.tiles import STORED_TILE
-from wide.kernels.native.cute import CuteTile, function
-from wide.kernels.native.launch import tensor_map
+from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape
+from wide.kernels.native.launch import misaligned, tensor_map
+from wide.kernels.reorder.op import MAX_GROUPS
 from wide.kernels.reorder.rows_reference import TILE_ROWS
-from wide.kernels.reordering import PatternReordering, RowReordering
+from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, PatternReordering, RowReordering
 
 SOURCE = Path(__file__).with_name("gemm_k_cute.cu")
 HOPPER_SOURCE = Path(__file__).with_name("gemm_k_cute_hopper.cu")
+_LEVELS = (1, 2)
 
 
 def variant(
@@ -63,6 +68,35 @@ def hopper_variant(tile: CuteTile, dtype: torch.dtype, words: int, *, is_drawn: 
     }
 
 
+def supports(shape: KShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.dtype in HALF and shape.group_size % 8 == 0 and shape.width % 8 == 0:
+        return None
+    return (
+        "the kernel on CuTe wants half precision, groups of a multiple of 8 channels and a width of one; got "
+        f"{shape.dtype}, G={shape.group_size}, width {shape.width}"
+    )
+
+
+def candidates(*_: object) -> Iterator[Candidate]:
+    """Yield both levels over one sort of some groups, and over one for each group as in the paper."""
+    for block in (PATTERN_GROUPS, 1):
+        for level in _LEVELS:
+            yield Candidate(CuteTile(level), BLOCK_M, block)
+
+
+def supports_rows(shape: KShape) -> str | None:
+    """Return why no device runs a shape over rows in one order, or None."""
+    return supports(shape) if shape.num_groups <= MAX_GROUPS else f"{shape.num_groups} groups are too many"
+
+
+def candidates_of_rows(shape: KShape, *_: object) -> tuple[Candidate, ...]:
+    """Return the one level that rows in one order have."""
+    return (Candidate(CuteTile(), BLOCK_M, shape.num_groups),)
+
+
+@ROWS_BACKENDS.register("cute", needs=cute_obstacle, supports=supports_rows, candidates=candidates_of_rows)
+@BACKENDS.register("cute", needs=cute_obstacle, supports=supports, candidates=candidates)
 def gemm_k(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -70,9 +104,14 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
-    tile: CuteTile,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemm_k_reference`; what several tiles have of a row is added up in float32, in any order."""
+    """Run `gemm_k_reference`; the tile is a `CuteTile`.
+
+    What several tiles have of a row is added up in float32, in any order.
+    """
+    require(misaligned({"h": h, "weight": weight}, (bias,)))
+    chosen = cute_tile(tile, _LEVELS)
     shape = h.shape[0], weight.shape[0]
     is_stored = isinstance(order, RowReordering) or (order.counts.numel() == 1 and order.keeps_empty)
     out = h.new_empty(shape) if is_stored else h.new_zeros(shape, dtype=torch.float32)
@@ -82,7 +121,7 @@ def gemm_k(
         drawn = order.index.new_zeros(1) if isinstance(order, RowReordering) else None
         order = in_one_order(order)
         weights = tensor_map(weight, STORED_TILE[1], HOPPER_STEP, name="gemm_k", instead="torch")
-        compiled = hopper_variant(tile, h.dtype, order.words.shape[0], is_drawn=drawn is not None)
+        compiled = hopper_variant(chosen, h.dtype, order.words.shape[0], is_drawn=drawn is not None)
         run = function(HOPPER_SOURCE, h.device, **compiled)
         counter = 0 if drawn is None else drawn.data_ptr()
         run(h, bias, out, *order, group_size, ctypes.addressof(weights), facts.num_sms, counter)
@@ -94,7 +133,7 @@ def gemm_k(
         block_m = order.block_m
         many = order.tiles, order.num_tiles, 1, block_m, order.groups_per_block
         lists = order.index, order.patterns, order.counts, *many
-    compiled = variant(tile, h.dtype, group_size=group_size, width=shape[1], block_m=block_m, is_stored=is_stored)
+    compiled = variant(chosen, h.dtype, group_size=group_size, width=shape[1], block_m=block_m, is_stored=is_stored)
     run = function(SOURCE, h.device, **compiled)
     run(h, weight, bias if is_stored else None, out, *lists, group_size)
     if is_stored:

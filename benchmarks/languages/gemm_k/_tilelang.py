@@ -3,16 +3,36 @@
 One loop runs over the channels of all groups of the union: loads of the next group begin while one is multiplied.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from wide.kernels.gemm_k.tiles import KTile
-from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead, warp_policy
+from benchmarks.languages.tilelang import warp_policy
+from wide.kernels.device import HALF, tilelang_obstacle
+from wide.kernels.dispatch import Candidate, require
+from wide.kernels.gemm_k import _triton
+from wide.kernels.gemm_k.op import BACKENDS, KShape
+from wide.kernels.native.launch import misaligned
+from wide.kernels.native.tilelang import is_for_hopper, kernel, stages_ahead
 from wide.kernels.reordering import PatternReordering
 
 
+def supports(shape: KShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    reason = None if shape.dtype in HALF else f"the kernel in TileLang wants half precision, got {shape.dtype}"
+    return _triton.supports(shape) or reason
+
+
+def candidates(shape: KShape, device: torch.device, few: bool) -> Iterator[Candidate]:
+    """Yield the default tiles, with rows sorted as Triton's candidates are."""
+    sorts = ((each.block_m, each.groups_per_block) for each in _triton.candidates(shape, device, few))
+    for block_m, groups_per_block in dict.fromkeys(sorts):
+        yield Candidate((), block_m, groups_per_block)
+
+
+@BACKENDS.register("tilelang", needs=tilelang_obstacle, supports=supports, candidates=candidates)
 def gemm_k(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -20,9 +40,14 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
-    tile: KTile,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemm_k_reference`; of the tile the first four fields and `slab` count."""
+    """Run `gemm_k_reference`; of the tile, a `KTile`, the first four fields and `slab` count."""
+    require(misaligned({"h": h, "weight": weight}, (bias,)))
+    sizes = KShape(h.dtype, h.shape[0], h.shape[1] // group_size, group_size, weight.shape[0])
+    # What loads takes as many threads again: one block fills a multiprocessor.
+    warps = 8 if order.block_m >= 128 else 4
+    chosen = _triton.fitted_tile(tile, h.device, sizes, order.block_m, num_warps=warps)
     num_rows, width = h.shape[0], weight.shape[0]
     out = h.new_empty(num_rows, width)
     shape = {"groups_per_block": order.groups_per_block, "block_m": order.block_m}
@@ -30,7 +55,7 @@ def gemm_k(
     unite = kernel(make_unions, h.device, num_blocks=order.counts.numel(), **shape)
     unite(order.patterns, order.counts, order.tiles, order.num_tiles, unions)
     stored = order.counts.numel() == 1 and order.keeps_empty
-    slab = width if stored else min(tile.slab or width, width)
+    slab = width if stored else min(chosen.slab or width, width)
     # One float32 slab is reused for all columns, so that reductions stay in the second-level cache.
     total = out if stored else torch.empty(num_rows, slab, dtype=torch.float32, device=h.device)
     for column in range(0, width, slab):
@@ -48,7 +73,7 @@ def gemm_k(
             dtype=str(h.dtype).removeprefix("torch."),
             stored=stored,
             biased=bias is not None,
-            tile=tuple(tile[:4]),
+            tile=tuple(chosen[:4]),
             **shape,
         )
         some = slice(column, column + columns)

@@ -1,28 +1,48 @@
 """Decode GEMMs in TileLang: weights of groups that no row executes are never read."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from wide.kernels.gemv.tiles import GemvTile
-from wide.kernels.native.tilelang import activate, kernel
+from benchmarks.languages.tilelang import activate
+from wide.kernels.device import HALF, device_facts, tilelang_obstacle
+from wide.kernels.gemv._triton import GemvTile, default_mn_tile
+from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape
+from wide.kernels.native.tilelang import kernel
+
+# Input channels that threads hold at a time; of four rows more would spill.
+_FRAGMENT = 1024
 
 
+def supports(shape: GemvShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.dtype in HALF and shape.size % 16 == 0:
+        return None
+    return (
+        "the kernel in TileLang wants half precision and multiples of 16 input channels, got "
+        f"{shape.dtype} and {shape.size}"
+    )
+
+
+@MN_BACKENDS.register("tilelang", needs=tilelang_obstacle, supports=supports)
 def gemv_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
     mask: torch.Tensor,
     *,
-    tile: GemvTile,
     up_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
     activation: str,
     zero_skipped: bool,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_mn_reference` in one kernel."""
+    """Run `gemv_mn_reference` in one kernel; the tile is a `GemvTile`."""
+    chosen = GemvTile(*tile) if tile else default_mn_tile(device_facts(x.device), is_gated=up_weight is not None)
+    block_k = min(chosen.block_k, _FRAGMENT)
     width = weight.shape[0]
     out = x.new_empty(x.shape[0], width)
     up = weight if up_weight is None else up_weight
@@ -39,7 +59,7 @@ def gemv_mn(
         biased=bias is not None,
         activation=activation,
         zero_skipped=zero_skipped,
-        tile=(math.gcd(tile.block_n, width // mask.shape[1]), *tile[1:3]),
+        tile=(math.gcd(chosen.block_n, width // mask.shape[1]), block_k, chosen.num_warps),
     )
     run(
         x,
@@ -53,10 +73,18 @@ def gemv_mn(
     return out
 
 
+@K_BACKENDS.register("tilelang", needs=tilelang_obstacle, supports=supports)
 def gemv_k(
-    h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, tile: GemvTile, bias: torch.Tensor | None
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_k_reference` in one kernel."""
+    """Run `gemv_k_reference` in one kernel; the tile is a `GemvTile`."""
+    # All threads of a block share one group's weights at a time.
+    chosen = GemvTile(*tile) if tile else GemvTile(block_n=1, block_k=2048, num_warps=1)
     out = h.new_empty(h.shape[0], weight.shape[0])
     run = kernel(
         make_gemv_k,
@@ -68,7 +96,7 @@ def gemv_k(
         strides=(h.stride(0), weight.stride(0), mask.stride(0)),
         dtype=str(h.dtype).removeprefix("torch."),
         biased=bias is not None,
-        tile=tuple(tile[:3]),
+        tile=tuple(chosen),
     )
     run(h, weight, out[0] if bias is None else bias, mask.view(torch.uint8), out)
     return out

@@ -3,13 +3,19 @@
 Blocks of skipped (sequence, unit) pairs, and those for which a cache holds too few keys, end at once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from wide.kernels.attention_decode.tiles import DecodeTile, num_splits
+from benchmarks.languages.attention_decode._cute import num_splits
+from wide.kernels.attention_decode._triton import DecodeTile, default_tile
+from wide.kernels.attention_decode.op import BACKENDS, DecodeShape
 from wide.kernels.attention_inputs import HeadUnits, score_factors
+from wide.kernels.device import HALF, device_facts, tilelang_obstacle
+from wide.kernels.dispatch import require
+from wide.kernels.native.launch import misaligned
 from wide.kernels.native.tilelang import kernel
 
 # Rows of the smallest matrix fragment.
@@ -17,6 +23,17 @@ _MIN_ROWS = 16
 _LOWEST = -1.0e30
 
 
+def supports(shape: DecodeShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.dtype in HALF and shape.head_dim % 16 == 0 and not shape.is_paged:
+        return None
+    return (
+        "the kernel in TileLang takes half precision, head sizes that 16 divides and caches without pages, got "
+        f"{shape.dtype}, head size {shape.head_dim}{' and pages' if shape.is_paged else ''}"
+    )
+
+
+@BACKENDS.register("tilelang", needs=tilelang_obstacle, supports=supports)
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -24,18 +41,26 @@ def attention_decode(
     lengths: torch.Tensor,
     mask: torch.Tensor | None,
     *,
-    tile: DecodeTile,
-    num_blocks: int,
     starts: torch.Tensor | None,
+    pages: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
+    tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run `attention_decode_reference` in about `num_blocks` blocks; of the tile keys, least steps and warps count."""
+    """Run `attention_decode_reference`; of the tile, a `DecodeTile`, keys, least steps, programs and warps count."""
+    del pages
+    require(misaligned({"q": q, "k": k, "v": v}, ()))
+    facts = device_facts(q.device)
+    chosen = DecodeTile(*tile) if tile else default_tile(facts, q.shape[-1], q.shape[0] * k.shape[2])
+    if not tile:
+        # Blocks keep to one pair: those of skipped pairs end at once, so that more of them fill the device.
+        chosen = chosen._replace(programs_per_sm=4 * chosen.programs_per_sm)
+    num_blocks = facts.num_sms * chosen.programs_per_sm
     batch, num_heads, head_dim = q.shape
     num_groups = 1 if mask is None else mask.shape[1]
     units = HeadUnits(num_query_heads=num_heads, num_kv_heads=k.shape[2], num_groups=num_groups)
-    splits = num_splits(num_blocks, batch * units.num_units, k.shape[1] // (tile.block_n * tile.min_blocks))
+    splits = num_splits(num_blocks, batch * units.num_units, k.shape[1] // (chosen.block_n * chosen.min_blocks))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     found = torch.empty(batch, num_heads, splits, head_dim, **new)
@@ -58,7 +83,7 @@ def attention_decode(
         factors=score_factors(scale, soft_cap, head_dim),
         has=(starts is not None, mask is not None, soft_cap is not None),
         window=window or 0,
-        tile=(tile.block_n, tile.num_warps),
+        tile=(chosen.block_n, chosen.num_warps),
         **shape,
     )
     raw = lengths.view(torch.uint8).view(batch, -1)[:, :1] if mask is None else mask.view(torch.uint8)

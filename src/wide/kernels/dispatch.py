@@ -1,0 +1,251 @@
+"""From the name of a backend to its kernel.
+
+The backend NAME of an operator is the file `_NAME.py` in the operator's folder. The file registers itself, and it is
+imported when somebody first uses the name: languages that are not used are not imported.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from wide.errors import UnsupportedBackendError
+
+Run = Callable[..., Any]
+RunT = TypeVar("RunT", bound=Run)
+
+# Packages with folders of operators, and where they are.
+_ROOTS = {"wide.kernels": Path(__file__).parent}
+
+
+def look_in(package: str, folder: Path) -> None:
+    """Find backends in another package, too: in its folders that bear the names of the operators' folders."""
+    _ROOTS[package] = folder
+
+
+def backend_names() -> set[str]:
+    """Return the names of all backends that have files of their own; nothing is imported."""
+    return {path.stem[1:] for folder in _ROOTS.values() for path in folder.glob("*/_[a-z]*.py")}
+
+
+class UnfitError(Exception):
+    """A kernel does not take its tensors or its tile, as the message says; the operator adds what to choose instead."""
+
+
+class Shape(Protocol):
+    """What a backend may refuse: sizes of a call, and the dtype of its floating-point inputs."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the floating-point inputs."""
+
+
+class AnyShape(NamedTuple):
+    """The shape of operators whose kernels take all sizes."""
+
+    dtype: torch.dtype
+
+
+class Candidate(NamedTuple):
+    """What tuning tries of a backend.
+
+    Args:
+        tile: Fields of the backend's tile; empty means its default.
+        block_m: Rows in a tile, for the reordering; 0 means its default.
+        groups_per_block: Groups in a super-block, for the pattern sort; 0 means not applicable.
+    """
+
+    tile: tuple[int, ...] = ()
+    block_m: int = 0
+    groups_per_block: int = 0
+
+
+def listed(tiles: Sequence[tuple[int, ...]], *, few: int) -> Callable[..., Iterable[Candidate]]:
+    """Return the `candidates` of a backend that tries the same tiles for every shape, or the first few of them."""
+    return lambda shape, device, is_quick: map(Candidate, tiles[:few] if is_quick else tiles)
+
+
+def _no_obstacle(*_: object) -> None:
+    """Need nothing, or take everything."""
+
+
+def _only_default(*_: object) -> tuple[Candidate, ...]:
+    return (Candidate(),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """One implementation of an operator.
+
+    Args:
+        run: Takes what its operator hands to `Backends.run`.
+        needs: Returns what a device or this installation lacks for tensors of a dtype, or None.
+        supports: Returns why no device runs a shape, or None.
+        candidates: Returns what tuning tries for a shape on a device; few of them if the third argument is True.
+        has_tiles: Whether `run` takes a tile.
+    """
+
+    run: Run
+    needs: Callable[[torch.device, torch.dtype], str | None]
+    supports: Callable[[Any], str | None]
+    candidates: Callable[[Any, torch.device, bool], Iterable[Candidate]]
+    has_tiles: bool
+
+
+class Backends:
+    """The backends of one operator; iterating over them gives their names and imports all of them.
+
+    Args:
+        operator: Its name, for messages.
+        package: The package of its folder.
+    """
+
+    def __init__(self, operator: str, package: str | None) -> None:
+        """Know no backend yet."""
+        self.operator = operator
+        self._folder = str(package).rpartition(".")[2]
+        self._known: dict[str, Backend] = {}
+
+    def register(
+        self,
+        name: str,
+        *,
+        needs: Callable[[torch.device, torch.dtype], str | None] = _no_obstacle,
+        supports: Callable[[Any], str | None] = _no_obstacle,
+        candidates: Callable[[Any, torch.device, bool], Iterable[Candidate]] = _only_default,
+    ) -> Callable[[RunT], RunT]:
+        """Return a decorator that makes a function the backend of this name; arguments as of `Backend`."""
+
+        def keep(run: RunT) -> RunT:
+            has_tiles = "tile" in inspect.signature(run).parameters
+            self._known[name] = Backend(
+                run=run, needs=needs, supports=supports, candidates=candidates, has_tiles=has_tiles
+            )
+            return run
+
+        return keep
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names, the reference's first."""
+        for name in self._modules():
+            self._import(name)
+        return iter(sorted(self._known, key=lambda name: (name != "torch", name)))
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is a backend of this name."""
+        return isinstance(name, str) and isinstance(self._find(name), Backend)
+
+    def missing(self, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return what a backend lacks on a device, whatever the shape, or None."""
+        found = self._find(name)
+        return found if isinstance(found, str) else found.needs(device, dtype)
+
+    def misfit(self, name: str, shape: Shape) -> str | None:
+        """Return why a backend does not take a shape, on whatever device, or None; `missing` says if there is none."""
+        found = self._find(name)
+        return None if isinstance(found, str) else found.supports(shape)
+
+    def obstacle(self, name: str, device: torch.device, shape: Shape) -> str | None:
+        """Return why a backend does not run a shape on a device, or None."""
+        return self.missing(name, device, shape.dtype) or self.misfit(name, shape)
+
+    def candidates(
+        self, shape: Shape, device: torch.device, *, quick: bool, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, Candidate]]:
+        """Yield what tuning tries on a device, few candidates of each backend first, with the name of the backend.
+
+        Args:
+            shape: Of the call.
+            device: Where.
+            quick: These few alone.
+            names: Of backends; None = all but the reference and the dense product.
+        """
+        tried = [name for name in self if name not in ("torch", "dense")] if names is None else list(names)
+        fitting = [name for name in tried if self.obstacle(name, device, shape) is None]
+        for few in (True,) if quick else (True, False):
+            for name in fitting:
+                for candidate in self._known[name].candidates(shape, device, few):
+                    yield name, candidate
+
+    def run(
+        self, name: str, device: torch.device, shape: Shape, *arguments: Any, tile: Any = None, **options: Any
+    ) -> Any:
+        """Run a backend.
+
+        Args:
+            name: Of the backend.
+            device: Of the tensors.
+            shape: Of this call.
+            arguments: Handed to the backend.
+            tile: Handed to the backend if it is not empty.
+            options: Handed to the backend.
+
+        Raises:
+            UnsupportedBackendError: If there is no such backend or it does not run this here. The message names
+                operator, reason, and what to choose.
+        """
+        found = self._known.get(name) or self._find(name)
+        if isinstance(found, str):
+            raise self._refusal(name, found, device, shape)
+        reason = found.needs(device, shape.dtype) or found.supports(shape)
+        if tile:
+            options["tile"] = tile
+            if not found.has_tiles:
+                reason = reason or f"the backend {name!r} has no tiles, got {tuple(tile)}"
+        if reason is not None:
+            raise self._refusal(name, reason, device, shape)
+        try:
+            return found.run(*arguments, **options)
+        except UnfitError as unfit:
+            raise self._refusal(name, str(unfit), device, shape) from None
+
+    def _refusal(self, name: str, reason: str, device: torch.device, shape: Shape) -> UnsupportedBackendError:
+        others = [repr(other) for other in self if other != name and self.obstacle(other, device, shape) is None]
+        instead = " or ".join(([", ".join(others[:-1])] if others[1:] else []) + others[-1:])
+        return UnsupportedBackendError(f"{self.operator}: {reason}" + (f"; choose backend={instead}" if others else ""))
+
+    def _find(self, name: str) -> Backend | str:
+        """Return a backend, or why there is none."""
+        reason = None if name in self._known else self._import(name)
+        if reason is not None:
+            return f"the backend {name!r} cannot be imported here ({reason})"
+        return self._known.get(name) or f"there is no backend {name!r}, only {list(self)}"
+
+    def _import(self, name: str) -> str | None:
+        """Import the file of a backend, if there is one; return why that cannot be done here, or None."""
+        module = self._modules().get(name)
+        try:
+            if module is not None:
+                importlib.import_module(module)
+        except ImportError as error:
+            if str(error.name).partition(".")[0] in {root.partition(".")[0] for root in _ROOTS}:
+                raise
+            return str(error)
+        return None
+
+    def _modules(self) -> dict[str, str]:
+        """Return the modules of backends by name, imported or not."""
+        return {
+            path.stem[1:]: f"{root}.{self._folder}.{path.stem}"
+            for root, folder in _ROOTS.items()
+            for path in sorted((folder / self._folder).glob("_[a-z]*.py"))
+        }
+
+
+def require(reason: str | None) -> None:
+    """Refuse what a kernel does not take.
+
+    Raises:
+        UnfitError: If there is a reason.
+    """
+    if reason is not None:
+        raise UnfitError(reason)
+
+
+def largest_tile(size: int, limit: int) -> int:
+    """Return the largest power of two that divides `size` and is at most `limit`."""
+    return min(size & -size, limit)
