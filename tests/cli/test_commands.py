@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import wide
 from wide.cli.main import main
-from wide.config import ObjectiveConfig, RecoverConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.data.batches import load_blocks
 from wide.data.corpus import load_documents
 from wide.data.tokenizer import load_tokenizer
@@ -26,6 +26,8 @@ from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.report.selection import Selection
+from wide.runs.materials import Materials
+from wide.runs.settings import EvalOptions, RunOptions
 
 SHORT = [
     "--dtype=float32",
@@ -319,6 +321,16 @@ def test_recover_refuses_to_steer_what_has_no_routers(flag, recover_static, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_text_that_is_trained_on_and_scored_has_a_part_held_out(tiny_model_folder, prose_folder):
+    data, scored = str(prose_folder), f"{prose_folder}/"
+    run = RunOptions(model=str(tiny_model_folder), data=data, output="unused", device="cpu")
+    texts = Materials(run, EvalOptions(data=scored, window=32), max_tokens=0)
+    trained = texts.blocks(StageConfig(sequence_length=32)).num_tokens
+    alone = Materials(run, EvalOptions(tokens=0), max_tokens=0).blocks(StageConfig(sequence_length=32)).num_tokens
+    assert trained < alone
+    assert texts.held_out[1] == f"{data} (heldout)"
+
+
 def test_all_that_a_run_leaves_names_its_device_alike(finished):
     records = read_records(finished / "records.jsonl")[0] + read_records(finished / "stage1" / "metrics.jsonl")[0]
     facts = json.loads((finished / "adapter" / "wide_config.json").read_text())["provenance"]
@@ -329,7 +341,8 @@ def test_all_that_a_run_leaves_names_its_device_alike(finished):
 def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
     given = [
         *("eval", "--model", str(tiny_model_folder), "--adapter", str(finished), "--data", str(prose_folder)),
-        *("--split", "heldout", "--tokens=128", "--window=32", "--dtype=float32", "--device=cpu"),
+        # What the adapter was not trained on is scored without being asked for.
+        *("--tokens=128", "--window=32", "--dtype=float32", "--device=cpu"),
     ]
     assert main([*given, "--json", "--output", str(tmp_path / "e")]) == 0
     printed = capsys.readouterr().out

@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 import zstandard
@@ -13,6 +14,7 @@ from wide.data import corpus, local_names
 from wide.data.batches import load_blocks
 from wide.data.corpus import is_data_set, load_documents, source_fingerprint
 from wide.errors import DataError
+from wide.evaluation.evaluate import scored_split
 from wide.runs.settings import EvalOptions
 from wide.runs.sources import held_out_documents
 
@@ -226,6 +228,26 @@ def test_a_mixture_gives_each_source_its_share_of_the_text(tmp_path):
     before = source_fingerprint(name)
     (tmp_path / "b.jsonl").write_bytes(json_lines([{"text": "other"}]))
     assert source_fingerprint(name) != before
+
+
+@pytest.mark.parametrize(
+    ("recorded", "split", "scored"),
+    [
+        ("{0}/a.txt", "train", "heldout"),
+        ("a.txt", "train", "heldout"),
+        ("{0}/../{1}/a.txt", "train", "heldout"),
+        ("b.txt", "train", None),
+        ("{0}/a.txt", None, "all"),
+    ],
+)
+def test_what_a_model_was_not_trained_on_is_scored(recorded, split, scored, tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789")
+    text = recorded.format(tmp_path, tmp_path.name)
+    for key in ("prune", "method"):
+        provenance = {key: {"text": text, "split": split}, "wide": "1.0"}
+        with pytest.warns(UserWarning, match=r"trained on all of .*a\.txt") if scored == "all" else nullcontext():
+            found = scored_split(tmp_path / "a.txt", provenance)
+        assert found == (None if scored == "all" else scored)
 
 
 def test_what_is_scored_of_a_source_was_not_made_for_training(tmp_path, monkeypatch):

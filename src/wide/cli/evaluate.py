@@ -92,33 +92,37 @@ def _evaluate(
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.tasks import check_tasks
     from wide.models.adapter import read_config
-    from wide.models.attach import attachment, detach
+    from wide.models.attach import attachment, detach, is_attached
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
     from wide.runs.sources import attach_adapter, check_window, find_adapter, held_out_documents, load_base
 
     check_tasks(tasks.names, tasks.local_data)
+    provenance: dict[str, Any] = {}
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
-        read_config(find_adapter(options.adapter))
+        provenance = read_config(find_adapter(options.adapter))["provenance"]
     settings: dict[str, Any] = {
         "tokenizer": load_tokenizer(options.model),
         "compare_dense": False,
         **scoring.protocol,
         **tasks.protocol,
     }
-    documents, name = None, None
-    if scoring.data is not None:
-        documents, name = held_out_documents(
-            scoring.data, scoring, text_field=tasks.text_field, tokenizer=settings["tokenizer"]
-        )
     model = load_base(options, pruned_too=options.adapter is None, parallel=tasks.parallel)
     if options.adapter is not None:
         # As much as can be told without scoring: whether it fits this model, and its dial the sparsity.
         attach_adapter(model, options)
         detach(model)
-    if documents is not None:
+    documents, name = None, None
+    if scoring.data is not None:
         check_window(scoring, model)
+        documents, name = held_out_documents(
+            scoring.data,
+            scoring,
+            text_field=tasks.text_field,
+            tokenizer=settings["tokenizer"],
+            provenance=attachment(model).provenance if is_attached(model) else provenance,
+        )
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wide.data.corpus import is_streamed, load_documents, source_fingerprint
+from wide.data.corpus import PYTHON_DOCS, is_data_set, is_streamed, load_documents, source_fingerprint
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.data.tokenizer import tokenizer_fingerprint
@@ -125,14 +125,23 @@ class TokenBlocks:
         sequence_length: Tokens in a block, T; what is left at the end of the stream is not used.
         seed: Of the order in which `batch_at` visits the blocks.
         name: Of the source, None if it has none.
+        split: Of the source that the text is, None if it is all of it.
 
     Raises:
         DataError: If the stream is too short for one block.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, *, seed: int = 17, name: str | None = None) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        *,
+        seed: int = 17,
+        name: str | None = None,
+        split: str | None = None,
+    ) -> None:
         """Cut the stream; nothing is copied."""
-        self.name = name
+        self.name, self.split = name, split
         self.sequence_length = sequence_length
         self.largest_id = stream.largest_id
         self._stream, self._seed = stream, seed
@@ -153,7 +162,7 @@ class TokenBlocks:
 
     def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
         """Return the same text in blocks of another length and order; nothing is copied."""
-        return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name)
+        return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name, split=self.split)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.
@@ -261,4 +270,6 @@ def load_blocks(
         ]
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
         stream = stream_on_disk(documents, tokenizer, cache / f"tokens-{key}", max_tokens)
-    return TokenBlocks(stream, sequence_length, seed=seed, name=str(source))
+    if split is None and (source == PYTHON_DOCS or is_data_set(source)):
+        split = "train"
+    return TokenBlocks(stream, sequence_length, seed=seed, name=str(source), split=split)

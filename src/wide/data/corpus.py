@@ -93,6 +93,14 @@ def reads(source: str | Path, path: str | Path) -> bool:
     return any(each.is_dir() and Path(path).resolve().is_relative_to(each.resolve()) for each in folders)
 
 
+def is_same_source(recorded: str, source: str | Path) -> bool:
+    """Return whether a source is the one whose name was recorded, perhaps in another working folder."""
+    if recorded == str(source) or not _is_local(source):
+        return recorded == str(source)
+    here, there = Path(source).expanduser().resolve(), Path(recorded).expanduser()
+    return here == there.resolve() or here.parts[-len(there.parts) :] == there.parts
+
+
 def is_data_set(source: str | Path) -> bool:
     """Return whether a source is a Hugging Face data set with splits of its own, on a hub or on disk."""
     is_hub = source != PYTHON_DOCS and not mixture(source) and not _is_local(source)

@@ -1,6 +1,7 @@
 """Evaluate a model in one call: perplexity and tasks, pruned beside dense, with the work that was skipped."""
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from wide.data.batches import TokenBlocks
-from wide.data.corpus import PYTHON_DOCS, load_documents
+from wide.data.corpus import PYTHON_DOCS, is_data_set, is_same_source, load_documents, mixture
 from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, load_tokenizer, longest_input
 from wide.errors import ConfigError, EvaluationError
@@ -18,7 +19,7 @@ from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import check_tasks
 from wide.inference.optimize import deoptimize, optimize
-from wide.models.attach import is_attached
+from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter
 from wide.schema import require
 
@@ -55,7 +56,7 @@ def evaluate(
         tokenizer: None loads the one of the folder or name that the model came from.
         tasks: Names of tasks, see `wide.evaluation.tasks.TASKS`.
         local_data: Folder with copies of the tasks' data; None loads them from the Hugging Face hub.
-        split: Of the source, see `load_documents`; None means 'heldout' for 'python-docs'.
+        split: Of the source, see `load_documents`; None means what `scored_split` says.
         text_field: Field that holds the text, where rows have fields.
         window: Tokens that the model sees at once, in text and tasks; None means its maximum, at most 4096.
         stride: Step of the window over text; None means disjoint windows.
@@ -85,6 +86,8 @@ def evaluate(
         data = PYTHON_DOCS
     if tokenizer is None and not (isinstance(data, TokenBlocks) and not tasks):
         tokenizer = load_tokenizer(model)
+    if isinstance(data, str | Path) and split is None:
+        split = scored_split(data, attachment(model).provenance if is_attached(model) else {})
     text, title = _text(data, split, text_field, max_documents, tokenizer)
     window = window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW)
     if text is not None and not isinstance(text, TokenBlocks):
@@ -120,6 +123,30 @@ def evaluate(
     )
 
 
+def scored_split(source: str | Path, provenance: Mapping[str, Any]) -> str | None:
+    """Return the part of a source that is scored where none is named: what was held out of training, else all of it.
+
+    Args:
+        source: See `load_documents`.
+        provenance: Of the model that is scored, which says what it was trained on.
+
+    Warns:
+        UserWarning: If nothing was held out of the training.
+    """
+    stages = [stage for stage in provenance.values() if isinstance(stage, dict) and isinstance(stage.get("text"), str)]
+    splits = [stage.get("split", "train") for stage in stages if is_same_source(stage["text"], source)]
+    if None in splits:
+        warnings.warn(
+            f"this model was trained on all of {source}, so what is scored is training text; score another text, or "
+            "train with a part held out",
+            stacklevel=3,
+        )
+        return None
+    # The parts of a mixture may have splits of their own, or none.
+    has_split = source == PYTHON_DOCS or bool(mixture(source)) or is_data_set(source)
+    return "heldout" if has_split or splits else None
+
+
 def _check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
@@ -148,8 +175,6 @@ def _text(
     if data is None:
         return None, None
     if isinstance(data, str | Path):
-        if split is None and data == PYTHON_DOCS:
-            split = "heldout"
         documents = load_documents(
             data, split=split, text_field=text_field, max_documents=max_documents, tokenizer=tokenizer
         )

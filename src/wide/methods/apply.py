@@ -124,6 +124,8 @@ def apply(
             "settings": dataclasses.asdict(settings),
             "deviations": [*deviations, *_changes(method, settings, stage, objective)],
             "notes": notes,
+            "text": blocks.name,
+            "split": blocks.split,
         }
     except BaseException:
         if is_attached(model):

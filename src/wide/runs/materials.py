@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from wide.config import RecoverConfig, StageConfig
 from wide.data.batches import TokenBlocks
+from wide.data.corpus import is_same_source
 from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
 from wide.evaluation.evaluate import evaluate
@@ -49,6 +51,9 @@ class Materials:
     ) -> None:
         """Load the tokenizer; nothing else yet."""
         self._run = run
+        if scoring.data is not None and is_same_source(scoring.data, run.data):
+            # What is scored is held out of the training then.
+            scoring = replace(scoring, data=None)
         self._scoring = scoring
         self._tasks = tasks or ScoredTasks()
         self._max_tokens = max_tokens

@@ -350,8 +350,8 @@ class Run:
         is_untrained, records = subject == "untrained", list[Record]()
         if not is_untrained and is_attached(self._model) and attachment(self._model).routers():
             records += self._materials.measure_routing(subject)
-        report, found = self._materials.measure(subject)
-        records += found
+        report, scores = self._materials.measure(subject)
+        records += scores
         assert report.model.perplexity is not None
         if report.sparsity is not None and not is_untrained:
             # Beside the adapter stays what it was worth.

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 
 from wide.config import StageConfig
 from wide.data.batches import TokenBlocks, load_blocks
-from wide.data.corpus import PYTHON_DOCS, is_data_set, load_documents, mixture
+from wide.data.corpus import load_documents
 from wide.data.documents import Document
 from wide.data.progress import loading
 from wide.data.tokenizer import check_positions
 from wide.errors import DataError, MissingExtraError
+from wide.evaluation.evaluate import scored_split
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
 from wide.models.dial import set_sparsity
@@ -168,7 +169,12 @@ def training_blocks(
 
 
 def held_out_documents(
-    source: str, options: EvalOptions, *, text_field: str, tokenizer: Any
+    source: str,
+    options: EvalOptions,
+    *,
+    text_field: str,
+    tokenizer: Any,
+    provenance: Mapping[str, Any] | None = None,
 ) -> tuple[list[Document], str]:
     """Return as many held-out documents as the evaluation needs, and what to call them.
 
@@ -177,13 +183,14 @@ def held_out_documents(
         options: Of the evaluation.
         text_field: Field that holds the text, where rows have fields.
         tokenizer: Whose template turns chats into text.
+        provenance: Of a model that was trained before, which says on what.
 
     Raises:
         DataError: If there is no held-out text; the message says how to name some.
     """
     name, split = options.data or source, options.split
     if split is None:
-        split = _default_split(name, is_training_source=options.data is None)
+        split = "heldout" if options.data is None else scored_split(name, provenance or {})
     try:
         documents = _enough(load_documents(name, split=split, text_field=text_field, tokenizer=tokenizer), options)
     except DataError as error:
@@ -202,10 +209,3 @@ def _enough(documents: Iterable[Document], options: EvalOptions) -> list[Documen
         if wanted is not None and characters >= wanted:
             break
     return kept
-
-
-def _default_split(name: str, *, is_training_source: bool) -> str | None:
-    # The parts of a mixture may have splits of their own, or none.
-    if is_training_source or name == PYTHON_DOCS or mixture(name):
-        return "heldout"
-    return "test" if is_data_set(name) else None

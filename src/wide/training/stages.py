@@ -233,7 +233,7 @@ def _run(
     """
     settings, facts = start
     data, provenance = describe_source(source), attachment(model).provenance
-    text = getattr(source, "name", None)
+    text, split = getattr(source, "name", None), getattr(source, "split", None)
     earlier = provenance.get("prune", {}) if name == "recover" else {}
     if earlier.get("data") == data:
         # On the same blocks, those that stage 1 read are left out.
@@ -259,6 +259,7 @@ def _run(
         "inference": inference,
         "data": data,
         "text": text,
+        "split": split,
         "processes": parallel.world,
         "sharded": is_sharded(model),
         "device": device_name(model),
