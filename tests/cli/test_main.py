@@ -33,6 +33,18 @@ def test_help_is_quick_and_imports_no_torch(arguments):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
+def test_a_model_that_was_inspected_before_is_inspected_without_torch(tiny_model_folder, tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "wide.cli.main", "inspect", "--model", str(tiny_model_folder)]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, env=os.environ | {"WIDE_CACHE": str(tmp_path)})
+        for _ in range(2)
+    )
+    assert first.stdout == second.stdout
+    assert "can be pruned" in second.stdout
+    assert " torch" in first.stderr
+    assert " torch" not in second.stderr
+
+
 def test_import_wide_is_light():
     code = (
         "import sys, wide, wide.cli.main, wide.config; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
