@@ -131,6 +131,10 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     stream: Stream | None = None
 
+    def __repr__(self) -> str:
+        """Return a line for each kind of layer: what a notebook shows."""
+        return "\n  ".join(["Plan", *self.in_words()])
+
     @property
     def is_routed(self) -> bool:
         """Whether any sublayer has a router."""

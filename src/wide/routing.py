@@ -23,6 +23,16 @@ class LayerRouting:
     attention_margin: Tensor | None = None
     ffn_margin: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Return shapes and executed shares: what a notebook shows."""
+        masks = {"attention": self.attention, "ffn": self.ffn}
+        told = (
+            f"{name} {list(mask.shape)}, {mask.float().mean().item():.0%} executed"
+            for name, mask in masks.items()
+            if mask is not None
+        )
+        return f"LayerRouting({'; '.join(told)})"
+
 
 Routing = Sequence[LayerRouting]
 """One entry per decoder layer, first layer first."""

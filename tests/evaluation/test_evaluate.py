@@ -18,6 +18,13 @@ def test_dense_figures_are_those_of_the_untouched_model(attached_model, plain_mo
     untouched = token_perplexity(plain_model, DOCUMENTS, tokenizer=tokenizer, window=32, batch_size=2)
     assert report.dense.perplexity == untouched
     assert report.model.perplexity.perplexity > untouched.perplexity
+    # A notebook shows the table, and of routing a line.
+    assert repr(report) == report.table()
+    with capture_routing(attached_model) as routing:
+        attached_model(torch.tensor([[1, 2]]))
+    assert "% executed" in repr(routing[0])
+    assert len(repr(routing[0])) < 200
+    assert "groups, bottleneck, threshold 0" in repr(attached_model)
 
 
 def test_sparsity_is_measured_on_each_scored_token_once(attached_model, tokenizer):

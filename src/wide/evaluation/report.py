@@ -74,6 +74,10 @@ class EvaluationReport:
         """Write the report as JSON."""
         write_whole(path, json.dumps(self.to_json(), indent=2) + "\n")
 
+    def __repr__(self) -> str:
+        """Return the table: what a notebook shows."""
+        return self.table()
+
     def table(self) -> str:
         """Return the report as readable text."""
         dense = "dense + LoRA" if self.dense_has_lora else "dense"

@@ -95,6 +95,14 @@ class RoutingStats:
     sample_shares: dict[str, tuple[tuple[float | None, ...], ...]]
     flips: dict[str, float]
 
+    def __repr__(self) -> str:
+        """Return the rates by layer: what a notebook shows."""
+        rates = {
+            half: " ".join(f"{1 - entry.execute_rate:.0%}" for entry in self.of(half)) for half in ("attention", "ffn")
+        }
+        layers = "".join(f"\n  {half}: {found}" for half, found in rates.items() if found)
+        return f"RoutingStats of {self.tokens} tokens, {self.sparsity.mean:.1%} of the groups skipped; by layer{layers}"
+
     def of(self, half: str) -> list[HalfStats]:
         """Return the entries of one kind, 'attention' or 'ffn', first layer first."""
         return [entry for entry in self.halves if entry.half == half]

@@ -161,8 +161,7 @@ def expected_time(
 def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Target, settings: Any) -> Decision:
     if method.kind == "dense":
         return Decision(plan=dense_plan(len(discover(model))))
-    if method.name != "ddp":
-        # It trains gates as others train routers, in whole forwards; the rest take the model apart.
+    if not method.takes_sharded:
         require_unsharded(model, f"method {method.name}")
     decision: Decision = method.function()(model, blocks, target, settings)
     return decision

@@ -33,6 +33,7 @@ class Method:
         code: What decides, as 'module:function' below `wide.methods` or the function itself. A dynamic method's is a
             `wide.methods.routed.Route`, the others' a `wide.methods.method.Decide`; the dense model has none.
         duration: How long it runs beside the other methods; processes that share a comparison begin with the longest.
+        takes_sharded: Whether it runs whole forwards only, so that FSDP2 may shard the model. Training of routers does.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Method:
     settings: type[Any]
     code: str | Callable[..., Any] = ""
     duration: Literal["short", "long", "longest"] = "short"
+    takes_sharded: bool = False
 
     @property
     def trains(self) -> bool:
@@ -327,6 +329,7 @@ class TyrConfig(Calibrated):
     summary="train a real gate per query head and FFN channel, without sampling, on frozen weights",
     source="Huang et al., Deterministic Differentiable Pruning, 2026",
     code="ddp:decide",
+    takes_sharded=True,
     duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,6 +145,10 @@ class Router(nn.Module):
         self.is_followed = False
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """Say what it decides, in a printed model."""
+        return f"{self.half_layer}, {self.num_groups} groups, {self.form}, threshold {self.threshold:g}"
+
     def reset_parameters(self, execute_bias: float = 0.0) -> None:
         """Draw new weights; `execute_bias` is the initial margin in logits (for a bottleneck with a bias)."""
         with torch.no_grad():
