@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from wide.config import WideConfig
-from wide.errors import AdapterError, ConfigError, NotAttachedError
+from wide.errors import AdapterError, ConfigError, NotAttachedError, UnsupportedModelError
+from wide.inference.optimize import optimize
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
-from wide.models.lora import add_lora
+from wide.models.lora import add_lora, merge_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
@@ -408,6 +410,49 @@ def test_a_base_that_was_trained_is_not_left_out_of_an_adapter(tmp_path, lora):
     with pytest.raises(NotAttachedError, match=r"changed since wide\.attach.*save_checkpoint"):
         save(model, tmp_path / "adapter")
     save(model, tmp_path / "adapter", ignore_base_changes=True)
+
+
+def wrapped(model):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, settings).eval()
+
+
+def test_an_adapter_of_peft_is_kept_or_refused_by_name(tmp_path):
+    foreign = wrapped(make("llama"))
+    for model in (foreign, foreign.get_base_model()):
+        with pytest.raises(UnsupportedModelError, match=r"PEFT has the adapter \['default'\].*merge_and_unload"):
+            attach(model, CONFIG)
+    inner = pruned()
+    model, ids = wrapped(inner), tokens()
+    expected = model(ids).logits
+    for each in (model, inner):
+        for refused in (
+            partial(save, path=tmp_path / "a"),
+            partial(save_checkpoint, path=tmp_path),
+            optimize,
+            add_lora,
+        ):
+            with pytest.raises(NotAttachedError, match="merge"):
+                refused(each)
+    assert not list(tmp_path.iterdir())
+    save(model, tmp_path / "adapter", ignore_base_changes=True)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "full")
+    torch.testing.assert_close(load_checkpoint(tmp_path / "full")(ids).logits, expected)
+    assert not is_attached(detach(wrapped(merged)))
+
+
+def test_without_lora_the_base_is_trainable_as_before(tmp_path):
+    save(pruned(lora=True), tmp_path)
+    base = make("llama")
+    base.lm_head.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
+    model = load(base, tmp_path)
+    assert not base.model.norm.weight.requires_grad
+    assert {name: parameter.requires_grad for name, parameter in detach(model).named_parameters()} == before
+    merge_lora(load(base, tmp_path))
+    assert base.model.norm.weight.requires_grad
 
 
 def test_a_dense_checkpoint_is_not_taken_for_a_pruned_one(tmp_path):

@@ -21,6 +21,7 @@ from wide.inference.reading.model import require_routing_alone
 from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec
+from wide.models.pretrained import peft_adapters
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TUNING_SECONDS = 90.0
@@ -85,8 +86,8 @@ def optimize(
         raise NotAttachedError("this model is optimised already; call wide.deoptimize(model) first")
     if model.training:
         raise NotAttachedError("the engine is for inference; call model.eval() first")
-    if state.lora is not None and not state.lora.merged:
-        raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
+    if peft_adapters(model):
+        raise NotAttachedError("merge LoRA first: wide.merge_lora(model), or of PEFT's own model.merge_and_unload()")
     if table is None and backend != "auto":
         table = OperatorTable.fixed(backend)
     if sample is not None and (table is not None or backend != "auto"):

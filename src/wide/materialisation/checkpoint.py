@@ -33,7 +33,7 @@ from wide.models.card import PLACE, finish_folder
 from wide.models.files import check_sums, write_sums
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
 from wide.models.plan_check import check_tensors, placeholder_tensors
-from wide.models.pretrained import LOADING, PRUNED_PREFIX, REPORTING, forbid_packing, misloaded
+from wide.models.pretrained import LOADING, PRUNED_PREFIX, REPORTING, forbid_packing, misloaded, peft_adapters
 from wide.models.router import THRESHOLD_NAME, Router
 from wide.models.sharding import is_first_process, is_sharded, reshard, whole
 from wide.models.stream import STREAM_NAME, StreamBasis
@@ -154,8 +154,7 @@ class WideMixin(PrunedMixin):
         assert isinstance(self, nn.Module)
         state, config = attachment(self), self.config
         require_final_scales(state)
-        if state.lora is not None and not state.lora.merged:
-            raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
+        _require_merged(self)
         config.wide = config_of(self)  # type: ignore[union-attr]
         # Thresholds lie in the configuration.
         ignored, named = self._keys_to_ignore_on_save, self.named_modules()
@@ -364,8 +363,18 @@ def save_checkpoint(model: nn.Module, path: str | Path, **options: Any) -> Path:
         UnsupportedModelError: If its family has no generated class.
     """
     attachment(model)
+    # PEFT's wrapper would save its own part alone.
+    _require_merged(model)
     cast(Any, model).save_pretrained(path, **options)
     return Path(path)
+
+
+def _require_merged(model: nn.Module) -> None:
+    if peft_adapters(model):
+        raise NotAttachedError(
+            f"merge LoRA first: wide.merge_lora(model), or of PEFT's own, {peft_adapters(model)}, "
+            "model.merge_and_unload()"
+        )
 
 
 def load_checkpoint(path: str | Path, **options: Any) -> Any:

@@ -33,13 +33,14 @@ from wide.models.card import PLACE, finish_folder
 from wide.models.discovery import discover
 from wide.models.files import sha256_of
 from wide.models.hub import local_folder, upload
-from wide.models.lora import copy_strictly, load_lora
+from wide.models.lora import OWN_LORA, copy_strictly, load_lora
 from wide.models.pretrained import (
     LOADING,
     BaseFacts,
     differences,
     fingerprint,
     load_pretrained,
+    peft_adapters,
     same_weights,
     sampled_values,
 )
@@ -91,8 +92,8 @@ def save(
         model: An attached model; LoRA must not be merged.
         path: The folder; an adapter that is there already is replaced. In a group of processes the first one writes;
             where they shard the model, all must call this.
-        ignore_base_changes: Save although base weights have changed since `attach`; what is loaded later stands on
-            the base as it was.
+        ignore_base_changes: Save although base weights have changed since `attach`, or PEFT has put an adapter on them;
+            what is loaded later stands on the base as it was.
         push_to_hub: Name of a repository of the Hub, `user/name`, to which the folder is uploaded, too.
 
     Raises:
@@ -112,6 +113,12 @@ def save(
     elif not ignore_base_changes and not _has_its_weights(model, state):
         reason = (
             "base weights have changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
+        )
+    foreign = set(peft_adapters(model)) - ({OWN_LORA} if state.lora is not None else set())
+    if foreign and not ignore_base_changes:
+        raise NotAttachedError(
+            f"PEFT's adapter {sorted(foreign)} would be left out; merge it (model.merge_and_unload()) and save a full "
+            "checkpoint with wide.save_checkpoint, or let PEFT save it and give ignore_base_changes=True"
         )
     if reason is not None:
         raise NotAttachedError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +30,14 @@ from wide.models.gates import (
     skip_output,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
-from wide.models.pretrained import PRUNED_PREFIX, BaseFacts, fingerprint, forbid_packing, sampled_values
+from wide.models.pretrained import (
+    PRUNED_PREFIX,
+    BaseFacts,
+    fingerprint,
+    forbid_packing,
+    peft_adapters,
+    sampled_values,
+)
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl, Sampling
@@ -184,7 +191,7 @@ def attach(
             channel back. Needed for a configuration of clustered groups.
 
     Raises:
-        UnsupportedModelError: If the structure cannot be routed or pruned as the plan says.
+        UnsupportedModelError: If the structure cannot be routed or pruned as the plan says, or has an adapter of PEFT.
         ShapeError: If a size, a tensor, a weight or an order does not fit; the message names those that do.
         ConfigError: If an argument is of another type, the configuration asks for clustered groups and no orders are
             given, or for fitted routers, or orders come together with weights.
@@ -196,6 +203,11 @@ def attach(
     require(WideConfig | Plan | None, config_or_plan, "config_or_plan", "a WideConfig or a Plan")
     if is_attached(model):
         raise NotAttachedError("this model already has routers; call wide.detach(model) first")
+    if peft_adapters(model):
+        raise UnsupportedModelError(
+            f"PEFT has the adapter {peft_adapters(model)} on this model; merge it first (model.merge_and_unload()), or "
+            "attach to the base and put the adapter on afterwards"
+        )
     forbid_packing(model)
     specs = tuple(specs) if specs is not None else discover(model)
     config = None if isinstance(config_or_plan, Plan) else config_or_plan or WideConfig()
@@ -274,7 +286,8 @@ def detach(model: ModelT) -> ModelT:
         state.replaced.restore()
     if state.regrouped is not None:
         state.regrouped.restore()
-    delattr(model, _ATTRIBUTE)
+    # PEFT's wrapper passes on what it does not have itself.
+    delattr(model if _ATTRIBUTE in model.__dict__ else cast(Any, model).get_base_model(), _ATTRIBUTE)
     return model
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -18,11 +18,13 @@ from torch.nn import functional
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
 from wide.models.attach import Attachment, attachment
 from wide.models.plan_check import misfit
+from wide.models.pretrained import peft_adapters
 from wide.models.sharding import reshard
 from wide.plan import Skipped
 from wide.schema import Between, Positive, read_json, typed
 
-_ADAPTER = "default"
+OWN_LORA = "default"
+"""What PEFT calls the LoRA of stage 2."""
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Keys of PEFT's configuration that do not change what the matrices compute, or that the model's structure decides.
@@ -46,24 +48,26 @@ class LoraHandle:
     Args:
         model: The attached model; its linear layers have been wrapped in place.
         tuner: PEFT's tuner, which knows how to unwrap them.
+        trainable: Parameters of the base that were trainable before; they are again without LoRA.
     """
 
-    def __init__(self, model: nn.Module, tuner: Any) -> None:
+    def __init__(self, model: nn.Module, tuner: Any, trainable: Sequence[nn.Parameter] = ()) -> None:
         """Keep the model and its tuner; use `add_lora` to make one."""
         self._model = model
         self._tuner = tuner
+        self._trainable = trainable
         self.merged = False
 
     @property
     def config(self) -> dict[str, Any]:
         """PEFT's configuration, JSON-ready."""
-        loaded: dict[str, Any] = json.loads(json.dumps(self._tuner.peft_config[_ADAPTER].to_dict(), default=_listed))
+        loaded: dict[str, Any] = json.loads(json.dumps(self._tuner.peft_config[OWN_LORA].to_dict(), default=_listed))
         return loaded
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the LoRA matrices under the names PEFT's files use."""
         return {
-            _PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+            _PREFIX + name.replace(f".{OWN_LORA}.", "."): parameter
             for name, parameter in self._model.named_parameters()
             if ".lora_" in name
         }
@@ -124,6 +128,8 @@ class LoraHandle:
                 delattr(self._model, name)
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
 
 
 class MaskedUpdate:
@@ -267,19 +273,20 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     state = attachment(model)
     if state.lora is not None:
         raise NotAttachedError("this model already has LoRA; merge it (wide.models.lora.merge_lora) or detach first")
-    # PEFT freezes whatever is not its own; the routers' setting is restored, the base is frozen in stage 2 anyway.
-    trainable = {
-        parameter for router in state.routers() for parameter in router.parameters() if parameter.requires_grad
-    }
+    if peft_adapters(model):
+        raise NotAttachedError(f"PEFT has the adapter {peft_adapters(model)} on this model; merge it first")
+    # PEFT freezes whatever is not its own; the routers' setting is restored at once, the base's without LoRA.
+    routers = {p for router in state.routers() for p in router.parameters() if p.requires_grad}
+    base = [p for p in model.parameters() if p.requires_grad and p not in routers]
     try:
-        tuner = LoraModel(model, config, _ADAPTER)
+        tuner = LoraModel(model, config, OWN_LORA)
     except ValueError as error:
         raise UnsupportedModelError(
             f"PEFT puts no LoRA on {type(model).__name__}: {error}; load the model again, and leave stage 2 out"
         ) from error
-    for parameter in trainable:
+    for parameter in routers:
         parameter.requires_grad_(True)
-    handle = LoraHandle(model, tuner)
+    handle = LoraHandle(model, tuner, base)
     for parameter in handle.parameters():
         parameter.data = parameter.data.float()
     _mask_updates(model, state)
@@ -299,7 +306,7 @@ def _mask_updates(model: nn.Module, state: Attachment) -> None:
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_variant")]
     for layer in layers:
         if layer.get_base_layer().weight in pruned:
-            layer.lora_variant[_ADAPTER] = MaskedUpdate()
+            layer.lora_variant[OWN_LORA] = MaskedUpdate()
 
 
 def _pruned_places(state: Attachment) -> dict[nn.Parameter, Tensor]:

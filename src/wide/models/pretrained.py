@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -147,6 +148,20 @@ def _reading() -> Iterator[None]:
         yield
     finally:
         modeling_utils.safe_open = mapped
+
+
+def peft_adapters(model: nn.Module) -> list[str]:
+    """Return the names of all adapters that PEFT has on a model, LoRA of stage 2 among them."""
+    if "peft" not in sys.modules:
+        return []
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = set(model.peft_config) if isinstance(model, PeftModel) else set()
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            found.update(*(getattr(layer, key, ()) for key in layer.adapter_layer_names))
+    return sorted(found)
 
 
 def forbid_packing(model: nn.Module) -> None:

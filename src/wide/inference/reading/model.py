@@ -17,6 +17,7 @@ from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover, scale_and_cap
 from wide.models.observe import bypass
+from wide.models.pretrained import peft_adapters
 from wide.plan import Following, Plan, Routed
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
@@ -74,7 +75,7 @@ def read_model(model: nn.Module, max_length: int) -> ModelWeights:
     if is_attached(model):
         state = attachment(model)
         require_routing_alone(state.plan, is_replaced=state.replaced is not None)
-        if state.lora is not None and not state.lora.merged:
+        if peft_adapters(model):
             raise UnsupportedModelError("the engine reads plain weights; merge LoRA first: wide.merge_lora(model)")
         specs = state.specs
     else:
