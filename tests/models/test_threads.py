@@ -126,6 +126,21 @@ def test_context_managers_act_on_their_own_thread():
     assert all(torch.equal(value, alone[index % THREADS]) for index, value in enumerate(found))
 
 
+def test_the_dense_model_of_one_thread_leaves_replaced_weights_to_the_others():
+    model = make("llama")
+    dense = [logits(model, index) for index in range(10)]
+    weights = {name: value.detach() * 0.5 for name, value in model.named_parameters() if "_proj" in name}
+    attach(model, skipped_plan(model, set()), weights=weights)
+    replaced = [logits(model, index) for index in range(10)]
+
+    def run(thread, index):
+        with bypass(model) if thread % 2 else nullcontext():
+            return logits(model, index)
+
+    for index, value in enumerate(at_once(run)):
+        assert torch.equal(value, (dense if index % 2 else replaced)[index % 10])
+
+
 def test_a_forward_beside_a_change_of_thresholds_runs_each_router_by_the_old_or_the_new():
     model, ids = routed(), tokens()
     routers, thresholds = attachment(model).routers(), (-9.0, 9.0)

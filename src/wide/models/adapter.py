@@ -18,7 +18,6 @@ import math
 import reprlib
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -110,7 +109,7 @@ def save(
         reason = "this model came from a full checkpoint whose base weights were replaced"
     elif state.order_lost:
         reason = "this model came from a full checkpoint whose FFN channels lie in another order than those of its base"
-    elif not ignore_base_changes and not _has_its_weights(model, state):
+    elif not ignore_base_changes and not same_weights(state.weights_seen, sampled_values(model)):
         reason = (
             "base weights have changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
         )
@@ -135,11 +134,6 @@ def save(
     if push_to_hub is not None:
         upload(target, push_to_hub)
     return target
-
-
-def _has_its_weights(model: nn.Module, state: Attachment) -> bool:
-    with nullcontext() if state.replaced is None else state.replaced.showing(is_dense=False):
-        return same_weights(state.weights_seen, sampled_values(model))
 
 
 def push_to_hub(

@@ -216,7 +216,9 @@ def attach(
     check_plan(plan, specs, tensors)
     _check_settings(config, has_orders=bool(orders), has_weights=bool(weights))
     state = Attachment(plan=plan, specs=specs, control=RoutingControl(Sampling()), base=fingerprint(model, specs))
-    state.replaced = ReplacedWeights(model, weights) if weights else None
+    if weights:
+        state.replaced = ReplacedWeights(model, weights, state.control)
+        state.handles += state.replaced.hook(model)
     state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
     install_attention_gates()
     _install_batch_threads()

@@ -139,7 +139,7 @@ def bypass(*models: nn.Module) -> Iterator[None]:
     """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation.
 
     FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
-    LoRA stays active.
+    LoRA stays active. Modules with replaced weights compute twice.
 
     Raises:
         NotAttachedError: If a model carries no plan, or the originals of replaced weights are not at hand.
@@ -154,8 +154,6 @@ def bypass(*models: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.control.having(enabled=False))
-            if state.replaced is not None:
-                stack.enter_context(state.replaced.showing(is_dense=True))
         yield
 
 

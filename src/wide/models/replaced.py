@@ -1,12 +1,16 @@
 """Base weights that a static method replaces, and the originals beside them."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from wide.errors import ShapeError
+from wide.models.router import RoutingControl
 from wide.models.sharding import require_unsharded
 
 
@@ -18,6 +22,7 @@ class ReplacedWeights:
     Args:
         model: The base model, nothing attached yet.
         weights: New values by name in the model's state dict, any float dtype; cast to the parameter's.
+        control: Says in which threads the originals compute.
 
     Raises:
         ShapeError: If a name is unknown, a shape differs, a value is not finite, or of tied parameters only one is
@@ -25,65 +30,67 @@ class ReplacedWeights:
         UnsupportedModelError: If the model is sharded.
     """
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], control: RoutingControl) -> None:
         """Check everything, then replace."""
         require_unsharded(model, "replacing base weights")
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = {name: _fitting(name, by_name, value) for name, value in weights.items()}
         _refuse_half_of_a_tie(by_name, weights)
-        # Tied parameters are one object, replaced once. Copies, because merging LoRA writes into them.
-        self._others = {
-            parameter: weights[name].detach().to(device=parameter.device, dtype=parameter.dtype, copy=True)
-            for name, parameter in self._parameters.items()
-        }
-        self._is_dense = True
-        self._swap()
+        self._control = control
+        # Tied parameters are one object.
+        self._originals = {parameter: parameter.data for parameter in self._parameters.values()}
+        for name, parameter in self._parameters.items():
+            # Copies, because merging LoRA writes into them.
+            value = weights[name].detach().to(device=parameter.device, dtype=parameter.dtype, copy=True)
+            parameter.data = value.contiguous()
+
+    def hook(self, model: nn.Module) -> list[RemovableHandle]:
+        """Let the modules compute with their originals in threads that run the dense model."""
+        return [
+            module.register_forward_hook(self._compute_dense, prepend=True, with_kwargs=True)
+            for module in model.modules()
+            if any(parameter in self for parameter in module.parameters(recurse=False))
+        ]
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of the weights that replace, by name, on the CPU."""
-        with self.showing(is_dense=False):
-            return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether a parameter is replaced."""
-        return parameter in self._others
+        return parameter in self._originals
 
     def zeros(self) -> dict[nn.Parameter, Tensor]:
         """Return where each replaced parameter holds zeros, bool of its shape."""
-        with self.showing(is_dense=False):
-            return {parameter: parameter.detach() == 0 for parameter in self._others}
+        return {parameter: parameter.detach() == 0 for parameter in self._originals}
 
     def zero_counts(self) -> dict[nn.Parameter, int]:
         """Return how many zeros each replaced parameter holds."""
-        with self.showing(is_dense=False):
-            return {parameter: int((parameter.detach() == 0).sum()) for parameter in self._others}
+        return {parameter: int((parameter.detach() == 0).sum()) for parameter in self._originals}
 
     def restore(self) -> None:
         """Put the originals back for good."""
-        if not self._is_dense:
-            self._swap()
-        # A block that still runs with the originals must not swap them away at its end.
-        self._others = {}
+        for parameter in self._originals:
+            parameter.data = self._original(parameter)
 
-    @contextmanager
-    def showing(self, *, is_dense: bool) -> Iterator[None]:
-        """Run with the originals inside the block, or with what replaces them."""
-        before = self._is_dense
-        if before != is_dense:
-            self._swap()
-        try:
-            yield
-        finally:
-            if self._is_dense != before:
-                self._swap()
+    def _original(self, parameter: nn.Parameter) -> Tensor:
+        # The model may have moved, or changed its dtype, since this tensor was in use.
+        found = self._originals[parameter].to(device=parameter.device, dtype=parameter.dtype)
+        self._originals[parameter] = found
+        return found
 
-    def _swap(self) -> None:
-        for parameter, other in self._others.items():
-            # The model may have moved, or changed its dtype, since this tensor was in use.
-            moved = other.to(device=parameter.device, dtype=parameter.dtype)
-            self._others[parameter] = parameter.data
-            parameter.data = moved.contiguous()
-        self._is_dense = not self._is_dense
+    def _compute_dense(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        # Other threads may be computing with the module's own weights, so a shallow copy has the originals.
+        if self._control.enabled:
+            return output
+        dense: Any = copy.copy(module)
+        own = dict(module.named_parameters(recurse=False))
+        vars(dense)["_parameters"] = module._parameters | {
+            name: self._original(parameter) for name, parameter in own.items() if parameter in self
+        }
+        device = next(iter(own.values())).device
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        return type(module).forward(dense, *args, **kwargs)
 
 
 def _fitting(name: str, by_name: Mapping[str, nn.Parameter], value: Tensor) -> nn.Parameter:
