@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from wide.errors import UnsupportedModelError
@@ -145,7 +146,8 @@ def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:
     what = f"is a {type(module).__name__} with a {type(weight).__name__} weight, not a plain linear layer"
     # Quantised and sharded tensors are classes of their own, which may call themselves floating point.
     if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
-        if weight.is_meta:
+        # A checkpoint's modules are cut on that device before their weights are read.
+        if weight.is_meta and torch.get_default_device().type != "meta":
             what = "has a weight on the meta device (offloaded, or not loaded yet)"
         elif tuple(weight.shape) == (module.out_features, module.in_features):
             return module
