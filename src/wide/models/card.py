@@ -139,7 +139,7 @@ _PROTOCOL = ("tokens", "window", "stride")
 _STAGES = {"prune": "Stage 1 (routers)", "recover": "Stage 2 (LoRA)"}
 _DENSE = {"dense": "dense", "dense + LoRA": "dense, with the same LoRA"}
 _COUNTED = {
-    "mean": "of the groups, mean of attention and FFN",
+    "mean": "of the groups (mean of attention and FFN)",
     "linear_flops": "of the prunable work",
     "linear_flops_with_fixed": "of all work",
     "linear_flops_layers": "of the work of the decoder layers",

@@ -148,7 +148,7 @@ def _results(run: Selection, table: Table) -> Section:
     if not table.rows:
         return Section(title="Results", missing="no record of perplexity or sparsity, because nothing was evaluated")
     text = (
-        f"Skipped is the share {run.measure()[1]}, as the target counts; attention and FFN: of their groups; layers' "
+        f"Skipped is the share {run.measure()[1]}, as the target counts. Attention and FFN: of their groups; layers' "
         "work: of all matrix products of the decoder layers, K and V included. All of it on the evaluated tokens."
     )
     return Section(title="Results", tables=[table], texts=[text])

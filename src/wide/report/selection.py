@@ -28,7 +28,7 @@ _MEASURES = {
     "of all work": ("linear_flops_with_fixed", "of all work, with K, V and the output head"),
     "of the linear FLOPs": ("linear_flops", "of the prunable work"),
     "of the prunable work": ("linear_flops", "of the prunable work"),
-    "": ("mean", "of the groups, mean of attention and FFN"),
+    "": ("mean", "of the groups (mean of attention and FFN)"),
 }
 
 _KINDS: dict[str, type] = {
