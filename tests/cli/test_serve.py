@@ -1,5 +1,8 @@
-"""The server: what an OpenAI client gets from it, and that no client stops it."""
+"""The server: what an OpenAI client gets from it, and that no client stops it; `-rP` shows what hostile ones get."""
 
+import contextlib
+import http.client
+import json
 import os
 import signal
 import socket
@@ -7,11 +10,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import wide
 from wide.cli.main import main
@@ -19,6 +24,7 @@ from wide.data.batches import TokenBatch
 from wide.data.tokenizer import load_tokenizer
 from wide.models.attach import attachment
 from wide.models.dial import calibrate_dial
+from wide.runs.text import own_settings
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -83,15 +89,22 @@ def client_of(address):
 
 
 @pytest.fixture(scope="module")
-def server(folders):
+def running(folders):
     for name in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(name)
     process, address = start(folders, "--backend=torch")
-    yield address
+    yield process, address
     code, said = stop(process)
     assert code == 130
     assert "tiny is optimised" in said
+    assert "skips nothing" not in said
+    assert "Traceback" not in said
     assert "interrupted" in said.splitlines()[-1]
+
+
+@pytest.fixture
+def server(running):
+    return running[1]
 
 
 @pytest.fixture
@@ -139,21 +152,13 @@ def refusal(call, **asked):
 
     with pytest.raises(openai.BadRequestError) as refused:
         call(**asked)
-    return refused.value.response.json()["detail"]
+    return refused.value.response.json()["error"]["message"]
 
 
 def test_one_model_is_listed_and_no_other_is_known(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert "pinned to 'tiny'" in refusal(client.chat.completions.create, model="other", messages=HELLO)
-    assert "this server has tiny alone" in post(server, "/load_model", b'{"model": "other"}')
-    assert '"ready"' in post(server, "/load_model", b'{"model": "tiny"}')
-
-
-def post(server, path, body=b""):
-    request = urllib.request.Request(server.removesuffix("/v1") + path, data=body, method="POST")
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-        return answer.read().decode()
+    said = refusal(client.chat.completions.create, model="other", messages=HELLO)
+    assert said == "this server has 'tiny' alone, not 'other'; leave model out"
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -176,10 +181,8 @@ def kill_a_client(address):
     host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
     body = b'{"model": "tiny", "prompt": "The quick", "max_tokens": 100, "stream": true}'
     with socket.create_connection((host, int(port))) as rude:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        rude.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        rude.sendall(f"{head}Content-Length: {len(body)}".encode() + b"\r\n\r\n" + body)
         assert rude.recv(64)
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
@@ -198,29 +201,307 @@ def test_requests_at_once_are_all_answered(client):
     assert set(answers) == {client.completions.create(**asked).choices[0].text}
 
 
-def test_a_chat_without_a_template_is_refused_in_words(tiny_model_folder):
-    fastapi = pytest.importorskip("fastapi")
-    from wide.runs.serving import _refusing
+NAN, INF = float("nan"), float("inf")
+# Field -> values that no request may have; of chats and responses those alone that they read otherwise.
+BAD = {
+    "prompt": [None, 3, True, ["a"], [1, 2], {"a": 1}, "a" * 128, "a" * 60_000],
+    "max_tokens": [0, -1, -(10**30), 1.5, "8", True, NAN, [], 10**30],
+    "temperature": [-1, 2.1, NAN, INF, -INF, "1", True, []],
+    "top_p": [0, 1.1, -0.5, NAN, "x", {}],
+    "top_k": [-1, 1.5, 2**40],
+    "min_p": [-1, 2, NAN],
+    "repetition_penalty": [0, -1, 1e-30, 1e30, NAN],
+    "seed": [1.5, "a", 2**70, NAN, True],
+    "stop": ["", 3, [""], ["a"] * 5, "a" * 65, {}, [3]],
+    "n": [2, 0, -1, "1", 10**9],
+    "best_of": [2, 10**6],
+    "num_beams": [2, 100_000],
+    "num_return_sequences": [100_000],
+    "logprobs": [5, True],
+    "echo": [True],
+    "suffix": ["b"],
+    "presence_penalty": [0.5, NAN],
+    "frequency_penalty": [1],
+    "logit_bias": [{"1": 5}],
+    "tools": [[]],
+    "model": ["other", "../../etc/passwd", 3],
+    "stream": ["yes", 1],
+    "max_new_token": [5],
+    "generation_config": [
+        *("{", "[]", "3", 3, {"max_new_tokens": 3}, "{" * 50_000, '{"eos_token_id": "x"}', '{"typical_p": 0}'),
+        *('{"max_length": 100000}', '{"num_beams": 100000}', '{"num_return_sequences": 9}', '{"max_new_tokens": 0}'),
+        *('{"temperature": NaN}', '{"stop_strings": [""]}', '{"return_dict_in_generate": true}', '{"max_time": 0}'),
+        *('{"cache_implementation": "static"}', '{"guidance_scale": 2}', '{"penalty_alpha": 0.6}'),
+        *('{"prompt_lookup_num_tokens": 3}', '{"watermarking_config": {}}', '{"use_cache": false}'),
+    ],
+}
+BAD_CHATS = {
+    "messages": [
+        *(None, "hi", [], {}, [3], [{}], [{"role": 3, "content": "a"}], [{"role": "user", "content": 3}]),
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+        [{"role": "user", "content": "a" * 128}],
+    ],
+    "tools": ["x", [3], [{}], [{"type": "function", "function": {"name": "f"}}]],
+    "chat_template_kwargs": ["x", {"chat_template": "a"}, {"tokenize": False}, {"return_tensors": "np"}, {"a": {}}],
+    "logit_bias": [{"x": 1}, {"999": 1}, {"5": 1000}, {"5": NAN}, {"-1": 1}, {"5": None}, []],
+    "response_format": [{"type": "json_object"}],
+    "max_completion_tokens": [0],
+    "tool_choice": ["required"],
+    "modalities": [["audio"]],
+}
+BAD_RESPONSES = {
+    "input": [
+        *(None, 3, [], [3], [{"type": "x"}], [{"type": "function_call_output", "call_id": "a", "output": "b"}]),
+        [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}],
+    ],
+    "previous_response_id": ["a"],
+    "background": [True],
+    "max_output_tokens": [0, -1],
+    "max_tokens": [5],
+    "truncation": ["auto"],
+    "store": [True],
+}
+BODIES = [
+    *(b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "a"', b"[" * 60_000, b'{"a":' * 9_000),
+    *(
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "stop": "\\udfff"}',
+        b'{"\\ud800": 1}',
+        b'{"prompt": "a", "n": [[[[]]]]}',
+    ),
+    *(
+        b'{"prompt": ' + b"9" * 5_000 + b"}",
+        b'{"a":' * 900 + b"1" + b"}" * 900,
+        b"prompt=a",
+        b" " * 200_000,
+        b"a" * 20_000_000,
+    ),
+]
+PATHS = ["/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/embeddings", "/docs", "/redoc"]
+PATHS += ["/openapi.json", "/", "//v1/models", "/v1/completions/", "/v1/models/../reset", "/%00", "/" + "a" * 5_000]
+# What looks hostile and can be done.
+DONE = [{"prompt": "a", "max_tokens": 2**31 - 1}, {"prompt": ""}, {"prompt": "\0\n\u202e", "temperature": 1e-40}]
+DONE += [{"prompt": "a", "temperature": 2, "top_k": 2**31 - 1, "top_p": 1e-40, "repetition_penalty": 10.0}]
+DONE += [{"prompt": "a", "n": 1, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "x"}]
+DONE += [{"prompt": "a", "stop": ["b"] * 4, "seed": -(2**63), "generation_config": '{"min_p": 1, "eos_token_id": 10}'}]
 
-    tokenizer = _refusing(load_tokenizer(tiny_model_folder), 128)
-    with pytest.raises(fastapi.HTTPException) as refused:
-        tokenizer.apply_chat_template(HELLO, return_dict=True)
-    assert refused.value.status_code == 400
-    assert "no chat template" in refused.value.detail
+
+def hostile():
+    """Yield area, method, path, headers and body of requests that nobody should send."""
+    json_ = {"Content-Type": "application/json"}
+    kinds = ("completions", {"prompt": "a"}, BAD), ("chat/completions", {"messages": HELLO}, BAD_CHATS)
+    for path, good, bad in (*kinds, ("responses", {"input": "a"}, BAD_RESPONSES)):
+        for field, values in bad.items():
+            for number, value in enumerate(values):
+                asked = {"stream": number % 2 == 1} | good | {field: value}
+                yield "values", "POST", f"/v1/{path}", json_, json.dumps(asked).encode()
+    for body in BODIES:
+        yield "bodies", "POST", "/v1/completions", json_, body
+    for path in PATHS:
+        yield "routes", "POST", path, json_, b"{}"
+    for method in ("GET", "PUT", "DELETE", "PATCH", "TRACE", "NONE"):
+        yield "routes", method, "/v1/completions", json_, b"{}"
+    odd = {"Host": "evil.example"}, {"Content-Type": "text/plain"}, {"X": "a" * 100_000}, {"Host": ""}
+    for headers in (*odd, {"Content-Length": "-1"}, {"Content-Length": "x"}, {"Transfer-Encoding": "gzip"}):
+        yield "headers", "POST", "/v1/completions", json_ | headers, b"{}"
+    for number, asked in enumerate(2 * DONE):
+        body = json.dumps({"stream": number < len(DONE)} | asked).encode()
+        yield "done", "POST", "/v1/completions", json_, body
 
 
-def test_no_new_tokens_are_the_clients_mistake():
-    fastapi = pytest.importorskip("fastapi")
-    from wide.runs.serving import _generate
+def ask(address, method, path, headers, body):
+    """Return status and text of an answer."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://").removesuffix("/v1"), timeout=SECONDS)
+    with contextlib.closing(connection):
+        # What is too long is refused before all of it was sent.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
-    given = {"generation_config": GenerationConfig(), "input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    given["generation_config"].max_new_tokens = -4
-    with pytest.raises(fastapi.HTTPException, match="wanted at least 1 new token, got -4"):
-        _generate(None, 128, **given)
+
+def is_in_words(area, status, text):
+    """Return whether an answer says what is wrong or, of what can be done, has it done."""
+    if area == "done":
+        return status == 200 and '"error"' not in text and '"choices"' in text
+    if area == "headers" and text.startswith("Invalid"):
+        # uvicorn's and Starlette's own, of what is not HTTP and of hosts.
+        return status == 400
+    return 400 <= status < 500 and len(json.loads(text)["error"]["message"].split()) > 3
 
 
-def test_a_reset_by_a_client_keeps_the_model(client, server):
-    assert "ok" in post(server, "/reset")
+def resident(process):
+    """Return the bytes of memory that a process holds."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_hostile_requests_are_answered_in_words_and_leave_no_memory(running):
+    process, address = running
+    requests, tried, found = list(hostile()), Counter(), Counter()
+    for _, *request in requests[::5]:
+        ask(address, *request)
+    before = resident(process)
+    for area, *request in requests:
+        status, text = ask(address, *request)
+        tried[area] += 1
+        found[area] += is_in_words(area, status, text)
+        if not is_in_words(area, status, text):
+            print(area, request[0], request[1][:40], str(request[2:])[-200:], "->", status, text[:300])
+    grown = (resident(process) - before) / 2**20
+    print(f"in words: {found.total()} of {tried.total()}, by area {dict(tried)}; memory grew by {grown:.0f} MiB")
+    assert found == tried
+    assert tried.total() >= 150
+    assert grown < 50
+
+
+def in_process(model, tokenizer, **options):
+    """Return a client of the server's application in this process, and the limits of it."""
+    testclient = pytest.importorskip("starlette.testclient")
+    from wide.runs.requests import Limits
+    from wide.runs.serving import _OneModel, application
+    from wide.runs.settings import ServerOptions
+
+    how = ServerOptions(**options)
+    limits = Limits(seconds=how.request_timeout, body_bytes=10**6, api_key=how.api_key)
+    app = application(_OneModel("tiny", model, tokenizer), how, limits)
+    return testclient.TestClient(app, base_url="http://localhost", raise_server_exceptions=False), limits
+
+
+@pytest.fixture
+def base(folders):
+    return AutoModelForCausalLM.from_pretrained(folders[0]), load_tokenizer(folders[0])
+
+
+def completed(client, **asked):
+    """Return the text of a completion, or what is said instead."""
+    found = client.post("/v1/completions", json={"prompt": "The quick", "max_tokens": 12} | asked).json()
+    return found["error"]["message"] if "error" in found else found["choices"][0]["text"]
+
+
+def test_who_may_ask_under_which_names_and_how_many(base):
+    client, limits = in_process(*base, api_key="key", allowed_hosts="localhost, other")
+    assert client.get("/health").status_code == 200
+    for headers in ({}, {"Authorization": "Bearer ke"}, {"Authorization": "key"}, {"Authorization": "Bearer keyé"}):
+        refused = client.get("/v1/models", headers={name: value.encode() for name, value in headers.items()})
+        assert refused.status_code == 401
+        assert "Authorization: Bearer KEY" in refused.json()["error"]["message"]
+    known = {"Authorization": "Bearer key"}
+    assert client.get("/v1/models", headers=known | {"Host": "other"}).status_code == 200
+    assert client.get("/v1/models", headers=known | {"Host": "evil.example"}).status_code == 400
+    limits.calls.update(range(64))
+    assert client.post("/v1/completions", headers=known, json={"prompt": "a"}).status_code == 503
+    assert client.get("/v1/models", headers=known).status_code == 200
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_ends_at_its_deadline_and_lets_the_next_one_in(base, streams):
+    client, limits = in_process(*base, request_timeout=0.7)
+    steps = Counter()
+
+    def slow(*_):
+        steps["all"] += 1
+        time.sleep(0.1)
+
+    base[0].register_forward_pre_hook(slow)
+    said = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": streams})
+    assert said.status_code == (200 if streams else 504)
+    assert "the request took more than 0.7 seconds" in said.text
+    assert completed(client, max_tokens=1, temperature=0)
+    assert steps["all"] < 20
+    assert not limits.calls
+
+
+def test_sampling_is_what_is_asked_whatever_the_base_says(base):
+    model, tokenizer = base
+    client, _ = in_process(*base)
+    greedy = completed(client)
+    texts = {seed: completed(client, temperature=1.5, seed=seed) for seed in range(4)}
+    assert len({greedy, *texts.values()}) == 5
+    assert completed(client, temperature=1.5, seed=2) == texts[2]
+    assert completed(client, generation_config='{"temperature": 1.5}', seed=2) == texts[2]
+    assert completed(client, generation_config='{"do_sample": true}', temperature=0) == greedy
+    # As with a temperature of 1, and without the 50 likeliest tokens that transformers takes otherwise.
+    whole = wide.generate(model, "The quick", tokenizer=tokenizer, max_new_tokens=12, temperature=1.0, seed=3)
+    assert completed(client, top_p=1.0, seed=3) == whole
+    letter = next(letter for letter in whole if letter.isalpha())
+    assert completed(client, top_p=1.0, seed=3, stop=[letter]) == whole[: whole.index(letter) + 1]
+
+    model.generation_config.update(num_beams=3, num_return_sequences=2, return_dict_in_generate=True, max_time=0.0)
+    model.generation_config.update(do_sample=True, repetition_penalty=5.0, stop_strings=[letter])
+    client, _ = in_process(*base)
+    with own_settings(model):
+        assert (
+            completed(client, generation_config='{"repetition_penalty": 1.0}', seed=3)
+            == whole[: whole.index(letter) + 1]
+        )
+        assert completed(client, temperature=0) != greedy
+        assert (
+            completed(client, temperature=0, generation_config='{"repetition_penalty": 1.0, "stop_strings": "zz"}')
+            == greedy
+        )
+
+
+def test_continuous_batching_refuses_what_it_would_ignore(base):
+    client, _ = in_process(*base, continuous_batching=True)
+    for asked in ({"temperature": 1.0}, {"stop": "a"}, {"top_p": 0.5}, {"generation_config": '{"top_k": 3}'}):
+        assert "continuous batching samples all requests alike" in completed(client, **asked)
+
+
+def test_a_tokenizer_in_python_is_served_but_for_streams(base):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=384, max_position_embeddings=64, **sizes)
+    model, tokenizer = LlamaForCausalLM(config).eval(), ByT5Tokenizer()
+    client, _ = in_process(model, tokenizer)
+    expected = wide.generate(model, "The quick", tokenizer=tokenizer, max_new_tokens=12)
+    assert completed(client) == expected
+    assert "runs in Python and cannot stream" in completed(client, stream=True)
+    assert "64 positions" in completed(client, prompt="a" * 64)
+
+
+def test_an_address_in_use_is_one_sentence_before_a_model_is_loaded(tiny_model_folder, monkeypatch, capsys):
+    monkeypatch.setattr("wide.data.tokenizer.load_tokenizer", lambda *_: pytest.fail("a model is being loaded"))
+    for name in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", str(tiny_model_folder), "--host=127.0.0.1", f"--port={port}"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"wide: error: 127.0.0.1 cannot be listened at, port {port}: ")
+    assert "in use" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_signals_end_a_busy_server_within_ten_seconds(numbers, folders, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folders[0], max_position_embeddings=16_000)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    load_tokenizer(folders[0]).save_pretrained(tmp_path)
+    process, address = start((tmp_path, folders[1]), "--backend=none")
+    long = ("POST", "/v1/completions", {"Content-Type": "application/json"}, b'{"prompt": "a", "max_tokens": 15000}')
+    try:
+        kill_a_client(address)
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(ask, address, *long) for _ in range(3)]
+            time.sleep(2)
+            began = time.monotonic()
+            for number in numbers:
+                process.send_signal(number)
+                time.sleep(0.3)
+            said, _ = process.communicate(timeout=SECONDS)
+            assert time.monotonic() - began < 10
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1].startswith("wide: interrupted")
+    assert "Traceback" not in said
+    assert {(status, "is being stopped" in text) for status, text in (one.result() for one in waiting)} == {(503, True)}
 
 
 @pytest.mark.slow
@@ -237,22 +518,6 @@ def test_continuous_batching_is_passed_on_and_ends_with_the_server(folders):
     assert found.choices[0].text == wanted(folders, "The quick", 6)
     assert "CB: True" in said
     assert code == 130
-
-
-def test_what_a_server_wraps_comes_back(tiny_model_folder, monkeypatch):
-    pytest.importorskip("fastapi")
-    from wide.runs import serving
-    from wide.runs.settings import ServerOptions
-
-    model = wide.attach(AutoModelForCausalLM.from_pretrained(tiny_model_folder), wide.WideConfig(ffn_group_size=16))
-    wide.optimize(model, backend="torch")
-    before = {name: vars(model)[name] for name in ("generate", "init_continuous_batching")}
-    seen = []
-    monkeypatch.setattr(serving, "Serve", lambda *_, **__: seen.append(dict(vars(model))))
-    serving.serve(model, load_tokenizer(tiny_model_folder), "tiny", ServerOptions())
-    for name, found in before.items():
-        assert seen[0][name] is not found
-        assert vars(model)[name] is found
 
 
 @pytest.mark.gpu

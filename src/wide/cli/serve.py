@@ -30,13 +30,15 @@ def run(given: Sequence[str]) -> None:
     if missing:
         raise MissingExtraError(f"wide serve needs {', '.join(missing)}: pip install 'wide[serve]'")
     options.require_found()
+    how.hosts(), how.template_values()
     from wide.data.tokenizer import load_tokenizer
-    from wide.runs.serving import serve
+    from wide.runs.serving import listening, serve
     from wide.runs.sources import load_routed
     from wide.runs.text import install_operators
 
+    sockets = listening(how.host, how.port)
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)
     name = how.name or options.model
     print(f"{name} is {install_operators(model, options.backend)}", flush=True)
-    serve(model, tokenizer, name, how)
+    serve(model, tokenizer, name, how, sockets)

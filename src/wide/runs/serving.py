@@ -1,124 +1,332 @@
-"""transformers' OpenAI-compatible server, with one model that is loaded already."""
+"""An OpenAI-compatible server of one model: transformers' handlers of requests, behind checks and bounds."""
 
-import functools
-import time
-from dataclasses import asdict
+import asyncio
+import inspect
+import json
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
-from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.responses import Response as AnyResponse
+from transformers import ContinuousBatchingConfig, StoppingCriteriaList
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, Modality
+from transformers.utils import logging
 
-from wide.data.tokenizer import longest_input
+from wide.data.tokenizer import check_vocabulary, longest_input
+from wide.errors import ConfigError, DataError
+from wide.models.observe import own_randomness
 from wide.runs.process import stoppable
+from wide.runs.requests import (
+    CALL,
+    SAMPLING,
+    Asked,
+    Bounded,
+    Call,
+    Chat,
+    Completion,
+    EndedError,
+    Limits,
+    Responses,
+    in_words,
+    refusal,
+)
 from wide.runs.settings import ServerOptions
+from wide.runs.text import kept_settings, own_settings, stops
+from wide.version import __version__
+
+# A token of text takes about four bytes; escapes and the JSON around messages take more.
+_BYTES_A_POSITION, _LEAST_BYTES, _BYTES_WITHOUT_POSITIONS = 16, 2**16, 2**20
+_CLI = "transformers.cli."
+_GRACE_S, _LAST_S, _MOST_CONNECTIONS = 2, 2.0, 512
+_ROUTES = "POST /v1/chat/completions, /v1/completions and /v1/responses, GET /v1/models and /health"
 
 
-class _OneModel(model_manager.ModelManager):
-    """Gives the server its one model, and nothing else.
+class _Model:
+    """The model as one request sees it: `generate` does what is asked, and ends with the request."""
 
-    Nothing is registered with the base class, so neither idleness nor a client's reset takes the model away.
+    def __init__(self, one: "_OneModel", call: Call) -> None:
+        self._one, self._model, self._call = one, one.model, call
+        self.generation_config = call.asked.sampled(one.base)
+
+    def init_continuous_batching(self, **given: Any) -> Any:
+        """Return a manager of shared forwards, which the server ends."""
+        self._one.managers.append(self._model.init_continuous_batching(**given))
+        return self._one.managers[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, *, generation_config: Any, tokenizer: Any = None, **given: Any) -> Any:
+        """Generate in the server's one thread; a tokenizer would be handed on to the model's forward."""
+        self._call()
+        ends = StoppingCriteriaList([*stops(self._one.tokenizer, generation_config.stop_strings), self._call])
+        generation_config.stop_strings = None
+        given |= {"generation_config": generation_config, "stopping_criteria": ends}
+        seed = self._call.asked.seed
+        try:
+            with nullcontext() if seed is None else own_randomness(self._model.device):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                return self._model.generate(**given)
+        except Exception as error:
+            if "streamer" not in given or isinstance(error, EndedError) or type(error).__module__.startswith(_CLI):
+                raise
+            # The words of a stream's error are put into JSON as they are.
+            raise RuntimeError(json.dumps(f"{type(error).__name__}: {error}")[1:-1]) from error
+
+
+class _Tokenizer:
+    """The tokenizer as one request sees it: refuses what the model cannot take, and bounds the number of new tokens."""
+
+    def __init__(self, model: Any, tokenizer: Any, call: Call) -> None:
+        self._model, self._own, self._call = model, tokenizer, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        return self._checked(self._own(*args, **given))
+
+    def apply_chat_template(self, messages: Any, **given: Any) -> Any:
+        """Return the tokens of a chat."""
+        template = self._own.chat_template
+        if template is None:
+            raise HTTPException(400, "the model's tokenizer has no chat template; ask /v1/completions")
+        if given.get("tools") and "tools" not in str(template):
+            raise HTTPException(400, "the model's chat template knows no tools; leave tools out")
+        try:
+            found = self._own.apply_chat_template(messages, **given)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise HTTPException(400, f"the model's chat template refuses these messages: {error}") from error
+        return self._checked(found)
+
+    def _checked(self, found: Any) -> Any:
+        ids = torch.as_tensor(found["input_ids"])
+        count, longest = ids.shape[-1], longest_input(self._model)
+        if count == 0:
+            raise HTTPException(400, "the prompt has no tokens; give some text")
+        if longest is not None:
+            if count >= longest:
+                words = f"the prompt has {count} tokens, and the model has {longest} positions; shorten it"
+                raise HTTPException(400, words)
+            body, key = self._call.body, self._call.asked.tokens_key
+            body[key] = min(body[key], longest - count)
+        check_vocabulary(int(ids.max()), self._model)
+        return found
+
+
+class _OneModel:
+    """What transformers' handlers take a model from."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+        self.force_model, self.model, self.tokenizer = name, model, tokenizer
+        self.managers: list[Any] = []
+        self.base = kept_settings(model.generation_config, (*SAMPLING, "stop_strings"))
+        if self.base.pad_token_id is None:
+            self.base.pad_token_id = tokenizer.eos_token_id
+
+    def process_model_name(self, name: str) -> str:
+        """Return a name as it is."""
+        return name
+
+    def get_model_modality(self, *_: Any, **__: Any) -> Modality:
+        """Return that it is a language model."""
+        return Modality.LLM
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Return the model and its tokenizer for the request that is running."""
+        call = CALL.get()
+        return _Model(self, call), _Tokenizer(self.model, self.tokenizer, call)
+
+
+def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastAPI:
+    """Return what answers requests, for any ASGI server."""
+    keys = ("max_batch_tokens", "num_blocks", "block_size", "max_memory_percent", "use_cuda_graph")
+    paged = {key: getattr(options, f"cb_{key}") for key in keys if getattr(options, f"cb_{key}") is not None}
+    batching = ContinuousBatchingConfig(**paged) if paged else None
+    state = GenerationState(continuous_batching=options.continuous_batching, cb_config=batching)
+    template = {"chat_template_kwargs": options.template_values()}
+    completions, chats = CompletionHandler(one, state), ChatCompletionHandler(one, state, **template)
+    responses = ResponseHandler(one, state, **template)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, version=__version__)
+    app.add_middleware(Bounded, limits=limits)
+    if options.enable_cors:
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=options.hosts(), www_redirect=False)
+
+    async def answer(handler: Any, asked: Asked) -> AnyResponse:
+        call = CALL.get()
+        _refuse(asked, one, options)
+        call.asked, call.body = asked, asked.body(one.force_model)
+        request_id = uuid.uuid4().hex
+        work = asyncio.ensure_future(handler.handle_request(call.body, request_id))
+        limits.work.add(work)
+        work.add_done_callback(limits.work.discard)
+        # Nobody is to be told of an error after the request has ended.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if options.continuous_batching:
+            call.on_end = lambda: (work.cancel(), *(each.cancel_request(request_id) for each in one.managers))
+        # Transformers' thread reports to it, even of what nobody waits for.
+        found: AnyResponse = await asyncio.shield(work)
+        found.headers["x-request-id"] = request_id
+        return found
+
+    @app.post("/v1/completions")
+    async def _completions(asked: Completion) -> AnyResponse:
+        return await answer(completions, asked)
+
+    @app.post("/v1/chat/completions")
+    async def _chats(asked: Chat) -> AnyResponse:
+        return await answer(chats, asked)
+
+    @app.post("/v1/responses")
+    async def _responses(asked: Responses) -> AnyResponse:
+        return await answer(responses, asked)
+
+    @app.get("/v1/models")
+    async def _models() -> AnyResponse:
+        only = {"id": one.force_model, "object": "model", "owned_by": "wide", "created": 0}
+        return JSONResponse({"object": "list", "data": [only]})
+
+    @app.get("/health")
+    async def _health() -> AnyResponse:
+        if state.is_cb_alive():
+            return JSONResponse({"status": "ok"})
+        return refusal(503, "continuous batching has failed; start the server again")
+
+    for kind in (RequestValidationError, StarletteHTTPException, DataError, EndedError, CBWorkerDeadError, Exception):
+        app.add_exception_handler(kind, _in_words)
+    return app
+
+
+def _refuse(asked: Asked, one: _OneModel, options: ServerOptions) -> None:
+    """Refuse what this model, its tokenizer and continuous batching cannot do."""
+    if asked.model not in (None, one.force_model):
+        raise HTTPException(400, f"this server has {one.force_model!r} alone, not {asked.model!r}; leave model out")
+    if asked.stream and not one.tokenizer.is_fast:
+        raise HTTPException(400, "stream: this model's tokenizer runs in Python and cannot stream; ask without stream")
+    vocabulary = one.model.get_input_embeddings().weight.shape[0]
+    largest = max((int(token) for token in getattr(asked, "logit_bias", None) or ()), default=0)
+    if largest >= vocabulary:
+        raise HTTPException(
+            400, f"logit_bias: token {largest} is not among the {vocabulary} of the model; leave it out"
+        )
+    own = inspect.signature(one.tokenizer.apply_chat_template).parameters
+    taken = sorted(own.keys() & set(getattr(asked, "chat_template_kwargs", None) or ()))
+    if taken:
+        raise HTTPException(400, f"chat_template_kwargs: {', '.join(taken)} is for the server to say; leave it out")
+    config = asked.sampled(one.base)
+    if options.continuous_batching and (config != Asked().sampled(one.base) or (config.do_sample and asked.seed)):
+        words = "continuous batching samples all requests alike; leave out what is not as the model's own configuration"
+        raise HTTPException(400, words)
+
+
+async def _in_words(request: Request, error: Exception) -> AnyResponse:
+    """Answer an error, in the form of OpenAI's."""
+    if isinstance(error, RequestValidationError):
+        return refusal(400, in_words(error.errors()))
+    if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):
+        return refusal(error.status_code, f"there is no {request.method} {request.url.path}; there are {_ROUTES}")
+    if isinstance(error, StarletteHTTPException):
+        return refusal(error.status_code, str(error.detail))
+    if isinstance(error, DataError):
+        return refusal(400, str(error))
+    if isinstance(error, (EndedError, CBWorkerDeadError)):
+        return refusal(503, str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return refusal(503, "the memory is full; ask with a shorter prompt or for fewer tokens")
+    return refusal(500, f"the server has failed: {type(error).__name__}: {error}")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which ends texts when it is stopped."""
+
+    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+        super().__init__(config)
+        self._limits = limits
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests go on for seconds, then end them; a second signal ends them at once."""
+        asyncio.get_running_loop().call_later(_GRACE_S, self._limits.end_all)
+        await super().shutdown(sockets)
+        self._limits.end_all()
+        unfinished = {*self._limits.work, *self.server_state.tasks}
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=_LAST_S)
+        if self._limits.work:
+            # A long forward: Python would abort where it takes the thread away from it.
+            print("wide: interrupted; a text was being computed", file=sys.stderr, flush=True)
+            os._exit(130)
+
+
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen at an address, so that nobody else takes it while a model is loaded.
+
+    Raises:
+        ConfigError: If it cannot be had.
     """
-
-    def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
-        self._served = model, tokenizer
-        super().__init__(**options)
-
-    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **given: Any) -> tuple[Any, Any]:
-        if model_id_and_revision != self.process_model_name(self.force_model):
-            raise ValueError(f"this server has {self.force_model} alone, not {model_id_and_revision}")
-        if given.get("progress_callback") is not None:
-            given["progress_callback"]({"status": "ready", "model": model_id_and_revision, "cached": True})
-        return self._served
-
-    def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:
-        return [{"id": self.force_model, "object": "model", "owned_by": "wide", "created": int(time.time())}]
-
-    # Its name since transformers 5.24.
-    list_models = get_gen_models
+    bound: list[socket.socket] = []
+    try:
+        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            # 'localhost' may have an address of IPv6 where there is no IPv6.
+            with suppress(OSError) if bound else nullcontext():
+                bound.append(socket.create_server(address, family=family))
+    except OSError as error:
+        raise ConfigError(
+            f"{host} cannot be listened at, port {port}: {error}; give another --port or --host"
+        ) from error
+    return bound
 
 
-def serve(model: Any, tokenizer: Any, name: str, options: ServerOptions) -> None:
-    """Answer requests until Ctrl-C or SIGTERM.
-
-    A prompt that the model has no positions for is refused (400), and no text of `generate` grows beyond them.
+def serve(
+    model: Any, tokenizer: Any, name: str, options: ServerOptions, sockets: Sequence[socket.socket] | None = None
+) -> None:
+    """Answer requests until Ctrl-C or SIGTERM, which ends within ten seconds.
 
     Args:
         model: A causal LM in evaluation mode, attached, optimised or neither.
         tokenizer: Of the model.
         name: What clients call it; they may leave it out.
         options: Of the server.
+        sockets: Bound ones; None binds them.
 
     Raises:
+        ConfigError: If the address cannot be had.
         KeyboardInterrupt: When it was stopped.
     """
+    sockets = list(sockets or listening(options.host, options.port))
     longest = longest_input(model)
-    tokenizer = _refusing(tokenizer, longest)
-    if model.generation_config.pad_token_id is None:
-        model.generation_config.pad_token_id = tokenizer.eos_token_id
-    batching: list[Any] = []
-    begin = model.init_continuous_batching
-
-    def begin_batching(**given: Any) -> Any:
-        batching.append(begin(**given))
-        return batching[-1]
-
-    # The optimised model's own stand there already, and come back.
-    before = {name: vars(model).get(name) for name in ("init_continuous_batching", "generate")}
-    model.init_continuous_batching = begin_batching
-    if longest is not None:
-        model.generate = functools.partial(_generate, model.generate, longest)
-    values = asdict(options)
-    del values["name"]
-    theirs = model_manager.ModelManager
-    # The server makes its manager itself, in the constructor, which ends with the server.
-    model_manager.ModelManager = functools.partial(_OneModel, model, tokenizer)
+    body_bytes = _BYTES_WITHOUT_POSITIONS if longest is None else max(_LEAST_BYTES, _BYTES_A_POSITION * longest)
+    limits = Limits(seconds=options.request_timeout, body_bytes=body_bytes, api_key=options.api_key)
+    if options.default_seed is not None:
+        torch.manual_seed(options.default_seed)
+    logging.get_logger("transformers").setLevel(logging.WARNING)
+    one = _OneModel(name, model, tokenizer)
+    app = application(one, options, limits)
+    config = uvicorn.Config(
+        app, lifespan="off", timeout_graceful_shutdown=_GRACE_S + 1, limit_concurrency=_MOST_CONNECTIONS
+    )
     try:
-        with stoppable(lambda: f"{name} is no longer served"):
-            Serve(name, **values)
+        with stoppable(lambda: f"{name} is no longer served"), own_settings(model):
+            _Server(config, limits).run(sockets)
     finally:
-        model_manager.ModelManager = theirs
-        for each in batching:
-            # The server leaves its thread running, and Python waits for it.
-            each.stop(hard_stop=True)
-        for attribute, found in before.items():
-            vars(model).pop(attribute, None)
-            if found is not None:
-                vars(model)[attribute] = found
-
-
-def _generate(generate: Any, longest: int, **given: Any) -> Any:
-    """Generate no more tokens than the model has positions for; the server tells from `max_new_tokens` why it ended."""
-    config, room = given["generation_config"], longest - given["input_ids"].shape[1]
-    if config.max_new_tokens is not None:
-        if config.max_new_tokens < 1:
-            from fastapi import HTTPException
-
-            detail = f"wanted at least 1 new token, got {config.max_new_tokens}; ask for more"
-            raise HTTPException(status_code=400, detail=detail)
-        config.max_new_tokens = min(config.max_new_tokens, room)
-    return generate(**given)
-
-
-def _refusing(tokenizer: Any, longest: int | None) -> Any:
-    """Return the tokenizer with an answer for clients whose prompt the model cannot take."""
-    from fastapi import HTTPException
-
-    class Refusing(type(tokenizer)):  # type: ignore[misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().__call__(*args, **kwargs)
-            count = max(len(each) for each in found.encodings)
-            if longest is not None and count >= longest:
-                detail = f"the prompt has {count} tokens, and the model has {longest} positions; shorten it"
-                raise HTTPException(status_code=400, detail=detail)
-            if count == 0:
-                raise HTTPException(status_code=400, detail="the prompt has no tokens; give some text")
-            return found
-
-        def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-            if self.chat_template is None:
-                detail = "the model's tokenizer has no chat template; ask /v1/completions"
-                raise HTTPException(status_code=400, detail=detail)
-            return super().apply_chat_template(*args, **kwargs)
-
-    tokenizer.__class__ = Refusing
-    return tokenizer
+        for each in one.managers:
+            # Its thread would go on, and Python waits for it.
+            each.stop(hard_stop=True, timeout=_LAST_S)

@@ -1,5 +1,6 @@
 """What a run is told besides the settings of `wide.config`: frozen dataclasses, one per group of flags. No torch."""
 
+import json
 import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from wide.schema import Between, Checked, Positive
 
 T = TypeVar("T")
 Parallel = Literal["auto", "replicate", "fsdp"]
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +231,10 @@ class ServerOptions(Checked):
         host: Address to listen at; 0.0.0.0 lets other machines in.
         port: Port to listen at.
         name: What clients call the model; null takes --model as it is written.
+        api_key: What clients must send as their API key; null lets everybody in.
+        allowed_hosts: Names of this server that clients may use, separated by commas; null takes any, but at an address
+            of this machine alone only those of this machine.
+        request_timeout: Seconds that a request may take, waiting included.
         continuous_batching: Let requests share forwards over paged caches, instead of one `generate` after the other.
         cb_max_batch_tokens: Tokens of a shared forward at most; null leaves it to transformers, as below.
         cb_num_blocks: Blocks of the paged cache.
@@ -243,6 +249,9 @@ class ServerOptions(Checked):
     host: str = "localhost"
     port: Annotated[int, Between(1, 65535)] = 8000
     name: str | None = None
+    api_key: str | None = None
+    allowed_hosts: str | None = None
+    request_timeout: Annotated[float, Between(0, without="low")] = 600.0
     continuous_batching: bool = False
     cb_max_batch_tokens: int | None = None
     cb_num_blocks: int | None = None
@@ -252,6 +261,26 @@ class ServerOptions(Checked):
     chat_template_kwargs: str | None = None
     enable_cors: bool = False
     default_seed: int | None = None
+
+    def hosts(self) -> list[str]:
+        """Return the names of the server that clients may use; '*' is any."""
+        if self.allowed_hosts is not None:
+            return [name.strip() for name in self.allowed_hosts.split(",")]
+        return list(_THIS_MACHINE) if self.host in _THIS_MACHINE else ["*"]
+
+    def template_values(self) -> dict[str, Any]:
+        """Return further values for the chat template.
+
+        Raises:
+            ConfigError: If they are no JSON object.
+        """
+        try:
+            found = json.loads(self.chat_template_kwargs or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

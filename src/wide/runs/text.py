@@ -42,15 +42,20 @@ class _Timed(TextStreamer):
         super().put(value)
 
 
+def kept_settings(config: GenerationConfig, names: Sequence[str] = ()) -> GenerationConfig:
+    """Return a generation configuration that holds the special tokens of another, and what is named, alone."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", *names)
+    return GenerationConfig(**{name: getattr(config, name, None) for name in names})
+
+
 @contextmanager
-def own_settings(model: Any, kept: Sequence[str] = ()) -> Iterator[None]:
-    """Leave of a model's generation configuration its special tokens and what is named, for a while.
+def own_settings(model: Any) -> Iterator[None]:
+    """Leave of a model's generation configuration its special tokens alone, for a while.
 
     Whatever a call leaves open `generate` takes from there: beams, penalties, kinds of output.
     """
     before = model.generation_config
-    named = ("bos_token_id", "eos_token_id", "pad_token_id", *kept)
-    model.generation_config = GenerationConfig(**{name: getattr(before, name, None) for name in named})
+    model.generation_config = kept_settings(before)
     try:
         yield
     finally:
