@@ -15,7 +15,7 @@ from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedMo
 from wide.grouping import Grouping, divisors
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from wide.models.discovery import discover
-from wide.models.eviction import Eviction, FirstTokens
+from wide.models.eviction import EvictingGate, FirstTokens
 from wide.models.gates import (
     GATE_NAME,
     PENDING_NAME,
@@ -374,7 +374,8 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
         if isinstance(half, Following):
             gate: Gate = FollowingGate(routed_gate(spec.attention.module)[0])
         else:
-            gate = Gate(_source(spec, part.module, half, name, tensors, state))
+            kind = EvictingGate if isinstance(half, Routed) and half.evicts else Gate
+            gate = kind(_source(spec, part.module, half, name, tensors, state))
         setattr(part.module, PENDING_NAME, gate)
         state.parts.append((part.module, PENDING_NAME))
         state.handles.append(part.module.register_forward_pre_hook(prepare_before, with_kwargs=True))
@@ -384,9 +385,8 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             source = spec.layer if half.router_input == "layer_input" else part.pre_norm
             if source is not None:
                 state.handles.append(source.register_forward_pre_hook(gate.remember, with_kwargs=True))
-        if isinstance(half, Routed) and half.evicts:
-            gate.executor = eviction = Eviction(gate)
-            state.handles.append(part.module.register_forward_pre_hook(eviction, with_kwargs=True))
+        if isinstance(gate, EvictingGate):
+            state.handles.append(part.module.register_forward_pre_hook(gate.gate_cache, with_kwargs=True))
         if isinstance(part, FeedForwardSpec):
             state.handles.append(part.activation.register_forward_hook(gate.gate_activation))
 

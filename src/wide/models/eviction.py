@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wide.errors import UnsupportedModelError
-from wide.models.gates import Gate, Pending, cache_name, cache_of, gate_heads
-from wide.models.router import RoutingControl
+from wide.models.gates import Gate, Pending, StaticGate, cache_name, cache_of, gate_heads
+from wide.models.router import Router, RoutingControl
 
 # Keeps the quotient finite where all attention falls on evicted tokens (D-LLM's own constant).
 _EPSILON = 1e-6
@@ -27,26 +27,19 @@ _EPSILON = 1e-6
 _EXTRA_CHANNELS = 8
 
 
-class Eviction:
-    """Keeps the values of skipping tokens out of one attention and out of its cache.
+class EvictingGate(Gate):
+    """Keeps the values of skipping tokens out of one attention, whose router has one group, and out of its cache."""
 
-    It is a forward pre-hook (with keyword arguments) on the attention module, after the one that lets the router
-    decide, and the executor of the module's gate.
-
-    Args:
-        gate: Of the attention, whose router has one group.
-    """
-
-    def __init__(self, gate: Gate) -> None:
-        """Serve this gate."""
-        self._gate = gate
+    def __init__(self, source: Router | StaticGate) -> None:
+        """Wait for the first forward."""
+        super().__init__(source)
         self._gates_cache = Pending()
 
-    def __call__(
+    def gate_cache(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Let the cache of the coming forward receive gated values."""
-        cache, mask = cache_of(kwargs), self._gate.mask.value
+        """Let the cache of the coming forward receive gated values (a pre-hook, after the router's)."""
+        cache, mask = cache_of(kwargs), self.mask.value
         self._gates_cache.value = cache is not None and mask is not None
         if cache is None or mask is None:
             return None
@@ -69,14 +62,12 @@ class Eviction:
         Raises:
             UnsupportedModelError: If the attention has sinks, or a cache that this does not know of.
         """
-        mask = self._gate.take()
+        mask = self.take()
         if mask is None:
             output, weights = function(module, query, key, value, *args, **kwargs)
             return output, weights
         if kwargs.get("s_aux") is not None:
-            raise UnsupportedModelError(
-                f"layer {self._gate.layer_index}: attention with sinks cannot evict keys and values"
-            )
+            raise UnsupportedModelError(f"layer {self.layer_index}: attention with sinks cannot evict keys and values")
         if key.shape[2] == mask.shape[1]:
             # The router's own mask, which has a gradient in training.
             gate = _per_key(mask).to(value.dtype).expand(-1, value.shape[1], -1, -1)
@@ -85,7 +76,7 @@ class Eviction:
             gate = (value != 0).any(-1, keepdim=True).to(value.dtype)
         else:
             raise UnsupportedModelError(
-                f"layer {self._gate.layer_index}: {type(module).__name__} did not get its cache by name, so "
+                f"layer {self.layer_index}: {type(module).__name__} did not get its cache by name, so "
                 "evicted tokens cannot be kept out of it"
             )
         width = value.shape[-1]

@@ -94,8 +94,6 @@ class Gate:
     Attributes:
         mask: The factors to apply; none where there is nothing to apply.
         residual: What the source reads in place of the sublayer's input, where it reads the residual stream.
-        executor: Its `attend` runs the attention, given the dense function and its arguments, and takes the mask by
-            itself; None runs that function, and masks after it.
         followed: The same mask once more, for the FFN that follows this attention.
     """
 
@@ -104,7 +102,6 @@ class Gate:
         self.source = source
         self.layer_index, self.half_layer = source.layer_index, source.half_layer
         self.mask, self.residual, self.followed = Pending(), Pending(), Pending()
-        self.executor: Any = None
 
     def prepare(self, hidden: Tensor) -> None:
         """Decide for the coming sublayer, whose input is `[B, T, D]`.
@@ -132,6 +129,21 @@ class Gate:
         """Hand the factors over, once."""
         mask: Tensor | None = self.mask.take()
         return mask
+
+    def attend(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """Return what an attention function gives, `[B, T, H, d]` and weights, with zeros for skipped head groups."""
+        output, weights = function(module, query, key, value, *args, **kwargs)
+        mask = self.take()
+        return (output if mask is None else gate_heads(output, mask)), weights
 
     def gate_activation(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Set skipped groups of an FFN's activation to zero (a forward hook): phi(g) * m * u is (phi(g) * u) * m."""
@@ -295,11 +307,7 @@ def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
         gate = gate_of(module)
         if gate is None:
             return function(module, query, key, value, *args, **kwargs)
-        if gate.executor is not None:
-            return gate.executor.attend(function, module, query, key, value, *args, **kwargs)
-        output, weights = function(module, query, key, value, *args, **kwargs)
-        mask = gate.take()
-        return (output if mask is None else gate_heads(output, mask)), weights
+        return gate.attend(function, module, query, key, value, *args, **kwargs)
 
     wrapper.wide_gated = True  # type: ignore[attr-defined]
     return wrapper

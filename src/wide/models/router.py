@@ -206,8 +206,14 @@ class Router(nn.Module):
             mask = self._trained_mask(logits, margin)
         else:
             mask = margin >= self.threshold
-        if self.protects_first and control.forced is None and control.first is not None:
-            mask = mask.masked_fill(control.first.unsqueeze(-1), 1)
+        if self.protects_first and control.forced is None:
+            if control.first is not None:
+                mask = mask.masked_fill(control.first.unsqueeze(-1), 1)
+            elif self.training:
+                raise UnsupportedModelError(
+                    f"layer {self.layer_index}: the first tokens of a sequence execute always, and this thread has not "
+                    "seen which they are; switch transformers' gradient checkpointing off (wide.prune has its own)"
+                )
         seen = control.seen
         if seen is None and control.observed is not None:
             seen = control.observed[self.layer_index]
