@@ -19,9 +19,7 @@ class HeadUnits:
     largest run of query heads for which both are the same, so a kernel reads K and V once for all its heads.
 
     Args:
-        num_query_heads: H_q; the other two divide it.
-        num_kv_heads: H_k.
-        num_groups: N_G.
+        num_query_heads: H_q; the other two numbers divide it.
 
     Raises:
         ShapeError: If the heads cannot be shared out.

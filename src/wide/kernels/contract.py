@@ -18,7 +18,6 @@ class Case:
         dtype: Of the floating-point inputs.
         active: Share of active (row, group) pairs in a random mask, in [0, 1].
         options: Arguments that choose a variant, e.g. `activation`.
-        seed: Of masks and values.
     """
 
     sizes: Mapping[str, int]

@@ -158,11 +158,7 @@ class Backends:
     ) -> Iterator[tuple[str, Candidate]]:
         """Yield what tuning tries on a device, few candidates of each backend first, with the name of the backend.
 
-        Args:
-            shape: Of the call.
-            device: Where.
-            quick: These few alone.
-            names: Of backends; None = all but the reference and the dense product.
+        If `quick` is true these few are all. The backends are those in `names`, or all but the reference and 'dense'.
         """
         tried = [name for name in self if name not in ("torch", "dense")] if names is None else list(names)
         fitting = [name for name in tried if self.obstacle(name, device, shape) is None]
@@ -176,13 +172,7 @@ class Backends:
     ) -> Any:
         """Run a backend.
 
-        Args:
-            name: Of the backend.
-            device: Of the tensors.
-            shape: Of this call.
-            arguments: Handed to the backend.
-            tile: Handed to the backend if it is not empty.
-            options: Handed to the backend.
+        It takes `arguments`, `options`, and the tile unless that is empty.
 
         Raises:
             UnsupportedBackendError: If there is no such backend or it does not run this here. The message names

@@ -23,7 +23,6 @@ class Reordering(NamedTuple):
             short tiles, of at most BM / 2 rows, come last, and of
             these thin ones, of at most BM / 4.
         num_tiles: How many tiles are meant, and how many of them are short, int32 [2].
-        block_m: Rows in a tile.
     """
 
     # Nobody searches these tuples, so hiding tuple.index is harmless.
@@ -59,7 +58,6 @@ class PatternReordering(NamedTuple):
         counts: Rows that execute any group of a super-block (all rows if `keeps_empty`), int32 [N_B].
         tiles: (super-block, row tile), int32 [N_B * ceil(M / BM), 2].
         num_tiles: How many tiles are meant, int32 [1].
-        block_m: Rows in a tile.
         groups_per_block: Groups in a super-block, s; 1 to 8.
         keeps_empty: Whether rows that execute no group of a super-block are listed too (first).
     """

@@ -14,7 +14,7 @@ import torch
 
 from wide.data.progress import progress
 from wide.errors import ConfigError
-from wide.inference.choice.layer_sizes import LayerSizes
+from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape
 from wide.inference.choice.measured import measured_table
 from wide.inference.choice.tuning.attention import prompt_race
 from wide.inference.choice.tuning.products import product_race
@@ -319,6 +319,10 @@ def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]
     for length, active in shapes:
         shipped = _shipped("attention", SIZES, length, active, device)
         tried = candidates("attention", SIZES, length, device, quick=request.quick)
+        # A quick race leaves out what is not known to be fast on the device, unless it is named.
+        backends, shape = backends_and_shape("attention", SIZES, length)
+        others = set(request.backends) - {choice.backend for choice in tried}
+        tried += [Choice(backend=name) for name in sorted(others) if backends.obstacle(name, device, shape) is None]
         yield prompt_race(SIZES, length, active, tried, device=device, shipped=shipped)
 
 

@@ -31,8 +31,6 @@ class DecodeTile(NamedTuple):
         block_n: Keys in one step, the unit in which work is shared out.
         min_blocks: Steps that a program gets at least, so that short caches make few partial results.
         programs_per_sm: Programs that run on one multiprocessor at a time.
-        num_warps: Warps of a program.
-        num_stages: Depth of the load pipeline over keys.
     """
 
     block_n: int
@@ -56,8 +54,6 @@ def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTil
     """Return the tile for a device; the host gets several programs, so that splits are exercised.
 
     Args:
-        facts: Of the device.
-        head_dim: Channels of a head.
         num_pairs: Sequences times KV heads.
     """
     if facts.capability == 0:

@@ -1,7 +1,7 @@
 """Decode attention as an operator of torch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,6 @@ class DecodeShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
-        dtype: Of queries, keys and values.
-        head_dim: d.
         heads: Query heads of one KV head and one group.
         is_paged: Whether keys and values lie in pages.
     """
@@ -67,7 +65,6 @@ def attention_decode(
         window: Keys that the query sees at most, itself included (sliding window); None = all.
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
-        backend: 'torch' or the name of a kernel's file: 'triton'.
         tile: The backend's own, such as `DecodeTile`; None takes a default for the device.
 
     Returns:
@@ -96,19 +93,6 @@ def attention_decode(
         if any(part.stride(0) != part.shape[1] * part.stride(1) for part in (k, v)):
             raise ShapeError(f"{_NAME}: pages of K and V must lie without gaps")
     shape = DecodeShape(q.dtype, q.shape[2], units.heads_per_unit, pages is not None)
-    return BACKENDS.run(
-        backend,
-        q.device,
-        shape,
-        q,
-        k,
-        v,
-        lengths,
-        mask,
-        starts=starts,
-        pages=pages,
-        window=window,
-        soft_cap=soft_cap,
-        scale=scale,
-        tile=tile,
-    )
+    options: dict[str, Any] = {"starts": starts, "pages": pages, "window": window, "tile": tile}
+    options |= {"soft_cap": soft_cap, "scale": scale}
+    return BACKENDS.run(backend, q.device, shape, q, k, v, lengths, mask, **options)

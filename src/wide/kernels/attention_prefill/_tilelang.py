@@ -104,7 +104,7 @@ def make_attention_prefill(
     window: int,
     tile: tuple[int, int, int, int],
 ) -> Any:
-    """Return the kernel; the numbers of sequences, queries and keys, and strides, are its arguments' to say."""
+    """Return the kernel; the numbers of sequences, queries and keys, and the strides, are not compiled in."""
     import tilelang.language as T
 
     block_m, block_n, num_warps, num_stages = tile
@@ -115,7 +115,7 @@ def make_attention_prefill(
     scale, cap_in, cap_out = factors
     has_starts, has_runs, has_cap = has
     by_tma, ahead = is_for_hopper(), stages_ahead(num_stages)
-    # Warps that load gather, too, and all as many lines: where they are 4 beside 8, of half as many rows again.
+    # Warps that load gather queries, too, each as many as the others: 4 more than 8 take half as many rows again.
     gathered = block_m * 3 // 2 if by_tma and num_warps == 8 else block_m
     policy = T.GemmWarpPolicy.FullRow
 

@@ -30,8 +30,6 @@ class PrefillTile(NamedTuple):
     Args:
         block_m: Rows (tokens x heads of a unit) that a program owns.
         block_n: Keys in one step.
-        num_warps: Warps of a program.
-        num_stages: Depth of the load pipeline over keys.
         uses_tma: 1 if K and V are read through tensor descriptors (sm_90 and newer), else 0.
     """
 

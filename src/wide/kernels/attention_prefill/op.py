@@ -1,7 +1,7 @@
 """Prefill attention as an operator of torch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,6 @@ class PrefillShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
-        dtype: Of queries, keys and values.
-        head_dim: d.
         heads: Query heads of one KV head and one group.
     """
 
@@ -66,7 +64,6 @@ def attention_prefill(
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        backend: 'torch' or the name of a kernel's file: 'triton', 'tilelang'.
         tile: The backend's own, such as `PrefillTile`; None takes a default for the device.
 
     Returns:
@@ -93,20 +90,6 @@ def attention_prefill(
     if runs is None and k.shape[1] < q.shape[1]:
         raise ShapeError(f"{_NAME}: {q.shape[1]} causal queries need at least as many keys, got {k.shape[1]}")
     shape = PrefillShape(q.dtype, q.shape[3], units.heads_per_unit)
-    return BACKENDS.run(
-        backend,
-        q.device,
-        shape,
-        q,
-        k,
-        v,
-        index,
-        counts,
-        starts=starts,
-        runs=runs,
-        window=window,
-        soft_cap=soft_cap,
-        scale=scale,
-        zero_skipped=zero_skipped,
-        tile=tile,
-    )
+    options: dict[str, Any] = {"starts": starts, "runs": runs, "window": window, "zero_skipped": zero_skipped}
+    options |= {"soft_cap": soft_cap, "scale": scale, "tile": tile}
+    return BACKENDS.run(backend, q.device, shape, q, k, v, index, counts, **options)

@@ -18,7 +18,6 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> 
     Args:
         values: [M, C], last stride 1, of any dtype; changed.
         mask: bool [M, N_G], any strides; N_G divides C.
-        backend: 'torch' or 'triton'.
 
     Raises:
         ShapeError: If tensors do not fit.

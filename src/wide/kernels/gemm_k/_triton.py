@@ -32,12 +32,10 @@ class KTile(NamedTuple):
     Args:
         block_n: Output columns of a tile; divides the output width.
         block_k: Reduction elements of a pipeline stage; divides the group size.
-        num_stages: Pipeline stages.
-        num_warps: Warps of a program.
         ctas_per_sm: Programs launched per multiprocessor; two hide one's epilogue behind the other's products.
         weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer). Where rows of weights are not a multiple of 16
-            bytes apart, as that access wants, 1 means 0: tiles of tables and of `wide tune` come from other shapes,
-            too, and what they say of everything else still holds.
+            bytes apart, as that access wants, 1 means 0: tiles of tables and of `wide tune` may come from other
+            shapes, and their other fields still hold.
         slab: Output columns swept at a time, a multiple of block_n; 0 means all.
         run: Neighbouring tiles of a row that one program computes in one loop, loading the next while it writes this;
             cut to what divides the tiles in a slab.

@@ -25,8 +25,7 @@ def _build_product(case: Case, device: torch.device) -> tuple[torch.Tensor, dict
 
     Args:
         case: With the sizes `num_rows` (M), `num_groups` (N_G), `group_size` (G) and `width` (N); the option `biased`
-            asks for a bias.
-        device: Of the tensors.
+            adds a bias.
     """
     rows, groups, size, width = named(case, *_SIZES)
     mask = random_mask(case, (rows, groups), device)

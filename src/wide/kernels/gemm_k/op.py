@@ -18,9 +18,6 @@ class KShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
-        dtype: Of rows and weights.
-        num_rows: M.
-        num_groups: N_G.
         group_size: Channels of a group, G.
         width: Of the output, N.
         is_stored: Of `gemm_k`, whether one super-block of at most 8 groups covers all of them and keeps empty rows.
@@ -62,7 +59,6 @@ def gemm_k(
             `keeps_empty` every row is written once, otherwise tiles are reduced into float32.
         group_size: Channels of a group, G.
         bias: [N]; added to every row.
-        backend: 'torch' or the name of a kernel's file: 'triton', 'cuda' (one super-block that keeps empty rows).
         tile: The backend's own, such as `KTile`; None takes a default for the device.
 
     Returns:
@@ -104,7 +100,6 @@ def gemm_k_rows(
         order: Rows in one order over all groups (`reorder_rows`).
         group_size: Channels of a group, G; up to 128 groups.
         bias: [N]; added to every row.
-        backend: 'torch' or 'cuda'.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.

@@ -28,13 +28,10 @@ class MnTile(NamedTuple):
     Args:
         block_n: Channels of a tile (of gate and up each); divides the group size.
         block_k: Reduction elements of a pipeline stage.
-        num_stages: Pipeline stages.
-        num_warps: Warps of a program.
-        ctas_per_sm: Programs launched per multiprocessor.
         weights_by: 0 pointers, 1 tensor-memory access (sm_90 and newer), 2 the same with gate and up as one product;
             needs the up weight right behind the gate weight in memory. Where rows of weights are not a multiple of 16
-            bytes long and apart, as that access wants, 1 and 2 mean 0: tiles of tables and of `wide tune` come from
-            other shapes, too, and what they say of everything else still holds.
+            bytes long and apart, as that access wants, 1 and 2 mean 0: tiles of tables and of `wide tune` may come
+            from other shapes, and their other fields still hold.
     """
 
     block_n: int
@@ -73,8 +70,6 @@ def default_tile(device: torch.device, shape: MnShape, *, stacked: bool) -> MnTi
     """Return a tile that fits the device; measured tables replace it.
 
     Args:
-        device: Where.
-        shape: Of the call.
         stacked: Whether the up weight lies right behind the gate weight.
     """
     facts = device_facts(device)

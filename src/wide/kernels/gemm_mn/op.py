@@ -19,10 +19,8 @@ class MnShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
-        dtype: Of rows and weights.
         group_size: Channels of a group, G.
         depth: K.
-        gated: Whether gate and up are multiplied together.
         block_m: Rows in a tile that rows were sorted into.
     """
 
@@ -64,7 +62,7 @@ def gemm_mn(
         up_bias: [N] of gated FFNs.
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         mask: bool [M, N_G]; if given, skipped channels are zero.
-        backend: 'torch', 'dense' (computes everything) or the name of a kernel's file: 'triton', 'cuda'.
+        backend: A registered name; 'dense' computes everything.
         tile: The backend's own, such as `MnTile`; None takes a default for the device.
 
     Returns:

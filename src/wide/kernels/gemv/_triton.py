@@ -30,7 +30,6 @@ class GemvTile(NamedTuple):
         block_n: Output channels that a program owns; cut down to a divisor of the group where groups lie along them.
         block_k: Input channels in one step; a power of two. Along the K-axis, as many have their weights under way
             at once.
-        num_warps: Warps of a program.
     """
 
     block_n: int
@@ -59,7 +58,6 @@ def default_k_tile(facts: DeviceFacts, *, is_long: bool) -> GemvTile:
     """Return the K-axis tile for a device.
 
     Args:
-        facts: Of the device.
         is_long: Whether a program's sum takes many steps, as that of a down projection does.
     """
     if facts.capability == 0:

@@ -18,7 +18,6 @@ class GemvShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
-        dtype: Of rows and weights.
         size: Input channels of a group, or all where groups lie along the output.
     """
 
@@ -57,7 +56,6 @@ def gemv_mn(
         up_bias: [N] of gated FFNs; given if and only if `bias` and `up_weight` are.
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         zero_skipped: Whether skipped channels hold zeros; otherwise they are unspecified memory.
-        backend: 'torch' or the name of a kernel's file: 'triton'.
         tile: The backend's own, such as `GemvTile`; None takes a default for the device.
 
     Returns:
@@ -103,7 +101,6 @@ def gemv_k(
         weight: [N, K]; last stride 1.
         mask: True = execute, bool [M, N_G] with N_G * G = K.
         bias: [N], contiguous; added to every row.
-        backend: 'torch' or the name of a kernel's file: 'triton'.
         tile: The backend's own, such as `GemvTile`; None takes a default for the device.
 
     Returns:

@@ -38,7 +38,7 @@ def noting() -> Iterator[dict[Note, None]]:
 
 
 def stand_in(name: str, build: Callable[..., object], *arguments: Hashable) -> Callable[..., None] | None:
-    """Return, while kernels are noted, what stands for this one; else None. Arguments as of `Note`."""
+    """Return a function that does nothing while kernels are noted, else None; arguments as of `Note`."""
     if _notes is None:
         return None
     _notes[Note(name, build, arguments)] = None

@@ -36,7 +36,6 @@ class Kernel:
 
     Args:
         image: Machine code (`cubin`).
-        name: Of the function.
         threads: Of a block.
         shared_bytes: Dynamic shared memory of a block.
         instead: Backend that computes the same without this kernel, for messages.
@@ -178,7 +177,7 @@ def _as_argument(argument: Any) -> Any:
 def _encoded(
     address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
 ) -> Any:
-    """Return a descriptor, which says nothing of what lies at the address, so that it never grows stale."""
+    """Return a descriptor. It depends on nothing that lies at the address, so that it is never out of date."""
     from cuda.bindings import driver
 
     types = driver.CUtensorMapDataType

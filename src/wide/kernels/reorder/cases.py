@@ -1,4 +1,4 @@
-"""What `reorder` and its kin promise: their cases, and what a right result is."""
+"""What the operators that reorder promise: their cases, and what a right result is."""
 
 import functools
 from collections.abc import Mapping

@@ -43,7 +43,6 @@ def reorder(mask: torch.Tensor, *, block_m: int = 128, backend: str) -> Reorderi
     Args:
         mask: True = execute, bool [M, N_G], any strides.
         block_m: Rows in a tile of the GEMM that follows; a power of two.
-        backend: 'torch' or 'triton'.
 
     Raises:
         ShapeError: If mask or block_m do not fit.
@@ -58,7 +57,6 @@ def reorder_sequences(mask: torch.Tensor, *, backend: str) -> SequenceReordering
 
     Args:
         mask: True = execute, bool [B, T, N_G], any strides.
-        backend: 'torch' or 'triton'.
     """
     return SequenceReordering(*_reorder_sequences(mask, backend))
 
@@ -73,7 +71,6 @@ def reorder_patterns(
         groups_per_block: Groups in a super-block, s; 1 to 8.
         block_m: Rows in a tile of the GEMM that follows; a power of two.
         keeps_empty: Whether rows that execute no group of a super-block are listed too (first).
-        backend: 'torch' or 'triton'.
     """
     index, patterns, counts, tiles, num_tiles = _reorder_patterns(mask, block_m, groups_per_block, keeps_empty, backend)
     return PatternReordering(index, patterns, counts, tiles, num_tiles, block_m, groups_per_block, keeps_empty)
@@ -84,7 +81,6 @@ def reorder_rows(mask: torch.Tensor, *, backend: str) -> RowReordering:
 
     Args:
         mask: True = execute, bool [M, N_G] with N_G up to 128, any strides.
-        backend: 'torch' or 'cuda' (CUDA C++, sm_90).
 
     Raises:
         ShapeError: If the mask does not fit.

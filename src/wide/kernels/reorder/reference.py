@@ -2,7 +2,7 @@
 
 import torch
 
-# Row tiles of one band run beside each other for all groups: they read nearly the same rows of the input.
+# Row tiles of one band run at the same time for all groups: they read nearly the same rows of the input.
 BAND = 8
 
 

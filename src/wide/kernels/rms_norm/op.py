@@ -32,7 +32,6 @@ def rms_norm(
         addend: Output of the sublayer before, as `x`.
         eps: Added to the mean square.
         unit_offset: Whether the factor is 1 + weight (Gemma).
-        backend: 'torch' or 'triton'.
 
     Returns:
         Two tensors [M, D] in the dtype of `x`; the mean square is taken in float32.

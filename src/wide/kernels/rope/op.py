@@ -55,10 +55,8 @@ def rope_to_cache(
             None = all.
         q_norm: Weight of an RMSNorm of each query head before the turn, [d].
         k_norm: The same for key heads; given if and only if `q_norm` is.
-        eps: Of both norms.
         unit_offset: Whether the norms' factor is 1 + weight (Gemma).
         interleaved: Whether pair i is channels 2 i and 2 i + 1 (GLM), not i and i + r / 2.
-        backend: 'torch' or 'triton'.
 
     Returns:
         The turned queries, [B, T, H_q, d], contiguous; heads that `mask` skips hold anything.

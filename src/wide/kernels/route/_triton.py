@@ -32,11 +32,8 @@ class RouteTile(NamedTuple):
     """Tile of the kernel for many rows.
 
     Args:
-        block_m: Rows.
         block_k: Channels of a pipeline stage.
         block_g: Groups decided at a time.
-        num_warps: Warps of a program.
-        num_stages: Pipeline stages.
     """
 
     block_m: int

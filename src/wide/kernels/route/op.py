@@ -31,7 +31,6 @@ def route(
         weights: Of the router, made with `split_weights` for the dtype of `x`.
         threshold: In logits.
         beside: Whether another kernel runs at the same time: then few programs count for more than the time they take.
-        backend: 'torch' or 'triton'.
 
     Raises:
         ShapeError: If tensors do not fit.
@@ -60,13 +59,10 @@ def norm_route(
     Args:
         x: Residual stream, [M, D] with M in 1..16, last stride 1.
         weight: Of the norm, [D].
-        weights: Of the router.
         addend: Output of the sublayer before, as `x`.
         threshold: In logits.
-        eps: Of the norm.
         unit_offset: Whether the norm's factor is 1 + weight (Gemma).
         reads_residual: Whether the router reads the sum instead of the normed rows.
-        backend: 'torch' or 'triton'.
 
     Raises:
         ShapeError: If tensors do not fit.

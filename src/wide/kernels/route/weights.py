@@ -37,7 +37,6 @@ def split_weights(
         down: First matrix, float32 [r, D].
         up: Second matrix, float32 [2 * N_G, r], rows alternating execute and skip.
         bias: float32 [2 * N_G] or None.
-        dtype: Of the hidden states.
     """
     down, up = down.detach().float(), up.detach().float()
     if dtype != torch.float32:
