@@ -43,7 +43,7 @@ def _clear_skipped(
 
 @BACKENDS.register("triton", needs=elementwise_obstacle)
 def clear_skipped(values: torch.Tensor, mask: torch.Tensor) -> None:
-    """Do in place what `clear_skipped_reference` does to a copy."""
+    """Clear in one kernel."""
     num_rows, num_groups = mask.shape
     size = values.shape[1] // num_groups
     block = min(triton.next_power_of_2(size), _MAX_CHANNELS)

@@ -37,6 +37,7 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> 
 
 @BACKENDS.register("torch")
 def _reference(values: torch.Tensor, mask: torch.Tensor) -> None:
+    # Filled, not multiplied: skipped channels may hold anything, and 0 * NaN is NaN.
     values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
 
 
