@@ -157,7 +157,6 @@ def push_to_hub(
         private: Whether a new repository is private; None means the account's default.
         token: Of the Hub; None means the one that is logged in.
         revision: Branch, made where it is not there; None means the main one.
-        message: Of the commit.
 
     Returns:
         The commit's address; nothing on processes that do not write.

@@ -66,9 +66,6 @@ class Attachment:
     """What wide knows about one attached model.
 
     Args:
-        plan: What each sublayer runs.
-        specs: The parts of each decoder layer.
-        control: Shared by all routers and gates.
         base: Fingerprint of the base model, taken before anything was changed.
         weights_seen: A sample of the base weights as `attach` left them, float32; None where they are not known.
         replaced: Base weights that the plan's method replaced, and their originals; None without.
@@ -81,7 +78,6 @@ class Attachment:
         parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Calibrated thresholds as (sparsity, threshold) points, ascending; empty until calibrated.
-        lora: The LoRA handle of `wide.models.lora`, if any.
         engine: What `wide.optimize` put in the place of the model's forward; None without.
     """
 
@@ -181,7 +177,6 @@ def attach(
     full checkpoint (`wide.save_checkpoint`), routers included.
 
     Args:
-        model: A Hugging Face causal LM.
         config_or_plan: Group sizes and router options for all layers, or a plan that says it per sublayer. None
             means the default configuration.
         specs: Parts of the decoder layers, for structures that discovery does not know.

@@ -100,9 +100,7 @@ class BlockSpec:
 
     Args:
         index: Position in the stack, from 0.
-        layer: The decoder layer itself.
         hidden_size: Channels of the residual stream, D.
-        attention: Its attention.
         ffn: Its FFN; None where the FFN cannot be routed (mixture of experts).
         ffn_reason: Why `ffn` is None.
     """

@@ -92,8 +92,6 @@ def costs(
     """Return the linear work of a model under a plan, and what the plan takes out of it.
 
     Args:
-        specs: Parts of the decoder layers.
-        plan: What each sublayer runs.
         vocab_size: Rows of the output head.
         heads: By layer, which query heads a `Kept` attention keeps, bool `[H_q]`; K and V of a KV head are saved
             where none of its query heads is kept. Without it they are counted in full.
@@ -121,7 +119,6 @@ def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: 
     attention has the rate of the attention's router.
 
     Args:
-        model: An attached model.
         measure: 'mean': unweighted mean over the routed layers of each kind of sublayer, then over the two kinds
             (paper, section 3.2); 'linear_flops': the share of the prunable matrix-product work; 'attention', 'ffn': the
             mean over the sublayers of that kind alone.
@@ -199,11 +196,7 @@ def static_sparsity(model: nn.Module) -> Sparsity:
 
 
 class SkipCounter:
-    """Counts executed groups over many forwards, on the device, without waiting for it.
-
-    Args:
-        model: An attached model.
-    """
+    """Counts executed groups over many forwards, on the device, without waiting for it."""
 
     def __init__(self, model: nn.Module) -> None:
         """Start at zero."""

@@ -36,7 +36,6 @@ class MarginHistogram:
     """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory.
 
     Args:
-        model: An attached model.
         measure: See `half_weights`.
         include_fixed: See `half_weights`.
     """
@@ -102,8 +101,6 @@ def calibrate_dial(
     from the margins of both. The thresholds in force are put back.
 
     Args:
-        model: An attached model.
-        batches: Calibration text, kept in memory for the passes.
         measure: In which sparsity is counted, see `half_weights`.
         include_fixed: See `half_weights`.
         sparsities: Wanted points, each in (0, 1); the argmax routing is always a point of the table.
@@ -155,8 +152,6 @@ def measure_sparsity(
     """Return the sparsity that a threshold gives on calibration text; the thresholds in force are put back.
 
     Args:
-        model: An attached model.
-        batches: Calibration text.
         threshold: Of all routers, or of each in the order of `Attachment.routers()`.
         measure: In which sparsity is counted, see `half_weights`.
         include_fixed: See `half_weights`.
@@ -176,7 +171,6 @@ def balanced_thresholds(
 
     Args:
         model: An attached model whose attention and FFN have routers of their own.
-        batches: Calibration text, kept in memory for the passes.
         sparsity: Wanted of either kind, in (0, 1).
         tolerance: Distance of a kind's share from it up to which its threshold is left alone; at first that is 0, the
             paper's argmax.
@@ -209,11 +203,9 @@ def set_sparsity(
     or by the new one, and with `data` by one of those that are tried; forwards that begin afterwards use the new one.
 
     Args:
-        model: An attached model.
         sparsity: Wanted sparsity in the measure of the stored thresholds; 0 runs every group.
         threshold: A margin in logits instead of a sparsity; 0 is the paper's argmax.
         data: Calibration batches from which to calibrate new thresholds first.
-        measure: Of the new thresholds.
 
     Raises:
         NotAttachedError: If the model carries no plan, or one without routers.

@@ -93,7 +93,6 @@ class FirstTokens:
     """A forward pre-hook (with keyword arguments) on a decoder: notes which tokens are the first ones of a sequence.
 
     Args:
-        control: Of the model's routers.
         count: How many of each sequence always execute.
     """
 

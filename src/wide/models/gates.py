@@ -34,10 +34,8 @@ class StaticGate(nn.Module):
 
     Args:
         scale: A factor per unit `[units]`; kept as float32.
-        control: Shared by all gates and routers of the model.
         layer_index: Decoder layer, from 0.
         half: 'attention' or 'ffn'.
-        device: Where the scales live.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ def forward_without_head(model: nn.Module, ids: Tensor, mask: Tensor | None = No
     """Run the decoder layers for token ids [B, T], for what is observed on the way.
 
     Args:
-        model: Attached or not.
         ids: Token ids, int64 `[B, T]`.
         mask: Of padding, int64 `[B, T]`.
     """
@@ -73,7 +72,6 @@ def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRo
     Masks are those that the gates apply: bool in evaluation, float32 with straight-through gradient in training.
 
     Args:
-        model: An attached model.
         history: Concatenate the masks of successive forwards along the token axis instead of keeping the latest
             only, for cached generation without beams.
 
@@ -93,7 +91,6 @@ def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list
     Masks have shape `[B, T, N_G]`, True = execute, detached from the graph.
 
     Args:
-        model: An attached model.
         history: Concatenate over successive forwards (cached generation without beams) instead of keeping the latest
             only.
 
@@ -118,7 +115,6 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
     """Replay masks instead of the routers' own decisions.
 
     Args:
-        model: An attached model.
         masks: One entry per layer, as `capture_routing` gives; None inside an entry leaves that sublayer to its router.
             An FFN that follows the attention goes by the attention's mask.
             Masks `[B, T, N_G]` longer than a forward are used up in order by successive forwards, as in cached

@@ -19,8 +19,6 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
     """Refuse a plan that cannot be executed on a model, or tensors that are not the plan's.
 
     Args:
-        plan: What each sublayer is to run.
-        specs: Parts of the decoder layers.
         tensors: Values of the plan by name; on the meta device only names and shapes are looked at.
 
     Raises:

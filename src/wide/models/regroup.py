@@ -32,7 +32,6 @@ class RegroupedChannels:
     Parameters stay the same objects. Under `bypass` the channels stay where they are: the function is the dense one.
 
     Args:
-        specs: Parts of the decoder layers.
         plan: What each sublayer runs; only routed FFNs have groups for whose sake channels may move.
         orders: By the names of `order_name`, int64 `[F]`: at each new place, which old channel lies there.
 

@@ -99,10 +99,8 @@ class Router(nn.Module):
     Args:
         hidden_size: Channels of the input, D.
         routed: Groups, rank and options.
-        control: Shared by all routers of the model.
         layer_index: Decoder layer, from 0.
         half: 'attention' or 'ffn'.
-        device: Where the parameters live.
 
     Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on all matrices and
     zero biases, with a ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers

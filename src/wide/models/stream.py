@@ -32,8 +32,6 @@ class StreamBasis(nn.Module):
 
     Args:
         basis: `[D, D']`, kept as float32.
-        control: Shared by all gates and routers of the model.
-        device: Where the basis lives.
     """
 
     def __init__(self, basis: Tensor, *, control: RoutingControl, device: torch.device | None = None) -> None:
@@ -84,8 +82,6 @@ def attach_stream(
     Args:
         specs: Parts of the decoder layers, whose sublayers each have a norm of their own in front.
         tensors: Bases by the names of `wide.plan`.
-        control: Shared by all gates and routers of the model.
-        handles: Gets the hooks.
         parts: Gets (module, attribute) of what was added.
     """
 
