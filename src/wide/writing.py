@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, while others may read or write them, and after a crash."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -48,6 +49,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `target` when the block ends without an error, forced to the disk by then.
 
     A folder that is there is replaced; a crash between the two renames leaves it whole as .NAME.*.earlier beside it.
+
+    Raises:
+        OSError: If the disk is full, whatever the library that writes makes of that.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -62,6 +66,14 @@ def whole_folder(target: Path) -> Iterator[Path]:
             target.rename(earlier)
         temporary.rename(target)
         _sync(target.parent)
+    except Exception as error:
+        # Known by its name, because importing safetensors here would slow every command down.
+        if type(error).__name__ == "SafetensorError":
+            raise OSError(errno.EIO, f"the weights cannot be written ({error})", str(target)) from error
+        # A write, unlike an open, does not say which file.
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(earlier, ignore_errors=True)

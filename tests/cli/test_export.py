@@ -1,5 +1,7 @@
 """`wide export`: what a method decided as a checkpoint of its own, and what is refused."""
 
+import errno
+import resource
 import shutil
 
 import pytest
@@ -14,6 +16,7 @@ from wide.models.adapter import load, save
 from wide.models.attach import attach
 from wide.models.lora import add_lora
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped
+from wide.writing import whole_folder
 
 SHORT = LayerPlan(attention=Skipped(), ffn=Skipped())
 WHOLE = LayerPlan(attention=Dense(), ffn=Dense())
@@ -97,6 +100,30 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tiny_model_folder
     assert "decided anew" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
     assert load(base(tiny_model_folder), tmp_path / "adapter") is not None
+
+
+@pytest.mark.parametrize(("what", "limit"), [("adapter", 2048), ("checkpoint", 8192)])
+def test_a_disk_that_is_full_is_said_in_words(what, limit, tiny_model_folder, tmp_path, capsys):
+    # A file that may not grow, as on a full disk, which safetensors reports in an error of its own.
+    adapter_of(tiny_model_folder, tmp_path / "adapter", "routed")
+    output, (soft, hard) = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = attach(base(tiny_model_folder), WideConfig(ffn_group_size=16, router_rank=4))
+    given = ["export", "--model", str(tiny_model_folder), "--adapter", str(tmp_path / "adapter"), "--device=cpu"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        if what == "adapter":
+            with pytest.raises(OSError, match="weights cannot be written"):
+                save(model, output)
+        else:
+            assert main([*given, "--output", str(output), "--dtype=float32"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert what == "adapter" or f"{output}: the weights cannot be written" in said
+    with pytest.raises(OSError, match=f"File too large: '{output}'"), whole_folder(output):
+        raise OSError(errno.EFBIG, "File too large")
+    assert "SafetensorError" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
 
 
 def test_where_single_weights_are_pruned_lora_is_exported_as_it_was_trained(tiny_model_folder, tmp_path):

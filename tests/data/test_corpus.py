@@ -56,6 +56,13 @@ def test_rows_of_any_compression_give_their_texts_without_blank_ones(tmp_path, n
     assert texts(path) == ["first text", "zweiter Täxt"]
 
 
+@pytest.mark.parametrize("row", [r'{"text": "a \ud800 b"}', r'"a \udfff"'])
+def test_half_of_a_character_is_refused_with_file_and_row(tmp_path, row):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "whole"}}\n{row}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2 holds half of a character \(U\+D...? at offset 2\)"):
+        texts(tmp_path / "a.jsonl")
+
+
 def test_a_json_list_and_a_parquet_table_are_read(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -170,6 +170,15 @@ def test_the_model_the_tokenizer_and_the_random_state_are_left_alone(
     assert "from_string" not in vars(env)
 
 
+def test_a_tokenizer_without_bos_and_eos_scores_options(plain_model, tokenizer, local_data):
+    bare = copy.deepcopy(tokenizer)
+    bare.bos_token = bare.eos_token = bare.pad_token = None
+    (found,) = run_harness(plain_model, ["piqa"], tokenizer=bare, local_data=local_data, max_length=32).tasks
+    assert found.items == 3
+    with pytest.raises(EvaluationError, match="wikitext begins documents with BOS or EOS"):
+        run_harness(plain_model, ["piqa", "wikitext"], tokenizer=bare, local_data=local_data)
+
+
 def test_what_cannot_run_is_refused(plain_model, tokenizer, local_data):
     def run(task):
         return run_harness(plain_model, [task], tokenizer=tokenizer, local_data=local_data)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from wide.data.local_names import without_hub
-from wide.data.tokenizer import chat_text
+from wide.data.tokenizer import chat_text, require_characters
 from wide.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -35,10 +35,17 @@ class Document:
     Args:
         name: Says where it comes from; stable, because the split depends on it.
         text: The text, never blank.
+
+    Raises:
+        DataError: If the text holds half of a character.
     """
 
     name: str
     text: str
+
+    def __post_init__(self) -> None:
+        """Refuse text that no tokenizer takes."""
+        require_characters(self.text, self.name)
 
 
 def is_held_out(name: str) -> bool:

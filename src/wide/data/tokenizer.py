@@ -90,6 +90,25 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
     return text.removeprefix(start).rstrip().removesuffix(str(tokenizer.eos_token or ""))
 
 
+def require_characters(text: str, where: str) -> None:
+    r"""Refuse halves of characters, such as JSON's `\ud800` alone, which cannot be written as UTF-8.
+
+    Args:
+        text: For a tokenizer.
+        where: What the text is called in the message.
+
+    Raises:
+        DataError: If there are any.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half of a character (U+{ord(text[error.start]):04X} at offset {error.start}), which no "
+            "tokenizer takes; replace it, or leave the text out"
+        ) from error
+
+
 def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
     """Refuse token ids that a model has no embedding for.
 

@@ -144,6 +144,14 @@ def run_harness(
         MissingExtraError: If lm-evaluation-harness is not installed.
     """
     chosen = [find_task(name) for name in tasks]
+    # Options follow a context; a document's first token follows BOS, or EOS, or nothing that a model could score.
+    has_start = tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
+    whole = [task.name for task in chosen if task.metric == PER_WORD]
+    if whole and not has_start:
+        raise EvaluationError(
+            f"the task {whole[0]} begins documents with BOS or EOS, and this tokenizer has neither; score text with "
+            "--data (in Python, data=) instead, or give the tokenizer one"
+        )
     lm_eval = _import_lm_eval()
     results = []
     # The harness seeds every generator.
@@ -158,6 +166,8 @@ def run_harness(
                 tokenizer=copy.deepcopy(tokenizer),
                 max_length=max_length,
                 batch_size=batch_size,
+                # Any: the harness only looks whether a text begins with it.
+                prefix_token_id=None if has_start else 0,
             )
             with watching(meter), _bars_on_terminals_only(), _without_waste(lm_eval):
                 # Single documents are needed for the error of a perplexity only.

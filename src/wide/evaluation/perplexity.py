@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from wide.data.batches import IGNORED, TokenBatch, TokenBlocks
 from wide.data.documents import Document
 from wide.data.progress import progress
-from wide.data.tokenizer import check_vocabulary
+from wide.data.tokenizer import check_vocabulary, require_characters
 from wide.errors import EvaluationError
 from wide.evaluation.inference import model_device, watching
 from wide.models.cost import SkipCounter
@@ -123,7 +123,9 @@ def _stream_ids(
     if window < 2 or not 1 <= stride <= window:
         raise EvaluationError(f"window={window} and stride={stride}: wanted 1 <= stride <= window and window >= 2")
     texts = [data] if isinstance(data, str) else [d.text if isinstance(d, Document) else d for d in data]
-    ids = torch.tensor(tokenizer("\n\n".join(texts), verbose=False)["input_ids"], dtype=torch.int64)
+    text = "\n\n".join(texts)
+    require_characters(text, "the text")
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) < 2:
         raise EvaluationError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")
     return ids

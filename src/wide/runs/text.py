@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria, TextStreamer
 
-from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
+from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input, require_characters
 from wide.errors import ConfigError, WideError
 from wide.inference.optimize import optimize
 from wide.models.attach import attachment, is_attached
@@ -202,6 +202,8 @@ def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]
             chat.
         DataError: If the tokenizer is not the model's.
     """
+    for said in [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]:
+        require_characters(said, "the prompt")
     if isinstance(prompt, str):
         encoded = tokenizer(prompt, return_tensors="pt")
     elif tokenizer.chat_template is None:
