@@ -1,7 +1,5 @@
 """RMSNorm as an operator of torch."""
 
-from typing import Any
-
 import torch
 
 from wide.errors import ShapeError
@@ -13,6 +11,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _MAX_WIDTH = 65536
 
 BACKENDS = Backends("rms_norm", __package__)
+BACKENDS.register("torch")(rms_norm_reference)
 
 
 def rms_norm(
@@ -65,12 +64,5 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None, eps: float, unit_offset: bool, backend: str
 ) -> Pair:
     check_norm("rms_norm", x, weight, addend)
-    options: dict[str, Any] = {"addend": addend, "eps": eps, "unit_offset": unit_offset}
-    return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weight, **options)
-
-
-@BACKENDS.register("torch")
-def _reference(x: torch.Tensor, weight: torch.Tensor, *, addend: torch.Tensor | None, **options: Any) -> Pair:
-    total, normed = rms_norm_reference(x, weight, addend=addend, **options)
-    # An operator's output must not alias its input.
-    return (x.new_empty(0) if addend is None else total), normed
+    shape = AnyShape(x.dtype)
+    return BACKENDS.run(backend, x.device, shape, x, weight, addend=addend, eps=eps, unit_offset=unit_offset)

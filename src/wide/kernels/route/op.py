@@ -18,6 +18,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BACKENDS = Backends("route", __package__)
 NORM_BACKENDS = Backends("norm_route", __package__)
 BACKENDS.register("torch")(route_reference)
+NORM_BACKENDS.register("torch")(norm_route_reference)
 
 
 @operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
@@ -107,20 +108,6 @@ def _norm_route(
     if not 1 <= x.shape[0] <= MAX_FEW_ROWS:
         raise ShapeError(f"norm_route takes 1 to {MAX_FEW_ROWS} rows, got {x.shape[0]}; use rms_norm, then route")
     check_norm("norm_route", x, weight, addend)
-    options: dict[str, Any] = {
-        "addend": addend,
-        "threshold": threshold,
-        "eps": eps,
-        "unit_offset": unit_offset,
-        "reads_residual": reads_residual,
-    }
+    options: dict[str, Any] = {"addend": addend, "threshold": threshold, "eps": eps}
+    options |= {"unit_offset": unit_offset, "reads_residual": reads_residual}
     return NORM_BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weight, weights, **options)
-
-
-@NORM_BACKENDS.register("torch")
-def _norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, weights: RouteWeights, *, addend: torch.Tensor | None, **options: Any
-) -> Three:
-    total, normed, mask = norm_route_reference(x, weight, weights, addend=addend, **options)
-    # An operator's output must not alias its input.
-    return (x.new_empty(0) if addend is None else total), normed, mask

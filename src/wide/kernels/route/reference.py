@@ -33,4 +33,5 @@ def norm_route_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm, then decide; arguments as in `norm_route`."""
     total, normed = rms_norm_reference(x, weight, addend=addend, eps=eps, unit_offset=unit_offset)
-    return total, normed, route_reference(total if reads_residual else normed, weights, threshold=threshold)
+    summed = x if addend is None else total
+    return total, normed, route_reference(summed if reads_residual else normed, weights, threshold=threshold)
