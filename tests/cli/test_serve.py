@@ -1,5 +1,6 @@
 """The server: what an OpenAI client gets from it, and that no client stops it; `-rP` shows what hostile ones get."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -176,14 +177,13 @@ def test_text_ends_where_the_positions_end(client):
     assert found.choices[0].finish_reason == ("length" if found.usage.total_tokens == 128 else "stop")
 
 
-def kill_a_client(address):
-    """Ask for a stream, and cut the connection after its first bytes."""
+def kill_a_client(address, body=b'{"model": "tiny", "prompt": "The quick", "max_tokens": 100, "stream": true}'):
+    """Ask for a text, and cut the connection after the first bytes of a stream, or half a second."""
     host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
-    body = b'{"model": "tiny", "prompt": "The quick", "max_tokens": 100, "stream": true}'
     with socket.create_connection((host, int(port))) as rude:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         rude.sendall(f"{head}Content-Length: {len(body)}".encode() + b"\r\n\r\n" + body)
-        assert rude.recv(64)
+        assert rude.recv(64) if b"true" in body else time.sleep(0.5) is None
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
 
@@ -407,12 +407,33 @@ def test_a_request_ends_at_its_deadline_and_lets_the_next_one_in(base, streams):
         time.sleep(0.1)
 
     base[0].register_forward_pre_hook(slow)
-    said = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": streams})
-    assert said.status_code == (200 if streams else 504)
-    assert "the request took more than 0.7 seconds" in said.text
-    assert completed(client, max_tokens=1, temperature=0)
+    with client:
+        said = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": streams})
+        assert said.status_code == (200 if streams else 504)
+        assert "the request took more than 0.7 seconds" in said.text
+        assert completed(client, max_tokens=1, temperature=0)
     assert steps["all"] < 20
     assert not limits.calls
+
+
+def test_a_request_ends_when_its_client_leaves():
+    pytest.importorskip("fastapi")
+    from wide.runs.requests import CALL, Bounded, EndedError, Limits
+
+    seen, messages = [], iter([{"type": "http.request", "body": b"a"}, {"type": "http.disconnect"}])
+
+    async def works(*_):
+        seen.append(CALL.get())
+        await asyncio.sleep(SECONDS)
+
+    async def receive():
+        return next(messages)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    bounded = Bounded(works, Limits(seconds=SECONDS, body_bytes=1))
+    asyncio.run(asyncio.wait_for(bounded(scope, receive, None), 10))
+    with pytest.raises(EndedError, match="the request has ended"):
+        seen[0]()
 
 
 def test_sampling_is_what_is_asked_whatever_the_base_says(base):
@@ -486,7 +507,12 @@ def test_signals_end_a_busy_server_within_ten_seconds(numbers, folders, tmp_path
     process, address = start((tmp_path, folders[1]), "--backend=none")
     long = ("POST", "/v1/completions", {"Content-Type": "application/json"}, b'{"prompt": "a", "max_tokens": 15000}')
     try:
-        kill_a_client(address)
+        # Each would take a minute.
+        for streams in (b"true", b"false"):
+            kill_a_client(address, b'{"prompt": "a", "max_tokens": 15000, "stream": %s}' % streams)
+        began = time.monotonic()
+        assert ask(address, *long[:3], b'{"prompt": "a", "max_tokens": 1}')[0] == 200
+        assert time.monotonic() - began < 10
         with ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(ask, address, *long) for _ in range(3)]
             time.sleep(2)
@@ -495,6 +521,7 @@ def test_signals_end_a_busy_server_within_ten_seconds(numbers, folders, tmp_path
                 process.send_signal(number)
                 time.sleep(0.3)
             said, _ = process.communicate(timeout=SECONDS)
+            print(f"{[number.name for number in numbers]}: ended after {time.monotonic() - began:.1f} seconds")
             assert time.monotonic() - began < 10
     finally:
         process.kill()

@@ -184,10 +184,6 @@ class _Tool(BaseModel):
     type: Literal["function"]
 
 
-class _StreamOptions(_Item):
-    include_usage: bool | None = None
-
-
 class Completion(Asked):
     """A request to `/v1/completions`."""
 
@@ -199,7 +195,8 @@ class Completion(Asked):
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
-    stream_options: _StreamOptions | None = None
+    # Usage comes with the last chunk anyway.
+    stream_options: dict[Literal["include_usage"], bool] | None = None
 
 
 class Chat(Asked):
@@ -215,7 +212,8 @@ class Chat(Asked):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_are_ids)] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: None = None
-    stream_options: _StreamOptions | None = None
+    # Usage comes with the last chunk anyway.
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto"] | None = None
 
