@@ -26,6 +26,7 @@ import torch
 
 import benchmarks.languages
 import wide
+from benchmarks.operators import SIZES, TIMED, candidate_backend
 from benchmarks.targets import WIDE, head, measure, reached
 from wide.data.batches import load_blocks
 from wide.data.tokenizer import load_tokenizer
@@ -35,7 +36,6 @@ from wide.inference.choice.tuning.race import table
 from wide.inference.choice.tuning.tiles import candidates
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.models.observe import forward_without_head, judging, observe
-from wide.profiling.bench import SIZES, TIMED, candidate_backend
 
 _FOLDERS = Path(__file__).parents[1] / "src/wide/kernels", Path(benchmarks.languages.__file__).parent
 _OUT = Path(__file__).parents[1] / "docs/measurements/targets/columns.json"

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.naive_products import AXES, NAMES, Problem, executed, implementations, make_problem, wanted, work
+from benchmarks.operators import TIMED
 from wide.inference.choice.tuning.timing import time_interleaved
 from wide.kernels.contract import relative_error
-from wide.profiling.bench import TIMED
 
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 # Gathered weights may be copied once more, into the layout that the product wants.

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.agreement import verdicts
 from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.clear_skipped import CLEAR_SKIPPED
@@ -27,7 +28,6 @@ from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDE
 from wide.kernels.rms_norm import RMS_NORM
 from wide.kernels.rope import ROPE
 from wide.kernels.route import NORM_ROUTE, ROUTE
-from wide.profiling.agreement import verdicts
 
 OPERATORS: dict[str, Operator] = {
     operator.name: operator

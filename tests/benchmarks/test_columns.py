@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import bench as command
+from benchmarks import operators as bench
 from benchmarks.columns import PARTS, fill, lines, main
-from wide.cli import bench as command
 from wide.inference.choice.tuning import products
-from wide.profiling import bench
 
 CPU = torch.device("cpu")
 COMMITTED = Path(__file__).parents[2] / "docs/measurements/targets/columns.json"

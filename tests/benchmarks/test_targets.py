@@ -9,8 +9,9 @@ from statistics import mean
 
 import pytest
 
+from benchmarks import bench
 from benchmarks.targets import PARTS, fill, main, measure, targets
-from wide.cli import bench, profile
+from wide.cli import profile
 from wide.errors import DataError
 
 DOCS = Path(__file__).parents[2] / "docs"

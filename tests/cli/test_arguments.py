@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from wide.cli import bench, compare, evaluate, profile, prune, recover, tune
+from benchmarks import bench
+from wide.cli import compare, evaluate, profile, prune, recover, tune
 from wide.cli.arguments import build, field_texts
 from wide.cli.main import main
 from wide.cli.recipes import recipe_command, recipe_names, recipe_path

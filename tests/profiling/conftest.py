@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 from torch.nn.attention import SDPBackend
 
+from benchmarks import decode
+from benchmarks import operators as bench
 from wide.inference.choice.tuning import attention, products, race
 from wide.inference.choice.tuning.timing import Timing
 from wide.inference.operators import products as executors
 from wide.kernels.dispatch import Backends
-from wide.profiling import bench, decode
 
 KERNELS = {"gemm_mn", "gemm_k", "gemv_mn", "gemv_k", "attention_decode", "attention_prefill"}
 KERNELS |= {"reorder", "reorder_patterns", "reorder_sequences", "sort_sequences"}

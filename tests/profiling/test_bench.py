@@ -8,7 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks import agreement
+from benchmarks import operators as bench
+from benchmarks.agreement import rounding, verdicts
+from benchmarks.decode import decode_races, group_races
 from benchmarks.languages import cute
+from benchmarks.operators import (
+    COARSE,
+    BenchRequest,
+    coarse_shapes,
+    parse_backends,
+    races,
+    run_bench,
+)
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.race import Race, measure
 from wide.kernels.contract import Case, Operator
@@ -17,17 +29,6 @@ from wide.kernels.gemm_k import GEMM_K
 from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemv import GEMV_MN
 from wide.kernels.reorder import REORDER
-from wide.profiling import agreement, bench
-from wide.profiling.agreement import rounding, verdicts
-from wide.profiling.bench import (
-    COARSE,
-    BenchRequest,
-    coarse_shapes,
-    parse_backends,
-    races,
-    run_bench,
-)
-from wide.profiling.decode import decode_races, group_races
 from wide.report.reading import read_profile
 
 CPU = torch.device("cpu")

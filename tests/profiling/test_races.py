@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import benchmarks.languages  # noqa: F401 - whose backends are tried here, too
+from benchmarks.operators import candidate_backend
 from wide.inference.choice.layer_sizes import LayerSizes
 from wide.inference.choice.tuning import race as racing
 from wide.inference.choice.tuning.products import choice_name, product_race, shipped_name
@@ -16,7 +17,6 @@ from wide.inference.choice.tuning.timing import Timing
 from wide.kernels import device as kernel_device
 from wide.kernels.dispatch import Backends
 from wide.kernels.tuning import Choice
-from wide.profiling.bench import candidate_backend
 
 CPU = torch.device("cpu")
 CLUSTER = Choice(backend="cuda", tile=(256, 256), block_m=256)

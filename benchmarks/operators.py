@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.agreement import rounding, verdicts
+from benchmarks.decode import decode_race, decode_races, group_races
 from wide.data.progress import progress
 from wide.errors import ConfigError
 from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape
@@ -32,8 +34,6 @@ from wide.kernels.native import ahead
 from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES, reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
 from wide.kernels.tuning import Choice
-from wide.profiling.agreement import rounding, verdicts
-from wide.profiling.decode import decode_race, decode_races, group_races
 
 TIMED = ("triton", "cuda")
 """Backends that are timed unless others are named; the dense peers always are."""
