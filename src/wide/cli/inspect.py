@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments, build
 from wide.config import WideConfig
+from wide.data.local_names import is_gguf, missing_folder
 from wide.errors import UsageError
 from wide.grouping import divisors
 from wide.runs.process import say
@@ -24,8 +26,8 @@ class InspectOptions:
     """What to look at.
 
     Args:
-        model: Hub name or local folder of a base model, of which only the configuration is read, or of a pruned
-            checkpoint, whose weights are compared with their sha256.
+        model: Hub name or local folder of a base model, of which only the configuration is read, a GGUF file, or a
+            pruned checkpoint, whose weights are compared with their sha256.
         adapter: Folder of an adapter, or of a run that holds one.
     """
 
@@ -83,6 +85,8 @@ def _known_or_described(name: str) -> str:
 
 def _stored_configuration(name: str) -> bytes | None:
     """Return the configuration of a model as it lies in its folder or on the hub; None where it cannot be read."""
+    if is_gguf(name) or missing_folder(name) is not None:
+        return None
     try:
         if Path(name).exists():
             return (Path(name) / "config.json").read_bytes()
@@ -185,6 +189,7 @@ def describe_model(name: str) -> str:
     heads = f"{attention.num_query_heads} / {attention.num_kv_heads} of {attention.head_dim} channels"
     lines = [
         f"{name}: {model.config.model_type}, {type(model).__name__}, can be pruned",
+        *_gguf_types(name),
         f"  layers              {len(specs)}{'' if same else ' (sizes below: first layer; they differ)'}",
         f"  hidden size         {first.hidden_size}",
         f"  query / KV heads    {heads}",
@@ -200,6 +205,16 @@ def describe_model(name: str) -> str:
         reasons = [spec.ffn_reason for spec in specs if spec.ffn is None]
         lines += [f"  FFN not routed      in {len(reasons)} layers: {reasons[0]}"] if reasons else []
     return "\n".join([*lines, *_work(specs, int(model.config.get_text_config().vocab_size))])
+
+
+def _gguf_types(name: str) -> list[str]:
+    if not is_gguf(name):
+        return []
+    from gguf import GGUFReader
+
+    found = Counter(tensor.tensor_type.name for tensor in GGUFReader(name).tensors)
+    words = ", ".join(f"{count} of {kind}" for kind, count in found.most_common())
+    return [f"  GGUF                {found.total()} tensors, {words}; weights are dequantised when they are loaded"]
 
 
 def _describe_checkpoint(name: str, checked: Sequence[str]) -> str:

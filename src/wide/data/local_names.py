@@ -2,8 +2,11 @@
 
 import functools
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from wide.errors import MissingExtraError
 
 HubKind = Literal["model", "dataset"]
 _SIGNS = (".", "/", "~")
@@ -25,6 +28,25 @@ def is_repository(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether a name is that of a GGUF file, there or not."""
+    return name.lower().endswith(".gguf") and not Path(name).is_dir()
+
+
+def as_transformers_takes(name: str) -> tuple[str, dict[str, str]]:
+    """Return the name of a model, its configuration or its tokenizer, and options, for `from_pretrained`.
+
+    Raises:
+        MissingExtraError: If it is a GGUF file, and what reads them is not installed.
+    """
+    if not is_gguf(name):
+        return name, {}
+    if find_spec("gguf") is None:
+        raise MissingExtraError(f"{name} is a GGUF file, which needs the package gguf: pip install 'wide[gguf]'")
+    # Absolute, because transformers looks for a file of that name where it runs before it looks into the folder.
+    return str(Path(name).parent), {"gguf_file": str(Path(name).absolute())}
+
+
 def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str = "") -> str | None:
     """Return what is wrong with the name of a model that can be loaded from nowhere; None if it may be loaded.
 
@@ -33,12 +55,14 @@ def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str
         cache: Folder of the hub's cache; None means the usual one.
         subfolder: Where the model lies in it.
     """
+    if is_gguf(name):
+        return None if Path(name).is_file() else f"there is no file {name!r} to load a model from; check the path"
     if Path(name).exists():
         if (Path(name, subfolder) / "config.json").is_file():
             return None
         return (
-            f"{name} holds no config.json, so it is no model; name the folder of a model (an adapter goes beside its "
-            "base: --adapter, in Python wide.load(base, adapter))"
+            f"{name} holds no config.json, so it is no model; name the folder of a model, or a GGUF file (an adapter "
+            "goes beside its base: --adapter, in Python wide.load(base, adapter))"
         )
     if not is_path(name, "model"):
         return unreachable(name, "model", cache=cache)

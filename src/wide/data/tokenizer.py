@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wide.data.local_names import missing_folder
+from wide.data.local_names import as_transformers_takes, missing_folder
 from wide.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     """Return the tokenizer of a model, without remote code.
 
     Args:
-        model: Hub name, folder, or a live Hugging Face model, whose configuration says where it came from.
+        model: Hub name, folder, GGUF file, or a live Hugging Face model, whose configuration says where it came from.
 
     Raises:
         DataError: If there is no tokenizer, or the name is a path to nothing, of which no hub is asked.
@@ -31,16 +31,17 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     wrong = None if is_there else missing_folder(name)
     if wrong is not None:
         raise DataError(wrong)
+    place, options = as_transformers_takes(name)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **options)
         tokenizer("a")
     # Besides OSError, the readers of the many tokenizer formats raise whatever their parsers do.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         nowhere = "" if Path(name).exists() else f" (and there is no local folder {name})"
+        cure = "copy the file again" if options else "check the name, or add its files to the model's folder"
         raise DataError(
-            f"no tokenizer can be loaded from {name!r}: {reason}{nowhere}; check the name, or add its files "
-            "to the model's folder (in Python, pass tokenizer=)"
+            f"no tokenizer can be loaded from {name!r}: {reason}{nowhere}; {cure} (in Python, pass tokenizer=)"
         ) from error
     return tokenizer
 

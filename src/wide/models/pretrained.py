@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wide.data.local_names import missing_folder
+from wide.data.local_names import as_transformers_takes, is_gguf, missing_folder
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.models.block_spec import BlockSpec
 from wide.models.files import check_sums
@@ -55,7 +55,8 @@ def load_pretrained(
     """Return a Hugging Face causal LM in evaluation mode.
 
     Args:
-        name: Hub name or local folder; only safetensors are read and no remote code is run.
+        name: Hub name, local folder or GGUF file, whose weights are dequantised; of a folder only safetensors are read,
+            and no remote code is run.
         dtype: 'auto' (as stored), 'float32', 'bfloat16', 'float16', or a torch dtype.
         device: 'cpu', 'cuda', 'cuda:1', ...; None means CUDA where there is a GPU, else the CPU.
         sharded: Whether the processes of the group that torch.distributed has joined share the weights (FSDP2), each
@@ -69,6 +70,7 @@ def load_pretrained(
         UnsupportedModelError: If it is not a causal LM.
         AdapterError: If it is an export whose weights are not those that were written, or an index is damaged.
     """
+    import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if options.get("device_map") is not None and device is not None:
@@ -77,6 +79,11 @@ def load_pretrained(
         raise ConfigError("remote code is not run and pickled weights are not read; leave these options out")
     if isinstance(dtype, str) and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {sorted(_DTYPES)}")
+    if is_gguf(name) and (sharded or options.get("quantization_config") is not None):
+        raise ConfigError(
+            f"{name} is a GGUF file, which is read whole and dequantised on every process; leave the sharing "
+            "(--parallel replicate) or quantization_config out, or save it as a folder first"
+        )
     where = choose_device(device)
     config = _configuration(name, {key: options[key] for key in _HUB_OPTIONS if key in options})
     stored_quantised = getattr(config, "quantization_config", None) is not None
@@ -88,10 +95,14 @@ def load_pretrained(
 
         options["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
     check_sums(Path(name))
-    options |= {"dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype, "use_safetensors": True}
+    place, more = as_transformers_takes(name)
+    if more and hasattr(transformers, "GgufConfig"):
+        # Otherwise later versions keep the blocks where they find kernels for them.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    options |= more | {"dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype, "use_safetensors": True}
     try:
         with LOADING, _reading() if sharded else nullcontext():
-            model, info = AutoModelForCausalLM.from_pretrained(name, **options | REPORTING)
+            model, info = AutoModelForCausalLM.from_pretrained(place, **options | REPORTING)
     except ValueError as error:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"{name} cannot be loaded with these options: {error}") from error
@@ -107,6 +118,10 @@ def load_pretrained(
             f"the weights of {name} do not fit its configuration: {wrong}. Copy it again, or correct its config.json; "
             "if you mean it so, load the model with transformers and give wide the model"
         )
+    if more:
+        # The folder says nothing about which of its files this was.
+        model.config._name_or_path = model.name_or_path = name
+        model.hf_quantizer, model.is_quantized = None, False
     for key, kind in _GENERATION.items():
         typed(kind, getattr(model.generation_config, key, None), f"{name}: {key} of the configuration")
     forbid_packing(model)
@@ -194,7 +209,7 @@ def is_quantised_checkpoint(name: str) -> bool:
 def _stored_facts(name: str) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
-    if missing_folder(name) is not None:
+    if is_gguf(name) or missing_folder(name) is not None:
         return {}
     try:
         facts, _ = PreTrainedConfig.get_config_dict(name)
@@ -236,8 +251,9 @@ def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
             f"{name} is a pruned checkpoint already, and its base is wanted here; wide eval, wide generate and "
             "wide.load_checkpoint take it as it is"
         )
+    place, more = as_transformers_takes(name)
     try:
-        return AutoConfig.from_pretrained(name, **options)
+        return AutoConfig.from_pretrained(place, **options | more)
     except Exception as error:
         raise ConfigError(_not_loadable(name, error)) from error
 
@@ -273,7 +289,7 @@ def _not_causal(name: str, config: Any) -> str:
 
 
 def _not_loadable(name: str, error: Exception) -> str:
-    kind = "folder" if Path(name).exists() else "hub name or folder"
+    kind = "GGUF file" if is_gguf(name) else "folder" if Path(name).exists() else "hub name or folder"
     reason = " ".join(str(error).strip().splitlines()[:2])
     return f"no model can be loaded from the {kind} {name!r}: {reason or type(error).__name__}"
 

@@ -155,10 +155,10 @@ class _Job:
         options = self.options
         batch, count = max(options.batches), max(options.prompts)
         if options.text is not None and options.model is not None:
-            from transformers import AutoTokenizer
+            from wide.data.tokenizer import load_tokenizer
 
             text = Path(options.text).read_text(encoding="utf-8")
-            ids = torch.tensor(AutoTokenizer.from_pretrained(options.model)(text)["input_ids"], device=self.device)
+            ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=self.device)
             # Sequences that are alike would skip alike, which batches do not.
             starts = torch.arange(batch, device=self.device) * max(1, ids.numel() // batch)
             return ids[(starts[:, None] + torch.arange(count, device=self.device)) % ids.numel()]
@@ -285,10 +285,10 @@ def _race_static(job: _Job, report: _Report) -> bool:
         method = ""
         pair = load_pair(name, options.checkpoint, dtype=dtype, device=job.device)
     else:
-        from transformers import AutoConfig
+        from wide.models.pretrained import load_skeleton
 
         method = job.method
-        vocabulary = int(AutoConfig.from_pretrained(name).vocab_size)
+        vocabulary = int(load_skeleton(name).config.vocab_size)
         ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
         pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
     if not report.begin("gate", pair.gate(), {}, method=method):

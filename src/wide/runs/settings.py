@@ -25,7 +25,7 @@ class ModelOptions(Checked):
     """The base model.
 
     Args:
-        model: Hub name or local folder of the base model; remote code is never run.
+        model: Hub name, local folder or GGUF file of the base model; remote code is never run.
         dtype: Type of the base weights; routers and LoRA stay float32.
         device: 'auto' is the GPU where there is one, else the CPU; or cpu, cuda, cuda:1, ...
     """
