@@ -252,7 +252,7 @@ def test_the_committed_rows_are_the_targets():
 @pytest.mark.parametrize("name", ["operators.json", "hopper.json"])
 def test_committed_rows_say_truly_what_is_reached_and_how_to_repeat_it(name):
     for row in _committed(name):
-        # What a module that is gone has measured through a door that is gone names that module instead of a command.
+        # What a module that is gone has measured through a call that is gone names that module instead of a command.
         assert row.keys() >= FIELDS - {"command"}, row["what"]
         assert ("command" in row) != ("measured_with" in row), row["what"]
         sign = -1 if row["unit"] == "us" else 1

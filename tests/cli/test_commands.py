@@ -497,7 +497,7 @@ def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--data=short.txt", "--train.sequence_length=128"], "one block needs"),
         (["--model=./nowhere"], "./nowhere"),
-        (["--data=.", "--cache=run/cache"], "cache run/cache lies in a folder that data . reads"),
+        (["--data=.", "--cache=run/cache"], "cache run/cache is inside a folder that data . reads"),
         (["--device=quantum"], "quantum"),
         (["--eval.data=nowhere.txt"], "nowhere.txt"),
         (["--eval.window=129"], "eval.window 129 exceeds the 128 positions of the model"),

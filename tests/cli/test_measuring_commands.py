@@ -43,7 +43,7 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--model", "m", "--comparison", "c", "--batched", "8"], 2, "leave it out with"),
         (["profile", "--output", "o", "--sparsities", "0.5,1"], 1, "shares in [0, 1)"),
         (["profile", "--output", "o", "--sparsities", "half"], 1, "shares in [0, 1)"),
-        (["profile", "--output", "o", "--doors", "window"], 1, "forward and generate"),
+        (["profile", "--output", "o", "--calls", "window"], 1, "forward and generate"),
         (["profile", "--output", "o", "--batched", "0"], 1, "positive numbers"),
         (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
         (["profile", "--output", "o", "--rates", "0.5"], 1, "0.66,0.285"),

@@ -17,7 +17,7 @@ from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.training.modes import rehearsal
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import ProgressLog, RunOptions
+from wide.training.progress_log import ProgressLog, StageOptions
 
 SMALL = ["--dtype=float32", "--device=cpu", "--train.sequence_length=32", "--eval.tokens=64", "--eval.window=32"]
 WINDOWS = ["--{0}.num_windows=2", "--{0}.window_length=32"]
@@ -98,7 +98,7 @@ def test_a_rehearsal_shows_no_bars(tiny_model_folder, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
 
     def work():
-        log = ProgressLog(RunOptions(title="stage 1"), steps=3, first_step=0)
+        log = ProgressLog(StageOptions(title="stage 1"), steps=3, first_step=0)
         try:
             for _ in progress(range(3), title="layers", total=3):
                 model(ids)

@@ -1,4 +1,4 @@
-"""Profiles of whole models: gates at the sizes that are claimed, random routers' shares, and doors on the host."""
+"""Profiles of whole models: gates at the sizes that are claimed, random routers' shares, and calls on the host."""
 
 import itertools
 import json
@@ -13,9 +13,9 @@ from wide.inference.engine.decoder import Decoder
 from wide.inference.operators.table import OperatorTable
 from wide.models.attach import attach, attachment
 from wide.models.router import Router
-from wide.profiling import doors, profile
+from wide.profiling import calls, profile
+from wide.profiling.calls import AS_LOADED, DENSE, Candidate, generate_us, race_calls
 from wide.profiling.correctness import check_decoder, places, reference
-from wide.profiling.doors import AS_LOADED, DENSE, Candidate, generate_us, race_doors
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares
@@ -92,7 +92,7 @@ def test_a_call_of_generate_gives_all_that_is_asked_for(model):
 
 def test_the_slow_candidate_is_timed_less(model):
     candidates = [Candidate(name=AS_LOADED, model=model), Candidate(name=DENSE, model=model, is_dense=True)]
-    times, peaks = race_doors(candidates, torch.randint(0, 64, (1, 8)), 3, doors=["forward"], quick=True)
+    times, peaks = race_calls(candidates, torch.randint(0, 64, (1, 8)), 3, calls=["forward"], quick=True)
     assert set(times) == set(peaks) == {AS_LOADED, DENSE}
     assert times[AS_LOADED]["forward"].num_samples == 2
     assert times[DENSE]["forward"].num_samples > 2
@@ -107,7 +107,7 @@ def test_sequences_of_a_batch_differ(monkeypatch, tmp_path):
         seen.append(ids)
         return {each.name: {} for each in candidates}, {each.name: 0 for each in candidates}
 
-    monkeypatch.setattr(profile, "race_doors", race)
+    monkeypatch.setattr(profile, "race_calls", race)
     assert _profiled(tmp_path, generate=2, batch="1,3")[0]
     assert [ids.shape for ids in seen] == [(1, 24), (3, 24)]
     assert len(seen[1].unique(dim=0)) == 3
@@ -149,7 +149,7 @@ def test_the_public_doors_are_raced_as_loaded_dense_and_optimised(tmp_path):
     # The model as loaded is timed once; the dense one in the same engine beside each sparsity.
     assert len(seen) == 2 * 2 * 3 + 2 * 2 * 2
     assert {name for *_, name, _ in seen} == {"as loaded", "dense", "routed 0.5/0.5", "routed 0/0"}
-    assert {(what, tokens, door) for what, tokens, _, _, door in seen} == {
+    assert {(what, tokens, call) for what, tokens, _, _, call in seen} == {
         ("prefill", 24, "model(...)"),
         ("decode", 26, "generate()"),
     }
@@ -166,14 +166,14 @@ def test_the_public_doors_are_raced_as_loaded_dense_and_optimised(tmp_path):
 
 @pytest.mark.usefixtures("model")
 def test_one_door_may_be_timed_alone(tmp_path):
-    found = _profiled(tmp_path, generate=3, doors="generate")[1]
+    found = _profiled(tmp_path, generate=3, calls="generate")[1]
     assert {record["what"] for record in found["records"]} == {"decode"}
     assert len(found["summary"]) == len(found["first_tokens"]) == 3
 
 
 @pytest.mark.usefixtures("model")
 def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_path):
-    options = {"generate": 2, "doors": "forward", "batched": "1", "batched_generate": 4}
+    options = {"generate": 2, "calls": "forward", "batched": "1", "batched_generate": 4}
     found = _profiled(tmp_path, **options)[1]
     assert found["batched_gate"]["green"]
     names = ["as loaded", "dense", "routed 0.5/0.5"]
@@ -194,13 +194,13 @@ def test_sessions_of_batches_take_turns(monkeypatch):
         order.append(candidate.name)
         return {"tokens_per_s": float(len(order)), "step_ms": 1.0}
 
-    monkeypatch.setattr(doors, "batch_figures", figures)
+    monkeypatch.setattr(calls, "batch_figures", figures)
     candidates = [Candidate(name=name, model=None) for name in (AS_LOADED, DENSE, "routed")]
-    found = doors.race_batches(candidates, 1, 8, 4, quick=True)
+    found = calls.race_batches(candidates, 1, 8, 4, quick=True)
     assert order == [AS_LOADED, DENSE, "routed", DENSE, "routed"]
     assert found["routed"] == {"tokens_per_s": 4.0, "step_ms": 1.0, "num_samples": 2}
     order.clear()
-    found = doors.race_batches(candidates[1:], 1, 8, 4, quick=False)
+    found = calls.race_batches(candidates[1:], 1, 8, 4, quick=False)
     assert order == [DENSE, "routed", "routed", DENSE] * 2 + [DENSE, "routed"]
     assert found[DENSE]["tokens_per_s"] == 5.0
 

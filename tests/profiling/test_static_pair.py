@@ -12,8 +12,8 @@ from wide.grouping import Grouping
 from wide.inference.choice.tuning.timing import Timing
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
-from wide.profiling import doors, static_pair
-from wide.profiling.doors import prefill_call, step_call
+from wide.profiling import calls, static_pair
+from wide.profiling.calls import prefill_call, step_call
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.report.reading import read_profile
@@ -60,7 +60,7 @@ def host(monkeypatch):
             for place, name in enumerate(calls)
         }
 
-    monkeypatch.setattr(doors, "time_interleaved", clock)
+    monkeypatch.setattr(calls, "time_interleaved", clock)
 
 
 def profiled(out, **options):

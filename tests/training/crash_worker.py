@@ -15,7 +15,7 @@ from tiny import RandomSource, routed_model, stage
 from wide.config import ObjectiveConfig
 from wide.training import checkpoint
 from wide.training.objective import Objective
-from wide.training.progress_log import RunOptions
+from wide.training.progress_log import StageOptions
 from wide.training.trainer import Trainer
 
 STEPS = 7
@@ -25,7 +25,7 @@ def train(folder, *, resume, prepare=lambda _trainer: None):
     """Train and return all router parameters as one list."""
     torch.manual_seed(0)
     model = routed_model()
-    options = RunOptions(title="stage 1", output=folder, resume=resume, fingerprint="same")
+    options = StageOptions(title="stage 1", output=folder, resume=resume, fingerprint="same")
     trainer = Trainer(
         model, Objective(model, ObjectiveConfig()), RandomSource(), stage(steps=STEPS, checkpoint_every=2), options
     )

@@ -40,7 +40,7 @@ from wide.training import checkpoint, inference_target, token_loss
 from wide.training.modes import rehearsal, trainable_parameters, training_mode
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import RunOptions
+from wide.training.progress_log import StageOptions
 from wide.training.stages import prune, recover
 from wide.training.token_loss import OutputHead
 from wide.training.trainer import Trainer
@@ -149,7 +149,7 @@ def replicated(folder, _model, _rank):
         for router in attachment(model).routers():
             router.reset_parameters()
     objective = Objective(model, ObjectiveConfig(sparsity=0.3), parallel=parallel)
-    options = RunOptions(title="stage 1", output=folder / "run")
+    options = StageOptions(title="stage 1", output=folder / "run")
     Trainer(model, objective, RandomSource(), stage(steps=5, checkpoint_every=2), options, parallel=parallel).train()
     if parallel.is_first:
         trained = {n: p.detach() for n, p in model.named_parameters() if "wide_router" in n}

@@ -21,7 +21,7 @@ from wide.training import inference_target
 from wide.training.inference_target import meet_target
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import RunOptions
+from wide.training.progress_log import StageOptions
 from wide.training.stages import prune
 from wide.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def test_loss_measurements_and_gradients_are_those_of_the_joint_batch(found):
 def test_a_run_on_two_processes_ends_with_the_parameters_of_one_process(found):
     model = freeze_noise(routed_model())
     objective = Objective(model, ObjectiveConfig(sparsity=0.3))
-    outcome = Trainer(model, objective, RandomSource(), stage(steps=5), RunOptions(title="stage 1")).train()
+    outcome = Trainer(model, objective, RandomSource(), stage(steps=5), StageOptions(title="stage 1")).train()
     trained = load_file(str(found / "run.safetensors"))
     assert outcome.tokens == 5 * 4 * 16
     for name, parameter in model.named_parameters():

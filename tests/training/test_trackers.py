@@ -8,7 +8,7 @@ from tiny import CONFIG, RandomSource, dense_model, routed_model, stage
 
 from wide.errors import ConfigError, MissingExtraError
 from wide.training import progress_log
-from wide.training.progress_log import ProgressLog, RunOptions, require_tensorboard, require_tracker
+from wide.training.progress_log import ProgressLog, StageOptions, require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
 
 POINT = {"loss": 1.0, "lm_loss": 1.0, "sparsity.attention": 0.5, "sparsity.ffn": 0.5, "sparsity.target": 0.5}
@@ -33,7 +33,7 @@ def library(monkeypatch):
 
 
 def test_every_step_is_told(library, tmp_path):
-    options = RunOptions(title="stage 1", output=tmp_path / "run" / "stage1", tracker="trackio")
+    options = StageOptions(title="stage 1", output=tmp_path / "run" / "stage1", tracker="trackio")
     log = ProgressLog(options, steps=2, first_step=0)
     log.add([(0, POINT), (1, POINT | {"loss": 2.0})])
     log.close()
@@ -41,7 +41,7 @@ def test_every_step_is_told(library, tmp_path):
 
 
 def test_other_processes_tell_nothing(library, tmp_path):
-    options = RunOptions(title="stage 1", output=tmp_path, tracker="trackio")
+    options = StageOptions(title="stage 1", output=tmp_path, tracker="trackio")
     log = ProgressLog(options, steps=2, first_step=0, silent=True)
     log.add([(0, POINT)])
     log.close()

@@ -23,13 +23,13 @@ from wide.training import modes
 from wide.training.checkpoint import CheckpointFolder
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective
-from wide.training.progress_log import RunOptions
+from wide.training.progress_log import StageOptions
 from wide.training.trainer import Trainer, micro_batch_size
 
 
 def trainer(model, folder=None, *, source=None, config=None, resume=False, fingerprint="same", **changes):
     objective = Objective(model, config or ObjectiveConfig())
-    options = RunOptions(title="stage 1", output=folder, resume=resume, fingerprint=fingerprint)
+    options = StageOptions(title="stage 1", output=folder, resume=resume, fingerprint=fingerprint)
     return Trainer(model, objective, source or RandomSource(), stage(**changes), options)
 
 

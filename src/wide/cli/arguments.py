@@ -111,8 +111,8 @@ class Arguments:
 
     def add_run_switches(self) -> None:
         """Add what to do with a folder that is not empty."""
-        self.add_switch("resume", "Continue the run that lies in --output from its last checkpoint.")
-        self.add_switch("overwrite", "Replace the run that lies in --output.")
+        self.add_switch("resume", "Continue the run in --output from its last checkpoint.")
+        self.add_switch("overwrite", "Replace the run in --output.")
 
     def add_methods(self, methods: Sequence[str], *, asked_by: str, only_in_files: Collection[str] = ()) -> None:
         """Add the settings of methods, prefixed by the method's name, and refuse those of all others.

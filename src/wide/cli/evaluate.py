@@ -1,4 +1,4 @@
-"""`wide eval`: perplexity and tasks of a model, dense beside pruned."""
+"""`wide eval`: perplexity and tasks of a model, pruned and dense."""
 
 import json
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def arguments() -> Arguments:
         "fused", "Score the adapter through the fused operators, with the share of decisions that differ from masks."
     )
     flags.add_switch("json", "Print the result as JSON instead of a table.")
-    flags.add_switch("overwrite", "Replace the evaluation that lies in --output.")
+    flags.add_switch("overwrite", "Replace the evaluation in --output.")
     return flags
 
 

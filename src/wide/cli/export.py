@@ -22,7 +22,7 @@ class ExportOptions:
         output: New folder for the checkpoint and the tokenizer.
         how: 'sliced' takes what a static plan prunes out of the matrices (an ordinary checkpoint where whole layers go,
             else one of a class that wide registers); 'masked' writes zeros in the dense shapes, an ordinary checkpoint
-            that saves no work; 'whole' keeps the base's weights with routers or scales beside them. LoRA is merged into
+            that saves no work; 'whole' keeps the base's weights and adds routers or scales. LoRA is merged into
             each. null is 'whole' where tokens are routed, else 'sliced'.
     """
 
@@ -35,7 +35,7 @@ def arguments() -> Arguments:
     flags = Arguments("export", "Write a base and its adapter as one checkpoint that Hugging Face's classes load.")
     flags.add_fields(AdapterOptions)
     flags.add_fields(ExportOptions)
-    flags.add_switch("overwrite", "Replace the checkpoint that lies in --output.")
+    flags.add_switch("overwrite", "Replace the checkpoint in --output.")
     return flags
 
 

@@ -21,7 +21,7 @@ COMMANDS = {
     "prune": "train routers to a sparsity (stage 1) and, if asked, LoRA (stage 2), or run another method of the "
     "benchmark (--method); evaluate, save, report",
     "recover": "train LoRA and routers of an adapter (stage 2); evaluate, save, report",
-    "eval": "perplexity and tasks of a model, dense beside pruned",
+    "eval": "perplexity and tasks of a model, pruned and dense",
     "compare": "a grid of methods, sparsities and seeds on one model and one text, as one table",
     "methods": "list the methods of the benchmark, what they remove, and where they come from",
     "generate": "continue a prompt, or chat",
@@ -29,7 +29,7 @@ COMMANDS = {
     "export": "an adapter and its base as one Hugging Face checkpoint; a static plan is cut out of the matrices",
     "bench": "time the operators against dense peers on a GPU, agreement first",
     "tune": "measure which operator pays at a model's own shapes on this GPU, for wide.optimize",
-    "profile": "time a model on a GPU by public calls (forward, generate, generate_batch), dense beside routed",
+    "profile": "time a model on a GPU by public calls (forward, generate, generate_batch), routed and dense",
     "report": "draw reports again from the records of runs, comparisons and benches; several on one page",
     "inspect": "what a model can be pruned to, or what an adapter holds",
     "env": "versions, GPUs and tables of measurements, to be pasted into a report of a defect",
@@ -160,7 +160,7 @@ def _help() -> str:
             "",
             "  wide prune --config small --model M --data D --output RUN",
             "",
-            "wide COMMAND --help lists the flags; the same keys can stand in a YAML file (--config).",
+            "wide COMMAND --help explains the flags; a YAML file (--config) may have the same keys.",
         ]
     )
 

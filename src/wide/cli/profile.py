@@ -1,4 +1,4 @@
-"""`wide profile`: time a whole model on a GPU through its public doors, dense beside pruned."""
+"""`wide profile`: time a whole model on a GPU by public calls, pruned and dense."""
 
 import json
 from collections.abc import Sequence

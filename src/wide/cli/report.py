@@ -16,7 +16,7 @@ class PageOptions:
     Args:
         output: Folder of a page of all folders, which is drawn, too; comparisons of one model share tables and figures,
             but not with runs and benches.
-        rows: With --output, keep only these rows of comparisons, beside the dense ones; separated by commas.
+        rows: With --output, keep only these rows of comparisons, and the dense ones; separated by commas.
     """
 
     output: str | None = None

@@ -48,7 +48,7 @@ def compare(
 
     What `wide compare` does: every cell is pruned, given LoRA if `recover` says so, and scored on held-out text and
     tasks; the dense model, with the same LoRA, stands beside them. Cells are kept in `output` one by one, with records,
-    tables and a page, and either door goes on with what the other began.
+    tables and a page, and each of the two continues what the other began.
 
     Args:
         model: Hub name or local folder of a Hugging Face causal LM.

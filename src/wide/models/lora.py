@@ -1,4 +1,4 @@
-"""LoRA for stage 2, through PEFT: the only door to it."""
+"""LoRA for stage 2: the one module that imports PEFT."""
 
 import json
 import re

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from wide.errors import ConfigError
 
-DOORS = ("forward", "generate")
-"""The doors that are timed for each prompt and batch; `generate_batch` has numbers of requests of its own."""
+CALLS = ("forward", "generate")
+"""The calls that are timed for each prompt and batch; `generate_batch` has numbers of requests of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,11 +13,11 @@ class ProfileOptions:
     """What is timed.
 
     Args:
-        output: Folder for endtoend.json; wide report draws it, and beside a run's quality if it is RUN/profile. Null
+        output: Folder for endtoend.json; wide report draws it, with the run's quality if it is RUN/profile. Null
             with a comparison, whose cells keep their own.
         model: Hub name or local folder of a real model; null takes a shape with random weights.
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
-        checkpoint: Folder of what wide.materialise left of the model, to be timed beside it; not with an adapter.
+        checkpoint: Folder of what wide.materialise left of the model, to be timed, too; not with an adapter.
         comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
             cell's folder; wide report draws the comparison's quality against its speed. Cells that were timed before
             are left alone.
@@ -28,7 +28,7 @@ class ProfileOptions:
         batch: Sequences, one or more numbers separated by commas.
         prompt: Tokens of the prompt, one or more numbers separated by commas.
         generate: Tokens to generate.
-        doors: forward (a call of the model without a cache), generate (time to the first token, and of each further
+        calls: forward (a call of the model without a cache), generate (time to the first token, and of each further
             one), or both, separated by commas. Of no matter to static plans and checkpoints.
         batched: Numbers of requests at once for generate_batch, separated by commas; null leaves it out.
         batched_generate: Tokens that generate_batch makes for each request, after the first of the prompts.
@@ -52,7 +52,7 @@ class ProfileOptions:
     batch: str = "1"
     prompt: str = "2048"
     generate: int = 128
-    doors: str = "forward,generate"
+    calls: str = "forward,generate"
     batched: str | None = None
     batched_generate: int = 256
     sparsities: str = "0.5"
@@ -73,8 +73,8 @@ class ProfileOptions:
                     f"{name} must be at least 2, since a step is what a token beyond the first takes, got "
                     f"{getattr(self, name)}"
                 )
-        if not self.doors_timed or not set(self.doors_timed) <= set(DOORS):
-            raise ConfigError(f"doors are {' and '.join(DOORS)}, separated by commas, got {self.doors!r}")
+        if not self.calls_timed or not set(self.calls_timed) <= set(CALLS):
+            raise ConfigError(f"calls are {' and '.join(CALLS)}, separated by commas, got {self.calls!r}")
         for pair in self.rates.split() if self.rates is not None else []:
             if _shares(pair) is None:
                 raise ConfigError(f"rates are pairs of shares in [0, 1) like 0.66,0.285, got {pair!r}")
@@ -97,9 +97,9 @@ class ProfileOptions:
         return _numbers(self.batched)
 
     @property
-    def doors_timed(self) -> list[str]:
-        """The doors by name."""
-        return [word.strip() for word in self.doors.split(",") if word.strip()]
+    def calls_timed(self) -> list[str]:
+        """The calls by name."""
+        return [word.strip() for word in self.calls.split(",") if word.strip()]
 
     @property
     def skipped(self) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Whole models on a GPU through their public doors: a correctness gate first, then the dense model beside the pruned.
+"""Whole models on a GPU through their public calls: a correctness gate first, then the dense model beside the pruned.
 
 Candidates of a routed model are the dense model 'as loaded', the 'dense' model in the optimised one's engine (the
 strongest dense peer), and the optimised one: 'routed A/F' by the shares that random routers skip, or 'own routing' of
@@ -15,7 +15,7 @@ endtoend.json is written after every shape. Beside the facts of the run it holds
 - records: 'what' is 'prefill' (a call of the model) or 'decode' (a step of `generate()` with half of the new tokens
   cached), first_tokens: 'what' is 'first token'. Each has tokens, batch, candidate, median_us, low_us and high_us
   (tenth and ninetieth percentiles), num_samples, speedup (over 'dense'), speedup_as_loaded, skipped (wanted; of an
-  adapter measured), skipped_measured, runtime (the door) and peak_memory_bytes (weights, caches and what is computed,
+  adapter measured), skipped_measured, runtime (the call) and peak_memory_bytes (weights, caches and what is computed,
   of that model alone).
 - batched, batched_gate: requests at once, prompt, generate, candidate, tokens_per_s, step_ms, begin_s, and both
   speed-ups.
@@ -46,8 +46,7 @@ from wide.inference.engine.run import Run
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.observe import now
-from wide.profiling.correctness import check_decoder, reference
-from wide.profiling.doors import (
+from wide.profiling.calls import (
     AS_LOADED,
     DENSE,
     FIRST,
@@ -58,9 +57,10 @@ from wide.profiling.doors import (
     captured_race,
     generate_us,
     race_batches,
-    race_doors,
+    race_calls,
     reset_peak,
 )
+from wide.profiling.correctness import check_decoder, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
@@ -413,23 +413,23 @@ class _Routed:
         known = self.as_loaded.get((length, batch))
         if known is None:
             candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
-        doors = self.options.doors_timed
-        times, peaks = race_doors(candidates, ids, self.options.generate, doors=doors, quick=self.options.quick)
+        calls = self.options.calls_timed
+        times, peaks = race_calls(candidates, ids, self.options.generate, calls=calls, quick=self.options.quick)
         if known is None:
             self.as_loaded[length, batch] = known = times[AS_LOADED]
         cached = length + self.options.generate // 2
-        for kind, what, door, tokens in (
+        for kind, what, call, tokens in (
             ("records", "prefill", FORWARD, length),
             ("first_tokens", "first token", FIRST, length),
             ("records", "decode", STEP, cached),
         ):
             by_name = {AS_LOADED: known} | times
-            of_door = {name: found[door] for name, found in by_name.items() if door in found}
+            of_call = {name: found[call] for name, found in by_name.items() if call in found}
             records = []
-            for each in candidates if of_door else ():
+            for each in candidates if of_call else ():
                 memory = peaks[each.name] + (1 if each.name == AS_LOADED else -1) * self.weight_bytes
-                runtime = "model(...)" if door == FORWARD else "generate()"
-                record = _record(what, tokens, batch, each.name, of_door, max(0, memory), runtime)
+                runtime = "model(...)" if call == FORWARD else "generate()"
+                record = _record(what, tokens, batch, each.name, of_call, max(0, memory), runtime)
                 if each.skipped is not None:
                     record["skipped"] = _by_half(each.skipped)
                     record["skipped_measured"] = _by_half(self.measured[what])

@@ -1,4 +1,4 @@
-"""The door to matplotlib: draws any `Figure` as SVG and PNG, so that it can be read in grey and by any eye."""
+"""The one module that imports matplotlib: draws a `Figure` as SVG and PNG, readable in grey and by any eye."""
 
 import io
 import math

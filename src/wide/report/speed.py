@@ -20,7 +20,7 @@ _NOT_OURS = ("dense", "operator, nothing skipped")
 # What equal measurements share.
 _OPERATOR = ("operator", "device", "group_size", "batch", "tokens", "active")
 _FORWARD = (
-    *("device", "model", "adapter", "checkpoint", "group_size", "what", "door", "tokens", "batch", "candidate"),
+    *("device", "model", "adapter", "checkpoint", "group_size", "what", "call", "tokens", "batch", "candidate"),
 )
 
 
@@ -146,7 +146,7 @@ def _forward(record: Row, head: Row) -> Row:
         **{name: str(head.get(name) or "") for name in ("device", "model", "adapter", "checkpoint", "method")},
         "group_size": _whole(head, "ffn_group_size") or None,
         "what": _text(record, "what"),
-        "door": str(record.get("runtime", "")),
+        "call": str(record.get("runtime", "")),
         "tokens": int(_positive(record, "tokens")),
         "batch": int(_positive(record, "batch")),
         "candidate": _text(record, "candidate"),
@@ -240,7 +240,7 @@ def _forward_rows(profile: Profile) -> list[Row]:
         new = point["batch"] * (point["tokens"] if point["what"] == "prefill" else 1)
         rows.append(
             {
-                "panel": ", ".join(filter(None, (model, point["what"], point["door"]))),
+                "panel": ", ".join(filter(None, (model, point["what"], point["call"]))),
                 "line": ", ".join(filter(None, (point["candidate"], size, run))),
                 "size": f"{point['tokens']}{'' if point['batch'] == 1 else ' x ' + str(point['batch'])}",
                 **point,

@@ -114,7 +114,7 @@ class RunFolder:
         if self.is_claimed:
             return (
                 f"what this run finished is kept in {self.path}, and the same command with --resume (instead of "
-                "--overwrite) goes on from there"
+                "--overwrite) continues from there"
             )
         return "nothing was written" + (f", and {self.path} is as it was" if self.path.exists() else "")
 

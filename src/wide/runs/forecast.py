@@ -18,7 +18,7 @@ from wide.runs.process import num_processes, say
 from wide.training.memory import calculated_seconds, needed, saying_what_fits, step_flops, way_out
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import RunOptions
+from wide.training.progress_log import StageOptions
 from wide.training.trainer import Trainer, micro_batch_size
 
 _STEPS = 3
@@ -103,7 +103,7 @@ def forecast(model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage:
     clock = _Clocked(blocks, device)
     tried = replace(stage, steps=_STEPS, checkpoint_every=0)
     loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
-    options = RunOptions(title=f"{title}, tried", train_routers=routers)
+    options = StageOptions(title=f"{title}, tried", train_routers=routers)
     with saying_what_fits(title, model, stage, **told):
         outcome = Trainer(model, loss, clock, tried, options, parallel=parallel).train()
     clock.note()

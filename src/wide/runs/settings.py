@@ -90,7 +90,7 @@ class RunOptions(ModelOptions):
             folder = getattr(self, name)
             if folder is not None and reads(self.data, Path(folder).expanduser()):
                 raise ConfigError(
-                    f"{name} {folder} lies in a folder that data {self.data} reads, so that it would become text; "
+                    f"{name} {folder} is inside a folder that data {self.data} reads, so it would become text; "
                     "choose another one"
                 )
         # What was packed before needs no source.
@@ -302,7 +302,7 @@ class GenerationOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraOptions(Checked):
-    """Whether LoRA is trained, and on what beside the pruned model.
+    """Whether LoRA is trained, and whether on the dense model, too.
 
     Args:
         steps: Optimiser steps of stage 2; 0 leaves stage 2 out.

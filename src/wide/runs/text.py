@@ -76,7 +76,7 @@ def install_operators(model: Any, backend: str) -> str:
     if not is_attached(model):
         return "dense: there are no routers, so nothing is skipped"
     if backend == "none" or (backend == "auto" and model.device.type != "cuda"):
-        why = "as asked" if backend == "none" else f"operators that skip need a GPU, not {model.device}"
+        why = "--backend none" if backend == "none" else f"operators that skip need a GPU, not {model.device}"
         return f"masked, so no faster than dense: {why}"
     try:
         optimize(merge_lora(model), backend=backend)
@@ -84,7 +84,7 @@ def install_operators(model: Any, backend: str) -> str:
         if backend != "auto":
             raise
         return f"masked, so no faster than dense: {error}"
-    return "optimised: operators skip what tokens skip"
+    return "optimised: kernels avoid the skipped computation"
 
 
 def continue_prompt(

@@ -65,8 +65,8 @@ def require_tensorboard(wanted: bool | None) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """What surrounds a training run.
+class StageOptions:
+    """What a training stage is told besides its settings.
 
     Args:
         title: Name of the stage, e.g. 'stage 1'.
@@ -101,7 +101,7 @@ class ProgressLog:
     """
 
     def __init__(
-        self, options: RunOptions, *, steps: int, first_step: int, device: str = "", silent: bool = False
+        self, options: StageOptions, *, steps: int, first_step: int, device: str = "", silent: bool = False
     ) -> None:
         """Open the bar and continue the records of a resumed run."""
         title, folder, tracker = options.title, options.output, options.tracker

@@ -28,7 +28,7 @@ from wide.training.inference_target import calibration_batches, meet_target
 from wide.training.memory import saying_what_fits
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import RunOptions, TrackerName, require_tracker
+from wide.training.progress_log import StageOptions, TrackerName, require_tracker
 from wide.training.start import attach_started, start_settings
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
 from wide.training.trainer import Trainer, micro_batch_size
@@ -118,7 +118,7 @@ def prune(
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
-    options = RunOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
+    options = StageOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
     came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
     if came_bare:
         _check_reach(model, plan, objective)
@@ -201,7 +201,7 @@ def recover(
         with own_randomness(_device(model)):
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
-    options = RunOptions(
+    options = StageOptions(
         title="stage 1+2",
         output=folder,
         resume=resume,
@@ -221,7 +221,7 @@ def _run(
     source: BatchSource,
     objective: ObjectiveConfig,
     stage: StageConfig,
-    options: RunOptions,
+    options: StageOptions,
     parallel: DataParallel,
     *,
     calibrate: bool,

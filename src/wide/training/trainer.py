@@ -28,7 +28,7 @@ from wide.training.checkpoint import CheckpointFolder, restore
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import ProgressLog, RunOptions
+from wide.training.progress_log import ProgressLog, StageOptions
 from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
 from wide.training.token_loss import num_targets
 
@@ -85,7 +85,7 @@ class Trainer:
         objective: Objective,
         source: BatchSource,
         stage: StageConfig,
-        options: RunOptions,
+        options: StageOptions,
         *,
         parallel: DataParallel | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The public doors of a model, timed by the wall clock as their callers see them, candidates interleaved.
+"""The public calls of a model, timed by the wall clock as their callers see them, candidates interleaved.
 
 `model(...)` of a prompt without a cache, `generate()`, whose one call gives the time to the first token and that of
 each further one, and `generate_batch`'s engine. Checkpoints that are pruned once and for all are raced in CUDA graphs.
@@ -39,7 +39,7 @@ _TOKENS_A_STEP, _PAGE = 4096, 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A model and how its doors are opened.
+    """A model and how its calls are opened.
 
     Args:
         name: In records.
@@ -107,16 +107,16 @@ def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tens
     return 1e6 * (first.at - began), 1e6 * (ended - first.at) / (count - 1), out
 
 
-def race_doors(
-    candidates: Sequence[Candidate], ids: Tensor, generate: int, *, doors: Sequence[str], quick: bool
+def race_calls(
+    candidates: Sequence[Candidate], ids: Tensor, generate: int, *, calls: Sequence[str], quick: bool
 ) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
-    """Time doors of candidates, one after the other in an order that rotates, for some seconds.
+    """Time calls of candidates, one after the other in an order that rotates, for some seconds.
 
     Args:
         candidates: Each is called once or twice before, so that graphs are captured and kernels compiled.
         ids: Prompts, [B, T].
         generate: New tokens.
-        doors: 'forward', 'generate' or both.
+        calls: 'forward', 'generate' or both.
         quick: Less time, and so fewer samples.
 
     Returns:
@@ -132,9 +132,9 @@ def race_doors(
         reset_peak()
         found: dict[str, float] = {}
         with candidate.within():
-            if "forward" in doors:
+            if "forward" in calls:
                 found[FORWARD] = forward_us(candidate.model, ids)
-            if "generate" in doors:
+            if "generate" in calls:
                 found[FIRST], found[STEP], _ = generate_us(candidate.model, ids, count)
         peaks[candidate.name] = max(peaks.get(candidate.name, 0), torch.cuda.max_memory_allocated() - held)
         for what, value in found.items() if keeps else ():
