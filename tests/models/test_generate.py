@@ -66,8 +66,13 @@ def test_beam_search_runs_routed_and_has_no_history_of_masks():
     with capture_routing(model, history=True) as routing:
         greedy = model.generate(ids, **given)
     assert routing[0].ffn.shape[:2] == (2, 9)
-    with capture_routing(model, history=True), pytest.raises(UnsupportedModelError, match="num_beams=1"):
-        model.generate(ids, num_beams=3, **given)
+    for options, reason in (({"num_beams": 3}, "num_beams=1"), ({"use_cache": False}, "with a cache")):
+        with capture_routing(model, history=True), pytest.raises(UnsupportedModelError, match=reason):
+            model.generate(ids, **given, **options)
+    one = {"attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    with capture_routing(model, history=True), pytest.raises(UnsupportedModelError, match="assisted decoding"):
+        # What is looked up in a repeated prompt is guessed, and taken back.
+        model.generate(ids[:1].repeat(1, 2), **given | one, prompt_lookup_num_tokens=3)
     found = model.generate(ids, num_beams=3, **given)
     whole = model.generate(ids, num_beams=3, use_cache=False, **given)
     assert found.tolist() == whole.tolist() != greedy.tolist()

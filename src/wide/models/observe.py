@@ -7,13 +7,17 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wide.errors import NotAttachedError, ShapeError
+from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
 from wide.models.attach import attachment
+from wide.models.gates import cache_of
+from wide.models.router import RoutingControl
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting, Routing
 
@@ -73,14 +77,19 @@ def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRo
 
     Args:
         history: Concatenate the masks of successive forwards along the token axis instead of keeping the latest
-            only, for cached generation without beams.
+            only, for one cached generation without beams.
 
     Raises:
         NotAttachedError: If the model carries no routers.
+        UnsupportedModelError: With `history`, if a forward does not go on where the collected masks end.
     """
     state = attachment(model)
     routing = [LayerRouting() for _ in state.specs]
-    with state.control.having(observed=routing, keep_history=history):
+    with ExitStack() as stack:
+        if history:
+            check = partial(_require_continuation, state.control, routing)
+            stack.enter_context(model.register_forward_pre_hook(check, with_kwargs=True))
+        stack.enter_context(state.control.having(observed=routing, keep_history=history))
         yield routing
 
 
@@ -91,11 +100,11 @@ def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list
     Masks have shape `[B, T, N_G]`, True = execute, detached from the graph.
 
     Args:
-        history: Concatenate over successive forwards (cached generation without beams) instead of keeping the latest
-            only.
+        history: Concatenate over the forwards of one cached generation without beams, instead of keeping the latest.
 
     Raises:
         NotAttachedError: If the model carries no routers.
+        UnsupportedModelError: With `history`, if a forward does not go on where the collected masks end.
     """
     control = attachment(model).control
     with observe(model, history=history) as routing:
@@ -151,6 +160,22 @@ def bypass(*models: nn.Module) -> Iterator[None]:
         for state in states:
             stack.enter_context(state.control.having(enabled=False))
         yield
+
+
+def _require_continuation(
+    control: RoutingControl, routing: Routing, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse a forward whose cache holds fewer tokens than have masks (a forward pre-hook with keyword arguments)."""
+    masks = [mask for layer in routing for mask in (layer.attention, layer.ffn) if mask is not None]
+    if control.observed is not routing or not masks:
+        return
+    length: Any = getattr(cache_of(kwargs), "get_seq_length", int)
+    cached, collected = int(length()), masks[0].shape[-2]
+    if cached < collected:
+        raise UnsupportedModelError(
+            f"history=True has masks of {collected} tokens, and the cache of this forward holds {cached}: it "
+            "follows one generate() with a cache, without assisted decoding; open a new block for the next text"
+        )
 
 
 def _copy_detached(source: Sequence[LayerRouting], target: list[LayerRouting]) -> None:
