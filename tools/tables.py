@@ -115,26 +115,6 @@ def quality(methods: Sequence[str], columns: Sequence[str], stages: Sequence[boo
     return Table(header=("method", *titles), rows=tuple(lines))
 
 
-def carried() -> Table:
-    """Return perplexities of Týr on the bundled model by what layers are fitted behind, over three seeds."""
-    rows = []
-    for name, title in _CARRIED.items():
-        cells = []
-        for target in (0.25, 0.5):
-            values = [number("tyr-nano", f"tyr-{name}", _PERPLEXITY, target, seed=seed) or math.nan for seed in _SEEDS]
-            cells.append(f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}")
-        rows.append((title, *cells))
-    dense = f"{number('tyr-nano', 'dense', _PERPLEXITY, 0.0):.1f}"
-    return Table(header=("layers are fitted behind", "25 %", "50 %"), rows=(("(dense)", dense, dense), *rows))
-
-
-_CARRIED = {
-    "expected": "copies at the expected sparsity (default)",
-    "mean": "the mean of all copies (paper)",
-    "dense": "unpruned layers (released code)",
-}
-
-
 def _of_seeds(method: str, column: str, lora: bool) -> str:
     target, runs = _COLUMNS[_NOMINAL.get(column, column) if method in _WHOLE_LAYERS else column]
     values = []
@@ -336,7 +316,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-full": lambda: quality(list(_METHODS), list(_COLUMNS), (False, True)),
     "quality-parts": parts,
     "quality-groups": groups,
-    "quality-carried": carried,
     "speed": speed,
     "columns": columns,
     "columns-code": columns_code,
