@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, GenerationConfig
 
 import wide
 from wide.cli.main import main
@@ -138,6 +138,21 @@ def test_chat_says_what_generate_says_streamed_or_not(client, folders):
     assert len(parts) > 3
 
 
+def test_responses_and_older_turns_say_what_generate_says(client, folders):
+    asked = {"model": "tiny", "max_output_tokens": 8, "temperature": 0}
+    expected = wanted(folders, "<user>Hello<assistant>", 8)
+    assert client.responses.create(input="Hello", **asked).output_text == expected
+    parts = client.responses.create(input=[{"type": "input_text", "text": "Hello"}], stream=True, **asked)
+    assert "".join(part.delta for part in parts if part.type == "response.output_text.delta") == expected
+    turns = [{"role": "system", "content": "Be kind"}, *HELLO, {"role": "assistant", "content": "Hi", "refusal": None}]
+    turns[0]["content"] = [{"type": "text", "text": "Be kind"}]
+    # As `transformers chat` asks.
+    how = {"generation_config": GenerationConfig(do_sample=False, max_new_tokens=8).to_json_string()}
+    found = client.chat.completions.create(model="tiny", messages=turns + HELLO, extra_body=how)
+    text = "<system>Be kind<user>Hello<assistant>Hi<user>Hello<assistant>"
+    assert found.choices[0].message.content == wanted(folders, text, 8)
+
+
 def test_completions_continue_a_text(client, folders):
     asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 6, "temperature": 0}
     whole = client.completions.create(**asked)
@@ -245,7 +260,10 @@ BAD_CHATS = {
         [{"role": "user", "content": "a" * 128}],
     ],
     "tools": ["x", [3], [{}], [{"type": "function", "function": {"name": "f"}}]],
-    "chat_template_kwargs": ["x", {"chat_template": "a"}, {"tokenize": False}, {"return_tensors": "np"}, {"a": {}}],
+    "chat_template_kwargs": [
+        *("x", {"chat_template": "a"}, {"tokenize": False}, {"return_tensors": "np"}, {"a": {}}, {"messages": 3}),
+        *({"load_audio_from_video": True}, {"self": 1}, {"role": "x", "unknown": 1}),
+    ],
     "logit_bias": [{"x": 1}, {"999": 1}, {"5": 1000}, {"5": NAN}, {"-1": 1}, {"5": None}, []],
     "response_format": [{"type": "json_object"}],
     "max_completion_tokens": [0],
@@ -257,6 +275,7 @@ BAD_RESPONSES = {
         *(None, 3, [], [3], [{"type": "x"}], [{"type": "function_call_output", "call_id": "a", "output": "b"}]),
         [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}],
     ],
+    "instructions": [3, {"a": 1}],
     "previous_response_id": ["a"],
     "background": [True],
     "max_output_tokens": [0, -1],
@@ -298,6 +317,8 @@ def hostile():
             for number, value in enumerate(values):
                 asked = {"stream": number % 2 == 1} | good | {field: value}
                 yield "values", "POST", f"/v1/{path}", json_, json.dumps(asked).encode()
+    twice = {"input": [{"role": "system", "content": "a"}], "instructions": "b"}
+    yield "values", "POST", "/v1/responses", json_, json.dumps(twice).encode()
     for body in BODIES:
         yield "bodies", "POST", "/v1/completions", json_, body
     for path in PATHS:
@@ -380,6 +401,25 @@ def completed(client, **asked):
     """Return the text of a completion, or what is said instead."""
     found = client.post("/v1/completions", json={"prompt": "The quick", "max_tokens": 12} | asked).json()
     return found["error"]["message"] if "error" in found else found["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens: Input should be greater than or equal to 1, got 0"),
+        ('{"prompt": "a", "n": 3, "beam": 1}', "n: Input should be 1, got 3; beam: is not known here; leave it out"),
+        ('{"prompt": "a", "generation_config": "{"}', "generation_config: Invalid JSON"),
+        ('{"prompt": "a", "generation_config": "{\\"max_length\\": 9}"}', "generation_config.max_length: is not known"),
+        ('{"prompt": ', "the body is not JSON: Expecting value at character 11; mend it"),
+        ("[]", "the body: Input should be a valid dictionary"),
+        ('{"prompt": "a", "temperature": 1e9}', "less than or equal to 2, got 1000000000.0"),
+    ],
+)
+def test_a_refusal_names_option_value_and_wish(body, words, base):
+    client, _ = in_process(*base)
+    said = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert said.status_code == 400
+    assert words in said.json()["error"]["message"]
 
 
 def test_who_may_ask_under_which_names_and_how_many(base):

@@ -235,19 +235,24 @@ class Responses(Asked):
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto"] | None = None
 
+    @model_validator(mode="after")
+    def _is_instructed_once(self) -> "Responses":
+        if self.instructions and any(getattr(item, "role", "") == "system" for item in self.input):
+            raise ValueError("wanted instructions or a system message, not both")
+        return self
+
 
 def in_words(errors: Any) -> str:
     """Return what is wrong with a request, by pydantic's errors: the first three."""
     said = []
     for error in errors[:3]:
-        if error["type"] == "json_invalid" and "body" in error["loc"][:1] and len(error["loc"]) == 2:
-            return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][1]}; mend it"
-        where = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"
-        is_unknown = error["type"] == "extra_forbidden"
-        what = (
-            "is not known here; leave it out" if is_unknown else f"{error['msg']}, got {reprlib.repr(error['input'])}"
-        )
-        said.append(f"{where}: {what}")
+        place = error["loc"][1:]
+        if place and isinstance(place[0], int):
+            return f"the body is not JSON: {error['ctx']['error']} at character {place[0]}; mend it"
+        what = f"{error['msg']}, got {reprlib.repr(error['input'])}"
+        if error["type"] == "extra_forbidden":
+            what = "is not known here; leave it out"
+        said.append(f"{'.'.join(map(str, place)) or 'the body'}: {what}")
     return "; ".join(said)
 
 

@@ -104,7 +104,7 @@ class _Tokenizer:
     def __call__(self, *args: Any, **given: Any) -> Any:
         return self._checked(self._own(*args, **given))
 
-    def apply_chat_template(self, messages: Any, **given: Any) -> Any:
+    def apply_chat_template(self, messages: Any, /, **given: Any) -> Any:
         """Return the tokens of a chat."""
         template = self._own.chat_template
         if template is None:
@@ -228,10 +228,11 @@ def _refuse(asked: Asked, one: _OneModel, options: ServerOptions) -> None:
         raise HTTPException(
             400, f"logit_bias: token {largest} is not among the {vocabulary} of the model; leave it out"
         )
-    own = inspect.signature(one.tokenizer.apply_chat_template).parameters
-    taken = sorted(own.keys() & set(getattr(asked, "chat_template_kwargs", None) or ()))
-    if taken:
-        raise HTTPException(400, f"chat_template_kwargs: {', '.join(taken)} is for the server to say; leave it out")
+    own, template = inspect.signature(one.tokenizer.apply_chat_template).parameters, str(one.tokenizer.chat_template)
+    values = getattr(asked, "chat_template_kwargs", None) or ()
+    if taken := [name for name in values if name in own or name not in template]:
+        words = f"chat_template_kwargs: the chat template takes no {', '.join(taken)} from clients; leave it out"
+        raise HTTPException(400, words)
     config = asked.sampled(one.base)
     if options.continuous_batching and (config != Asked().sampled(one.base) or (config.do_sample and asked.seed)):
         words = "continuous batching samples all requests alike; leave out what is not as the model's own configuration"
