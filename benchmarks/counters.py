@@ -152,7 +152,7 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     from wide.inference.choice.layer_sizes import layer_sizes
     from wide.inference.choice.measured import measured_table
     from wide.inference.engine.decoder import Decoder
-    from wide.inference.engine.run import Run, force
+    from wide.inference.engine.options import ForwardOptions, force
     from wide.models.attach import attach, attachment
     from wide.profiling.synthetic import random_model
 
@@ -177,8 +177,8 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
         masks = [torch.rand(tokens, count, device=device) >= rate for count, rate in groups]
         forced = force(decoder.layers, [(masks[0], masks[1])])
         for name, run in (
-            ("dense", Run(routed=False, table=table)),
-            ("routed", Run(table=table, forced=forced)),
+            ("dense", ForwardOptions(routed=False, table=table)),
+            ("routed", ForwardOptions(table=table, forced=forced)),
         ):
             for profiled in (False, True):
                 cache.lengths.fill_(length)

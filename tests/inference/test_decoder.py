@@ -10,7 +10,7 @@ from tables import fixed
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.run import Run, force
+from wide.inference.engine.options import ForwardOptions, force
 from wide.inference.operators.table import DENSE_TABLE as UNSKIPPED
 from wide.inference.operators.table import OPERATORS
 from wide.models.attach import attach
@@ -37,11 +37,11 @@ def test_dense_and_routed_logits_are_the_models(family):
         masked = model(ids).logits
     decoder = Decoder(model, max_length=16)
     cache = decoder.new_cache(2)
-    found = decoder.prefill_logits(ids, cache, Run(routed=False, table=DENSE_TABLE))
+    found = decoder.prefill_logits(ids, cache, ForwardOptions(routed=False, table=DENSE_TABLE))
     torch.testing.assert_close(found, dense, **CLOSE)
     forced = force(decoder.layers, [(x.attention.flatten(0, 1), x.ffn.flatten(0, 1)) for x in routing])
     for table in TABLES:
-        found = decoder.prefill_logits(ids, cache, Run(table=table, forced=forced))
+        found = decoder.prefill_logits(ids, cache, ForwardOptions(table=table, forced=forced))
         torch.testing.assert_close(found, masked, **CLOSE)
     # The projections now view the engine's buffers, and the model still computes the same.
     with torch.no_grad(), bypass(model):
@@ -58,7 +58,7 @@ def test_steps_after_a_padded_prefill_equal_the_full_forward(family, batch):
     lengths = torch.tensor([7, 4, 6, 5, 7][:batch], dtype=torch.int32)
     for table in TABLES:
         for routed in (False, True):
-            run = Run(routed=routed, table=table)
+            run = ForwardOptions(routed=routed, table=table)
             whole = decoder.prefill_logits(ids, decoder.new_cache(batch), run)
             cache = decoder.new_cache(batch)
             found = decoder.prefill(ids[:, :7], lengths, cache, run)
@@ -76,7 +76,7 @@ def test_steps_without_skipped_keys_leave_zeros_in_skipped_heads(attention_group
     # A head of its own for each group, so that a KV head serves several, or all heads in one.
     model, ids = _attached("llama", attention_group_size=attention_group_size), tokens(2, 9)
     decoder = Decoder(model, max_length=16)
-    run = Run(table=UNSKIPPED)
+    run = ForwardOptions(table=UNSKIPPED)
     whole = decoder.prefill_logits(ids, decoder.new_cache(2), run).view(2, 9, -1)
     cache = decoder.new_cache(2)
     decoder.prefill(ids[:, :8], torch.full((2,), 8, dtype=torch.int32), cache, run)
@@ -91,7 +91,7 @@ def test_the_runtimes_own_routers_decide_as_the_models(router_input):
         masked = model(ids).logits
     decoder = Decoder(model, max_length=16)
     record = []
-    run = Run(table=SPARSE_TABLE, record=record)
+    run = ForwardOptions(table=SPARSE_TABLE, record=record)
     torch.testing.assert_close(decoder.prefill_logits(ids, decoder.new_cache(1), run), masked, **CLOSE)
     for (attention, ffn), layer in zip(record, routing, strict=True):
         assert torch.equal(attention, layer.attention[0])
@@ -147,7 +147,7 @@ def test_training_mode_and_overlong_prompts_are_refused():
         Decoder(make("llama").train(), max_length=16)
     decoder = Decoder(make("llama"), max_length=8)
     with pytest.raises(ShapeError, match="do not fit a cache of 1 x 8"):
-        decoder.prefill_logits(tokens(1, 9), decoder.new_cache(1), Run(routed=False, table=DENSE_TABLE))
+        decoder.prefill_logits(tokens(1, 9), decoder.new_cache(1), ForwardOptions(routed=False, table=DENSE_TABLE))
 
 
 class _Late:
@@ -172,9 +172,9 @@ class _Late:
 @pytest.mark.parametrize("table", [DENSE_TABLE, fixed("torch", query=None, output=1, gate_up=1, down=1), UNSKIPPED])
 def test_masks_that_come_late_are_waited_for(family, table):
     decoder, ids = Decoder(_attached(family), max_length=16), tokens(2, 12)
-    run = Run(table=table, record=[])
+    run = ForwardOptions(table=table, record=[])
     expected = decoder.prefill_logits(ids, decoder.new_cache(2), run)
-    late, again = _Late(), Run(table=table, record=[])
+    late, again = _Late(), ForwardOptions(table=table, record=[])
     decoder._side = late
     found = decoder.prefill_logits(ids, decoder.new_cache(2), again)
     assert late.begun

@@ -32,7 +32,7 @@ from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.graphs import CapturedStep
 from wide.inference.engine.memory import Slot
 from wide.inference.engine.next_step import NextStep
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.gates import cache_name
@@ -652,7 +652,7 @@ class _Recorded:
     """Stands for the graph of a step on a machine without a GPU."""
 
     def __init__(self, slot, routed):
-        self._run, self._slot = Run(routed=routed), slot
+        self._run, self._slot = ForwardOptions(routed=routed), slot
         self.ids = torch.zeros(slot.cache.batch, dtype=torch.long)
         self.logits, self.replays = None, 0
 

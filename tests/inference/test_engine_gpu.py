@@ -68,10 +68,10 @@ def test_prompts_and_steps_are_those_of_the_masked_model(family, dtype):
 
 
 def without_graphs(monkeypatch):
-    from wide.inference.engine.run import Run
+    from wide.inference.engine.options import ForwardOptions
 
     def step(self, ids, *, routed, pool):
-        return self.decoder.step(ids, self.cache, Run(routed=routed))
+        return self.decoder.step(ids, self.cache, ForwardOptions(routed=routed))
 
     monkeypatch.setattr(Slot, "step", step)
     monkeypatch.setattr(Slot, "prompt", lambda self, ids, lengths, **_: None)

@@ -9,7 +9,7 @@ from wide.config import WideConfig
 from wide.errors import UnsupportedBackendError
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 from wide.models.attach import attach
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
@@ -27,7 +27,7 @@ def test_without_cuda_a_capture_is_refused():
 def test_replays_equal_direct_calls(routed, batch):
     model = make("llama", **SIZES).bfloat16().cuda()
     decoder = Decoder(attach(model, WideConfig(ffn_group_size=64, router_rank=16)), max_length=64)
-    run = Run(routed=routed, table=fixed(query=5, attention=5, output=5, gate_up=5, down=5))
+    run = ForwardOptions(routed=routed, table=fixed(query=5, attention=5, output=5, gate_up=5, down=5))
     ids = tokens(batch, 24).cuda()
     lengths = torch.full((batch,), 20, dtype=torch.int32, device="cuda")
     caches, pool = [decoder.new_cache(batch) for _ in range(2)], GraphPool()

@@ -7,7 +7,7 @@ from tables import fixed
 
 from wide.config import WideConfig
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.run import Run, force
+from wide.inference.engine.options import ForwardOptions, force
 from wide.inference.operators.table import OPERATORS
 from wide.models.attach import attach
 
@@ -38,12 +38,14 @@ def test_triton_and_torch_give_the_same_logits(family, attention):
         cache = decoder.new_cache(1)
         logits = [
             decoder.prefill_logits(
-                ids, cache, Run(table=_table(backend, attention), forced=force(decoder.layers, masks))
+                ids, cache, ForwardOptions(table=_table(backend, attention), forced=force(decoder.layers, masks))
             )[0]
         ]
         for place in range(2):
             one = force(decoder.layers, [tuple(mask[place, None] for mask in pair) for pair in masks])
-            logits.append(decoder.step(ids[:, place], cache, Run(table=_table(backend, attention), forced=one)))
+            logits.append(
+                decoder.step(ids[:, place], cache, ForwardOptions(table=_table(backend, attention), forced=one))
+            )
         found[backend] = torch.cat(logits).float()
     error = (found["triton"] - found["torch"]).norm() / found["torch"].norm()
     assert error < (2e-2 if DEVICE.type == "cuda" else 1e-4)

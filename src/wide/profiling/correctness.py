@@ -13,7 +13,7 @@ from torch import Tensor
 from wide.inference.choice.tuning.race import launched, relative
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.engine.run import LayerMasks, Run, force
+from wide.inference.engine.options import ForwardOptions, LayerMasks, force
 from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.models.attach import attachment
 from wide.models.observe import bypass, capture_routing, force_routing
@@ -111,10 +111,10 @@ def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
     ids, at, length = wanted.ids, wanted.at, wanted.ids.shape[1]
     cache = decoder.new_cache(1, length)
 
-    def prompt(run: Run) -> Tensor:
+    def prompt(run: ForwardOptions) -> Tensor:
         return decoder.logits(decoder.prompt(ids, cache, run), run, at)
 
-    found: Gate = {"tokens": length, "dense_error": relative(prompt(Run(routed=False)), wanted.dense)}
+    found: Gate = {"tokens": length, "dense_error": relative(prompt(ForwardOptions(routed=False)), wanted.dense)}
     forced = _forced(decoder, wanted, 0, length)
     found["routed_error"] = relative(prompt(forced), wanted.masked)
     found["decode_error"], step_kernels = _check_steps(decoder, wanted)
@@ -123,7 +123,7 @@ def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
     found["operators"] = {"prefill": _operators(first, length), "decode": _operators(first, 1)}
     found["kernels"] = {"prefill": launched(lambda: prompt(forced)), "decode": step_kernels}
     record: list[tuple[Tensor | None, Tensor | None]] = []
-    found["own_routing_error"] = relative(prompt(Run(record=record)), wanted.own)
+    found["own_routing_error"] = relative(prompt(ForwardOptions(record=record)), wanted.own)
     found["flip_rate"] = _flips(record, wanted.decisions)
     errors = [found["routed_error"], found["decode_error"]]
     if ids.is_cuda:
@@ -137,12 +137,12 @@ def _logits(model: Any, ids: Tensor, at: Tensor) -> Tensor:
     return model(ids, use_cache=False, logits_to_keep=at).logits[0]  # type: ignore[no-any-return]
 
 
-def _forced(decoder: Decoder, wanted: Reference, first: int, last: int) -> Run:
+def _forced(decoder: Decoder, wanted: Reference, first: int, last: int) -> ForwardOptions:
     """Return a run of the tokens from `first` to before `last` under their masks."""
     cut: LayerMasks = [
         (None if a is None else a[first:last], None if f is None else f[first:last]) for a, f in wanted.masks
     ]
-    return Run(forced=force(decoder.layers, cut))
+    return ForwardOptions(forced=force(decoder.layers, cut))
 
 
 def _operators(table: OperatorTable, rows: int) -> dict[str, str]:

@@ -42,7 +42,7 @@ from transformers import GenerationConfig
 from wide.config import WideConfig
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.observe import now
@@ -393,11 +393,11 @@ class _Routed:
             return None
         length = self.first_prompt.shape[1]
         cache = decoder.new_cache(1, length + 8)
-        decoder.prompt(self.first_prompt, cache, Run())
+        decoder.prompt(self.first_prompt, cache, ForwardOptions())
 
         def step() -> Tensor:
             cache.lengths.fill_(length)
-            return decoder.step(self.first_prompt[:, -1], cache, Run())  # type: ignore[no-any-return]
+            return decoder.step(self.first_prompt[:, -1], cache, ForwardOptions())  # type: ignore[no-any-return]
 
         return time_interleaved({"step": step}, rounds=10)["step"].median_us
 

@@ -11,7 +11,7 @@ from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.generation import is_trusted
 from wide.inference.engine.inputs import kept_rows, unexpected_rows
 from wide.inference.engine.memory import Memory, has_graph
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 from wide.models.router import RoutingControl
 
 Answer = tuple[Tensor, EngineCache | None]
@@ -174,16 +174,16 @@ def paged_step(memory: Memory, control: RoutingControl, ids: Tensor, given: Mapp
     if view.longest > memory.decoder.max_length:
         # Transformers warms up with one request as long as its whole cache.
         raise Masked
-    run, kept = Run(routed=control.enabled), given.get("logits_to_keep")
+    run, kept = ForwardOptions(routed=control.enabled), given.get("logits_to_keep")
     stream = memory.decoder.forward(ids, view, run)
     return memory.decoder.logits(stream, run, kept.long() if isinstance(kept, Tensor) else None)[None], None
 
 
-def _options(control: RoutingControl) -> Run:
-    return Run(routed=control.enabled, record=None if control.observed is None else [])
+def _options(control: RoutingControl) -> ForwardOptions:
+    return ForwardOptions(routed=control.enabled, record=None if control.observed is None else [])
 
 
-def _note(control: RoutingControl, run: Run, x: Tensor) -> None:
+def _note(control: RoutingControl, run: ForwardOptions, x: Tensor) -> None:
     """Give the masks [B * T, N_G] of a forward to who observes it."""
     if control.observed is not None and run.record is not None and run.routed:
         for layer, masks in zip(control.observed, run.record, strict=False):

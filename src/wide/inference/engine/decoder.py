@@ -11,7 +11,7 @@ from torch.nn import functional
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.engine.cache import KvCache
 from wide.inference.engine.layer import Masks, Stream, run_layer
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import CacheView, PromptView, StepView
 from wide.inference.operators.table import OperatorTable
@@ -91,7 +91,7 @@ class Decoder:
         return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, view: CacheView, run: Run) -> Stream:
+    def forward(self, x: Tensor, view: CacheView, run: ForwardOptions) -> Stream:
         """Run new tokens over any view of keys and values and return the residual stream; see `logits`.
 
         Args:
@@ -115,7 +115,7 @@ class Decoder:
         return stream
 
     @torch.no_grad()
-    def logits(self, stream: Stream, run: Run, rows: Tensor | None = None) -> Tensor:
+    def logits(self, stream: Stream, run: ForwardOptions, rows: Tensor | None = None) -> Tensor:
         """Return the logits [rows, V] of what `forward` gave, of these rows (int64) or of all."""
         assert stream.addend is not None
         total, addend = stream if rows is None else (stream.total[rows], stream.addend[rows])
@@ -127,7 +127,9 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     @torch.no_grad()
-    def prompt(self, x: Tensor, cache: KvCache, run: Run, *, past: int = 0, lengths: Tensor | None = None) -> Stream:
+    def prompt(
+        self, x: Tensor, cache: KvCache, run: ForwardOptions, *, past: int = 0, lengths: Tensor | None = None
+    ) -> Stream:
         """Run several tokens of each sequence into the cache and return the residual stream.
 
         Args:
@@ -149,7 +151,7 @@ class Decoder:
             cache.lengths.copy_(lengths)
         return stream
 
-    def prefill(self, ids: Tensor, lengths: Tensor, cache: KvCache, run: Run) -> Tensor:
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: KvCache, run: ForwardOptions) -> Tensor:
         """Fill the cache from its beginning and return the logits after each sequence's last token, [B, V].
 
         Args:
@@ -162,12 +164,12 @@ class Decoder:
         starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
         return self.logits(stream, run, starts + lengths - 1)
 
-    def prefill_logits(self, ids: Tensor, cache: KvCache, run: Run) -> Tensor:
+    def prefill_logits(self, ids: Tensor, cache: KvCache, run: ForwardOptions) -> Tensor:
         """As `prefill` of unpadded tokens, returning the logits after every token, [B, T, V]."""
         return self.logits(self.prompt(ids, cache, run), run).view(*ids.shape, -1)
 
     @torch.no_grad()
-    def step(self, ids: Tensor, cache: KvCache, run: Run) -> Tensor:
+    def step(self, ids: Tensor, cache: KvCache, run: ForwardOptions) -> Tensor:
         """Add one token to each sequence and return the logits after it, [B, V]; the cache's lengths move on.
 
         Args:
@@ -188,7 +190,7 @@ class Decoder:
 
     def probe(self, ids: Tensor) -> Tensor:
         """Return dense logits [B, T, V] in plain PyTorch, for a comparison with the model's own."""
-        run = Run(routed=False, table=OperatorTable(backend="torch"))
+        run = ForwardOptions(routed=False, table=OperatorTable(backend="torch"))
         return self.prefill_logits(ids, self.new_cache(ids.shape[0], ids.shape[1]), run)
 
 

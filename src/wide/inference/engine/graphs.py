@@ -10,7 +10,7 @@ from torch import Tensor
 from wide.errors import UnsupportedBackendError
 from wide.inference.engine.cache import KvCache
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 
 _WARM_UP_CALLS = 2
 
@@ -81,7 +81,7 @@ class CapturedStep:
 
 
 @torch.no_grad()
-def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) -> CapturedStep:
+def capture_step(decoder: Decoder, cache: KvCache, run: ForwardOptions, pool: GraphPool) -> CapturedStep:
     """Return a decode step that replays a graph.
 
     The cache grows by one token a sequence at every call, on the device; the caller keeps count of its room. Capturing
@@ -110,7 +110,7 @@ def capture_step(decoder: Decoder, cache: KvCache, run: Run, pool: GraphPool) ->
 
 @torch.no_grad()
 def capture_prompt(
-    decoder: Decoder, cache: KvCache, length: int, run: Run, pool: GraphPool
+    decoder: Decoder, cache: KvCache, length: int, run: ForwardOptions, pool: GraphPool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a prefill that replays a graph: tokens [B, <= length] and lengths [B] in, the last logits [B, V] out.
 

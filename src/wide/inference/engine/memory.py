@@ -15,7 +15,7 @@ from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.graphs import CapturedStep, GraphPool, capture_prompt, capture_step
 from wide.inference.engine.next_step import NextStep
-from wide.inference.engine.run import Run
+from wide.inference.engine.options import ForwardOptions
 
 _SMALLEST_ROOM = 256
 # Room beyond a prompt where nobody says how many tokens will follow.
@@ -61,7 +61,7 @@ class Slot:
         """Return the logits [B, V] after one more token [B] a sequence, in memory that the next step overwrites."""
         step = self._steps.get(routed)
         if step is None:
-            run = Run(routed=routed)
+            run = ForwardOptions(routed=routed)
             if pool is None:
                 step = functools.partial(self.decoder.step, cache=self.cache, run=run)
             else:
@@ -84,7 +84,7 @@ class Slot:
             return None
         prompt = self._prompts[key]
         if prompt is None:
-            run = Run(routed=routed)
+            run = ForwardOptions(routed=routed)
             try:
                 prompt = capture_prompt(self.decoder, self.cache, length, run, pool)
             except torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ LayerMasks = Sequence[tuple[Tensor | None, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ForwardOptions:
     """Options of a forward.
 
     Args:
