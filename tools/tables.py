@@ -228,21 +228,6 @@ def columns_code() -> Table:
     return Table(header=("lines of", *_LANGUAGES.values()), rows=rows)
 
 
-def columns_rows() -> Table:
-    """Return what each language and level of skipping gains of gate and up, by rows and the share that is skipped."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in targets("columns"):
-        if not row["operator"].startswith("gate") or not row["size"].endswith("rows"):
-            continue
-        title = row["size"] if row["share"] == 0.5 else f"{row['size']}, {100 * row['share']:g} %"
-        for (key, name), text in zip(_WRITTEN.items(), _of_languages(row, _WRITTEN), strict=True):
-            if key in row["languages"]:
-                cells.setdefault(name, {})[title] = text
-    titles = dict.fromkeys(title for found in cells.values() for title in found)
-    rows = tuple((name, *(found.get(title, "-") for title in titles)) for name, found in cells.items())
-    return Table(header=("gate + up + SwiGLU", *titles), rows=rows)
-
-
 def columns_drawn(_source: object = None) -> list[dict[str, Any]]:
     """Return what `columns.svg` shows: each operator by its size at half skipped, and by the share that is skipped."""
     rows = []
@@ -285,7 +270,6 @@ def draw_columns() -> None:
 
 
 _LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
-_WRITTEN = _LANGUAGES | {f"level {level}": f"CuTe, level {level}" for level in range(3)}
 
 
 def _of_languages(row: dict[str, Any], names: dict[str, str]) -> list[str]:
@@ -319,7 +303,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "speed": speed,
     "columns": columns,
     "columns-code": columns_code,
-    "columns-rows": columns_rows,
     "house": lambda: aims("house"),
     "people": lambda: aims("people"),
     "training": lambda: aims("scale"),
