@@ -79,16 +79,14 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(finished, tiny_model_fo
     assert "ffn_group_size 15 does not divide" in capsys.readouterr().err
 
 
-def test_a_dry_run_refuses_what_does_not_fit_the_gpu_before_loading(
-    tiny_model_folder, prose_folder, monkeypatch, capsys
-):
-    properties = type("Properties", (), {"total_memory": 1 << 16})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+@pytest.mark.parametrize("how", ["a dry run on a GPU", "a dry run on a CPU", "a run on a CPU"])
+def test_what_does_not_fit_is_refused_before_loading(how, tiny_model_folder, prose_folder, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "GPU" in how)
+    monkeypatch.setattr("wide.training.memory.memory_of", lambda _device: (1 << 16, "the GPU has 0.0"))
     monkeypatch.setattr("wide.runs.run.Materials.model", property(lambda _self: pytest.fail("loaded")))
     named = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", "unused"]
     short = [flag for flag in SHORT if "device" not in flag]
-    assert main(["prune", *named, *short, "--dry_run"]) == 1
+    assert main(["prune", *named, *short, *(["--dry_run"] if "dry" in how else [])]) == 1
     assert "stage 1: this stage needs about" in capsys.readouterr().err
 
 

@@ -1,10 +1,11 @@
 """What training needs of a GPU, calculated: as it was measured, and a way out that fits."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from tiny import routed_model
+from tiny import RandomSource, routed_model
 
 from wide.config import RecoverConfig, StageConfig
 from wide.errors import TrainingError
@@ -12,8 +13,16 @@ from wide.profiling.synthetic import random_model
 from wide.runs import forecast
 from wide.training import memory, token_loss
 from wide.training.memory import needed, saying_what_fits, step_flops, way_out
+from wide.training.stages import prune
 
 GIB = 2**30
+
+
+def gpu_of(monkeypatch, total, *, free=None):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (total if free is None else free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 0)
+
+
 STAGE = StageConfig(batch_size=16, micro_batch_size=1, sequence_length=4096)
 LORA = RecoverConfig(batch_size=16, micro_batch_size=1, sequence_length=4096)
 
@@ -89,8 +98,7 @@ def test_weights_that_are_quantised_count_as_they_are(monkeypatch, skeleton):
     for layer in model.model.layers:
         layer.mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.uint8), requires_grad=False)
     assert needed(model, stage).weights == plain - 2 * 3 * 32 * 64
-    properties = type("Properties", (), {"total_memory": GIB})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    gpu_of(monkeypatch, GIB)
     settings = {"device": torch.device("cuda"), "distils": False, "dtype": "auto", "may_shard": False}
     with pytest.raises(TrainingError, match="this stage needs about"):
         forecast.check_fits(skeleton, STAGE, **settings)
@@ -109,8 +117,7 @@ def test_a_model_that_is_sharded_already_needs_a_share(monkeypatch):
 def test_a_dry_run_counts_on_shares_only_where_the_base_may_be_shared(monkeypatch):
     model, stage = routed_model(num_hidden_layers=8), StageConfig(batch_size=4, sequence_length=16)
     share, whole = (needed(model, stage, world=4, shards=shards).total for shards in (4, 1))
-    properties = type("Properties", (), {"total_memory": (share + whole) / 2 / memory.USABLE})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    gpu_of(monkeypatch, (share + whole) / 2 / memory.USABLE)
     monkeypatch.setattr(forecast, "num_processes", lambda: 4)
     settings = {"distils": False, "device": torch.device("cuda"), "dtype": "auto"}
     forecast.check_fits(model, stage, may_shard=True, **settings)
@@ -118,11 +125,52 @@ def test_a_dry_run_counts_on_shares_only_where_the_base_may_be_shared(monkeypatc
         forecast.check_fits(model, stage, may_shard=False, **settings)
 
 
-def test_a_full_memory_says_what_would_fit(monkeypatch):
-    properties = type("Properties", (), {"total_memory": 1 << 16})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_a_full_memory_says_what_would_fit(error):
     stage = StageConfig(batch_size=4, sequence_length=16)
-    message = "stage 1: the memory of the GPU is full: this stage needs about .* GiB"
+    message = "stage 1: the memory is full: this stage needs about .* GiB"
     told = {"distils": False, "world": 1}
     with pytest.raises(TrainingError, match=message), saying_what_fits("stage 1", routed_model(), stage, **told):
-        raise torch.OutOfMemoryError
+        raise error
+
+
+def test_a_gpu_that_others_fill_says_what_is_free(monkeypatch, skeleton):
+    gpu_of(monkeypatch, 80 * GIB, free=20 * GIB)
+    told = {"device": torch.device("cuda"), "distils": False, "dtype": "bfloat16", "may_shard": False}
+    with pytest.raises(TrainingError, match=r"the GPU has 20.0 free of 80.0, others hold the rest; with --train"):
+        forecast.check_fits(skeleton, STAGE, **told)
+
+
+def test_a_host_is_asked_before_its_memory_is_full(monkeypatch, skeleton):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "_host_memory", lambda: 23 * GIB)
+    words = (
+        r"stage 1: this stage needs about .* GiB .* and this machine has 23.0 free; with --train.micro_batch_size 1 "
+        "--train.gradient_checkpointing true it is about"
+    )
+    whole = replace(STAGE, micro_batch_size=None)
+    with pytest.raises(TrainingError, match=words):
+        forecast.check_fits(skeleton, whole, device=cpu, distils=False, dtype="bfloat16", may_shard=False)
+    monkeypatch.setattr(memory, "_host_memory", lambda: 1 << 16)
+    # In Python, too, and before the first step.
+    with pytest.raises(TrainingError, match="take a machine with more"):
+        prune(routed_model(), RandomSource(), stage=StageConfig(steps=1, batch_size=4, sequence_length=16))
+
+
+def test_a_container_has_no_more_than_its_limit(monkeypatch):
+    real, free = Path.read_text, memory._host_memory()
+    assert free > GIB // 4
+    group = {
+        "memory.max": "1073741824",
+        "memory.current": "1000000000",
+        "memory.stat": "anon 5\ninactive_file 500000000",
+    }
+
+    def read(path, *args, **options):
+        return group.get(path.name) or real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    pages = int(real(Path("/proc/self/statm")).split()[1])
+    assert memory._host_memory() - 4096 * pages == pytest.approx(573741824, rel=0.1)

@@ -10,12 +10,11 @@ import yaml
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.data.batches import BatchSource, TokenBatch, TokenBlocks
-from wide.errors import TrainingError
 from wide.models.attach import attachment
 from wide.models.observe import now
 from wide.models.pretrained import device_name
 from wide.runs.process import num_processes, say
-from wide.training.memory import calculated_seconds, needed, saying_what_fits, step_flops, way_out
+from wide.training.memory import calculated_seconds, needed, require_room, saying_what_fits, step_flops
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import StageOptions
@@ -55,25 +54,22 @@ def say_groups(model: Any) -> None:
 def check_fits(
     model: Any, stage: StageConfig, *, distils: bool, device: torch.device, dtype: str, may_shard: bool
 ) -> None:
-    """Refuse a stage that the memory of a GPU is too small for, before the base is loaded.
+    """Refuse a stage that the memory is too small for, before the base is loaded.
 
     Args:
-        model: Without weights; where they are quantised, how large they are is not known, and nothing is checked.
+        model: Without weights.
         stage: What is trained.
         distils: Whether the loss compares with the dense model.
-        device: Where it would run; a CPU is not checked.
+        device: Where it would run.
         dtype: Of the base.
         may_shard: Whether the processes of the run may share the base.
 
     Raises:
         TrainingError: If it does not fit; the message says what would.
     """
-    if device.type != "cuda" or hasattr(model.config, "quantization_config"):
-        return
-    available, world = torch.cuda.get_device_properties(device).total_memory, num_processes()
+    world = num_processes()
     told: dict[str, Any] = {"distils": distils, "dtype": dtype, "world": world}
-    if not needed(model, stage, shards=world if may_shard else 1, **told).fits(available):
-        raise TrainingError(f"{_title(stage)}: {way_out(model, stage, available, **told)}")
+    require_room(_title(stage), model, stage, device, shards=world if may_shard else 1, on_gpus=True, **told)
 
 
 def forecast(model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: StageConfig, *, routers: bool) -> None:

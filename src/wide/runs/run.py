@@ -70,7 +70,7 @@ class Run:
         dry_run: Whether to refuse what can be refused and say what the run costs, and end there.
 
     Raises:
-        TrainingError: If a dry run finds that the memory of the GPU is too small.
+        TrainingError: If the memory of the host is too small, or a dry run finds that of the GPU to be.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class Run:
         self._materials = Materials(
             request.run, request.scoring, max_tokens=request.max_tokens, stages=stages, distils=distils
         )
-        if dry_run:
-            skeleton, device = load_skeleton(self._options.model), choose_device(self._options.device)
+        device = choose_device(self._options.device)
+        # A GPU says itself when its memory is full; a host ends the process.
+        if stages and (dry_run or device.type != "cuda"):
+            skeleton = load_skeleton(self._options.model)
             for stage in stages:
                 may_shard = self._options.parallel != "replicate"
                 check_fits(

@@ -1,12 +1,14 @@
-"""What training needs of a GPU, calculated from a model's structure, and what to change where it does not fit.
+"""What training needs of memory, calculated from a model's structure, and what to change where it does not fit.
 
-Fitted to peaks measured at the shapes of Llama-3.1-8B with 4096 tokens, eager, compiled, recomputed, with and without
-LoRA; `tests/training/test_memory.py` holds them.
+Fitted to peaks measured on a GPU at the shapes of Llama-3.1-8B with 4096 tokens, eager, compiled, recomputed, with and
+without LoRA; `tests/training/test_memory.py` holds them. A CPU needs up to 1.2 times that, with LoRA up to 1.8 times.
 """
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Bytes of one GPU.
+    """Bytes of one GPU, or of the host.
 
     Args:
         weights: Of the base.
@@ -55,7 +57,7 @@ class Need:
         return self.weights + self.activations + self.logits + self.optimizer
 
     def fits(self, available: int) -> bool:
-        """Return whether a GPU with so many bytes can hold it."""
+        """Return whether so many bytes can hold it."""
         return self.total <= USABLE * available
 
     def __str__(self) -> str:
@@ -164,47 +166,139 @@ def calculated_seconds(model: Any, stage: StageConfig, *, world: int = 1) -> flo
     return step_flops(model, stage) / (_REACHED[stage.compile, isinstance(stage, RecoverConfig)] * world)
 
 
+def memory_of(device: torch.device) -> tuple[int, str]:
+    """Return the bytes that this process can have of a device, those that it holds included, and that in words."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = free + torch.cuda.memory_reserved(device)
+        if available > USABLE * total:
+            return available, f"the GPU has {total / _GIB:.1f}"
+        return available, f"the GPU has {available / _GIB:.1f} free of {total / _GIB:.1f}, others hold the rest"
+    available = _host_memory()
+    return available, f"this machine has {available / _GIB:.1f} free"
+
+
+def _host_memory() -> int:
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(facts["MemAvailable"].split()[0])
+        own = page * int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, KeyError):
+        # Not Linux.
+        return page * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup")
+    # A container may have less than its host; it has "max" where it may have all.
+    with suppress(OSError, ValueError):
+        held = int((group / "memory.current").read_text())
+        files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        held -= int(files["inactive_file"])
+        free = min(free, int((group / "memory.max").read_text()) - held)
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + own
+
+
 def way_out(
-    model: Any, stage: StageConfig, available: int, *, distils: bool = False, dtype: str = "auto", world: int = 1
+    model: Any,
+    stage: StageConfig,
+    available: int,
+    *,
+    place: str = "",
+    distils: bool = False,
+    dtype: str = "auto",
+    world: int = 1,
 ) -> str:
-    """Return in a sentence what a stage needs of a GPU and which settings fit one of `available` bytes."""
+    """Return in a sentence what a stage needs and which settings fit `available` bytes.
+
+    Args:
+        model: As for `needed`.
+        stage: As for `needed`.
+        available: Of the GPU, or of the host.
+        place: What has them, in words as `memory_of` has them; empty means a GPU that is free.
+        distils: As for `needed`.
+        dtype: As for `needed`.
+        world: As for `needed`.
+    """
+    place = place or f"the GPU has {available / _GIB:.1f}"
+    on_gpu = place.startswith("the GPU")
     group = "recover" if isinstance(stage, RecoverConfig) else "train"
     told: dict[str, Any] = {"distils": distils, "dtype": dtype}
     need, changed = needed(model, stage, world=world, **told), stage
-    said = f"this stage needs about {need}, and the GPU has {available / _GIB:.1f}"
+    said = f"this stage needs about {need}, and {place}"
     flags: dict[str, str] = {}
     rows = micro_batch_size(stage, world)
     tried: list[tuple[str, Any]] = [("micro_batch_size", size) for size in reversed(_divisors(rows)) if size < rows]
-    tried += [(name, True) for name in ("compile", "gradient_checkpointing") if not getattr(stage, name)]
+    # Compiling saves a CPU nothing that was measured.
+    ways = ("compile", "gradient_checkpointing") if on_gpu else ("gradient_checkpointing",)
+    tried += [(name, True) for name in ways if not getattr(stage, name)]
     for name, value in tried:
         changed = replace(changed, **{name: value})
         flags[name] = f"--{group}.{name} {str(value).lower()}"
         need = needed(model, changed, world=world, **told)
         if need.fits(available):
             return f"{said}; with {' '.join(flags.values())} it is about {need.total / _GIB:.1f} GiB"
-    for shards in _divisors(stage.batch_size):
+    for shards in _divisors(stage.batch_size) if on_gpu else ():
         need = needed(model, changed, world=shards, shards=shards, **told)
         if shards > 1 and need.fits(available):
             with_flags = " ".join([*flags.values(), "--parallel fsdp"])
             return f"{said}; on {shards} such GPUs with {with_flags} it is about {need.total / _GIB:.1f} GiB each"
-    return f"{said}; take larger GPUs, or a shorter --{group}.sequence_length"
+    larger = "larger GPUs" if on_gpu else "a machine with more"
+    return f"{said}; take {larger}, or a shorter --{group}.sequence_length"
 
 
 @contextmanager
 def saying_what_fits(title: str, model: Any, stage: StageConfig, *, distils: bool, world: int) -> Iterator[None]:
-    """Turn a full memory of the GPU inside the block into an error that says what would fit.
+    """Turn a full memory inside the block into an error that says what would fit; on a host, before it is full.
+
+    A host whose memory is full ends the process without a word.
 
     Raises:
-        TrainingError: Where the memory is full.
+        TrainingError: Where the memory is full, or that of the host would be.
     """
+    device = next(model.parameters()).device
+    told: dict[str, Any] = {"distils": distils, "world": world}
+    require_room(title, model, stage, device, **told)
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        available = torch.cuda.get_device_properties(next(model.parameters()).device).total_memory
+    except RuntimeError as error:
+        is_full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not is_full:
+            raise
+        available, place = memory_of(device)
         raise TrainingError(
-            f"{title}: the memory of the GPU is full: "
-            f"{way_out(model, stage, available, distils=distils, world=world)}; checkpoints that were written are kept"
+            f"{title}: the memory is full: {way_out(model, stage, available, place=place, **told)}; checkpoints that "
+            "were written are kept"
         ) from error
+
+
+def require_room(
+    title: str,
+    model: Any,
+    stage: StageConfig,
+    device: torch.device,
+    *,
+    shards: int | None = None,
+    on_gpus: bool = False,
+    **told: Any,
+) -> None:
+    """Refuse a stage that the memory of the host is too small for.
+
+    Args:
+        title: Of the stage.
+        model: May be without weights. If they are quantised, their size is not known, and nothing is checked.
+        stage: What is trained.
+        device: Where it would run.
+        shards: As for `needed`.
+        on_gpus: Whether GPUs are checked, too, which say themselves when they are full.
+        told: `distils`, `dtype` and `world` of `needed`.
+
+    Raises:
+        TrainingError: If it does not fit; the message says what would.
+    """
+    if (device.type == "cuda" and not on_gpus) or hasattr(model.config, "quantization_config"):
+        return
+    available, place = memory_of(device)
+    if not needed(model, stage, shards=shards, **told).fits(available):
+        raise TrainingError(f"{title}: {way_out(model, stage, available, place=place, **told)}")
 
 
 def _divisors(number: int) -> Sequence[int]:
