@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from wide.kernels.attention_decode import ATTENTION_DECODE
-from wide.kernels.attention_prefill import ATTENTION_PREFILL
-from wide.kernels.contract import Case, Operator
-from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
-from wide.kernels.gemm_mn import GEMM_MN
+from benchmarks.cases.attention_decode import ATTENTION_DECODE
+from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
+from benchmarks.cases.contract import Operator
+from benchmarks.cases.gemm_k import GEMM_K, GEMM_K_ROWS
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_K, GEMV_MN
 from wide.kernels.gemm_mn.reference import activate
-from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.tuning import Case
 
 ALLOWED = 1.2
 """Largest rounding error of a sparse path as a multiple of the dense path's."""

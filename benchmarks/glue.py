@@ -15,11 +15,14 @@ from typing import Any
 import torch
 
 from benchmarks.agreement import verdicts
+from benchmarks.cases.clear_skipped import CLEAR_SKIPPED
+from benchmarks.cases.rms_norm import RMS_NORM
+from benchmarks.cases.rope import ROPE
+from benchmarks.cases.route import NORM_ROUTE, ROUTE
 from wide.inference.choice.tuning.timing import time_interleaved
-from wide.kernels.clear_skipped import CLEAR_SKIPPED
-from wide.kernels.rms_norm import RMS_NORM, rms_norm
-from wide.kernels.rope import ROPE, rope_to_cache
-from wide.kernels.route import NORM_ROUTE, ROUTE, RouteWeights, norm_route, route, split_weights
+from wide.kernels.rms_norm import rms_norm
+from wide.kernels.rope import rope_to_cache
+from wide.kernels.route import RouteWeights, norm_route, route, split_weights
 
 _COPIES = 32
 _WIDTH, _GROUPS, _RANK = 4096, 112, 32

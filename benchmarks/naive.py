@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cases.contract import relative_error
 from benchmarks.naive_products import AXES, NAMES, Problem, executed, implementations, make_problem, wanted, work
 from benchmarks.operators import TIMED
 from wide.inference.choice.tuning.timing import time_interleaved
-from wide.kernels.contract import relative_error
 
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 # Gathered weights may be copied once more, into the layout that the product wants.

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.cases.contract import relative_error
 from benchmarks.naive_products import Problem, executed, grouped_product, packed_rows, wanted
 from wide.errors import ShapeError
 from wide.inference.choice.tuning.timing import time_interleaved
-from wide.kernels.contract import relative_error
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.reorder import reorder
 

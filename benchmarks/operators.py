@@ -13,6 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.agreement import rounding, verdicts
+from benchmarks.cases.attention_decode import ATTENTION_DECODE
+from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
+from benchmarks.cases.contract import Operator
+from benchmarks.cases.gemm_k import GEMM_K, GEMM_K_ROWS
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_K, GEMV_MN
+from benchmarks.cases.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES
 from benchmarks.decode import decode_race, decode_races, group_races
 from wide.data.progress import progress
 from wide.errors import ConfigError
@@ -23,15 +30,9 @@ from wide.inference.choice.tuning.products import product_race
 from wide.inference.choice.tuning.race import Race, measure, table
 from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.table import OperatorName
-from wide.kernels.attention_decode import ATTENTION_DECODE
-from wide.kernels.attention_prefill import ATTENTION_PREFILL
-from wide.kernels.contract import Operator
 from wide.kernels.dispatch import backend_names
-from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
-from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.native import ahead
-from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES, reorder, reorder_patterns
+from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
 from wide.kernels.tuning import Choice
 

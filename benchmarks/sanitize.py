@@ -16,27 +16,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.agreement import verdicts
-from wide.kernels.attention_decode import ATTENTION_DECODE
-from wide.kernels.attention_prefill import ATTENTION_PREFILL
-from wide.kernels.clear_skipped import CLEAR_SKIPPED
-from wide.kernels.contract import Operator
+from benchmarks.cases import OPERATORS
 from wide.kernels.device import DeviceFacts, device_facts, hopper_obstacle
-from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
-from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemv import GEMV_K, GEMV_MN
-from wide.kernels.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES
-from wide.kernels.rms_norm import RMS_NORM
-from wide.kernels.rope import ROPE
-from wide.kernels.route import NORM_ROUTE, ROUTE
-
-OPERATORS: dict[str, Operator] = {
-    operator.name: operator
-    for operator in (
-        REORDER, REORDER_SEQUENCES, REORDER_PATTERNS, REORDER_ROWS, GEMM_MN, GEMM_K, GEMM_K_ROWS, GEMV_MN, GEMV_K,
-        ATTENTION_PREFILL, ATTENTION_DECODE, ROUTE, NORM_ROUTE, RMS_NORM, ROPE, CLEAR_SKIPPED,
-    )
-}  # fmt: skip
-
 
 # Two clusters of two programs.
 _LEAST_OF_PAIRS = 4

@@ -42,8 +42,8 @@ def test_kernels_import_with_torch_alone():
 def test_operators_import_no_language_of_kernels():
     code = (
         "import importlib, pathlib, sys, wide.kernels\n"
-        "for path in sorted(pathlib.Path(wide.kernels.__path__[0]).glob('*/cases.py')):\n"
-        "    importlib.import_module(f'wide.kernels.{path.parent.name}.cases')\n"
+        "for path in sorted(pathlib.Path(wide.kernels.__path__[0]).glob('*/op.py')):\n"
+        "    importlib.import_module(f'wide.kernels.{path.parent.name}.op')\n"
         "print([name for name in ('triton', 'tilelang') if name in sys.modules])\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

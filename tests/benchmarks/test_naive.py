@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from benchmarks.cases.contract import relative_error
 from benchmarks.naive import main, measure
 from benchmarks.naive_products import AXES, executed, implementations, make_problem, wanted, work
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.contract import relative_error
 
 CPU = torch.device("cpu")
 HAS_GROUPED = hasattr(torch, "_grouped_mm")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks import naive_depth
+from benchmarks.cases.contract import relative_error
 from benchmarks.naive_depth import accounted, depth_problem, main, measure, run_stages, ways
 from benchmarks.naive_products import executed, wanted
 from wide.errors import ShapeError
 from wide.inference.choice.tuning.timing import Timing
-from wide.kernels.contract import relative_error
 
 CPU = torch.device("cpu")
 HAS_GROUPED = hasattr(torch, "_grouped_mm")

@@ -13,9 +13,8 @@ from wide.inference.choice import measured
 from wide.inference.choice.layer_sizes import LayerSizes, operator_case
 from wide.inference.choice.measured import measured_table
 from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, OperatorTable
-from wide.kernels.contract import Case
 from wide.kernels.dispatch import Backends
-from wide.kernels.tuning import Choice, TuningTable, shipped_path, tuning_key
+from wide.kernels.tuning import Case, Choice, TuningTable, shipped_path, tuning_key
 
 CPU = torch.device("cpu")
 LLAMA = LayerSizes(

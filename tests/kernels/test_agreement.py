@@ -1,21 +1,15 @@
 """Every backend of every operator agrees with its reference on executed places."""
 
 import dataclasses
-import importlib
-from pathlib import Path
 
 import pytest
 import torch
 
-import wide.kernels
-from wide.kernels.contract import Case, Operator
+from benchmarks.cases import OPERATORS
+from benchmarks.cases.contract import Operator
+from wide.kernels.tuning import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MODULES = [
-    importlib.import_module(f"wide.kernels.{file.parent.name}.cases")
-    for file in sorted(Path(wide.kernels.__file__).parent.glob("*/cases.py"))
-]
-OPERATORS = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operator)]
 # They have kernels of their own on one kind of GPU only.
 SPECIAL = ("reorder_rows", "gemm_k_rows")
 
@@ -31,7 +25,7 @@ def _name(value: object) -> str:
 
 @pytest.mark.parametrize(
     ("operator", "backend", "case"),
-    [(o, b, c) for o in OPERATORS for b in o.backends if b != "torch" for c in o.cases],
+    [(o, b, c) for o in OPERATORS.values() for b in o.backends if b != "torch" for c in o.cases],
     ids=_name,
 )
 def test_backend_agrees_with_reference(operator: Operator, backend: str, case: Case) -> None:
@@ -44,11 +38,11 @@ def test_backend_agrees_with_reference(operator: Operator, backend: str, case: C
     assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=_name)
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=_name)
 def test_contract_is_complete(operator: Operator) -> None:
     assert {"torch", "cuda" if operator.name in SPECIAL else "triton"} <= set(operator.backends)
     assert all(case.dtype in operator.tolerance for case in operator.cases)
 
 
 def test_all_operators_are_here() -> None:
-    assert len(OPERATORS) == len({operator.name for operator in OPERATORS}) == 16
+    assert len(OPERATORS) == 16

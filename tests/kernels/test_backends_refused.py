@@ -7,20 +7,25 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases.attention_decode import ATTENTION_DECODE
+from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
+from benchmarks.cases.contract import Operator
+from benchmarks.cases.gemm_k import GEMM_K
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_K, GEMV_MN
+from benchmarks.cases.rms_norm import RMS_NORM
+from benchmarks.cases.route import NORM_ROUTE, ROUTE
 from benchmarks.languages import cute
 from wide.errors import UnsupportedBackendError
 from wide.kernels import device as kernel_device
-from wide.kernels.attention_decode import ATTENTION_DECODE, attention_decode
-from wide.kernels.attention_prefill import ATTENTION_PREFILL, attention_prefill
-from wide.kernels.contract import Operator
+from wide.kernels.attention_decode import attention_decode
+from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.device import interprets_triton
-from wide.kernels.gemm_k import GEMM_K, gemm_k
-from wide.kernels.gemm_mn import GEMM_MN, gemm_mn
-from wide.kernels.gemv import GEMV_K, GEMV_MN
+from wide.kernels.gemm_k import gemm_k
+from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reordering import SequenceReordering
-from wide.kernels.rms_norm import RMS_NORM
-from wide.kernels.route import NORM_ROUTE, ROUTE, norm_route, route
+from wide.kernels.route import norm_route, route
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.cases.clear_skipped import CLEAR_SKIPPED
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.clear_skipped import CLEAR_SKIPPED, clear_skipped, cleared
-from wide.kernels.contract import Case
+from wide.kernels.clear_skipped import clear_skipped, cleared
+from wide.kernels.tuning import Case
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases.attention_decode import ATTENTION_DECODE
+from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
+from benchmarks.cases.contract import Operator
+from benchmarks.cases.gemm_k import GEMM_K, GEMM_K_ROWS
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_K, GEMV_MN
 from benchmarks.languages import cute
 from benchmarks.languages.cute import CuteTile
 from benchmarks.languages.gemm_k import _cute as gemm_k_cute
 from benchmarks.languages.gemm_mn import _cute as gemm_mn_cute
-from wide.kernels.attention_decode import ATTENTION_DECODE
-from wide.kernels.attention_prefill import ATTENTION_PREFILL
-from wide.kernels.contract import Case, Operator
 from wide.kernels.device import DeviceFacts
-from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
-from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.native import launch
+from wide.kernels.tuning import Case
 
 FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")

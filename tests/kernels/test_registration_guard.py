@@ -1,24 +1,17 @@
 """What every registered operator owes the device: its tensors' own is current, and there is only one."""
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import wide.kernels
+from benchmarks.cases import OPERATORS
+from benchmarks.cases.contract import Operator
 from wide.errors import ShapeError
-from wide.kernels.contract import Operator
 from wide.kernels.registration import on_device_of_tensors
 
-MODULES = [
-    importlib.import_module(f"wide.kernels.{file.parent.name}.cases")
-    for file in sorted(Path(wide.kernels.__file__).parent.glob("*/cases.py"))
-]
-OPERATORS = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operator)]
 NAMES = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("wide::"))
 
 
@@ -91,7 +84,7 @@ def test_tensors_of_several_devices_are_refused() -> None:
         guarded(torch.zeros(1), 1.0, addend=torch.zeros(1, device="meta"))
 
 
-_ON_TRITON = [operator for operator in OPERATORS if "triton" in operator.backends]
+_ON_TRITON = [operator for operator in OPERATORS.values() if "triton" in operator.backends]
 
 
 @pytest.mark.gpu

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cases.gemm_k import GEMM_K_ROWS
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels import device as kernel_device
-from wide.kernels.gemm_k import GEMM_K_ROWS, KShape, gemm_k_rows
+from wide.kernels.gemm_k import KShape, gemm_k_rows
 from wide.kernels.reorder import MAX_GROUPS, left_to_tiles, reorder_rows
 from wide.kernels.reorder import rows_reference as reference
 from wide.kernels.reorder.rows_reference import SORTED_GROUPS

@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 import torch
 
-import wide.kernels
 from wide.kernels.device import interprets_triton
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
@@ -23,12 +22,6 @@ def sanitize() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_every_operator_is_there(sanitize: ModuleType) -> None:
-    files = Path(wide.kernels.__file__).parent.glob("*/cases.py")
-    declared = sum(file.read_text(encoding="utf-8").count(" = Operator(\n") for file in files)
-    assert len(sanitize.OPERATORS) == declared
 
 
 @pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")

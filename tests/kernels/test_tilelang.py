@@ -19,20 +19,21 @@ import torch
 from machine_code import described
 
 import benchmarks.languages  # noqa: F401 - whose backends are tested here
+from benchmarks.cases.attention_decode import ATTENTION_DECODE
+from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
+from benchmarks.cases.contract import Operator
+from benchmarks.cases.gemm_k import GEMM_K
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_K, GEMV_MN
 from wide.errors import UnsupportedBackendError
 from wide.kernels import device as kernel_device
-from wide.kernels.attention_decode import ATTENTION_DECODE
 from wide.kernels.attention_decode._triton import DecodeTile
-from wide.kernels.attention_prefill import ATTENTION_PREFILL
 from wide.kernels.attention_prefill._triton import PrefillTile
-from wide.kernels.contract import Case, Operator
-from wide.kernels.gemm_k import GEMM_K
 from wide.kernels.gemm_k._triton import KTile
-from wide.kernels.gemm_mn import GEMM_MN
 from wide.kernels.gemm_mn._triton import MnTile
-from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.gemv._triton import GemvTile
 from wide.kernels.native import tilelang as native
+from wide.kernels.tuning import Case
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("tilelang") is None, reason="needs TileLang: pip install 'wide[tilelang]'"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
+from benchmarks.cases.gemm_k import GEMM_K, GEMM_K_ROWS
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_K, GEMV_MN
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.tune import fastest
-from wide.kernels.attention_prefill import ATTENTION_PREFILL
-from wide.kernels.gemm_k import GEMM_K, GEMM_K_ROWS
-from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemv import GEMV_K, GEMV_MN
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable, bucket, shape_key, shipped_path, tuning_key
 

@@ -11,6 +11,11 @@ import torch
 from benchmarks import agreement
 from benchmarks import operators as bench
 from benchmarks.agreement import rounding, verdicts
+from benchmarks.cases.contract import Operator
+from benchmarks.cases.gemm_k import GEMM_K
+from benchmarks.cases.gemm_mn import GEMM_MN
+from benchmarks.cases.gemv import GEMV_MN
+from benchmarks.cases.reorder import REORDER
 from benchmarks.decode import decode_races, group_races
 from benchmarks.languages import cute
 from benchmarks.operators import (
@@ -23,12 +28,8 @@ from benchmarks.operators import (
 )
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.race import Race, measure
-from wide.kernels.contract import Case, Operator
 from wide.kernels.dispatch import Backends
-from wide.kernels.gemm_k import GEMM_K
-from wide.kernels.gemm_mn import GEMM_MN
-from wide.kernels.gemv import GEMV_MN
-from wide.kernels.reorder import REORDER
+from wide.kernels.tuning import Case
 from wide.report.reading import read_profile
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from wide.errors import ConfigError
-from wide.kernels.contract import Case
 from wide.kernels.device import device_facts
 from wide.kernels.native.build import cache_folder
 
@@ -28,6 +28,24 @@ _NOISE = 1.02
 _CLEAR = 1.25
 # Above this share only a measurement at that rate may speak against dense.
 _NEARLY_ALL = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One input of an operator as data: what tables are keyed by, and what tests and benches build tensors from.
+
+    Args:
+        sizes: Extents by name in the words of the glossary, e.g. `num_rows`, `group_size`.
+        dtype: Of the floating-point inputs.
+        active: Share of active (row, group) pairs in a random mask, in [0, 1].
+        options: Arguments that choose a variant, e.g. `activation`.
+    """
+
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+    active: float = 0.5
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 17
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

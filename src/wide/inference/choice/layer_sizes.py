@@ -10,7 +10,6 @@ from wide.errors import UnsupportedBackendError
 from wide.inference.operators.table import SUMS, OperatorName, OperatorTable
 from wide.kernels.attention_prefill.op import BACKENDS as PREFILL_BACKENDS
 from wide.kernels.attention_prefill.op import PrefillShape
-from wide.kernels.contract import Case
 from wide.kernels.device import half_obstacle
 from wide.kernels.dispatch import Backends, Shape
 from wide.kernels.gemm_k.op import BACKENDS as K_BACKENDS
@@ -21,7 +20,7 @@ from wide.kernels.gemv.op import K_BACKENDS as GEMV_K_BACKENDS
 from wide.kernels.gemv.op import MAX_ROWS, GemvShape
 from wide.kernels.gemv.op import MN_BACKENDS as GEMV_MN_BACKENDS
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import Case, Choice
 from wide.models.block_spec import BlockSpec
 from wide.plan import LayerPlan, Routed
 

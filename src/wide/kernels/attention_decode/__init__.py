@@ -1,6 +1,5 @@
 """Decode attention: one new token a sequence over a KV cache, skipping what it does not execute."""
 
-from wide.kernels.attention_decode.cases import ATTENTION_DECODE
 from wide.kernels.attention_decode.op import DecodeShape, attention_decode
 
-__all__ = ["ATTENTION_DECODE", "DecodeShape", "attention_decode"]
+__all__ = ["DecodeShape", "attention_decode"]

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from wide.inference.choice.tuning.timing import time_interleaved
-from wide.kernels.contract import Case
-from wide.kernels.tuning import Choice
+from wide.kernels.tuning import Case, Choice
 
 Call = Callable[[], torch.Tensor]
 Record = dict[str, Any]

@@ -18,9 +18,8 @@ from wide.inference.choice.tuning.products import product_race
 from wide.inference.choice.tuning.race import Race, Record, measure
 from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.table import OperatorName
-from wide.kernels.contract import Case
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import Choice, TuningTable, shape_key, tuning_key
+from wide.kernels.tuning import Case, Choice, TuningTable, shape_key, tuning_key
 from wide.models.block_spec import BlockSpec
 from wide.plan import Plan, Routed
 

@@ -5,15 +5,9 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    compare_all,
-    random_mask,
-    random_values,
-    relative_error,
-)
+from benchmarks.cases.contract import Operator, compare_all, random_mask, random_values, relative_error
 from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape, gemv_k, gemv_mn
+from wide.kernels.tuning import Case
 
 
 def _build_mn(case: Case, device: torch.device) -> dict[str, Any]:

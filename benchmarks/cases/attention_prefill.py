@@ -6,18 +6,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.contract import Operator, make_case, named, random_mask, random_values, relative_error
 from wide.kernels.attention_prefill.op import BACKENDS, PrefillShape, attention_prefill
 from wide.kernels.attention_prefill.reference import executed
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    make_case,
-    named,
-    random_mask,
-    random_values,
-    relative_error,
-)
 from wide.kernels.reordering import SequenceReordering
+from wide.kernels.tuning import Case
 
 
 def _shape(case: Case) -> PrefillShape:

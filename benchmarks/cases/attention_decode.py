@@ -6,16 +6,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.contract import Operator, make_case, named, random_mask, random_values, relative_error
 from wide.kernels.attention_decode.op import BACKENDS, DecodeShape, attention_decode
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    make_case,
-    named,
-    random_mask,
-    random_values,
-    relative_error,
-)
+from wide.kernels.tuning import Case
 
 
 def _shape(case: Case) -> DecodeShape:

@@ -6,18 +6,11 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    make_case,
-    named,
-    random_mask,
-    random_values,
-    relative_error,
-)
+from benchmarks.cases.contract import Operator, make_case, named, random_mask, random_values, relative_error
 from wide.kernels.gemm_mn.op import BACKENDS, MnShape, gemm_mn
 from wide.kernels.reorder import reorder
 from wide.kernels.reordering import Reordering
+from wide.kernels.tuning import Case
 
 
 def _shape(case: Case) -> MnShape:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, compare_all, make_case, random_values
+from benchmarks.cases.contract import Operator, compare_all, make_case, random_values
 from wide.kernels.rms_norm.op import BACKENDS, rms_norm
+from wide.kernels.tuning import Case
 
 _case = functools.partial(make_case, ("num_rows", "width"))
 

@@ -5,17 +5,10 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    compare_all,
-    make_case,
-    named,
-    random_mask,
-    random_values,
-)
+from benchmarks.cases.contract import Operator, compare_all, make_case, named, random_mask, random_values
 from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape, gemm_k, gemm_k_rows
 from wide.kernels.reorder import reorder_patterns, reorder_rows
+from wide.kernels.tuning import Case
 
 _SIZES = ("num_rows", "num_groups", "group_size", "width")
 

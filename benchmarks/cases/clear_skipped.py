@@ -5,16 +5,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.contract import Operator, compare_exactly, make_case, named, random_mask, random_values
 from wide.kernels.clear_skipped.op import BACKENDS, clear_skipped
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    compare_exactly,
-    make_case,
-    named,
-    random_mask,
-    random_values,
-)
+from wide.kernels.tuning import Case
 
 _SIZES = ("num_rows", "num_groups", "group_size")
 _case = functools.partial(make_case, _SIZES)

@@ -6,16 +6,9 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import (
-    Case,
-    Operator,
-    compare_all,
-    make_case,
-    named,
-    random_mask,
-    random_values,
-)
+from benchmarks.cases.contract import Operator, compare_all, make_case, named, random_mask, random_values
 from wide.kernels.rope.op import BACKENDS, rope_to_cache
+from wide.kernels.tuning import Case
 
 _SIZES = ("batch", "length", "room", "num_query_heads", "num_kv_heads", "head_dim")
 _case = functools.partial(make_case, _SIZES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, compare_exactly, make_case, random_mask
+from benchmarks.cases.contract import Operator, compare_exactly, make_case, random_mask
 from wide.kernels.reorder.op import (
     BACKENDS,
     PATTERNS_BACKENDS,
@@ -18,6 +18,7 @@ from wide.kernels.reorder.op import (
     reorder_sequences,
 )
 from wide.kernels.reordering import PatternReordering, Reordering
+from wide.kernels.tuning import Case
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -1,30 +1,13 @@
-"""What an operator promises: one description that tests, profiling and tuning all read."""
+"""What an operator promises: one description that tests and benches read."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wide.kernels.dispatch import AnyShape, Backends, Run, Shape
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One input of an operator as data, so that tests and benches build the same tensors.
-
-    Args:
-        sizes: Extents by name in the words of the glossary, e.g. `num_rows`, `group_size`.
-        dtype: Of the floating-point inputs.
-        active: Share of active (row, group) pairs in a random mask, in [0, 1].
-        options: Arguments that choose a variant, e.g. `activation`.
-    """
-
-    sizes: Mapping[str, int]
-    dtype: torch.dtype
-    active: float = 0.5
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 17
+from wide.kernels.tuning import Case
 
 
 def _any_shape(case: Case) -> Shape:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from wide.kernels.contract import Case, Operator, compare_all, make_case, named, random_values
+from benchmarks.cases.contract import Operator, compare_all, make_case, named, random_values
 from wide.kernels.route.op import BACKENDS, NORM_BACKENDS, Three, norm_route, route
 from wide.kernels.route.reference import margins
 from wide.kernels.route.weights import split_weights
+from wide.kernels.tuning import Case
 
 # Margins closer to the threshold than this, of the mean, may fall on either side.
 _NEAR = 1e-3
