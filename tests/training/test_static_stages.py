@@ -1,6 +1,7 @@
 """Stage 2 on static plans: LoRA alone, and what is pruned stays pruned; stage 1 on a plan of the caller's."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.cost import static_sparsity
 from wide.models.dial import calibrate_dial, set_sparsity
-from wide.models.lora import merge_lora
-from wide.models.observe import force_routing
+from wide.models.lora import add_lora, merge_lora, without_lora
+from wide.models.observe import bypass, force_routing
 from wide.plan import Dense, LayerPlan, Plan
 from wide.routing import LayerRouting
+from wide.training.modes import training_mode
 from wide.training.objective import Objective
 from wide.training.stages import prune, recover
 
@@ -111,6 +113,27 @@ def test_distillation_teaches_with_the_dense_model(blocks, asked):
     assert facts["at_the_end_of_training"]["distillation"] > 0
     assert facts["objective"]["sparsity"] == 0.0
     assert facts["objective"]["distillation"] == 1.0
+
+
+def test_compiled_distillation_has_the_gradients_of_the_plain_loss(blocks, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    model, _ = attached("both")
+    handle = add_lora(model, rank=2, alpha=2.0, dropout=0.0)
+    for parameter in handle.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    labels = blocks.batch([0, 3])
+    with bypass(model), without_lora(model), torch.no_grad():
+        taught = model(input_ids=labels.input_ids).logits[:, :-1].log_softmax(-1)
+    with training_mode(model, routers=False, gradient_checkpointing=False):
+        own = model(input_ids=labels.input_ids).logits[:, :-1].log_softmax(-1)
+        wanted = (taught.exp() * (taught - own)).sum(-1).mean()
+        gradients = torch.autograd.grad(wanted, list(handle.parameters()))
+    with training_mode(model, routers=False, gradient_checkpointing=False, compile=True):
+        config = ObjectiveConfig(sparsity=0.0, weight=0.0, distillation=1.0)
+        loss, _ = Objective(model, config, fuse=True)(labels)
+        found = torch.autograd.grad(loss, list(handle.parameters()))
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_on_a_static_plan_resumes_only_with_the_same_scales(blocks, tmp_path):

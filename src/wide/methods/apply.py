@@ -40,7 +40,7 @@ _FREE = frozenset(
 )
 # Of the loss: what no original has.
 _EXTRAS = ("distillation", "ramp", "smoothing")
-_MEASURED_TOKENS, _TOKENS_PER_FORWARD = 16_384, 4_096
+_MEASURED_TOKENS, _TOKENS_PER_FORWARD = 65_536, 4_096
 _TIMED_TOKENS = 512
 
 
@@ -173,14 +173,17 @@ def _with_seed(settings: Any, seed: int) -> Any:
 
 
 def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
-    """Return what the attached model leaves out, on some calibration text where that depends on tokens."""
+    """Return what the attached model leaves out, on calibration text from all over where that depends on tokens."""
     if not attachment(model).plan.is_routed:
         return static_sparsity(model)
     counter = SkipCounter(model)
     batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
     with judging(model), counter.watching():
-        for batch in blocks.in_order(batch_size, max_blocks=max(1, _MEASURED_TOKENS // blocks.sequence_length)):
-            moved = batch.to(model_device(model))
+        # Neighbouring blocks may be of one document.
+        count = min(len(blocks), max(1, _MEASURED_TOKENS // blocks.sequence_length))
+        places = range(0, count * (len(blocks) // count), len(blocks) // count)
+        for begin in range(0, count, batch_size):
+            moved = blocks.batch(places[begin : begin + batch_size]).to(model_device(model))
             forward_without_head(model, moved.input_ids)
             counter.add_latest(moved.valid)
     return counter.result()
