@@ -87,9 +87,9 @@ _SWEEP = {0.25: "n25", 0.5: "n50"}
 
 
 @cache
-def study() -> dict[str, Selection]:
-    """Return the records of the study of methods by run."""
-    records = read_records(ROOT / "docs/results/lab-88m/records.jsonl.gz")[0]
+def study(name: str = "lab-88m") -> dict[str, Selection]:
+    """Return the records of a study of methods by run."""
+    records = read_records(ROOT / f"docs/results/{name}/records.jsonl.gz")[0]
     runs: dict[str, list[Record]] = {}
     for record in records:
         runs.setdefault(record.run, []).append(record)
@@ -113,6 +113,42 @@ def quality(methods: Sequence[str], columns: Sequence[str], stages: Sequence[boo
         return Table(header=("with LoRA", *columns), rows=tuple(lines))
     titles = [title for column in columns for title in (column, "with LoRA")]
     return Table(header=("method", *titles), rows=tuple(lines))
+
+
+def real() -> Table:
+    """Return what was measured of the public model: work, scores without LoRA, and the loss at the end of training."""
+    lines = []
+    for run, method in _REAL_ROWS:
+        records, target = study("smollm2-135m")[run], 0.0 if method == "dense" else 0.5
+        bare, adapted = (Cell(method, target, 17).subject(recovered=lora) for lora in (False, True))
+        work = records.number(bare, _WORK) or 0.0
+        words, accuracy = (records.number(bare, name) for name in ("word_perplexity", "accuracy.average"))
+        lines.append(
+            (
+                _METHODS[method],
+                f"{100 * work:.1f}",
+                "-" if words is None else f"{words:,.1f}",
+                "-" if accuracy is None else f"{100 * accuracy:.1f}",
+                *(_at_the_end(records, stage) for stage in (bare, adapted)),
+            )
+        )
+    header = ("", "work left out, %", "word perplexity", "accuracy, %", "loss of routers' training", "loss with LoRA")
+    return Table(header=header, rows=tuple(lines))
+
+
+def _at_the_end(records: Selection, stage: Any) -> str:
+    """Return the mean loss over the last tenth of a training's steps."""
+    values = [float(value) for _, value in records.by_step(stage, "training.lm_loss")]
+    return f"{statistics.fmean(values[-(len(values) // 10) :]):.2f}" if values else "-"
+
+
+_REAL_ROWS = (
+    ("half", "dense"),
+    ("half-fitted", "wide-fitted"),
+    ("half", "tyr"),
+    ("half", "wide"),
+    ("half", "slicegpt"),
+)
 
 
 def _of_seeds(method: str, column: str, lora: bool) -> str:
@@ -300,6 +336,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-full": lambda: quality(list(_METHODS), list(_COLUMNS), (False, True)),
     "quality-parts": parts,
     "quality-groups": groups,
+    "quality-real": real,
+    "targets-real": lambda: aims("real"),
     "speed": speed,
     "columns": columns,
     "columns-code": columns_code,
