@@ -52,7 +52,7 @@ FACTS = (
     Column("nominal %", "sparsity.mean", percent),
     Column("attention %", "sparsity.attention", percent),
     Column("FFN %", "sparsity.ffn", percent),
-    Column("linear FLOPs %", "sparsity.linear_flops_layers", percent),
+    Column("work skipped %", "sparsity.linear_flops_layers", percent),
     Column("parameters %", "sparsity.parameters_removed", percent),
     Column("KV kept %", "sparsity.kv_cache_kept", percent),
     Column("tokens fwd", "method.tokens_forward", _amount),
@@ -78,7 +78,7 @@ LEGEND = (
     "With one seed the tasks carry the standard error over items, and their average that of independent tasks; "
     "WikiText's perplexities carry that over its documents.",
     "attention, FFN: share that is left out, mean over layers, in units of the method (layers, heads and channels, "
-    "groups, dimensions of the residual stream, weights); nominal: the mean of the two. linear FLOPs: share of the "
+    "groups, dimensions of the residual stream, weights); nominal: the mean of the two. work skipped: share of the "
     "matrix-product work of all decoder layers that is saved, keys and values included, the output head not; single "
     "zeros save none. parameters: share of the decoder layers' parameters that no token needs. KV kept: share of the "
     "key-value cache.",

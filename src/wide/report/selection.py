@@ -25,6 +25,7 @@ SUBLAYERS = {"attention": "attention", "ffn": "FFN"}
 # What the record 'target' says -> what is counted, and in words; the first that fits.
 _MEASURES = {
     "of the linear FLOPs of the decoder layers": ("linear_flops_layers", "of the work of the decoder layers"),
+    "of the work of the decoder layers": ("linear_flops_layers", "of the work of the decoder layers"),
     "of all work": ("linear_flops_with_fixed", "of all work, with K, V and the output head"),
     "of the linear FLOPs": ("linear_flops", "of the prunable work"),
     "of the prunable work": ("linear_flops", "of the prunable work"),

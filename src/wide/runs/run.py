@@ -46,7 +46,7 @@ _TARGETS = {
     "uniform": "of the groups, attention and FFN each",
     "linear_flops": "of the prunable work",
 }
-_COUNTED = {"nominal": "as the method counts it", "linear_flops": "of the linear FLOPs of the decoder layers"}
+_COUNTED = {"nominal": "as the method counts it", "linear_flops": "of the work of the decoder layers"}
 _UNSTEERED = "none: what is pruned stays pruned"
 _DENSE_ADAPTED = "dense + LoRA"
 _IS_DONE = "token_perplexity"
