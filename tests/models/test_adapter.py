@@ -443,6 +443,34 @@ def test_an_adapter_of_peft_is_kept_or_refused_by_name(tmp_path):
     assert not is_attached(detach(wrapped(merged)))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("places", [("model.layers.1",), ("model.embed_tokens", "lm_head", "model.layers.0")])
+def test_routers_of_offloaded_layers_lie_where_they_compute(tmp_path, places, tied):
+    model, ids = attach(make("llama", tie_word_embeddings=tied), CONFIG), tokens()
+    save(model, tmp_path / "adapter")
+    make("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    other = make("llama", tie_word_embeddings=tied)
+    for matrix in (p for p in other.parameters() if p.dim() == 2):
+        matrix.data *= 2
+    other.save_pretrained(tmp_path / "other")
+    names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    options = {"device_map": {name: "disk" if name in places else "cpu" for name in names}, "dtype": torch.float32}
+    options["offload_folder"] = tmp_path / "disk"
+    again = load(tmp_path / "base", tmp_path / "adapter", **options)
+    assert any(parameter.is_meta for parameter in again.parameters())
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    save(again, tmp_path / "again")
+    assert torch.equal(load(tmp_path / "base", tmp_path / "again", device="cpu")(ids).logits, model(ids).logits)
+    for refused in (partial(save_checkpoint, path=tmp_path / "full"), add_lora):
+        with pytest.raises(UnsupportedModelError, match="accelerate offloads some"):
+            refused(again)
+    weight = {"model.layers.1.mlp.down_proj.weight": torch.zeros(32, 64)}
+    with pytest.raises(UnsupportedModelError, match="accelerate offloads some"):
+        attach(detach(again), CONFIG, weights=weight)
+    with pytest.raises(AdapterError, match="weights differ"):
+        load(tmp_path / "other", tmp_path / "adapter", **options)
+
+
 def test_without_lora_the_base_is_trainable_as_before(tmp_path):
     save(pruned(lora=True), tmp_path)
     base = make("llama")

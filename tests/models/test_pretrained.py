@@ -162,6 +162,7 @@ def test_a_gguf_file_is_a_base_on_its_dequantised_weights(base, tiny_tokenizer, 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"GGUF" + bytes(400), None])
 def test_what_is_no_gguf_file_is_one_sentence(base, tiny_tokenizer, tmp_path, content, capsys):
+    pytest.importorskip("gguf")
     file = tmp_path / "a.gguf"
     if content is None:
         write_gguf(file, base, tiny_tokenizer)

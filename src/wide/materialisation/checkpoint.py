@@ -33,7 +33,15 @@ from wide.models.card import PLACE, finish_folder
 from wide.models.files import check_sums, write_sums
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
 from wide.models.plan_check import check_tensors, placeholder_tensors
-from wide.models.pretrained import LOADING, PRUNED_PREFIX, REPORTING, forbid_packing, misloaded, peft_adapters
+from wide.models.pretrained import (
+    LOADING,
+    PRUNED_PREFIX,
+    REPORTING,
+    forbid_packing,
+    misloaded,
+    peft_adapters,
+    require_in_memory,
+)
 from wide.models.router import THRESHOLD_NAME, Router
 from wide.models.sharding import is_first_process, is_sharded, reshard, whole
 from wide.models.stream import STREAM_NAME, StreamBasis
@@ -155,6 +163,7 @@ class WideMixin(PrunedMixin):
         state, config = attachment(self), self.config
         require_final_scales(state)
         _require_merged(self)
+        require_in_memory(self, "a full checkpoint")
         config.wide = config_of(self)  # type: ignore[union-attr]
         # Thresholds lie in the configuration.
         ignored, named = self._keys_to_ignore_on_save, self.named_modules()

@@ -33,6 +33,7 @@ from wide.models.plan_check import attention_group_sizes, check_plan
 from wide.models.pretrained import (
     PRUNED_PREFIX,
     BaseFacts,
+    computing_device,
     fingerprint,
     forbid_packing,
     peft_adapters,
@@ -390,7 +391,7 @@ def _source(
     spec: BlockSpec, module: nn.Module, half: Routed | Kept, name: str, tensors: Mapping[str, Tensor], state: Attachment
 ) -> Router | StaticGate:
     """Put a router or constants on a sublayer."""
-    device = next(spec.layer.parameters()).device
+    device = computing_device(spec.layer)
     source: Router | StaticGate
     if isinstance(half, Routed):
         added = ROUTER_NAME

@@ -18,7 +18,7 @@ from torch.nn import functional
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
 from wide.models.attach import Attachment, attachment
 from wide.models.plan_check import misfit
-from wide.models.pretrained import peft_adapters
+from wide.models.pretrained import peft_adapters, require_in_memory
 from wide.models.sharding import reshard
 from wide.plan import Skipped
 from wide.schema import Between, Positive, read_json, typed
@@ -171,7 +171,7 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
 
     Raises:
         NotAttachedError: If the model has no routers, or has LoRA already.
-        UnsupportedModelError: If PEFT cannot wrap the model, such as Mixtral's experts.
+        UnsupportedModelError: If PEFT cannot wrap the model, such as Mixtral's experts, or it is offloaded.
         MissingExtraError: If PEFT is not installed.
 
     Source: paper, section 3.2; targets and hyperparameters: section 4.1.
@@ -275,6 +275,7 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
         raise NotAttachedError("this model already has LoRA; merge it (wide.models.lora.merge_lora) or detach first")
     if peft_adapters(model):
         raise NotAttachedError(f"PEFT has the adapter {peft_adapters(model)} on this model; merge it first")
+    require_in_memory(model, "LoRA")
     # PEFT freezes whatever is not its own; the routers' setting is restored at once, the base's without LoRA.
     routers = {p for router in state.routers() for p in router.parameters() if p.requires_grad}
     base = [p for p in model.parameters() if p.requires_grad and p not in routers]

@@ -377,14 +377,21 @@ def is_added(name: str) -> bool:
 def sampled_values(model: nn.Module) -> Tensor | None:
     """Return a few values of some of the base's matrices, float32, NaN for those of one that is quantised.
 
-    None means that weights lie on the meta device.
+    None means that weights lie on the meta device. Those that accelerate has offloaded are read from where they lie.
     """
     reshard(model)
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not is_added(name)]
-    if not matrices or any(p.is_meta for p in matrices):
-        return None
+    # Offloading makes two of one that is tied.
+    twice = getattr(model, "all_tied_weights_keys", {})
+    matrices = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and not is_added(name) and not (p.is_meta and name in twice)
+    }
     pieces = []
-    for matrix in matrices[:: max(1, len(matrices) // _NUM_TENSORS)]:
+    for name in list(matrices)[:: max(1, len(matrices) // _NUM_TENSORS)]:
+        matrix = _stored(model, name) if matrices[name].is_meta else matrices[name]
+        if matrix is None:
+            return None
         try:
             flat = whole(matrix.detach()).reshape(-1)
         # Quantised tensors of torchao say that they are of floating point, and cannot be cut.
@@ -395,7 +402,34 @@ def sampled_values(model: nn.Module) -> Tensor | None:
             continue
         stride = max(1, flat.numel() // _VALUES_PER_TENSOR)
         pieces.append(flat[::stride][:_VALUES_PER_TENSOR].float().cpu())
-    return torch.cat(pieces)
+    return torch.cat(pieces) if pieces else None
+
+
+def require_in_memory(model: nn.Module, doing: str) -> None:
+    """Refuse a model with offloaded weights; `doing` is what cannot be done with it, as the beginning of the message.
+
+    Raises:
+        UnsupportedModelError: If weights are offloaded.
+    """
+    if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{doing} needs the weights in memory, and accelerate offloads some of this model's; load it with a "
+            "device_map that has neither 'disk' nor a GPU's overflow on the CPU"
+        )
+
+
+def computing_device(layer: nn.Module) -> torch.device:
+    """Return the device on which a layer computes, also one that accelerate offloads."""
+    device = next(layer.parameters()).device
+    hooks = [getattr(module, "_hf_hook", None) for module in layer.modules()] if device.type == "meta" else []
+    places = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+    return torch.device(places[0]) if places else device
+
+
+def _stored(model: nn.Module, name: str) -> Tensor | None:
+    place, _, key = name.rpartition(".")
+    values = getattr(getattr(model.get_submodule(place), "_hf_hook", None), "weights_map", None)
+    return None if values is None else values[key]
 
 
 def _weight_sample(model: nn.Module) -> list[float | None]:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from wide.errors import ShapeError
+from wide.models.pretrained import require_in_memory
 from wide.models.router import RoutingControl
 from wide.models.sharding import require_unsharded
 
@@ -27,12 +28,13 @@ class ReplacedWeights:
     Raises:
         ShapeError: If a name is unknown, a shape differs, a value is not finite, or of tied parameters only one is
             named or they are given different values.
-        UnsupportedModelError: If the model is sharded.
+        UnsupportedModelError: If the model is sharded or offloaded.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], control: RoutingControl) -> None:
         """Check everything, then replace."""
         require_unsharded(model, "replacing base weights")
+        require_in_memory(model, "replacing base weights")
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = {name: _fitting(name, by_name, value) for name, value in weights.items()}
         _refuse_half_of_a_tie(by_name, weights)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wide.models.block_spec import BlockSpec
 from wide.models.gates import Pending, hidden_of, input_of, with_hidden
+from wide.models.pretrained import computing_device
 from wide.models.router import RoutingControl
 from wide.plan import EMBEDDING_BASIS, basis_name
 
@@ -86,8 +87,8 @@ def attach_stream(
     """
 
     def put(module: nn.Module, name: str, layer: nn.Module) -> None:
-        device = next(layer.parameters()).device
-        module.add_module(STREAM_NAME, StreamBasis(tensors[name], control=control, device=device))
+        basis = StreamBasis(tensors[name], control=control, device=computing_device(layer))
+        module.add_module(STREAM_NAME, basis)
         parts.append((module, STREAM_NAME))
 
     put(specs[0].layer, EMBEDDING_BASIS, specs[0].layer)
