@@ -422,7 +422,7 @@ def computing_device(layer: nn.Module) -> torch.device:
     """Return the device on which a layer computes, also one that accelerate offloads."""
     device = next(layer.parameters()).device
     hooks = [getattr(module, "_hf_hook", None) for module in layer.modules()] if device.type == "meta" else []
-    places = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+    places = [place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None]
     return torch.device(places[0]) if places else device
 
 
