@@ -284,6 +284,13 @@ def test_a_prompt_whose_graph_does_not_fit_runs_without(monkeypatch):
     assert [slot.prompt(ids, lengths, routed=True, pool=object()) for _ in range(4)] == [None] * 4
 
 
+def test_what_generate_hands_on_for_itself_runs_in_the_engine():
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", UserWarning)
+        model(ids, tokenizer=object(), output_attentions=False)
+
+
 def test_an_interrupted_generation_leaves_the_model_usable():
     class Stop(StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):

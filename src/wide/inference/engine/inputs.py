@@ -18,6 +18,8 @@ KNOWN = frozenset(
         "logits_to_keep",
         "cache_position",
         "return_dict",
+        # generate(stop_strings=..., tokenizer=...) hands it on; no layer reads it.
+        "tokenizer",
     }
 )
 """Arguments of a model's forward that the engine reads, or that change nothing."""
