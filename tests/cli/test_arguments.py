@@ -280,6 +280,17 @@ def test_every_recipe_fits_the_schema_and_says_what_it_is_for(name):
     assert asked.run.description == settings["description"]
 
 
+def test_group_sizes_are_swept_as_in_the_paper():
+    settings = yaml.safe_load(recipe_path("fig-group-size").read_text())
+    sizes = {
+        name: (variant["ffn_group_size"], variant["attention_group_size"])
+        for name, variant in settings["variants"].items()
+    }
+    assert set(sizes.values()) == {(16 << n, 512) for n in range(6)} | {(32, 128 << n) for n in range(6)}
+    assert all(name == f"f{ffn}-a{attention}" for name, (ffn, attention) in sizes.items())
+    assert sorted(settings["methods"].split(",")) == sorted(sizes)
+
+
 def test_the_beginners_recipe_is_the_fitted_one_without_its_start_and_bias():
     fitted, simpler = (yaml.safe_load(recipe_path(name).read_text()) for name in ("fitted-50", "small"))
     assert (fitted.pop("router_start"), fitted.pop("router_bias")) == ("fitted", True)

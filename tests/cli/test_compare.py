@@ -172,6 +172,13 @@ def test_each_cell_has_its_folder_with_adapter_and_records(finished):
         assert (finished / "cells" / cell / "records.jsonl").is_file()
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_routers_and_lora_of_a_cell_have_its_seed(finished, seed):
+    adapter = finished / f"cells/wide-0.5-seed{seed}/recovered/adapter/wide_config.json"
+    provenance = json.loads(adapter.read_text())["provenance"]
+    assert [provenance[name]["stage"]["seed"] for name in ("prune", "recover")] == [seed, seed]
+
+
 def test_tables_and_page_say_the_same(finished, capsys):
     table = (finished / "table.md").read_text()
     assert "| wanda + LoRA" in table

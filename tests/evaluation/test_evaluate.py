@@ -5,6 +5,7 @@ import torch
 
 from wide.data.documents import Document
 from wide.errors import ConfigError, EvaluationError
+from wide.evaluation import evaluate as evaluation
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
 from wide.models.lora import add_lora, merge_lora
@@ -68,6 +69,19 @@ def test_the_report_is_json_and_a_table_with_both_columns(attached_model, tmp_pa
     assert report.retention == (pruned / dense if dense else None)
     table = report.table()
     assert all(words in table for words in ("pruned", "dense", "piqa (1-item subset), acc_norm", "window 64", "FFN"))
+
+
+@pytest.mark.parametrize(
+    ("positions", "given", "window"), [(64, None, 64), (9000, None, 4096), (9000, 48, 48), (9000, 5000, 5000)]
+)
+def test_text_and_tasks_have_the_window_that_the_model_takes(positions, given, window, plain_model, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(plain_model.config, "max_position_embeddings", positions)
+    monkeypatch.setattr(evaluation, "token_perplexity", lambda *_, window, **__: seen.update(text=window))
+    monkeypatch.setattr(evaluation, "run_harness", lambda *_, max_length, **__: seen.update(tasks=max_length))
+    monkeypatch.setattr(evaluation, "check_tasks", lambda *_: None)
+    evaluate(plain_model, ["text"], tasks=["piqa"], window=given)
+    assert seen == {"text": window, "tasks": window}
 
 
 def test_a_wrong_task_fails_before_any_work(plain_model):

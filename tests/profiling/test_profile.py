@@ -15,7 +15,7 @@ from wide.models.attach import attach, attachment
 from wide.models.router import Router
 from wide.profiling import calls, profile
 from wide.profiling.calls import AS_LOADED, DENSE, Candidate, generate_us, race_calls
-from wide.profiling.correctness import check_decoder, places, reference
+from wide.profiling.correctness import LIMIT, check_decoder, places, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares
@@ -50,6 +50,36 @@ def test_the_gate_is_green_for_the_decoder_and_red_for_another_model(model, leng
     assert set(found["kernels"]) == {"prefill", "decode"}
     decoder.head = decoder.head._replace(weight=decoder.head.weight.roll(1, 0))
     assert not check_decoder(decoder, wanted)["green"]
+
+
+def test_masks_of_the_gate_skip_half_of_every_sublayer(model):
+    wanted = reference(model, torch.randint(0, 64, (1, 400)))
+    masks = [mask for layer in wanted.masks for mask in layer]
+    assert len(masks) == 4
+    assert [float(mask.float().mean()) for mask in masks] == pytest.approx([0.5] * 4, abs=0.05)
+    assert (wanted.dense - wanted.masked).abs().max() > 0.01
+
+
+WRONG = {
+    "dense_error": lambda run, _: not run.routed,
+    "routed_error": lambda run, rows: run.forced is not None and rows is not None and len(rows) > 1,
+    "decode_error": lambda _, rows: rows is None,
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_each_wrong_path_alone_turns_the_gate_red(model, monkeypatch, error):
+    decoder = Decoder(model, max_length=48, tables=[OperatorTable.fixed("torch")] * 2)
+    wanted, logits = reference(model, torch.randint(0, 64, (1, 40))), decoder.logits
+
+    def wrong(stream, run, rows=None):
+        found = logits(stream, run, rows)
+        return found.roll(1, -1) if WRONG[error](run, rows) else found
+
+    monkeypatch.setattr(decoder, "logits", wrong)
+    found = check_decoder(decoder, wanted)
+    assert [name for name in WRONG if found[name] > LIMIT] == [error]
+    assert not found["green"]
 
 
 @pytest.mark.gpu

@@ -61,6 +61,18 @@ def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small
     assert isinstance(attachment(model).control.sampling.temperature, float)
 
 
+def test_masks_are_drawn_at_the_temperature_of_the_step(monkeypatch):
+    drawn, sample = [], torch.nn.functional.gumbel_softmax
+
+    def noting(logits, tau, hard):
+        drawn.append(float(tau))
+        return sample(logits, tau=tau, hard=hard)
+
+    monkeypatch.setattr(torch.nn.functional, "gumbel_softmax", noting)
+    trainer(routed_model(), steps=10).train()
+    assert list(dict.fromkeys(drawn)) == pytest.approx([5.0 - 0.5 * step for step in range(10)])
+
+
 @pytest.mark.gpu
 def test_steps_of_several_replays_are_those_that_are_launched(monkeypatch):
     recorded, record = [], CUDAGraphTreeManager.record_function
