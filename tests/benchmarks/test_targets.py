@@ -1,16 +1,18 @@
 """The table of targets: every row is found where benches write it, and nothing is made up."""
 
 import gzip
+import itertools
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from benchmarks import bench
-from benchmarks.targets import PARTS, fill, main, measure, targets
+from benchmarks import bench, columns
+from benchmarks.targets import PARTS, fill, main, measure, reached, targets
 from wide.cli import profile
 from wide.errors import DataError
 
@@ -27,11 +29,21 @@ def _committed(name):
     return json.loads((MEASUREMENTS / "targets" / name).read_text(encoding="utf-8"))
 
 
+@cache
+def _contents(path):
+    with gzip.open(DOCS / path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _benches():
+    """Return what benches and profiles wrote on GPUs, of all results."""
+    found = itertools.chain.from_iterable(map(_contents, sorted(DOCS.glob("results/*/records.jsonl.gz"))))
+    return [content for content in found if content.get("command") and content.get("commit")]
+
+
 def _measured(row):
     path, _, bench = row["record"].partition(":")
-    with gzip.open(DOCS / path, "rt", encoding="utf-8") as file:
-        found = [json.loads(line) for line in file]
-    return next(each["records"] for each in found if (each["run"], each["bench"]) == ("h200", bench))
+    return next(each["records"] for each in _contents(path) if (each["run"], each["bench"]) == ("h200", bench))
 
 
 def _speedups(records, **wanted):
@@ -269,6 +281,34 @@ def test_committed_values_are_those_of_the_records_that_they_name():
     for row in _committed("hopper.json"):
         # Half of the third decimal: one row is the mean of ratios that its record keeps to three.
         assert HOPPER[row["what"]](_measured(row)) == pytest.approx(row["value"], abs=5e-4), row["what"]
+
+
+def test_what_a_user_gets_is_what_records_of_that_commit_and_command_hold():
+    for row, target in zip(_committed("user.json"), targets(), strict=True):
+        records = [
+            content
+            for content in _benches()
+            if (content["commit"], re.sub(r"--output \S+", "--output DIR", content["command"]))
+            == (row["commit"], row["command"])
+        ]
+        found = [each | {"value": round(each["value"], 4)} for each in map(target.find, records) if each is not None]
+        # Behind the note that a record gives people may tell more.
+        notes = [each.pop("note", "") for each in found]
+        assert any(row.items() >= each.items() for each in found), row["what"]
+        assert any(row.get("note", "").startswith(note) for note in notes), row["what"]
+        assert row["device"] in {content["device"] for content in records}, row["what"]
+        assert row["reached"] == reached(target.floor, target.goal, row["value"], target.unit), row["what"]
+
+
+def test_figures_of_languages_are_those_of_their_records():
+    committed = _committed("columns.json")
+    benches = [content for content in _benches() if content["run"].startswith("languages")]
+    assert columns.fill(benches, commit="", date="") == [
+        row | {"commit": "", "date": "", "command": line.command}
+        for row, line in zip(committed, columns.lines(), strict=True)
+    ]
+    commits = {(content["commit"], content["device"]) for content in benches}
+    assert all((row["commit"], row["device"]) in commits for row in committed)
 
 
 def test_what_missed_its_floor_says_by_how_much_its_best_experiment_does():
