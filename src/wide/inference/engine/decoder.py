@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.engine.cache import KvCache
-from wide.inference.engine.layer import Masks, Stream, run_layer
+from wide.inference.engine.layer import Masks, Residual, run_layer
 from wide.inference.engine.options import ForwardOptions
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import CacheView, PromptView, StepView
@@ -91,7 +91,7 @@ class Decoder:
         return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, view: CacheView, run: ForwardOptions) -> Stream:
+    def forward(self, x: Tensor, view: CacheView, run: ForwardOptions) -> Residual:
         """Run new tokens over any view of keys and values and return the residual stream; see `logits`.
 
         Args:
@@ -104,7 +104,7 @@ class Decoder:
             hidden = x.reshape(-1, x.shape[-1])
         else:
             hidden = _times(functional.embedding(x.reshape(-1), self.embedding), weights.embedding_scale)
-        stream = Stream(_times(hidden, weights.input_scale), None)
+        stream = Residual(_times(hidden, weights.input_scale), None)
         with nullcontext() if self._side is None else self._side.joined():
             for index, layer in enumerate(self.layers):
                 forced = Masks() if run.forced is None else Masks(*run.forced[index])
@@ -115,7 +115,7 @@ class Decoder:
         return stream
 
     @torch.no_grad()
-    def logits(self, stream: Stream, run: ForwardOptions, rows: Tensor | None = None) -> Tensor:
+    def logits(self, stream: Residual, run: ForwardOptions, rows: Tensor | None = None) -> Tensor:
         """Return the logits [rows, V] of what `forward` gave, of these rows (int64) or of all."""
         assert stream.addend is not None
         total, addend = stream if rows is None else (stream.total[rows], stream.addend[rows])
@@ -129,7 +129,7 @@ class Decoder:
     @torch.no_grad()
     def prompt(
         self, x: Tensor, cache: KvCache, run: ForwardOptions, *, past: int = 0, lengths: Tensor | None = None
-    ) -> Stream:
+    ) -> Residual:
         """Run several tokens of each sequence into the cache and return the residual stream.
 
         Args:

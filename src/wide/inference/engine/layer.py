@@ -24,7 +24,7 @@ from wide.kernels.route import MAX_FEW_ROWS, norm_route, route
 _MAX_OVERLAPPED_ROWS = 512
 
 
-class Stream(NamedTuple):
+class Residual(NamedTuple):
     """The residual stream [M, D], and what the last sublayer adds to it: the next norm adds the two up."""
 
     total: Tensor
@@ -50,7 +50,7 @@ class _Options(NamedTuple):
 
 
 def run_layer(
-    stream: Stream,
+    stream: Residual,
     layer: LayerWeights,
     view: CacheView,
     table: OperatorTable,
@@ -58,7 +58,7 @@ def run_layer(
     routed: bool = True,
     forced: Masks = Masks(),  # noqa: B008
     side: SideStream | None = None,
-) -> tuple[Stream, Masks]:
+) -> tuple[Residual, Masks]:
     """Run a layer; its keys and values are written through the view.
 
     Args:
@@ -80,9 +80,9 @@ def run_layer(
         ffn_mask = _decide(layer.ffn, total, normed, forced.ffn, options)
         total = total + attended
     else:
-        total, normed, ffn_mask = _enter(layer.ffn, Stream(total, attended), forced.ffn, options)
+        total, normed, ffn_mask = _enter(layer.ffn, Residual(total, attended), forced.ffn, options)
     addend = _leave(layer.ffn, _feed_forward(layer.ffn, normed, ffn_mask, options), table)
-    return Stream(total, addend), Masks(own_groups(layer.attention, attention_mask), ffn_mask)
+    return Residual(total, addend), Masks(own_groups(layer.attention, attention_mask), ffn_mask)
 
 
 def own_groups(part: Sublayer, mask: Tensor | None) -> Tensor | None:
@@ -91,7 +91,7 @@ def own_groups(part: Sublayer, mask: Tensor | None) -> Tensor | None:
 
 
 def _enter(
-    part: Sublayer, stream: Stream, forced: Tensor | None, options: _Options
+    part: Sublayer, stream: Residual, forced: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Add, norm and decide: return the sum, its norm, and the mask (None: everything executes)."""
     norm, router, rows = part.norm, _deciding(part, forced, options), stream.total.shape[0]
