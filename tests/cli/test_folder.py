@@ -81,3 +81,11 @@ def test_a_second_run_in_a_folder_is_refused_before_the_model_is_loaded(tmp_path
         assert "is being written by process" in capsys.readouterr().err
     assert main(given) == 1
     assert f"can be loaded from '{empty}'" in capsys.readouterr().err
+
+
+def test_a_run_continues_under_another_description_but_not_with_other_settings(tmp_path):
+    with folder(tmp_path / "run", {"steps": 1, "description": "one"}) as run:
+        run.claim()
+    folder(tmp_path / "run", {"steps": 1, "description": ""}, resume=True)
+    with pytest.raises(ConfigError, match="steps 1 -> 2"):
+        folder(tmp_path / "run", {"steps": 2, "description": "one"}, resume=True)

@@ -197,7 +197,8 @@ class RunFolder:
             raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
         now = _as_read_again(self._config)
         before = {key: value for key, value in _as_read_again(self._defaults).items() if key in now} | before
-        keys = sorted(key for key in {*before, *now} - {"output"} if before.get(key) != now.get(key))
+        # What a run is called changes nothing in it.
+        keys = sorted(key for key in {*before, *now} - {"output", "description"} if before.get(key) != now.get(key))
         if keys:
             words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)
             raise ConfigError(
