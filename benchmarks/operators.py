@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import ahead
 from benchmarks.agreement import rounding, verdicts
 from benchmarks.cases.attention_decode import ATTENTION_DECODE
 from benchmarks.cases.attention_prefill import ATTENTION_PREFILL
@@ -27,11 +28,10 @@ from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape
 from wide.inference.choice.measured import measured_table
 from wide.inference.choice.tuning.attention import prompt_race
 from wide.inference.choice.tuning.products import product_race
-from wide.inference.choice.tuning.race import Race, measure, table
+from wide.inference.choice.tuning.race import TOLERANCE, Race, Record, measure
 from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.table import OperatorName
 from wide.kernels.dispatch import backend_names
-from wide.kernels.native import ahead
 from wide.kernels.reorder import reorder, reorder_patterns
 from wide.kernels.reorder import reorder_sequences as sort_sequences
 from wide.kernels.tuning import Choice
@@ -69,6 +69,7 @@ _LEAST_ROWS = 4096
 _ROUNDS, _QUICK_ROUNDS, _COARSE_ROUNDS = 20, 10, 8
 _HALVES = (torch.bfloat16, torch.float16)
 _RED_SHOWN = 20
+_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,3 +376,22 @@ def _coarse_races(rows: Sequence[int], device: torch.device) -> Iterator[Race]:
         if (count, size) == (_MIDDLE, _GROUP):
             for batch in (1, 8, 32) if active == _ACTIVE else (32,):
                 yield decode_race(batch, _MIDDLE, active, (), device=device)
+
+
+def table(records: Sequence[Record], *, tolerance: float = TOLERANCE) -> str:
+    """Return the records of one race as text: peers, what ships, the fastest, and everything that failed."""
+    first = records[0]
+    timed = sorted((record for record in records if "median_us" in record), key=lambda record: record["median_us"])
+    peers = [record for record in timed if record["candidate"].startswith("dense")][:_SHOWN]
+    others = [record for record in timed if not record["candidate"].startswith("dense")]
+    shown = peers + [r for place, r in enumerate(others) if place < _SHOWN or r.get("shipped")]
+    lines = [f"== {first.get('race') or first['sweep']} (speed-up over {first['peer']})"]
+    lines += [
+        f"  {r['candidate']:36s} {r['median_us']:9.1f} us [{r['low_us']:.1f}-{r['high_us']:.1f}] x{r['speedup']:.3f} "
+        f"{r['active_tflops']:6.0f} TF {r.get('active_gbytes_per_s', 0):6.0f} GB/s err {r['error']:.1e}"
+        f"{'  ships' if r.get('shipped') else ''}"
+        for r in shown
+    ]
+    lines += [f"  RED {r['candidate']} error {r['error']:.1e}" for r in records if r.get("error", 0.0) > tolerance]
+    lines += [f"  FAIL {r['candidate']}: {r['failure'][:160]}" for r in records if "failure" in r]
+    return "\n".join(lines)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.ahead import stand_in
 from wide.errors import UnsupportedBackendError
 from wide.kernels.device import ampere_obstacle
 from wide.kernels.dispatch import require
-from wide.kernels.native.ahead import stand_in
 from wide.kernels.native.build import cache_folder
 from wide.writing import replacing
 

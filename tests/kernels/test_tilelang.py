@@ -80,7 +80,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     symbols = wrapper.TLCUDASourceWrapper.get_dynamic_symbolic_set
     monkeypatch.setattr(wrapper.TLCPUSourceWrapper, "get_dynamic_symbolic_set", symbols)
     monkeypatch.setattr(native, "_architecture", lambda device: "")
-    monkeypatch.setattr(native, "_compiled", _on_host)
+    monkeypatch.setattr(native, "compiled", _on_host)
     monkeypatch.setattr(kernel_device, "ampere_obstacle", lambda device: None)
     monkeypatch.setattr(kernel_device, "tilelang_missing", lambda: None)
 
@@ -187,7 +187,7 @@ def _makers(operator: Operator, case: Case, architecture: str, patch: pytest.Mon
     for name in ("ampere_obstacle", "tilelang_missing"):
         patch.setattr(kernel_device, name, lambda *device: None)
     patch.setattr(native, "_architecture", lambda device: architecture)
-    patch.setattr(native, "_compiled", asked)
+    patch.setattr(native, "compiled", asked)
     operator.run("tilelang", **operator.build(case, HOST))
     return found
 
@@ -268,11 +268,11 @@ def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     constants = tuple(make.keywords.items())
-    native._compiled(make.func, "sm_90a", constants)
+    native.compiled(make.func, "sm_90a", constants)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")}
     assert len(kept) == 1
-    native._compiled.cache_clear()
-    native._compiled(make.func, "sm_90a", constants)
+    native.compiled.cache_clear()
+    native.compiled(make.func, "sm_90a", constants)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")} == kept
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import agreement
+from benchmarks import agreement, ahead
 from benchmarks import operators as bench
 from benchmarks.agreement import rounding, verdicts
 from benchmarks.cases.contract import Operator
@@ -29,6 +29,7 @@ from benchmarks.operators import (
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.race import Race, measure
 from wide.kernels.dispatch import Backends
+from wide.kernels.native import tilelang
 from wide.kernels.tuning import Case
 from wide.report.reading import read_profile
 
@@ -259,6 +260,17 @@ def test_what_nvcc_compiles_is_compiled_before_the_first_race(host, tmp_path):
     (found,) = json.loads((tmp_path / "operators.json").read_text())["compiled"]
     assert found["kernel"] == "none {'LEVEL': 2}"
     assert re.search("FileNotFoundError|UnsupportedBackendError", found["failure"])
+
+
+def test_kernels_in_tilelang_are_noted_instead_of_compiled(monkeypatch):
+    monkeypatch.setattr(tilelang, "_architecture", lambda device: "sm_90a")
+    compiles = tilelang.compiled
+    with ahead.noting() as notes:
+        tilelang.kernel(len, CPU, N=2)()
+    assert [(note.name, note.build, note.arguments) for note in notes] == [
+        ("len {'N': 2}", compiles, (len, "sm_90a", (("N", 2),)))
+    ]
+    assert tilelang.compiled is compiles
 
 
 def test_groups_of_decode_agree_on_what_executes(host):

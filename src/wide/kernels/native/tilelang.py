@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from wide.kernels.native.ahead import stand_in
 from wide.kernels.native.build import cache_folder
 
 PASSES = {"tl.disable_safe_memory_legalize": True, "tl.enable_fast_math": True}
@@ -48,8 +47,7 @@ def kernel(make: Callable[..., Any], device: torch.device, **constants: Any) -> 
         device: A GPU, where it runs.
         constants: Arguments of `make`, which are compiled in.
     """
-    key = (make, _architecture(device), tuple(constants.items()))
-    return stand_in(f"{make.__name__} {constants}", _compiled, *key) or _compiled(*key)
+    return compiled(make, _architecture(device), tuple(constants.items()))
 
 
 def _architecture(device: torch.device) -> str:
@@ -58,9 +56,10 @@ def _architecture(device: torch.device) -> str:
 
 
 @functools.cache
-def _compiled(
+def compiled(
     make: Callable[..., Any], architecture: str, constants: tuple[tuple[str, Any], ...]
 ) -> Callable[..., None]:
+    """Return a kernel for an architecture, e.g. 'sm_90a', loaded; it is compiled where no cache has it."""
     import tilelang
 
     target = tilelang.tvm.target.Target({"kind": "cuda", "arch": architecture})

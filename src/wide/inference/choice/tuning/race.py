@@ -16,7 +16,6 @@ Call = Callable[[], torch.Tensor]
 Record = dict[str, Any]
 TOLERANCE = 1e-2
 """Relative error above which a candidate is not timed; rounding to bfloat16 alone gives about 0.004."""
-_SHOWN = 6
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -145,22 +144,3 @@ def launched(call: Callable[[], object]) -> dict[str, int]:
         if event.device_type == DeviceType.CUDA:
             counts[event.name] = counts.get(event.name, 0) + 1
     return counts
-
-
-def table(records: Sequence[Record], *, tolerance: float = TOLERANCE) -> str:
-    """Return the records of one race as text: peers, what ships, the fastest, and everything that failed."""
-    first = records[0]
-    timed = sorted((record for record in records if "median_us" in record), key=lambda record: record["median_us"])
-    peers = [record for record in timed if record["candidate"].startswith("dense")][:_SHOWN]
-    others = [record for record in timed if not record["candidate"].startswith("dense")]
-    shown = peers + [r for place, r in enumerate(others) if place < _SHOWN or r.get("shipped")]
-    lines = [f"== {first.get('race') or first['sweep']} (speed-up over {first['peer']})"]
-    lines += [
-        f"  {r['candidate']:36s} {r['median_us']:9.1f} us [{r['low_us']:.1f}-{r['high_us']:.1f}] x{r['speedup']:.3f} "
-        f"{r['active_tflops']:6.0f} TF {r.get('active_gbytes_per_s', 0):6.0f} GB/s err {r['error']:.1e}"
-        f"{'  ships' if r.get('shipped') else ''}"
-        for r in shown
-    ]
-    lines += [f"  RED {r['candidate']} error {r['error']:.1e}" for r in records if r.get("error", 0.0) > tolerance]
-    lines += [f"  FAIL {r['candidate']}: {r['failure'][:160]}" for r in records if "failure" in r]
-    return "\n".join(lines)

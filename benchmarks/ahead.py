@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
+from wide.kernels.native import tilelang
+
 
 class Note(NamedTuple):
     """A kernel that is to be compiled.
@@ -31,10 +33,17 @@ def noting() -> Iterator[dict[Note, None]]:
     """Note kernels instead of compiling them: callers get functions that do nothing."""
     global _notes
     _notes = {}
+    build = tilelang.compiled
+
+    def note(make: Callable[..., Any], architecture: str, constants: tuple[tuple[str, Any], ...]) -> Any:
+        return stand_in(f"{make.__name__} {dict(constants)}", build, make, architecture, constants)
+
+    vars(tilelang)["compiled"] = note
     try:
         yield _notes
     finally:
         _notes = None
+        vars(tilelang)["compiled"] = build
 
 
 def stand_in(name: str, build: Callable[..., object], *arguments: Hashable) -> Callable[..., None] | None:
