@@ -67,6 +67,9 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(finished, tiny_model_fo
     assert "groups   layers 0-1: attention 2 groups of 16 channels, " in text
     assert "stage 1: 3 steps of 2 x 32 tokens = 192, the text " in text
     assert text.count("memory   calculated: ") == text.count("time     measured on cpu, 1 threads: ") == 2
+    # The time of everything, not of training alone.
+    whole = text.partition("in all")[1] + text.partition("in all")[2]
+    assert whole.startswith("in all   about 0:00:")
     assert yaml.safe_load(text.partition("settings\n")[2].partition("\n\n")[0])["train"]["steps"] == 3
     adapter = ["--adapter", str(finished), "--recover.steps=2", *SHORT[:2], "--recover.batch_size=2"]
     assert main(["recover", *named, *adapter, "--recover.sequence_length=32", "--eval.window=32", "--dry_run"]) == 0

@@ -14,15 +14,15 @@ from wide.models.attach import attachment
 from wide.models.observe import now
 from wide.models.pretrained import device_name
 from wide.runs.process import num_processes, say
-from wide.training.memory import calculated_seconds, needed, require_room, saying_what_fits, step_flops
+from wide.training.memory import needed, require_room, saying_what_fits, step_flops
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import StageOptions
 from wide.training.trainer import Trainer, micro_batch_size
 
 _STEPS = 3
-# A step that would take a CPU minutes is not tried.
-_MOST_FLOPS_ON_CPU = 1e13
+# A step that would take a CPU minutes is tried with fewer and shorter sequences.
+_MOST_FLOPS_ON_CPU = 1e12
 
 
 class _Clocked:
@@ -72,8 +72,12 @@ def check_fits(
     require_room(_title(stage), model, stage, device, shards=world if may_shard else 1, on_gpus=True, **told)
 
 
-def forecast(model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: StageConfig, *, routers: bool) -> None:
-    """Print what a stage costs: tokens, memory, speed and hours; a few of its steps are run where that is quick.
+def forecast(
+    model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: StageConfig, *, routers: bool
+) -> float:
+    """Print what a stage costs: tokens, memory, speed and hours, by a few of its steps; return its seconds.
+
+    Where a step takes a CPU long, smaller ones are run, and count by their work.
 
     Args:
         model: As the stage would find it; what is trained of it is changed.
@@ -92,12 +96,16 @@ def forecast(model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage:
     )
     told: dict[str, Any] = {"distils": objective.distillation > 0, "world": parallel.world}
     say(f"memory   calculated: {needed(model, stage, **told)}")
-    if device.type != "cuda" and step_flops(model, stage) > _MOST_FLOPS_ON_CPU:
-        seconds = calculated_seconds(model, stage)
-        say(f"time     calculated for one NVIDIA H200: {_speed(stage, seconds)}; too slow to be tried on this CPU")
-        return
-    clock = _Clocked(blocks, device)
     tried = replace(stage, steps=_STEPS, checkpoint_every=0)
+    while device.type != "cuda" and step_flops(model, tried) > _MOST_FLOPS_ON_CPU:
+        if tried.batch_size >= 2 * parallel.world:
+            tried = replace(tried, batch_size=parallel.world, micro_batch_size=None)
+        elif tried.sequence_length >= 128:
+            tried = replace(tried, sequence_length=tried.sequence_length // 2)
+        else:
+            break
+    clock = _Clocked(blocks.cut(tried.sequence_length, seed=stage.seed), device)
+    share = step_flops(model, tried) / step_flops(model, stage)
     loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
     options = StageOptions(title=f"{title}, tried", train_routers=routers)
     with saying_what_fits(title, model, stage, **told):
@@ -108,9 +116,10 @@ def forecast(model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage:
         size = micro_batch_size(stage, parallel.world)
         peak = outcome.peak_memory_bytes / 2**30
         say(f"         measured: {peak:.1f} GiB, {size} x {stage.sequence_length} tokens at a time")
-    seconds = sum(others) / len(others)
+    seconds = sum(others) / len(others) / share
     where = f"{parallel.world} x {device_name(model)}" if parallel.world > 1 else device_name(model)
-    say(f"time     measured on {where}: {_speed(stage, seconds)}; the first step takes {first:.1f} s")
+    say(f"time     measured on {where}: {_speed(stage, seconds)}; the first step takes {first / share:.1f} s")
+    return first / share + (stage.steps - 1) * seconds
 
 
 def _speed(stage: StageConfig, seconds: float) -> str:

@@ -24,7 +24,7 @@ from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
 from wide.runs.sources import check_window, held_out_documents, load_base, training_blocks
 
-_ROUTING_TOKENS = 8192
+ROUTING_TOKENS = 8192
 
 
 class Materials:
@@ -151,7 +151,7 @@ class Materials:
         )
         return report, evaluation_records(subject, report.model, report.sparsity, name)
 
-    def measure_routing(self, subject: str) -> Iterator[Record]:
+    def measure_routing(self, subject: str, *, blocks: int | None = None) -> Iterator[Record]:
         """Return the records of how the attached model routes the beginning of the held-out text."""
         documents, name = self.held_out
         found = routing_stats(
@@ -160,6 +160,6 @@ class Materials:
             tokenizer=self.tokenizer,
             sequence_length=self._scoring.window,
             batch_size=self._scoring.batch_size,
-            max_blocks=max(1, _ROUTING_TOKENS // self._scoring.window),
+            max_blocks=blocks or max(1, ROUTING_TOKENS // self._scoring.window),
         )
         return routing_records(subject, found, name, self.tokenizer)

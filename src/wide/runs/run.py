@@ -2,23 +2,30 @@
 
 import importlib.util
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wide.config import ObjectiveConfig, StageConfig, WideConfig, objective_after_stage_1
 from wide.data.batches import TokenBlocks
+from wide.evaluation.evaluate import evaluate
 from wide.methods.apply import apply, expected_time
 from wide.methods.catalogue import get
 from wide.methods.method import Target, dense_plan
 from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
-from wide.models.dial import calibrate_dial, set_sparsity
+from wide.models.dial import DEFAULT_POINTS, calibrate_dial, set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
+from wide.models.observe import forward_without_head, judging
 from wide.models.pretrained import choose_device, load_skeleton
+from wide.plan import Plan
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER, require_matplotlib
 from wide.report.folders import PAGE, PICTURE, draw_folder
@@ -26,17 +33,20 @@ from wide.report.selection import Selection, measure_of
 from wide.report.table import layer_lines, summary_table, verdict
 from wide.runs.folder import ADAPTER, CONFIG, RunFolder
 from wide.runs.forecast import check_fits, forecast, say_groups, say_settings
-from wide.runs.materials import Materials
+from wide.runs.materials import ROUTING_TOKENS, Materials
 from wide.runs.measuring import training_records
 from wide.runs.process import is_main_process, num_processes, say
 from wide.runs.settings import GenerationOptions, PruneRequest, RunRequest, flags_named
 from wide.runs.sources import find_adapter, require_lora
 from wide.runs.text import continue_prompt, encode
+from wide.training.channel_groups import cluster_channels
 from wide.training.checkpoint import has_checkpoint
+from wide.training.inference_target import calibration_size
 from wide.training.modes import rehearsal
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
+from wide.training.text_source import read_batches
 from wide.training.trainer import micro_batch_size
 
 _DIAL_BLOCKS = 16
@@ -168,7 +178,10 @@ class Run:
         blocks = self._materials.check_text(self._request.recover)
         if self._dry_run:
             load(self._model, find_adapter(adapter))
-            self._forecast_lora(blocks, objective)
+            parts = self._measuring(1)
+            self._say_in_all(
+                parts | {"LoRA": self._forecast_lora(blocks, objective) * (1 + self._request.dense_baseline)}
+            )
             say(f"\n{self._folder.kept()}")
             return
         self._begin(_in_words(objective) if steers else _UNSTEERED, objective.sparsity)
@@ -221,20 +234,87 @@ class Run:
         asked = self._request
         assert isinstance(asked, PruneRequest)
         say_settings(self._folder.config)
+        parts: dict[str, float] = {}
         if asked.is_papers:
+            parts["clustering"] = self._clustering(asked, blocks)
             # What stage 1 begins with may read text, which takes a small share of it.
             attach(self._model, replace(asked.settings, ffn_grouping="adjacent", router_start="random"))
             say_groups(self._model)
-            forecast(self._model, blocks, asked.objective, asked.stage, routers=True)
+            parts["training"] = forecast(self._model, blocks, asked.objective, asked.stage, routers=True)
         else:
             say(f"\n{asked.method}: {self._expected(asked, blocks) or 'how long it takes is not known before'}")
             attach(self._model, dense_plan(len(discover(self._model))))
+        parts |= self._measuring(1 + asked.scoring.untrained)
         if later is not None:
-            self._forecast_lora(later, asked.objective)
+            lora = self._forecast_lora(later, asked.objective)
+            parts["LoRA"] = lora * (1 + asked.dense_baseline)
+        if asked.is_papers:
+            self._say_in_all(parts)
         self._materials.take_off()
 
-    def _forecast_lora(self, blocks: TokenBlocks, objective: ObjectiveConfig) -> None:
-        """Say what stage 2 costs on the attached model."""
+    def _clustering(self, asked: PruneRequest, blocks: TokenBlocks) -> float:
+        """Return the seconds that groups of channels take, by those of one layer."""
+        config, specs = asked.settings, discover(self._model)
+        if config.ffn_grouping != "clustered":
+            return 0.0
+        size = micro_batch_size(asked.stage, self._processes.world)
+        text = read_batches(
+            blocks, batch_size=asked.stage.batch_size, micro_batch_size=size, tokens=config.start_tokens
+        )
+        times = []
+        for count in (0, 1):
+            began = time.monotonic()
+            if count:
+                plan = Plan(plan_for(config, specs).layers[:1])
+                cluster_channels(
+                    self._model, specs[:1], plan, text, skipped=0.5, seed=asked.stage.seed, parallel=DataParallel()
+                )
+            else:
+                with torch.no_grad(), judging(self._model):
+                    for batch in text:
+                        forward_without_head(self._model, batch.input_ids.to(self._model.device))
+            times.append(time.monotonic() - began)
+        return times[0] + len(specs) * max(times[1] - times[0], 0.0)
+
+    def _measuring(self, more: int) -> dict[str, float]:
+        """Return the seconds of all evaluations and calibrations, by a few windows of held-out text.
+
+        Args:
+            more: Models that are scored beside those that LoRA is trained for, and the dense one.
+        """
+        asked, scoring = self._request, self._request.scoring
+        documents = self._materials.held_out[0]
+        if documents is None:
+            return {}
+        encoded = self._materials.tokenizer([document.text for document in documents], verbose=False)["input_ids"]
+        tokens = min(sum(map(len, encoded)), scoring.tokens or sys.maxsize)
+        told: dict[str, Any] = {"tokenizer": self._materials.tokenizer, "compare_dense": False}
+        told |= scoring.protocol | {"max_windows": scoring.batch_size}
+        began = time.monotonic()
+        found = evaluate(self._model, documents, **told).model.perplexity
+        each = (time.monotonic() - began) / max(0 if found is None else found.tokens, 1)
+        scored = 1 + more + (asked.recover is not None) * (1 + asked.dense_baseline)
+        parts = {"evaluation": scored * tokens * each}
+        if attachment(self._model).routers():
+            began = time.monotonic()
+            self._materials.measure_routing("dry run", blocks=1)
+            rows = min(ROUTING_TOKENS, tokens) / scoring.window
+            parts["routing"] = (1 + (asked.recover is not None)) * rows * (time.monotonic() - began)
+            trained = [
+                *([asked.stage] if isinstance(asked, PruneRequest) else []),
+                *([asked.recover] * bool(asked.recover)),
+            ]
+            read = sum(calibration_size(stage.num_tokens) for stage in trained if stage is not None)
+            parts["calibration"] = (len(DEFAULT_POINTS) + 2) * read * each
+        return parts
+
+    def _say_in_all(self, parts: Mapping[str, float]) -> None:
+        words = ", ".join(f"{name} {timedelta(seconds=round(seconds))}" for name, seconds in parts.items() if seconds)
+        whole = timedelta(seconds=round(sum(parts.values())))
+        say(f"\nin all   about {whole} h:m:s: {words}; report and loading come on top")
+
+    def _forecast_lora(self, blocks: TokenBlocks, objective: ObjectiveConfig) -> float:
+        """Say what stage 2 costs on the attached model, and return its seconds."""
         stage = self._request.recover
         assert stage is not None
         if not isinstance(self._request, PruneRequest):
@@ -247,7 +327,7 @@ class Run:
             objective = replace(objective, weight=0.0)
         if stage.distillation is not None:
             objective = replace(objective, distillation=stage.distillation)
-        forecast(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
+        return forecast(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
 
     def _adapt_dense(self, blocks: TokenBlocks | None) -> None:
         """Train and measure the same LoRA on the dense model, if that was asked for, and take it off again."""

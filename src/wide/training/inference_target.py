@@ -98,6 +98,11 @@ def _chosen(
     return [set_sparsity(model, target) if moved else 0.0] * len(routers)
 
 
+def calibration_size(read: int) -> int:
+    """Return the tokens that are read, once a point, to calibrate after a stage that read so many."""
+    return min(max(read // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
+
+
 def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micro_batch_size: int) -> list[TokenBatch]:
     """Return the batches that training would have read next, in pieces that fit in memory.
 
@@ -107,8 +112,7 @@ def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micr
         batch_size: Sequences that each of them read.
         micro_batch_size: Sequences in a piece; of short ones more.
     """
-    read = step * source.batch_at(step, batch_size=batch_size).input_ids.numel()
-    tokens = min(max(read // _SHARE, _MIN_TOKENS), _MAX_TOKENS)
+    tokens = calibration_size(step * source.batch_at(step, batch_size=batch_size).input_ids.numel())
     pieces = read_batches(
         source, batch_size=batch_size, micro_batch_size=micro_batch_size, tokens=tokens, step=step, whole=True
     )

@@ -105,7 +105,7 @@ class ProgressLog:
     ) -> None:
         """Open the bar and continue the records of a resumed run."""
         title, folder, tracker = options.title, options.output, options.tracker
-        self._title, self._silent = title, silent
+        self._title, self._silent, self._steers = title, silent, options.train_routers
         self._bar = bar_of(total=steps, initial=first_step, desc=title, unit="step", leave=True)
         self._records, self._board = None, None
         self._tracker: Any = None
@@ -133,7 +133,7 @@ class ProgressLog:
         if self._silent or not points:
             return
         step, last = points[-1]
-        self._bar.set_postfix_str(_summary(last), refresh=False)
+        self._bar.set_postfix_str(_summary(last, steers=self._steers), refresh=False)
         self._bar.n = step + 1
         self._bar.refresh()
         if self._records is not None:
@@ -169,11 +169,15 @@ class ProgressLog:
             self._tracker.finish(**(self._failure if failed else {}))
 
 
-def _summary(values: dict[str, float]) -> str:
+def _summary(values: dict[str, float], *, steers: bool) -> str:
+    """Return the last figures in words; those of routers only where a target steers them."""
+    routers = (
+        f"skipped attention {values['sparsity.attention']:.1%} FFN {values['sparsity.ffn']:.1%} (target "
+        f"{values['sparsity.target']:.1%}), temperature {values['temperature']:.2f}, "
+    )
     return (
-        f"loss {values['loss']:.3f}, LM {values['lm_loss']:.3f}, skipped attention {values['sparsity.attention']:.1%} "
-        f"FFN {values['sparsity.ffn']:.1%} (target {values['sparsity.target']:.1%}), "
-        f"temperature {values['temperature']:.2f}, {values['tokens_per_second']:,.0f} tokens/s"
+        f"loss {values['loss']:.3f}, LM {values['lm_loss']:.3f}, {routers if steers else ''}"
+        f"{values['tokens_per_second']:,.0f} tokens/s"
     )
 
 

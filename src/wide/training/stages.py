@@ -202,7 +202,7 @@ def recover(
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     options = StageOptions(
-        title="stage 1+2",
+        title="stage 1+2" if state.plan.is_routed else "LoRA",
         output=folder,
         resume=resume,
         train_routers=train_routers,
