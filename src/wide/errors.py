@@ -60,8 +60,6 @@ def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return the end of a message about an unknown name: the known one that is spelt most like it, if any is.
 
     Args:
-        name: What was given.
-        known: What could have been.
         otherwise: What to return where nothing is like it.
     """
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

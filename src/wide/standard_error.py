@@ -5,12 +5,7 @@ from collections.abc import Sequence
 
 
 def ratio_stderr(sums: Sequence[float], counts: Sequence[float]) -> float | None:
-    """Return the standard error of sum / count by the ratio estimator; None for fewer than two units.
-
-    Args:
-        sums: Of each unit.
-        counts: Of what was summed.
-    """
+    """Return the standard error of sum / count by the ratio estimator; None for fewer than two units."""
     units, total = len(sums), math.fsum(counts)
     if units < 2 or not total:
         return None

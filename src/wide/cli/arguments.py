@@ -120,7 +120,6 @@ class Arguments:
         The seed is not among them: it is the run's.
 
         Args:
-            methods: The methods that run.
             asked_by: The words of the command line that name them, for the message.
             only_in_files: Methods that do not run, whose settings may stand in configuration files all the same.
         """
@@ -148,10 +147,7 @@ class Arguments:
         """Add the fields of a dataclass as flags, with its docstring as their help.
 
         Args:
-            cls: A dataclass.
             prefix: Group of the flags, e.g. 'train' for `--train.steps`; empty for everyday flags.
-            only: Fields to add; empty means all.
-            skip: Fields to leave out.
             otherwise: Where a value comes from that is not given; then every field may be null, and is by default.
             defaults: Other defaults than the dataclass has.
         """

@@ -20,7 +20,6 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     """Return the flags of the command.
 
     Args:
-        methods: The methods whose settings are among them.
         only_in_files: Further methods that configuration files may have settings of, to serve many comparisons.
     """
     flags = Arguments(

@@ -17,8 +17,6 @@ def noted(folder: Path, command: str, given: Sequence[str]) -> Iterator[None]:
 
     Args:
         folder: Where the body writes; it need not exist yet.
-        command: Name of the command, e.g. 'bench'.
-        given: Its flags, as they were given.
     """
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     try:

@@ -54,7 +54,6 @@ def compare(
         model: Hub name or local folder of a Hugging Face causal LM.
         data: Text that methods read and train on: any source of `load_documents`.
         methods: Names of methods and variants; 'dense' is always there.
-        output: Folder for everything that is written.
         sparsities: Shares to prune, in (0, 1).
         seeds: Seeds of calibration and training; with several, figures are means over them.
         match: What the sparsities count: 'nominal' as each method's paper does, 'linear_flops' the matrix-product work
@@ -68,12 +67,8 @@ def compare(
         budget_scale: Factor on that amount.
         held_out: Text to score; None means the documents of `data` that are held out.
         tokens: Tokens of it to score; 0 scores tasks alone, None all.
-        window: Tokens that the model sees at once.
-        batch_size: Windows per forward.
         tasks: Tasks of lm-evaluation-harness, e.g. ('piqa', 'wikitext').
         local_data: Folder with copies of the tasks' data; None loads them from the Hugging Face hub.
-        limit: Items of each task; None means all.
-        dtype: Of the base weights.
         device: 'auto' is the GPU where there is one, else the CPU.
         shard: How processes share the grid: 'next' takes the next free cell, 'I/N' every N-th; None runs all.
         keep_adapters: Whether adapters and checkpoints of finished cells stay.

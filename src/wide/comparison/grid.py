@@ -279,9 +279,7 @@ def method_settings(method: str, changes: Mapping[str, Any], where: str, setting
     """Return the settings of a method with some of them changed, whose types are checked and converted as flags are.
 
     Args:
-        method: Its name.
         changes: Values by setting, as YAML or Python have them.
-        where: Where they stand, for messages.
         settings: What is changed; None means the original's.
 
     Raises:

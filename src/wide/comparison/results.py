@@ -87,9 +87,7 @@ def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
     """Write tables, page and figures of whatever has been measured, and print the tables.
 
     Args:
-        folder: Of the comparison.
         later: Leave the figures to a process that goes on measuring; the page says so.
-        quiet: Print nothing.
 
     Raises:
         DataError: If it is not the folder of a comparison.

@@ -19,7 +19,6 @@ def free_cells(
 
     Args:
         cells: In the order in which they are wanted.
-        folder: Of a cell.
         is_over: Whether nothing of a cell is left to do.
 
     Raises:

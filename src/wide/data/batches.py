@@ -78,9 +78,7 @@ class BatchSource(Protocol):
 
         Args:
             step: Optimiser step, from 0.
-            batch_size: Blocks in the global batch.
             rank: Which share, in [0, world).
-            world: Number of equal shares.
         """
         ...
 
@@ -91,12 +89,8 @@ def block_indices(
     """Return the blocks of a rank's share of a step (`BatchSource.batch_at`); each epoch has a permutation of its own.
 
     Args:
-        num_blocks: Blocks in an epoch.
-        seed: Of the permutations.
         step: Optimiser step, from 0.
-        batch_size: Blocks in the global batch.
         rank: Which share, in [0, world).
-        world: Number of equal shares.
 
     Raises:
         ConfigError: If the batch cannot be shared equally or the rank does not exist.
@@ -209,8 +203,6 @@ def blocks_of_texts(
 
     Args:
         texts: One text a document; blank ones are left out.
-        tokenizer: Of the model that will read the blocks.
-        sequence_length: Tokens in a block.
         seed: Of the order in which `batch_at` visits the blocks.
         shorten: Whether texts too short for one block are a block by themselves.
 
@@ -239,12 +231,7 @@ def load_blocks(
     """Return the packed blocks of a source.
 
     Args:
-        source: See `load_documents`.
-        tokenizer: Of the model that will read the blocks.
-        sequence_length: Tokens in a block.
-        split: See `load_documents`.
-        text_field: See `load_documents`.
-        max_documents: Use only so many documents.
+        source: See `load_documents`, for `split` and `text_field`, too.
         max_tokens: Of a source that is streamed from a hub, read no document after so many tokens.
         cache: Folder of token caches; the ids are then built once, kept there and memory-mapped. None keeps them in
             memory.

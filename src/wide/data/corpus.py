@@ -74,9 +74,6 @@ def load_documents(
 def require_found(source: str | Path) -> None:
     """Refuse text that can be read from nowhere, before seconds go into importing what would read it.
 
-    Args:
-        source: As for `load_documents`.
-
     Raises:
         DataError: If a file or folder is missing or of a wrong type, or the hub does not answer.
     """

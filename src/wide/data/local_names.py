@@ -53,7 +53,6 @@ def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str
     Args:
         name: A folder, or of the hub.
         cache: Folder of the hub's cache; None means the usual one.
-        subfolder: Where the model lies in it.
     """
     if is_gguf(name):
         return None if Path(name).is_file() else f"there is no file {name!r} to load a model from; check the path"
@@ -85,11 +84,6 @@ def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) ->
     """Return why a hub name cannot be loaded, where the hub's cache does not have it and the hub does not answer.
 
     Asked once: a download would be tried again for a minute, file by file.
-
-    Args:
-        name: Of a model or a data set.
-        kind: Which of them.
-        cache: Folder of the hub's cache; None means the usual one.
     """
     from huggingface_hub import constants
 

@@ -58,10 +58,7 @@ def progress(items: Iterable[T], *, title: str, total: int | None = None, unit: 
     """Yield the items and show how far the work is: a bar where standard error is a terminal, lines elsewhere.
 
     Args:
-        items: What is worked on.
-        title: What is being done.
         total: Number of items, where known and not the length of `items`.
-        unit: What one item is.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)

@@ -94,10 +94,6 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
 def require_characters(text: str, where: str) -> None:
     r"""Refuse halves of characters, such as JSON's `\ud800` alone, which cannot be written as UTF-8.
 
-    Args:
-        text: For a tokenizer.
-        where: What the text is called in the message.
-
     Raises:
         DataError: If there are any.
     """

@@ -57,13 +57,9 @@ def evaluate(
         tasks: Names of tasks, see `wide.evaluation.tasks.TASKS`.
         local_data: Folder with copies of the tasks' data; None loads them from the Hugging Face hub.
         split: Of the source, see `load_documents`; None means what `scored_split` says.
-        text_field: Field that holds the text, where rows have fields.
         window: Tokens that the model sees at once, in text and tasks; None means its maximum, at most 4096.
         stride: Step of the window over text; None means disjoint windows.
         batch_size: Sequences per forward; of tasks with short texts, more.
-        max_documents: Score only so many documents of the text.
-        max_windows: Score only so many windows of the text.
-        limit: Evaluate only so many items of each task.
         compare_dense: Score the base model, too: routing, pruning and LoRA switched off; the report says where LoRA
             was merged and cannot be.
         fused: Score the model through its fused operators (`wide.optimize`), and on the text also masked, with the
@@ -125,10 +121,6 @@ def evaluate(
 
 def scored_split(source: str | Path, provenance: Mapping[str, Any]) -> str | None:
     """Return the part of a source that is scored where none is named: what was held out of training, else all of it.
-
-    Args:
-        source: See `load_documents`.
-        provenance: Of the model that is scored, which says what it was trained on.
 
     Warns:
         UserWarning: If nothing was held out of the training.

@@ -130,14 +130,10 @@ def run_harness(
     harness's default is the model's).
 
     Args:
-        model: A Hugging Face causal LM, attached or not.
-        tasks: Names, see `wide.evaluation.tasks.TASKS`.
-        tokenizer: Of the model; not changed.
         local_data: Folder with copies of the data; None loads them from the Hugging Face hub.
         max_length: Tokens that the model sees at most at once; 4096 in the paper.
         batch_size: Sequences per forward; short ones are more, see `log_likelihoods`.
         limit: Evaluate only so many items of each task; the result is labelled a subset.
-        count_skips: Measure sparsity, if the model carries routers.
 
     Raises:
         EvaluationError: If a task is unknown or its data cannot be had.

@@ -45,7 +45,6 @@ def log_likelihoods(
     float32 and summed in float64 whatever the model's dtype.
 
     Args:
-        model: A Hugging Face causal LM in evaluation mode.
         requests: (context ids, continuation ids), neither empty.
         max_length: Tokens that the model sees at most; longer inputs lose their beginning.
         batch_size: Rows per forward; short rows are more, up to 256 tokens for each of `batch_size`.

@@ -77,13 +77,10 @@ def token_perplexity(
     With a stride below the window, each further window scores its last `stride` tokens, with the rest as context.
 
     Args:
-        model: A causal LM, attached or not, on any device and in any dtype.
         data: Packed blocks (each block is a window, document starts are not scored), a text, or documents.
         tokenizer: Needed for text.
         window: Tokens per window for text; blocks have their own length.
         stride: Step of the window for text; None means disjoint windows.
-        batch_size: Windows per forward.
-        max_windows: Score only so many windows.
         meter: Counts what is skipped; of overlapping windows only the tokens that are new count.
 
     Raises:

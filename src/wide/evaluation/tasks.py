@@ -111,10 +111,6 @@ def find_task(name: str) -> Task:
 def check_tasks(names: Sequence[str], local_data: str | Path | None) -> None:
     """Refuse tasks that cannot be scored here, before anything that takes long.
 
-    Args:
-        names: Of the tasks.
-        local_data: Folder with copies of their data; None means those of the Hugging Face hub.
-
     Raises:
         EvaluationError: If there is no such task, or neither the hub nor its cache gives the data.
         MissingExtraError: If lm-evaluation-harness is not installed.
@@ -145,7 +141,6 @@ def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Pa
     """Write a task definition that reads a local copy of the data; prompts and metrics stay the harness's own.
 
     Args:
-        task: The task.
         local_data: Folder that holds the copy, itself or in a folder directly below.
         stock_tasks: The harness's folder of tasks.
         folder: Where the definition, the converted rows and the harness's cache of them go.

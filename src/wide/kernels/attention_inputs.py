@@ -55,7 +55,6 @@ def check_keys_and_values(
     """Refuse K and V that do not fit each other or the queries.
 
     Args:
-        operator: Its name, for messages.
         q: [..., H_q, d].
         k: [B, T_k, H_k, d]; any strides of the first three dimensions.
         v: As `k`.

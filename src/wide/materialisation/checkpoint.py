@@ -364,7 +364,6 @@ def save_checkpoint(model: nn.Module, path: str | Path, **options: Any) -> Path:
 
     Args:
         model: An attached model; LoRA must be merged.
-        path: The folder.
         options: For transformers' `save_pretrained`, e.g. `max_shard_size="5GB"`.
 
     Raises:
@@ -390,7 +389,6 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
     """Return the model of a checkpoint written by `save_checkpoint`, or by a sliced model, in evaluation mode.
 
     Args:
-        path: The folder or hub name.
         options: For `from_pretrained`, e.g. `dtype=torch.float32`.
 
     Raises:

@@ -177,9 +177,6 @@ def cut(
     """Cut every layer's heads and channels to what is left, in place; the residual stream is not touched.
 
     Args:
-        model: A Hugging Face causal LM.
-        specs: Its decoder layers.
-        shape: What is left of each layer.
         channels: Intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
 
     Raises:

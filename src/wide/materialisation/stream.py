@@ -89,7 +89,6 @@ def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | 
 
     Args:
         spec: The layer; `check_plain` has passed.
-        bases: Around the layer.
         scales: `norm_scales` of the layer, folded into the projections that read its norms; None leaves the
             projections' values without meaning, where only the shapes are wanted.
     """
@@ -122,7 +121,6 @@ def rotate_embedding(model: nn.Module, basis: Tensor) -> None:
     """Rotate and cut the embedding, in place, and untie the output head, which stays whole.
 
     Args:
-        model: A Hugging Face causal LM.
         basis: `[D, D']`, orthonormal columns.
     """
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]

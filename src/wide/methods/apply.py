@@ -64,13 +64,9 @@ def apply(
 
     Args:
         model: A causal LM, nothing attached.
-        method: A row of `wide.methods.catalogue`.
-        blocks: Calibration text.
-        target: How much to prune.
         settings: Of the method; None means the original's.
         stage: Steps, sizes and rates for methods that train routers; None means the paper's.
         objective: Loss of methods that train routers; the target comes from `target`.
-        output: Folder for checkpoints of methods that train routers.
         resume: Continue from the newest checkpoint in `output`.
         seed: Of everything random; the one in `settings` or `stage` does not count.
 

@@ -150,7 +150,6 @@ class BlockGates:
 
         Args:
             keeps: Kept-sets, `[K, 2L]`; equal ones are scored once.
-            title: Of the progress bar.
 
         Raises:
             ShapeError: If the kept-sets are not of this model.

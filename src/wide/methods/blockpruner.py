@@ -49,7 +49,6 @@ def greedy_steps(gates: BlockGates, shares: Sequence[float] | None = None, spars
     Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards.
 
     Args:
-        gates: Of the model.
         shares: Of each sublayer in the work, `[2L]`; one that would leave out more than `sparsity` by over half of the
             smallest is passed over, so that others come as close as they can. None takes all in turn.
         sparsity: Share of the work after which it ends.

@@ -29,7 +29,6 @@ def windows(
     """Return windows that do not overlap, drawn at random; a block is used again only when every block has been.
 
     Args:
-        blocks: Packed calibration text.
         count: Windows, N.
         length: Tokens in a window, T.
         seed: Of the draw; the same seed gives the same windows.

@@ -55,8 +55,6 @@ def sample_kept_layers(num_layers: int, removed: Sequence[int], count: int, gene
     Args:
         num_layers: L.
         removed: Numbers of removed layers, one a stratum.
-        count: Sets to draw.
-        generator: Source of randomness.
     """
     rank = generator.random((count, num_layers)).argsort(axis=1).argsort(axis=1)
     dropped = np.resize(np.asarray(removed, dtype=np.int64), count)
@@ -68,7 +66,6 @@ def measured_utilities(gates: BlockGates, kept: KeptSets, *, dense: float) -> np
     """Return perplexity of the whole model / perplexity of each set of layers, `[K]`; NaN where a forward broke down.
 
     Args:
-        gates: Of the model.
         kept: Sets of kept layers, `[K, L]`.
         dense: Mean loss of the whole model, nats per token.
     """
@@ -101,7 +98,6 @@ def fit_surrogate(kept: KeptSets, utilities: npt.NDArray[np.float64], settings: 
     Args:
         kept: Sets of kept layers, `[K, L]`.
         utilities: Finite, `[K]`.
-        settings: Of the training.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     inputs = torch.from_numpy(kept.astype(np.float32))

@@ -180,7 +180,6 @@ class EditedWeights:
         """Replace a weight.
 
         Args:
-            linear: A module of the model.
             weight: `[out, in]`; brought to the device and dtype of the module.
         """
         if linear not in self._originals:

@@ -132,7 +132,6 @@ def channels_share(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Te
     """Return the share of FFN channels to prune beside heads that are decided, for a share of all matrix products.
 
     Args:
-        specs: Parts of the decoder layers.
         target: Counted as 'linear_flops', keys and values that no head reads any more included.
         kept: By layer, which query heads are kept, bool `[H_q]`.
     """

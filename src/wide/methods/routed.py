@@ -73,13 +73,8 @@ def train(
     """Attach routers, train them in place until the model skips the target, and set their threshold.
 
     Args:
-        model: A Hugging Face causal LM with nothing attached.
-        route: The method.
-        blocks: Packed training text.
         settings: Of the method; its `calibrate_threshold` says whether the threshold may be moved off 0, argmax.
         asked: Target, stage and objective as the benchmark has them.
-        output: Folder for `adapter/`, `checkpoints/` and `metrics.jsonl`; None writes nothing.
-        resume: Continue from the newest checkpoint in `output`.
 
     Returns:
         Text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration of

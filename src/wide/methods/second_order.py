@@ -135,7 +135,6 @@ def unit_scores(score: Score, inverse_gram: Tensor, rows: Tensor, moments: Tenso
         inverse_gram: `H^-1` of the channels that are left, `[C, C]`.
         rows: Their weights B, `[C, M]`.
         moments: Their rows of `G = H B` of the unpruned matrix, `[C, M]`.
-        unit_size: Channels in a unit.
 
     Returns:
         `[C / unit_size]`.
@@ -183,7 +182,6 @@ class UnitPruner:
         Args:
             removed: Units to remove, in [0, num_units].
             rounds: Times the units are ranked anew on the way.
-            score: How they are ranked.
 
         Returns:
             The weight `[out, in]` in its own dtype with zero columns, and which units are kept, bool `[units]`.

@@ -121,10 +121,8 @@ def stream_bases(
 
     Args:
         model: The model; left as it is.
-        specs: The parts of its decoder layers.
         ids: Calibration windows, int64 `[N, T]`.
         kept: Dimensions of the subspaces, D'.
-        batch_size: Windows in a micro-batch.
 
     Returns:
         Bases, float32 `[D, D']` on the CPU, and the share of the energy that each drops, by their names in a plan.

@@ -334,14 +334,10 @@ def evolve(
     joins, and the best becomes the parent. A fitness that is no number (a broken model) counts as infinite.
 
     Args:
-        modules: What each module may take.
         fitness: See `Fitness`.
-        generations: How often.
         offspring: Mutants in a generation; equal ones are judged once.
         max_swaps: Largest number of swaps in a mutant.
         survivors: How many go on to each stage after the first; the number of stages is one more.
-        seed: Of the mutations.
-        title: For the progress bar.
 
     Returns:
         The best allocation, and its fitness after every generation, never increasing.

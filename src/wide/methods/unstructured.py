@@ -263,12 +263,8 @@ def _prune_matrices(
 
     Args:
         model: The model; its weights are as before on return.
-        blocks: Calibration text.
-        settings: How much of the text.
-        pattern: For the check of the widths.
         observe: Makes what observes the inputs of a matrix; matrices that read the same input share it.
         prune: From a weight, float32 `[out, in]`, and what was observed to the weight with zeros.
-        title: Of the progress bar.
     """
     specs = discover(model)
     ids = calibration_windows(blocks, settings)

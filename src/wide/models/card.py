@@ -16,10 +16,8 @@ def finish_folder(folder: Path, config: Mapping[str, Any], how: str, library: st
     """Write the card beside what was saved, and make all files as readable as any other output.
 
     Args:
-        folder: Of an adapter or a checkpoint.
         config: As `wide_config.json` holds it.
         how: The Python that loads the folder, which is called `PLACE`.
-        library: Name of the package that loads it.
     """
     (folder / CARD_FILE).write_text(model_card(config, how, library), encoding="utf-8")
     # safetensors makes its files private.

@@ -53,7 +53,6 @@ class MarginHistogram:
         """Count the margins of one forward at the tokens that are not padding.
 
         Args:
-            routing: As `observe` gives it in evaluation mode.
             valid: Bool `[B, T]`.
         """
         for router, weight in zip(self._routers, self._weights, strict=True):
@@ -102,7 +101,6 @@ def calibrate_dial(
 
     Args:
         measure: In which sparsity is counted, see `half_weights`.
-        include_fixed: See `half_weights`.
         sparsities: Wanted points, each in (0, 1); the argmax routing is always a point of the table.
 
     Returns:
@@ -153,8 +151,6 @@ def measure_sparsity(
 
     Args:
         threshold: Of all routers, or of each in the order of `Attachment.routers()`.
-        measure: In which sparsity is counted, see `half_weights`.
-        include_fixed: See `half_weights`.
     """
     histogram = MarginHistogram(model, measure, include_fixed=include_fixed)
     _measure(model, list(batches), threshold, histogram)

@@ -18,9 +18,6 @@ _SUB_NORMS = ("attn_sub_norm", "ffn_sub_norm", "inner_attn_ln", "groupnorm")
 def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
     """Return the spec of every decoder layer of a causal language model.
 
-    Args:
-        model: A Hugging Face causal LM (base, LoRA-wrapped or quantised).
-
     Raises:
         UnsupportedModelError: If a part cannot be placed; the message names the layer, what was seen and why it
             cannot be routed.

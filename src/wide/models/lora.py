@@ -146,8 +146,6 @@ class MaskedUpdate:
         """Add the update to the base layer's output.
 
         Args:
-            module: PEFT's layer.
-            active_adapter: Name of the LoRA.
             x: `[..., in]`, in the dtype of LoRA.
             result: `[..., out]`, of the base layer.
         """

@@ -81,7 +81,6 @@ def require_unsharded(model: nn.Module, doing: str) -> None:
     """Refuse a sharded model.
 
     Args:
-        model: Any.
         doing: What cannot be done with it, as the beginning of the message.
 
     Raises:

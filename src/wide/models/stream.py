@@ -82,8 +82,6 @@ def attach_stream(
 
     Args:
         specs: Parts of the decoder layers, whose sublayers each have a norm of their own in front.
-        tensors: Bases by the names of `wide.plan`.
-        parts: Gets (module, attribute) of what was added.
     """
 
     def put(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -115,9 +115,7 @@ def race_calls(
     Args:
         candidates: Each is called once or twice before, so that graphs are captured and kernels compiled.
         ids: Prompts, [B, T].
-        generate: New tokens.
         calls: 'forward', 'generate' or both.
-        quick: Less time, and so fewer samples.
 
     Returns:
         Times of `FORWARD`, `FIRST` and `STEP` by candidate, and the most bytes held during its calls; of the model as
@@ -212,10 +210,7 @@ def race_batches(
 
     Args:
         candidates: What runs; the model as loaded has one session.
-        requests: At once.
-        prompt: Random tokens of each.
         new: Tokens that follow, at least 2.
-        quick: The fewest sessions.
     """
     samples: dict[str, list[dict[str, float]]] = {each.name: [] for each in candidates}
     began = time.perf_counter()
@@ -239,12 +234,6 @@ def _rotated(candidates: Sequence[Candidate], turn: int) -> list[Candidate]:
 
 def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) -> dict[str, float]:
     """Return what `generate_batch`'s engine makes of so many requests at once, once its graphs are captured.
-
-    Args:
-        candidate: What runs.
-        requests: At once.
-        prompt: Random tokens of each.
-        new: Tokens that follow, at least 2.
 
     Returns:
         Tokens/s of a whole batch, prompts included; milliseconds of a decoding step, the difference of a long batch
@@ -276,7 +265,6 @@ def batch_agreement(model: Any, prompt: int, new: int) -> dict[str, float]:
     Args:
         model: Optimised.
         prompt: Tokens of each of three ragged prompts, at most.
-        new: Tokens to compare.
     """
     generator = torch.Generator().manual_seed(3)
     lengths = [max(1, prompt - 37 * row) for row in range(3)]
@@ -302,11 +290,9 @@ def captured_race(
     """Return the time of each model, captured in a CUDA graph, and the most bytes held during a call.
 
     Args:
-        models: By name of the candidate.
         what: 'prefill' or 'decode'.
         ids: Tokens of each sequence, [B, T] for a prefill and [B, 1] for a step.
         length: Tokens of a prompt, or cached before the step.
-        quick: Fewer samples.
     """
     calls: dict[str, Call] = {}
     for name, model in models.items():

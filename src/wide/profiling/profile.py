@@ -81,8 +81,6 @@ def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say
 
     Args:
         options: What is timed; `comparison` is not read.
-        out: Folder for endtoend.json.
-        device: The GPU.
         say: Takes tables and verdicts as they come.
         backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
 
@@ -233,7 +231,6 @@ def summarise(content: Mapping[str, Any], generate: int) -> list[Record]:
 
     Args:
         content: As endtoend.json holds it; where `generate()` was not timed, a prompt's forward stands for TTFT.
-        generate: New tokens.
     """
     firsts = {
         (r["tokens"], r["batch"], r["candidate"]): r

@@ -54,8 +54,6 @@ def random_model(shape: str, *, num_layers: int | None, device: torch.device, dt
     Args:
         shape: Key of `SHAPES`.
         num_layers: Decoder layers; None = as the shape says.
-        device: Where the weights are drawn.
-        dtype: Of the weights.
 
     Raises:
         ConfigError: If the shape is unknown.
@@ -94,7 +92,6 @@ def skipped_shares(model: Any, ids: Tensor, last: int | None = None) -> tuple[fl
     """Return the shares of (token, group) pairs that attention and FFN skip, measured; 0 where nothing routes.
 
     Args:
-        model: Attached.
         ids: Tokens, [1, T].
         last: Of how many tokens at the end; None = of all.
     """

@@ -25,7 +25,6 @@ def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Co
     notes say which cells do not count.
 
     Args:
-        comparisons: By name, in their order.
         rows: Names of the rows that are kept; none means all.
 
     Raises:

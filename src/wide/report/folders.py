@@ -62,8 +62,6 @@ def draw_together(paths: Sequence[Path], output: Path, rows: Sequence[str] = ())
     """Draw one page of several folders: runs and benches side by side, or comparisons as one.
 
     Args:
-        paths: As `draw_folder` takes them.
-        output: Where the page and its figures go.
         rows: Of comparisons, the rows that are kept beside the dense ones; none means all.
 
     Raises:
@@ -120,8 +118,6 @@ def draw_comparison(comparison: Comparison, folder: Path, *, later: bool = False
     figures are not drawn, the page and a note say why.
 
     Args:
-        comparison: What was measured.
-        folder: Where the files go.
         later: Leave the figures to a process that goes on measuring.
     """
     reason, shown = (_LATER, ()) if later else ("", COMPARISON_FIGURES)

@@ -100,9 +100,6 @@ def figure_sections(
     """Yield a section for each figure, drawn or with what is missing, and write the files of those drawn.
 
     Args:
-        figures: In their order.
-        source: What they show.
-        folder: Of the report.
         origins: The files that they are drawn from, and what of these is left out.
     """
     for figure in figures:
@@ -177,7 +174,6 @@ def _coloured(tokens: Sequence[str], percents: Sequence[Sequence[float | None]],
     Args:
         tokens: Texts of the tokens, which join to the whole.
         percents: For each token the percentage of groups that each layer executes; None where not routed.
-        name: Of the sublayer.
     """
     known = [{layer: value for layer, value in enumerate(row) if value is not None} for row in percents]
     means = [statistics.fmean(row.values()) if row else 0.0 for row in known]

@@ -58,10 +58,7 @@ def check_fits(
 
     Args:
         model: Without weights.
-        stage: What is trained.
         distils: Whether the loss compares with the dense model.
-        device: Where it would run.
-        dtype: Of the base.
         may_shard: Whether the processes of the run may share the base.
 
     Raises:
@@ -81,10 +78,6 @@ def forecast(
 
     Args:
         model: As the stage would find it; what is trained of it is changed.
-        blocks: The text.
-        objective: What is minimised.
-        stage: Steps, sizes and rates.
-        routers: Whether routers are trained.
     """
     device, title = next(model.parameters()).device, _title(stage)
     parallel = DataParallel.from_environment(device)

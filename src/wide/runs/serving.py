@@ -303,9 +303,7 @@ def serve(
 
     Args:
         model: A causal LM in evaluation mode, attached, optimised or neither.
-        tokenizer: Of the model.
         name: What clients call it; they may leave it out.
-        options: Of the server.
         sockets: Bound ones; None binds them.
 
     Raises:

@@ -372,7 +372,6 @@ def calibration_tokens(settings: Any, stage: StageConfig) -> int:
     """Return how many tokens of text a method's settings ask for, at most.
 
     Args:
-        settings: Of a method; training of routers is not among them.
         stage: Whose sequence length packs the text.
     """
     blocks = getattr(settings, "num_windows", None) or getattr(settings, "steps", 0) * getattr(
@@ -387,7 +386,6 @@ def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) 
 
     Args:
         group: Prefix of the flags; empty leaves messages as they are.
-        of: The settings that belong to the group.
         not_of: Settings that may be refused with them and have flags elsewhere.
 
     Raises:
@@ -407,8 +405,6 @@ def build(cls: type[T], values: Mapping[str, Any], *, group: str = "", **changes
     """Return a dataclass from the parsed values of its fields; keys that are not its fields are ignored.
 
     Args:
-        cls: The dataclass.
-        values: All values.
         group: Prefix of its flags, e.g. 'train'; empty for everyday flags.
         changes: Values that win.
 

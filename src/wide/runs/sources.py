@@ -49,11 +49,9 @@ def load_base(
     """Return the base model in evaluation mode; under torchrun each process takes its own GPU.
 
     Args:
-        options: Of the model.
         pruned_too: Whether a full pruned checkpoint may stand for it, which is then routed.
         parallel: Whether processes that torchrun started share the weights.
         stages: What will be trained, for 'auto'.
-        distils: Whether the loss compares with the dense model, for 'auto'.
     """
     from transformers.utils import logging
 
@@ -180,9 +178,6 @@ def held_out_documents(
 
     Args:
         source: The training source, for an evaluation that names no source of its own.
-        options: Of the evaluation.
-        text_field: Field that holds the text, where rows have fields.
-        tokenizer: Whose template turns chats into text.
         provenance: Of a model that was trained before, which says on what.
 
     Raises:

@@ -103,9 +103,7 @@ def continue_prompt(
 
     Args:
         model: A causal LM, attached or not, in evaluation mode.
-        tokenizer: Of the model.
         prompt: A text to continue, or the messages of a chat to answer.
-        options: How.
         streams: Print prompt and text, or the answer alone, while it is generated.
         warms_up: Let an optimised model capture its graphs before it is timed.
 
@@ -140,7 +138,6 @@ def generate(
             tokenizer's template turns into tokens. For the next turn, append the answer and what is said to it.
         tokenizer: None loads the model's own.
         system: What a chat's model is told before the first message; makes a text the first message.
-        max_new_tokens: Tokens to generate at most.
         temperature: 0 takes the likeliest token; above 0 samples.
         top_p: Sample from the smallest set of tokens with this probability, in (0, 1].
         seed: Of sampling; the caller's random state is left alone.

@@ -55,8 +55,6 @@ def read_inputs(
     Args:
         model: Run as it is, without gradients, in evaluation mode.
         modules: What to watch, by any key.
-        batches: Text.
-        title: Of the progress bar.
         keep: What to keep of an input `[t, C]`, given its key; None keeps it as bfloat16.
     """
     found: dict[K, list[Tensor]] = {key: [] for key in modules}

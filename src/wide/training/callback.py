@@ -161,7 +161,6 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Set temperature, target and weight of an optimiser step, counted from 0.
 
         Args:
-            step: Its number.
             micro_batches: Forwards in it, where they are fewer than `begin` was told.
         """
         self._forwards = micro_batches or self._micro_batches

@@ -50,11 +50,8 @@ def cluster_channels(
 
     Args:
         model: A model with nothing attached, or with what is attached switched off.
-        specs: Parts of its decoder layers.
-        plan: Whose groups are meant.
         batches: Text; a few thousand tokens are enough.
         skipped: Share of (token, group) pairs that will be skipped, in (0, 1).
-        seed: Of the clustering.
         parallel: The processes of the run, each of which clusters its share of the layers; all end with all orders.
 
     Returns:
@@ -105,7 +102,6 @@ def channel_order(energy: Tensor, *, num_groups: int, skipped: float, seed: int)
         energy: a^2 of channel c at token t, `[T, C]`, not negative, any float dtype.
         num_groups: Groups of equal size; must divide C.
         skipped: Share of (token, group) pairs to be skipped, in (0, 1).
-        seed: Of the start.
 
     Returns:
         int64 `[C]` on the CPU: the old channel at each new place; inside a group channels keep their order.
@@ -129,10 +125,7 @@ def skip_cost(energy: Tensor, groups: Tensor, num_groups: int, skipped: float) -
     """Return the share of all energy that the cheapest `skipped` share of (token, group) pairs holds.
 
     Args:
-        energy: As for `channel_order`.
         groups: Group of each channel, int64 `[C]`.
-        num_groups: Number of groups.
-        skipped: Share of pairs.
     """
     mass = _mass(energy.float(), groups, num_groups)
     return float((mass * _cheapest(mass, skipped)).double().sum() / mass.double().sum().clamp_min(1e-300))

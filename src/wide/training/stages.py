@@ -153,20 +153,16 @@ def recover(
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
     Under a plan without routers only LoRA is trained, without a sparsity term; what is pruned stays pruned. On the
-    same blocks as stage 1, training goes on with those that stage 1 did not read.
+    same blocks as stage 1, training goes on with those that stage 1 did not read. Arguments without an entry are as
+    for `prune`.
 
     Args:
         model: A model after `prune`, `wide.load` or `wide.attach`, trained in place.
-        data: As for `prune`.
-        tokenizer: As for `prune`.
         objective: None means that of stage 1, as the adapter records it; without routers, only its distillation
             counts, where `stage` names none.
         stage: Steps, sizes, rates and LoRA; None means the paper's.
         output: As for `prune`; a folder of its own.
-        resume: As for `prune`.
         calibrate_threshold: As for `prune`; with frozen routers the threshold stays as it is.
-        tensorboard: As for `prune`.
-        tracker: As for `prune`.
 
     Raises:
         NotAttachedError: If the model has no plan.

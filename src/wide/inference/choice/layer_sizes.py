@@ -83,8 +83,6 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
     """Return the kernels' operator that runs some rows, and the case under whose key tables keep what was measured.
 
     Args:
-        name: Of the layer's operator.
-        sizes: Of the layer.
         rows: Tokens; of a sequence, for attention over a prompt.
         active: Share of (token, group) pairs that execute.
     """
@@ -111,10 +109,7 @@ def backends_and_shape(
     """Return what may run an operator of a layer, and the shape that decides which of it does.
 
     Args:
-        name: Of the layer's operator.
-        sizes: Of the layer.
         rows: Tokens; of a sequence, for attention over a prompt.
-        dtype: Of weights and tokens.
         one_sort: Of a sum over input groups, whether rows are sorted once by all of more than 8 groups.
     """
     _, groups, size = sizes.grouped(name)

@@ -42,9 +42,6 @@ def measured_table(
     tiles beyond the measured ones, promises to be a twentieth below that of the dense product.
 
     Args:
-        sizes: Of the layer.
-        device: Where it runs.
-        dtype: Of its weights.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
         left: Share of the FFN's groups that tiles of rows in one order execute (`left_to_tiles`); None = unknown.
         tuning: The measurements; None takes the user's own, then those that ship with the package.

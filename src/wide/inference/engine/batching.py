@@ -165,11 +165,9 @@ class PagedView:
         """Return the attention output [Q, H_q, d] of queries [Q, H_q, d] whose keys `memory` has taken.
 
         Args:
-            layer: Index of the layer.
             q: Queries.
             mask: bool [Q, N_G]; None = everything executes.
             window: Keys that a query sees at most; None = all.
-            scores: Scale, soft cap and backend.
             zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
         """
         index, kind = _index_of(self._cache, layer), _kind(self._cache, layer)

@@ -36,7 +36,6 @@ def prompt(
 
     Args:
         memory: Claimed.
-        control: What the caller's thread wants of routers.
         x: Tokens [B, T] behind their left padding, or their embeddings [B, T, D].
         past: Tokens that the cache has of each sequence, padding included.
         padding: Left padding of each sequence, int64 [B]; None without.
@@ -109,9 +108,6 @@ def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCach
     """Return the logits [B, 1, V] after one more token [B, 1] a sequence; the cache grows by it.
 
     Args:
-        memory: Of the engine.
-        control: What the caller's thread wants of routers.
-        ids: Tokens.
         cache: Holds at least a token of each sequence.
         given: Arguments of the call, whose masks and positions are compared unless `generate` made them.
 
@@ -159,10 +155,7 @@ def paged_step(memory: Memory, control: RoutingControl, ids: Tensor, given: Mapp
     """Return the logits [1, kept, V] of a step of continuous batching, which transformers may be capturing.
 
     Args:
-        memory: Of the engine, whose decoder runs over transformers' cache.
-        control: What the thread of the batch wants of routers.
         ids: Tokens of all requests, [1, Q].
-        given: Arguments of the call.
 
     Raises:
         Masked: If the masked model has to compute it.

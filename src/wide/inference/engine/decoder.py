@@ -97,7 +97,6 @@ class Decoder:
         Args:
             x: Token ids, or embeddings [..., D], of the view's B * T rows.
             view: Where their keys and values go, and what they attend to.
-            run: Options.
         """
         weights = self._weights
         if x.is_floating_point():
@@ -135,7 +134,6 @@ class Decoder:
         Args:
             x: Tokens [B, T], or their embeddings [B, T, D]; shorter sequences are padded on the right with anything.
             cache: Overwritten from place `past` on.
-            run: Options.
             past: Tokens that every sequence of the cache has already.
             lengths: Tokens of each sequence after this call, int32 [B]; None = past + T.
         """
@@ -158,7 +156,6 @@ class Decoder:
             ids: Tokens, [B, T]; shorter sequences are padded on the right with any token.
             lengths: Tokens of each sequence, int32 [B], on the device.
             cache: Overwritten.
-            run: Options.
         """
         stream = self.prompt(ids, cache, run, lengths=lengths)
         starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
@@ -175,7 +172,6 @@ class Decoder:
         Args:
             ids: Tokens, [B].
             cache: With room for another token; the device does not check.
-            run: Options.
         """
         view = StepView(cache)
         logits = self.logits(self.forward(ids, view, run), run)

@@ -31,7 +31,6 @@ def wrap_generation(model: Any, ended: Callable[[], None]) -> dict[str, Callable
     """Return what takes the place of a model's `generate` and of the method that makes its cache.
 
     Args:
-        model: Optimised.
         ended: Called when a `generate` ends.
     """
     prepare: Callable[..., Any] = model._prepare_cache_for_generation

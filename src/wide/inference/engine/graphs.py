@@ -88,10 +88,8 @@ def capture_step(decoder: Decoder, cache: KvCache, run: ForwardOptions, pool: Gr
     leaves the cache as it was.
 
     Args:
-        decoder: Whose weights it runs.
         cache: With room for at least three tokens a sequence.
         run: How; nothing may be recorded.
-        pool: Takes the graph.
     """
     ids = torch.zeros(cache.batch, dtype=torch.long, device=decoder.device)
     lengths = cache.lengths.clone()
@@ -115,11 +113,9 @@ def capture_prompt(
     """Return a prefill that replays a graph: tokens [B, <= length] and lengths [B] in, the last logits [B, V] out.
 
     Args:
-        decoder: Whose weights it runs.
         cache: Overwritten from its beginning, now and at every call.
         length: Tokens of a prompt, padding on the right included.
         run: How; nothing may be recorded.
-        pool: Takes the graph.
     """
     ids = torch.zeros(cache.batch, length, dtype=torch.long, device=decoder.device)
     lengths = torch.full((cache.batch,), length, dtype=torch.int32, device=decoder.device)

@@ -33,7 +33,6 @@ def read_padding(
     Waits for the device where there is a mask or positions to compare.
 
     Args:
-        given: Arguments of the call.
         x: New tokens [B, T], or their embeddings.
         past: Earlier tokens of each sequence, padding included.
         reads_positions: Whether positions may differ from those that follow from the mask.
@@ -69,7 +68,6 @@ def unexpected_rows(given: Mapping[str, Any], lengths: Tensor) -> Tensor | str |
     """Return on the device whose mask or position is not that of one more token, bool [B]; a reason if that is unknown.
 
     Args:
-        given: Arguments of the call.
         lengths: Tokens of each sequence with the new one, int32 [B].
     """
     mask, positions = given.get("attention_mask"), given.get("position_ids")
@@ -87,11 +85,8 @@ def kept_rows(
     """Return of which rows of [B * T] logits are wanted, int64 [B * kept]; None = all, in order.
 
     Args:
-        batch: B.
-        length: T.
         kept: `logits_to_keep`: so many last places, 0 for all, or the places themselves.
         padding: Left padding that the caller's places count, int64 [B]; rows begin behind it.
-        device: Of the result.
     """
     places = torch.arange(length, device=device)
     places = places[kept.to(device)] if isinstance(kept, Tensor) else places[-kept:] if kept else places

@@ -63,9 +63,7 @@ def run_layer(
 
     Args:
         stream: What enters, of M = B * T rows.
-        layer: Weights and routers.
         view: Keys and values, with B and T.
-        table: Which operator runs at which number of rows.
         routed: Whether routers decide; otherwise everything executes.
         forced: Masks in place of the routers' decisions, with the routers' extra groups.
         side: A second stream for routers whose masks are not needed at once; None = they run in line.

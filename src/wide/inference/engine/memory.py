@@ -238,7 +238,6 @@ def has_graph(ids: Tensor, widest: int | None) -> bool:
     """Return whether prompts [B, T] are short enough that a graph is worth it.
 
     Args:
-        ids: Tokens.
         widest: Columns of the widest product; None = only short ones, whatever their width.
     """
     rows = ids.shape[0] * _prompt_bucket(ids.shape[1])

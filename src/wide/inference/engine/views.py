@@ -44,7 +44,6 @@ class CacheView(Protocol):
         """Return memory of keys and values into which those of the new tokens are to be written.
 
         Args:
-            layer: Index of the layer.
             new: The new keys, [B, T, H_k, d], before they are rotated.
 
         Returns:
@@ -65,13 +64,10 @@ class CacheView(Protocol):
         """Return the attention output [B, T, H_q, d] over keys of which the new ones have been written.
 
         Args:
-            layer: Index of the layer.
             q: Queries, [B, T, H_q, d].
             mask: bool [B * T, N_G], valid after `wait`; None = everything executes. Skipped heads come back as zeros
                 where the output product is dense; otherwise they hold anything.
             order: The reordering of the query product, if one was made.
-            weights: Of the attention.
-            table: Which operator runs.
             wait: Waits for a router on another stream.
         """
         ...

@@ -49,7 +49,6 @@ class LinearWeights(NamedTuple):
         Args:
             h: Rows, [M, K]; skipped channels are zero for a dense choice, and may hold anything for others.
             mask: bool [M, N_G].
-            choice: Which kernel runs.
             sorts: Backend of the sort by patterns.
         """
         if choice.backend == "dense":
@@ -111,7 +110,6 @@ class GatedWeights(NamedTuple):
         Args:
             x: Rows, [M, D].
             mask: bool [M, N_G]; None = everything executes, with a dense choice.
-            choice: Which kernel runs.
             sorts: Backend of the reordering.
             zeroed: Whether skipped channels are zero; otherwise they hold anything.
             ready: With a dense choice, called before the mask is read: a router on another stream may still write it.

@@ -46,8 +46,6 @@ def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Atte
     Args:
         part: The attention; its projections are plain.
         cos: Cosines by position, [positions, r].
-        sin: Sines, as `cos`.
-        where: For messages.
 
     Raises:
         UnsupportedModelError: If it cannot be called on its own, asks for something that the engine does not compute,

@@ -59,7 +59,6 @@ def read_model(model: nn.Module, max_length: int) -> ModelWeights:
     """Return the weights of a model; separate projections that read one input are moved into one buffer each.
 
     Args:
-        model: A causal LM, attached or not.
         max_length: Largest position plus one.
 
     Raises:
@@ -125,7 +124,6 @@ def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
     """Refuse plans of which the engine knows a part only.
 
     Args:
-        plan: Of an attached model.
         is_replaced: Whether a method replaced base weights.
 
     Raises:

@@ -144,7 +144,6 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     """Return a layer's weights; separate projections are moved into one buffer that their modules then view.
 
     Args:
-        spec: Its parts.
         angles: Cosines and sines by position, [max_length, r].
 
     Raises:

@@ -76,7 +76,6 @@ def cubin(
         source: A file of CUDA C++ that includes nothing.
         folder: Where machine code is kept; made if it does not exist. If nothing can be written there, nothing is kept.
         architecture: For example 'sm_90a'.
-        macros: Defined for the compiler.
         header: A file that is put in front of the source, such as `HOPPER`.
 
     Raises:

@@ -102,7 +102,6 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: s
         matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
         box_rows: Rows of a box, at most 256.
         box_columns: Columns of a box; 64 fill a line.
-        name: Of the kernel that reads them.
         instead: As of `Kernel`.
 
     Raises:
@@ -120,7 +119,6 @@ def product(source: Path, instead: str, **variant: int) -> Kernel:
     """Return a product for Hopper, compiled and loaded when it is first used.
 
     Args:
-        source: Its file, which has the name of its function.
         instead: As of `Kernel`.
         variant: What is compiled in, by the names of the source's macros.
 
@@ -141,7 +139,6 @@ def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[
 
     Args:
         matrices: By name, with contiguous rows; the first one's dtype is that of all.
-        vectors: Biases.
     """
     given = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     dtype = next(iter(given.values())).dtype

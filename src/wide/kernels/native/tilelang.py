@@ -43,8 +43,6 @@ def kernel(make: Callable[..., Any], device: torch.device, **constants: Any) -> 
     """Return a kernel, compiled and loaded when it is first used; it launches on PyTorch's current stream.
 
     Args:
-        make: Makes its TileLang function.
-        device: A GPU, where it runs.
         constants: Arguments of `make`, which are compiled in.
     """
     return compiled(make, _architecture(device), tuple(constants.items()))

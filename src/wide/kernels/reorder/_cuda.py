@@ -39,7 +39,6 @@ def machine_code(words: int, folder: Path) -> bytes:
 
     Args:
         words: Of 32 groups that a row takes.
-        folder: Where machine code is kept.
     """
     source = Path(__file__).with_name("reorder_rows.cu")
     return cubin(source, folder, architecture="sm_90a", macros={"COUNT": words, "CHUNK": CHUNK_ROWS})

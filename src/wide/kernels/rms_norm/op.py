@@ -29,7 +29,6 @@ def rms_norm(
         x: Residual stream, [M, D], last stride 1.
         weight: [D].
         addend: Output of the sublayer before, as `x`.
-        eps: Added to the mean square.
         unit_offset: Whether the factor is 1 + weight (Gemma).
 
     Returns:

@@ -40,9 +40,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
     """Return heads [..., d] with their first r channels turned.
 
     Args:
-        heads: Queries or keys.
         cos: Cosines [..., r] of the pairs, twice over; products and their sum are rounded to its dtype.
-        sin: Sines, as `cos`.
         interleaved: Whether a pair is two neighbours, not channels i and i + r / 2.
     """
     width = cos.shape[-1]

@@ -42,11 +42,8 @@ def prompt_race(
     """Return the race of one sequence.
 
     Args:
-        sizes: Of the layer.
-        length: Tokens.
         active: Share of (token, group) pairs that execute.
         choices: To compare with the reordering known; empty compares what charges it alone.
-        device: Where.
         shipped: What `wide.optimize` takes today, which is tried first.
     """
     heads, kv_heads, groups = sizes.query_width // sizes.head_dim, sizes.num_kv_heads, sizes.attention_groups

@@ -171,12 +171,9 @@ def product_race(
 
     Args:
         name: 'query', 'output', 'gate_up' or 'down'.
-        sizes: Of the layer.
         rows: M.
         active: Share of (row, group) pairs that execute.
-        device: Where.
         choices: That are tried; None = those that fit.
-        quick: Of these, fewer.
         zeroed: Of 'gate_up', whether skipped places get zeros, as the down projection needs wherever it is dense, which
             it mostly is; None leaves such places unwritten, and has the first choice write zeros, too.
         shipped: What `wide.optimize` takes today, which is tried first.

@@ -67,8 +67,6 @@ def measure(race: Race, *, rounds: int, until: float = math.inf, with_kernels: b
     """Compare every candidate, time those that agree, and return one JSON-ready record each.
 
     Args:
-        race: What is raced.
-        rounds: Samples of each candidate.
         until: Time of `time.monotonic` after which no further candidate is compiled or tried; peers come first.
         with_kernels: Whether records name the kernels that one call launches, with their numbers.
     """

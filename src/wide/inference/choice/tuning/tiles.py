@@ -13,10 +13,6 @@ def candidates(name: OperatorName, sizes: LayerSizes, rows: int, device: torch.d
     """Return what may run an operator of a layer instead of the dense one, none of it twice.
 
     Args:
-        name: Of the operator.
-        sizes: Of the layer.
-        rows: Tokens; of a sequence, for attention over a prompt.
-        device: Where.
         quick: The defaults of each backend and a few tiles more alone.
     """
     has_one_sort = name in SUMS and rows > MAX_ROWS and sizes.grouped(name)[1] > PATTERN_GROUPS

@@ -39,7 +39,6 @@ def time_interleaved(candidates: Mapping[str, Call | Sequence[Call]], *, rounds:
     Args:
         candidates: A call without arguments by name, or several calls (for example on copies of the weights, so that
             none is found in the cache) that are timed together and averaged.
-        rounds: Replays of each candidate.
 
     Returns:
         Time of one call by name.

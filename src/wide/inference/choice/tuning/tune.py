@@ -124,14 +124,11 @@ def tune_layers(
     measured, for example for want of memory, is named and stays dense.
 
     Args:
-        layers: From `tuned_layers`.
-        device: The GPU.
         rows: Numbers of tokens of a prompt, the most important first.
         executed: Shares of (token, group) pairs that execute, in attention and FFN.
         quick: The defaults of each backend and a few more tiles alone; otherwise all that fit.
         seconds: After them no further tile is begun: what is not measured until then stays dense; None takes its time.
         table: Where choices are kept; None means the user's own, which `wide.optimize` reads.
-        progress: Told of each shape as soon as it is measured.
 
     Raises:
         ConfigError: If the table is damaged.
