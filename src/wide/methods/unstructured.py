@@ -202,15 +202,7 @@ def decide_by_activation(model: nn.Module, blocks: TokenBlocks, target: Target, 
     def prune(weight: Tensor, seen: InputEnergy) -> Tensor:
         return prune_by_activation(weight, seen.squares, target.sparsity, pattern)
 
-    return _prune_matrices(
-        model,
-        blocks,
-        settings,
-        pattern,
-        lambda linear: InputEnergy(linear.in_features, linear.weight.device),
-        prune,
-        title="wanda: layers",
-    )
+    return _prune_matrices(model, blocks, settings, pattern, InputEnergy, prune, title="wanda: layers")
 
 
 def decide_with_updates(model: nn.Module, blocks: TokenBlocks, target: Target, settings: SparseGPTConfig) -> Decision:
@@ -229,24 +221,12 @@ def decide_with_updates(model: nn.Module, blocks: TokenBlocks, target: Target, s
         )
 
     def prune(weight: Tensor, seen: GramAccumulator) -> Tensor:
+        gram, size = seen.matrix * (2.0 / seen.rows), settings.block_size
         return prune_with_updates(
-            weight,
-            seen.matrix * (2.0 / seen.rows),
-            target.sparsity,
-            damping=settings.damping,
-            block_size=settings.block_size,
-            pattern=pattern,
+            weight, gram, target.sparsity, damping=settings.damping, block_size=size, pattern=pattern
         )
 
-    return _prune_matrices(
-        model,
-        blocks,
-        settings,
-        pattern,
-        lambda linear: GramAccumulator(linear.in_features, device=linear.weight.device),
-        prune,
-        title="sparsegpt: layers",
-    )
+    return _prune_matrices(model, blocks, settings, pattern, GramAccumulator, prune, title="sparsegpt: layers")
 
 
 def _prune_matrices(
@@ -254,7 +234,7 @@ def _prune_matrices(
     blocks: TokenBlocks,
     settings: Calibrated,
     pattern: SemiStructured | None,
-    observe: Callable[[nn.Linear], _Seen],
+    observe: Callable[..., _Seen],
     prune: Callable[[Tensor, _Seen], Tensor],
     *,
     title: str,
@@ -263,7 +243,7 @@ def _prune_matrices(
 
     Args:
         model: The model; its weights are as before on return.
-        observe: Makes what observes the inputs of a matrix; matrices that read the same input share it.
+        observe: Makes what observes inputs of a width; matrices that read the same input share it.
         prune: From a weight, float32 `[out, in]`, and what was observed to the weight with zeros.
     """
     specs = discover(model)
@@ -272,8 +252,9 @@ def _prune_matrices(
         groups = [_matrices(spec, pattern) for spec in specs]
         runner = LayerRunner(model, specs, ids, batch_size=settings.batch_size)
         for spec in progress(specs, title=title, unit="layer"):
-            statistics = [observe(linears[0]) for linears in groups[spec.index]]
-            runner.observe(spec.index, {g[0]: seen.add for g, seen in zip(groups[spec.index], statistics, strict=True)})
+            firsts = [linears[0] for linears in groups[spec.index]]
+            statistics = [observe(first.in_features, device=first.weight.device) for first in firsts]
+            runner.observe(spec.index, {first: seen.add for first, seen in zip(firsts, statistics, strict=True)})
             for linears, seen in zip(groups[spec.index], statistics, strict=True):
                 for linear in linears:
                     weights.set(linear, prune(linear.weight.detach().float(), seen))
