@@ -26,8 +26,9 @@ from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.report.selection import Selection
+from wide.runs import sources
 from wide.runs.materials import Materials
-from wide.runs.settings import EvalOptions, RunOptions
+from wide.runs.settings import EvalOptions, ModelOptions, RunOptions
 
 SHORT = [
     "--dtype=float32",
@@ -652,3 +653,10 @@ def test_folders_of_others_are_never_touched(tmp_path, tiny_model_folder, prose_
     assert main(["prune", *given, *SHORT]) == 1
     assert "holds no run of wide" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(("half", "dtype"), [(4.0, torch.float32), (1.2, torch.bfloat16)])
+def test_auto_on_a_cpu_takes_the_dtype_that_is_fast_there(half, dtype, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "_product_seconds", lambda dtype: 1.0 if dtype == torch.float32 else half)
+    assert sources.load_base(ModelOptions(model="models/nano", device="cpu")).dtype == dtype
+    assert ("4 times as fast here as bfloat16" in capsys.readouterr().out) == (half == 4.0)
