@@ -90,7 +90,6 @@ class Record:
         step: Optimiser step, where the value belongs to one.
         run: Name of the run or comparison, in a file that holds several.
         config_fingerprint: `fingerprint` of the resolved configuration.
-        device: What it ran on.
         versions: Distribution -> version; None means those of the latest earlier record that has them.
         time: ISO 8601, UTC.
     """
@@ -118,8 +117,6 @@ class RecordFile:
 
     Args:
         path: The JSON-lines file; made at the first `append`.
-        config_fingerprint: Written into every record.
-        device: Written into every record.
         silent: Write nothing, because another process of the run does.
     """
 

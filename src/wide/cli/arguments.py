@@ -56,7 +56,6 @@ class Arguments:
     """The flags of one command, which are also the keys of its YAML files.
 
     Args:
-        command: Name of the command.
         description: What it does, for `--help`.
         usage: The words after the command, for `--help`.
         first: The flags that `--help` explains, without dashes; all others are explained by `--help_all`. Empty

@@ -195,15 +195,11 @@ class CompareRequest:
     """Everything that one comparison is told.
 
     Args:
-        run: Model, data, output.
-        grid: What is compared.
         budget: Calibration text of all methods.
         settings: Of every row, the dense model's included, by name.
         objective: Loss of methods that train routers.
         stage: Training of routers; its sequence length packs the calibration text of all methods.
         recover: LoRA for all rows; None leaves it out.
-        scoring: Evaluation on held-out text.
-        tasks: Evaluation on tasks.
     """
 
     run: RunOptions

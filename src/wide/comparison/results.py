@@ -24,9 +24,7 @@ class ComparisonRow:
 
     Args:
         method: Name of the row; 'dense' is the model as it is.
-        recovered: Whether LoRA was trained on top.
         sparsity: Target, in [0, 1); 0 for the dense model.
-        seeds: The seeds that were measured.
         perplexity: Token perplexity on held-out text.
         ratio: That perplexity relative to the dense model's.
         accuracy: Mean accuracy over tasks, in [0, 1].

@@ -36,12 +36,10 @@ class TaskResult:
     """One task's score.
 
     Args:
-        task: Name in lm-evaluation-harness.
         metric: The metric that the paper reports: accuracies lie in [0, 1]; `word_perplexity` is per whitespace word.
         value: Of that metric.
         stderr: Its standard error: the harness's over items, and of `word_perplexity`, for which it has none, the ratio
             estimator's over documents; None for a single document.
-        items: Items that were evaluated.
         full_items: Items of the full evaluation split.
         sparsity: What was skipped on this task's tokens, padding excluded; None for a model without routers.
         token_perplexity: Perplexity per token of the same text in the same windows, where `metric` is one per word;
@@ -83,7 +81,6 @@ class HarnessResult:
     Args:
         tasks: In the order asked for.
         max_length: Tokens that the model saw at most at once.
-        harness_version: Of lm-evaluation-harness.
     """
 
     tasks: tuple[TaskResult, ...]

@@ -56,11 +56,7 @@ def masks_of(routing: Routing) -> Iterator[tuple[int, str, Tensor]]:
 
 
 class RoutingTape(SkipCounter):
-    """Counts what is skipped and keeps every decision on the host, eight to a byte, to compare two runs.
-
-    Args:
-        model: An attached model.
-    """
+    """Counts what is skipped and keeps every decision on the host, eight to a byte, to compare two runs."""
 
     def __init__(self, model: nn.Module) -> None:
         """Start empty."""

@@ -40,8 +40,6 @@ class PerplexityResult:
         perplexity: exp(nll), infinite where that overflows.
         nll: Mean negative log-likelihood, nats per scored token.
         stderr: Standard error of `nll` over windows, nats; None with a single window.
-        tokens: Scored tokens.
-        window: Tokens that the model sees at once.
         stride: Tokens by which the window moves; equal to `window` for disjoint windows.
         windows: Summed loss in nats and scored tokens of each window, for comparisons window by window.
     """

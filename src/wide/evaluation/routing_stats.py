@@ -150,7 +150,6 @@ class HalfCounter:
     Args:
         positions: Tokens in a sequence, T, at most.
         num_groups: Groups of the sublayer, N_G.
-        device: Of the masks.
     """
 
     def __init__(self, positions: int, num_groups: int, device: torch.device) -> None:

@@ -23,7 +23,6 @@ class Task:
     """One task of lm-evaluation-harness, as the paper reports it.
 
     Args:
-        name: In lm-evaluation-harness.
         metric: That the paper reports.
         stock: The harness's own definition, relative to its folder of tasks.
         num_items: Items of the full evaluation split; a run over fewer is a subset and is labelled so.

@@ -28,7 +28,6 @@ class Method:
         name: As on the command line.
         kind: What it removes; methods that train routers are 'dynamic'.
         summary: One line for `wide methods`.
-        source: Paper or repository.
         settings: The frozen dataclass of the method's options, defaults as the original's.
         code: What decides, as 'module:function' below `wide.methods` or the function itself. A dynamic method's is a
             `wide.methods.routed.Route`, the others' a `wide.methods.method.Decide`; the dense model has none.

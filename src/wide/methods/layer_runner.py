@@ -38,10 +38,7 @@ class LayerRunner:
     """Calibration windows on their way through the decoder layers.
 
     Args:
-        model: A causal LM in evaluation mode.
-        specs: The parts of its decoder layers.
         ids: Token ids without padding, int64 `[N, T]`.
-        batch_size: Windows in a micro-batch.
 
     Attributes:
         inputs: Inputs of the layer that is next, a tensor `[B, T, D]` in the model's dtype per micro-batch; what a
@@ -152,11 +149,7 @@ def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
 
 
 class EditedWeights:
-    """Replaces weights of linear modules in place; leaving the `with` block restores all of them.
-
-    Args:
-        model: The model that owns the modules.
-    """
+    """Replaces weights of linear modules in place; leaving the `with` block restores all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         """Look up the names of the model's parameters."""

@@ -39,9 +39,7 @@ class Routing:
 
     Args:
         target: The target, as a share of what has routers where it is nominal.
-        stage: Steps, sizes, rates and temperatures.
         objective: Weights and ramp; its sparsity and measure are replaced by the target's.
-        config: Group sizes and routers, or a plan.
         uniform: Steer attention and FFN to the same share each.
         initialise: Draws the initial parameters of a router in place of those that it comes with.
         deviations: Where this differs from the method's original, a sentence each.

@@ -21,7 +21,6 @@ class GramAccumulator:
 
     Args:
         width: Channels of x, C.
-        device: Where the sum lies.
         dtype: Of the sum, float32 or float64; inputs are brought to it before they are multiplied.
 
     Attributes:

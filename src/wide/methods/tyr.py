@@ -101,8 +101,6 @@ class Projection:
     """The output projection of a sublayer, whose input channels are pruned in units.
 
     Args:
-        layer: Index of the decoder layer.
-        kind: Which sublayer.
         linear: o_proj or down_proj.
         unit_size: Channels in a unit: a query head, or one FFN channel.
     """
@@ -185,10 +183,7 @@ class Supernet:
     """Copies of every output projection at several sparsities.
 
     Args:
-        specs: The parts of the decoder layers.
         weights: Edits the model, whose weights are dense between calls of `fill` and `load`.
-        copies: Holds the pruned weights.
-        settings: Of the method.
 
     Attributes:
         projections: Of all layers, attention before FFN.
@@ -399,7 +394,6 @@ class TopKDivergence:
         model: The dense model, in evaluation mode; its logits are kept on its device.
         ids: Windows of text, int64 `[N, T]`.
         top_k: Logits of each token that count; the whole vocabulary where it is smaller.
-        batch_size: Windows in a forward.
 
     Attributes:
         tokens: Tokens that went through a model so far, for the account of effort.

@@ -98,7 +98,6 @@ class InputEnergy:
 
     Args:
         width: Channels, C.
-        device: Where the sums lie.
 
     Attributes:
         squares: The sums so far, `[C]`.

@@ -70,8 +70,6 @@ class FeedForwardSpec:
         activation: The activation module, one per layer.
         width: Intermediate channels (of the activation's output).
         fused_gate: Whether `up` holds gate and up rows.
-        pre_norm: As in `AttentionSpec`.
-        post_norm: As in `AttentionSpec`.
     """
 
     module: nn.Module

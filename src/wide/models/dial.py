@@ -33,12 +33,7 @@ _NUM_BINS = 1 << (32 - _SHIFT)
 
 
 class MarginHistogram:
-    """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory.
-
-    Args:
-        measure: See `half_weights`.
-        include_fixed: See `half_weights`.
-    """
+    """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory."""
 
     def __init__(self, model: nn.Module, measure: Measure, *, include_fixed: bool = False) -> None:
         """Start empty."""

@@ -47,7 +47,6 @@ class LoraHandle:
 
     Args:
         model: The attached model; its linear layers have been wrapped in place.
-        tuner: PEFT's tuner, which knows how to unwrap them.
         trainable: Parameters of the base that were trainable before; they are again without LoRA.
     """
 

@@ -21,7 +21,6 @@ class ReplacedWeights:
     The parameters themselves stay the same objects, under LoRA's wrappers too.
 
     Args:
-        model: The base model, nothing attached yet.
         weights: New values by name in the model's state dict, any float dtype; cast to the parameter's.
         control: Says in which threads the originals compute.
 

@@ -98,7 +98,6 @@ class Router(nn.Module):
 
     Args:
         hidden_size: Channels of the input, D.
-        routed: Groups, rank and options.
         layer_index: Decoder layer, from 0.
         half: 'attention' or 'ffn'.
 

@@ -42,7 +42,6 @@ class Candidate:
     """A model and how its calls are opened.
 
     Args:
-        name: In records.
         model: In evaluation mode, without an end-of-sequence token, so that `generate()` makes what it is asked for.
         is_dense: Whether an optimised model runs with nothing skipped.
         skipped: Wanted shares of attention and FFN, in records; None = not a routed one.

@@ -41,7 +41,6 @@ class Reference:
         masks: Independent masks of 50 % for each layer's attention and FFN, bool [T, N_G].
         masked: Logits under these masks.
         own: Logits with the routers deciding.
-        decisions: Their masks.
     """
 
     ids: Tensor

@@ -20,8 +20,6 @@ class Pair:
     """A base model and what a method left of it.
 
     Args:
-        dense: The base.
-        pruned: The smaller model.
         error: Relative error of its logits against the plan's gates on the base; None where there is no plan to ask.
     """
 

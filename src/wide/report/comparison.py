@@ -56,7 +56,6 @@ class Value:
         mean: Over seeds.
         error: With one seed the standard error over windows of text, where there is one; with several the standard
             deviation between seeds.
-        seeds: Number of seeds.
     """
 
     mean: float

@@ -14,7 +14,6 @@ class Column:
     """One figure of a row.
 
     Args:
-        title: Above the column.
         metric: As `Comparison.value` takes it.
         show: Mean and error as text.
     """

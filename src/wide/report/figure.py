@@ -29,7 +29,6 @@ class Figure:
 
     Args:
         name: Of its files, without their endings.
-        title: Above it.
         rows: Returns what is shown, each row with the same columns; it may raise `MissingRecordsError`.
         missing: Which records are missing where there are no rows: a sentence without its full stop.
         x: Column of the place: a number, or a name in the order of the rows.
@@ -53,7 +52,6 @@ class Figure:
         signed: Of an image: values lie in [-1, 1] instead of [0, 1].
         line_at: Height of a black line across the panels, in drawn units.
         lines: Returns further lines across: names with their heights by panel.
-        columns: Panels beside each other.
         height: Of a row of panels, inches.
     """
 

@@ -39,17 +39,13 @@ class Section:
     """A part of a page, in the order in which its parts are shown; what is empty is not.
 
     Args:
-        title: Above it.
         verdict: What a run came to, the first sentence in large letters.
         missing: Why nothing is drawn, and the way out: a sentence without its full stop.
         coloured: Texts whose tokens have a colour each, as `_coloured` makes them.
-        tables: Of texts.
         folded: Whether tables are to be opened.
         runs: Name, place of its own page and facts of each run; one without a name is shown unfolded.
         figure: A drawn figure, as `figure_sections` makes it.
-        texts: Paragraphs.
         samples: Names and texts that are shown as they are.
-        items: Of a list.
         files: Place of each file of records, what it says of its measurement, and the command that measured.
     """
 

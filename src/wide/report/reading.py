@@ -19,7 +19,6 @@ class Folder:
     """What a folder holds, or a run in the record file of a study, which is named as if it were a folder beside it.
 
     Args:
-        path: As it was named.
         records: Of its run or comparison; None of benches alone.
         is_comparison: Whether these are the records of a comparison.
         profile: What was timed, but for the cells of a comparison.

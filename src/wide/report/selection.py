@@ -51,7 +51,6 @@ class Origin:
     """A file of records that a report is drawn from.
 
     Args:
-        path: Where it lies.
         about: What it says of its measurement: device and date.
         command: That measured, empty where it is not known.
         notes: What was left out of it, in words.

@@ -35,7 +35,6 @@ class RunFolder:
     Args:
         path: The folder; need not exist.
         config: The values of all keys of the command, JSON-ready; those that say how a run is carried out are not kept.
-        resume: Continue a run that lies there.
         shared: Let other processes that share it write there, too; each continues what it finds.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.
         resumable: Whether the command has --resume, for messages.

@@ -31,7 +31,6 @@ class Materials:
     """Model and texts of a run, each loaded when it is first asked for.
 
     Args:
-        run: Which model and text.
         scoring: How much of the held-out text is scored, and how; with 0 tokens there is none.
         tasks: Tasks of lm-evaluation-harness that are scored beside the text.
         max_tokens: How much of a text that is streamed from a hub is read, at most.

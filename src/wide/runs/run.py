@@ -74,9 +74,6 @@ class Run:
     """One run of `wide prune` or `wide recover`.
 
     Args:
-        request: Model, data, LoRA, evaluation and sample.
-        folder: Where everything goes.
-        command: The command line, for the report.
         dry_run: Whether to refuse what can be refused and say what the run costs, and end there.
 
     Raises:

@@ -39,10 +39,8 @@ class Checkpoint:
     """A checkpoint that was read and found whole.
 
     Args:
-        step: Optimiser steps that were done.
         seconds: Wall time of training until then.
         measured: Fields of the outcome that a run with nothing left to do cannot measure again.
-        parameters: By name.
         optimizer: Moments, `<name>.<moment>`.
     """
 

@@ -39,7 +39,6 @@ class Need:
     """Bytes of one GPU, or of the host.
 
     Args:
-        weights: Of the base.
         activations: That layers keep for the backward.
         logits: Of a chunk of tokens, with what their loss takes; or what the backward of a layer takes, if that is
             more.

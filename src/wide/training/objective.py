@@ -61,7 +61,6 @@ class Objective:
     Args:
         model: An attached model; its routers in training mode sample masks with straight-through gradient. Without
             routers the rates that are reported are those of the static plan.
-        config: Target, measure and weights.
         parallel: The processes that share a batch; None for a single one.
         fuse: Whether `torch.compile` fuses the loss of a chunk of tokens.
 

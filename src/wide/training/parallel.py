@@ -20,7 +20,6 @@ class DataParallel:
 
     Args:
         rank: Of this process, from 0.
-        world: Number of processes.
         device: On which collectives run.
     """
 

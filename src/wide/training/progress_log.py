@@ -94,7 +94,6 @@ class ProgressLog:
 
     Args:
         options: What the run is called, where it writes and who else is told; the title is the subject of its records.
-        steps: Of the whole stage.
         first_step: Steps that were done before (resumed).
         device: Name of the device, written into every record.
         silent: Whether this process shows and writes nothing.

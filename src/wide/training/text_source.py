@@ -24,7 +24,6 @@ class ShiftedSource:
     """A source that begins later, so that a second stage goes on where the first one stopped.
 
     Args:
-        source: The source.
         samples: Blocks to leave out, rounded up to whole batches.
     """
 

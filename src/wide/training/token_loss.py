@@ -59,11 +59,7 @@ def num_targets(labels: Tensor) -> int:
 
 
 class OutputHead:
-    """The last linear layer of a causal LM and what the model makes of its output, apart from the rest of the model.
-
-    Args:
-        model: A Hugging Face causal LM.
-    """
+    """The last linear layer of a causal LM and what the model makes of its output, apart from the rest of the model."""
 
     def __init__(self, model: Any) -> None:
         """Look at the model's configuration."""

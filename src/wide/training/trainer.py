@@ -46,7 +46,6 @@ class Outcome:
     """What a finished run was like.
 
     Args:
-        steps: Optimiser steps.
         tokens: Tokens seen by all processes.
         seconds: Wall time of training, over all parts of a resumed run.
         seconds_before: What of it the earlier parts took, up to the checkpoint that the run was resumed from.
@@ -69,10 +68,6 @@ class Trainer:
 
     Args:
         model: An attached model; its base is frozen for the duration.
-        objective: Of the same model and the same processes.
-        source: Batches by step.
-        stage: Steps, sizes and rates.
-        options: Output, resuming and what is trained.
         parallel: The processes of the run; None for a single one.
 
     Raises:

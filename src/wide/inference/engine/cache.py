@@ -12,7 +12,6 @@ class KvCache:
 
     Args:
         k: Keys, [L, B, H_k, T_max, d].
-        v: Values, as `k`.
         lengths: Tokens cached of each sequence, int32 [B]; moved on by the device itself.
         zeros: int32 [B] of zeros, the positions of a prefill.
     """

@@ -38,8 +38,6 @@ class Engine:
     """Stands in for the forward of an optimised model.
 
     Args:
-        model: Attached.
-        state: What wide knows of it.
         tables: Which operator runs where, for each layer.
 
     Raises:

@@ -11,7 +11,6 @@ class EngineCache(DynamicCache):
     """Keys and values in the engine's memory; an ordinary `DynamicCache` once anyone reads its layers.
 
     Args:
-        config: The model's.
         room: Tokens of a sequence that it will have to hold; None = unknown.
         is_greedy: Whether the next tokens, of all sequences, will be the likeliest, as far as is known.
     """

@@ -18,9 +18,6 @@ _WARM_UP_CALLS = 2
 class GraphPool:
     """Captures calls as graphs that share memory and are never replayed at the same time; it outlives each of them.
 
-    Args:
-        device: A GPU.
-
     Raises:
         UnsupportedBackendError: If there is no CUDA device.
     """

@@ -100,7 +100,6 @@ class Memory:
 
     Args:
         decoder: Whose keys and values it holds.
-        lock: Of the engine.
     """
 
     def __init__(self, decoder: Decoder, lock: "threading.RLock") -> None:  # type: ignore[valid-type]

@@ -14,9 +14,6 @@ class NextStep:
 
     It writes the place after a cache's last token and moves its lengths on, so that whatever else uses the engine's
     memory has to `drop` it first; graphs share memory.
-
-    Args:
-        device: A GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

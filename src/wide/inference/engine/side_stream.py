@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """A second stream, for a router that runs while a product does not yet need its mask.
-
-    Args:
-        device: A GPU.
-    """
+    """A second stream, for a router that runs while a product does not yet need its mask."""
 
     def __init__(self, device: torch.device) -> None:
         """Nothing runs."""

@@ -8,12 +8,7 @@ from wide.models.attach import Attachment
 
 
 class Snapshot:
-    """Weights, routers, hooks and forwards of a model at one moment.
-
-    Args:
-        model: Attached.
-        state: What wide knows of it.
-    """
+    """Weights, routers, hooks and forwards of a model at one moment."""
 
     def __init__(self, model: nn.Module, state: Attachment) -> None:
         """Look at all modules."""

@@ -77,7 +77,6 @@ class PromptView:
     """Several new tokens of each sequence, of which all have the same number of earlier ones.
 
     Args:
-        cache: The engine's memory.
         batch: Sequences.
         length: New tokens of each.
         past: Earlier tokens of each.
@@ -144,11 +143,7 @@ class PromptView:
 
 
 class StepView:
-    """One new token of each sequence, behind all that the cache holds of it.
-
-    Args:
-        cache: The engine's memory.
-    """
+    """One new token of each sequence, behind all that the cache holds of it."""
 
     length, is_step = 1, True
 

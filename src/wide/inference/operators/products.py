@@ -77,7 +77,6 @@ class GatedWeights(NamedTuple):
         gate: Of a gated FFN up lies right behind it in memory.
         up: None without a gate.
         gate_bias: None without biases.
-        up_bias: The same for up.
         activation: 'silu', 'gelu_tanh', 'relu2' or 'none'.
     """
 

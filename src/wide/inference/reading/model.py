@@ -33,8 +33,6 @@ class ModelWeights:
     """A causal LM as the engine computes it.
 
     Args:
-        specs: The layers' parts.
-        layers: Their weights.
         embedding: [V, D].
         head: The output projection, N = V.
         norm: Before the head.

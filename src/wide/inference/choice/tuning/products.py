@@ -67,8 +67,6 @@ class _Product:
     """What a race multiplies.
 
     Args:
-        name: Of the product.
-        sizes: Of the layer.
         mask: bool [M, N_G].
         weights: Copies, [2 or 1, N, K]: gate and up are one buffer, as `wide.optimize` lays them.
         x: Rows, [M, K].

@@ -34,7 +34,6 @@ class Race:
         wanted: Makes the result that all are compared with; None compares nothing.
         error: Relative error of a result against the wanted one, on executing places.
         trusted: Candidates that are only timed: peers with other inputs or another layout of the result.
-        tolerance: Largest error of a candidate that is timed.
         peer: Candidate that speed-ups refer to; empty takes the fastest whose name begins with 'dense'.
         flop: Operations of executing pairs; 0 if a rate means nothing.
         bytes_moved: Bytes of executing data; 0 if a rate means nothing.

@@ -36,7 +36,6 @@ class TunedLayer:
     """A layer whose operators are measured.
 
     Args:
-        sizes: Of its operators.
         attention: Whether tokens skip in its attention.
         ffn: Whether tokens skip in its FFN.
     """
@@ -52,10 +51,8 @@ class Progress:
 
     Args:
         done: Shapes that are behind, this one included.
-        total: All shapes.
         name: Of this one, for example 'gate_up, 4096 rows'.
         verdict: What was found, in words.
-        seconds: Since the beginning.
     """
 
     done: int
