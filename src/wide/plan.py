@@ -43,7 +43,6 @@ class Kept:
     kept: int
 
     def __post_init__(self) -> None:
-        """Refuse more units than there are."""
         if not 0 <= self.kept <= self.grouping.num_groups:
             raise ConfigError(f"kept must lie in 0 to {self.grouping.num_groups}, the number of units, got {self.kept}")
 

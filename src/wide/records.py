@@ -121,7 +121,6 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, *, config_fingerprint: str = "", device: str = "", silent: bool = False) -> None:
-        """Open nothing yet."""
         self.path = path
         self._silent = silent
         self.has_grown = False

@@ -63,7 +63,6 @@ class Arguments:
     """
 
     def __init__(self, command: str, description: str, usage: str = "[FLAGS]", first: Sequence[str] = ()) -> None:
-        """Begin with the flags that every command has."""
         self._command, self._first = command, first
         self._parser = ArgumentParser(
             prog=f"wide {command}",

@@ -43,7 +43,6 @@ class TuneOptions:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
         if not all(word.strip().isdigit() and int(word) > 0 for word in self.rows.split(",")):
             raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
         if len(self.shares) != 2 or not all(0.0 < share <= 1.0 for share in self.shares):

@@ -59,7 +59,6 @@ class GridOptions:
     table: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no grid."""
         variants = self.variants or {}
         check_variants(variants)
         for name in self.method_names:

@@ -146,7 +146,6 @@ class TokenBlocks:
             )
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self._stream.tokens) // self.sequence_length
 
     @property

@@ -44,7 +44,6 @@ class Document:
     text: str
 
     def __post_init__(self) -> None:
-        """Refuse text that no tokenizer takes."""
         require_characters(self.text, self.name)
 
 

@@ -59,7 +59,6 @@ class RoutingTape(SkipCounter):
     """Counts what is skipped and keeps every decision on the host, eight to a byte, to compare two runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Start empty."""
         super().__init__(model)
         self._bits: list[Any] = []
         self._decisions = 0

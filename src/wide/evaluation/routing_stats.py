@@ -153,8 +153,6 @@ class HalfCounter:
     """
 
     def __init__(self, positions: int, num_groups: int, device: torch.device) -> None:
-        """Start at zero."""
-
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 

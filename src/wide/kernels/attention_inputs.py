@@ -30,7 +30,6 @@ class HeadUnits:
     num_groups: int
 
     def __post_init__(self) -> None:
-        """Refuse counts that do not divide the query heads."""
         for name, count in (("KV heads", self.num_kv_heads), ("groups", self.num_groups)):
             if count < 1 or self.num_query_heads % count:
                 raise ShapeError(

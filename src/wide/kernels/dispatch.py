@@ -105,7 +105,6 @@ class Backends:
     """
 
     def __init__(self, operator: str, package: str | None) -> None:
-        """Know no backend yet."""
         self.operator = operator
         self._folder = str(package).rpartition(".")[2]
         self._known: dict[str, Backend] = {}
@@ -136,7 +135,6 @@ class Backends:
         return iter(sorted(self._known, key=lambda name: (name != "torch", name)))
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a backend of this name."""
         return isinstance(name, str) and isinstance(self._find(name), Backend)
 
     def missing(self, name: str, device: torch.device, dtype: torch.dtype) -> str | None:

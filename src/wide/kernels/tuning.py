@@ -132,7 +132,6 @@ class TuningTable:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file, if there is one."""
         self.path = path or cache_folder() / "tuning.json"
         self._choices = _read_choices(self.path)
 

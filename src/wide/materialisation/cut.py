@@ -27,7 +27,6 @@ class AbsentFeedForward(nn.Module):
     """
 
     def __init__(self, bias: Tensor | None = None) -> None:
-        """Hold the bias, if any, as a parameter."""
         super().__init__()
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
 
@@ -47,7 +46,6 @@ class AbsentAttention(AbsentFeedForward):
     """
 
     def __init__(self, layer_index: int, *, counts_tokens: bool, bias: Tensor | None = None) -> None:
-        """Hold the bias, if any, as a parameter."""
         super().__init__(bias)
         self.layer_idx = layer_index
         self.counts_tokens = counts_tokens
@@ -120,7 +118,6 @@ class HeadCounts:
     """
 
     def __init__(self, base: Any, num_attention_heads: int, num_key_value_heads: int) -> None:
-        """Remember the numbers."""
         self.base = base
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads

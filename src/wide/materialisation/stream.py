@@ -36,7 +36,6 @@ class CutRMSNorm(nn.Module):
     """
 
     def __init__(self, width: int, eps: float) -> None:
-        """Keep the two numbers."""
         super().__init__()
         self.width = width
         self.eps = eps

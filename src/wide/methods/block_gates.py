@@ -96,7 +96,6 @@ class BlockGates:
     """
 
     def __init__(self, model: nn.Module, ids: Tensor, batch_size: int) -> None:
-        """Find the sublayers."""
         if is_attached(model):
             raise NotAttachedError("this model has routers or a plan already; call wide.detach(model) first")
         self.model, self.ids, self.batch_size = model, ids, batch_size

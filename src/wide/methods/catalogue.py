@@ -306,7 +306,6 @@ class TyrConfig(Calibrated):
     top_k: Positive = 8192
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict."""
         Checked.__post_init__(self)
         if len(self.survivors) != len(self.stage_tokens) - 1:
             raise ConfigError(
@@ -373,7 +372,6 @@ class DDPConfig(Checked):
     seed: int = 17
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot be trained with."""
         Checked.__post_init__(self)
         if self.batch_size % self.micro_batch_size:
             raise ConfigError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")

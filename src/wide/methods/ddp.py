@@ -85,7 +85,6 @@ class Multipliers(nn.Module):
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Start at zero, float32."""
         super().__init__()
         self.linear = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.quadratic = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))

@@ -152,16 +152,13 @@ class EditedWeights:
     """Replaces weights of linear modules in place; leaving the `with` block restores all of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Look up the names of the model's parameters."""
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._originals: dict[nn.Linear, Tensor] = {}
 
     def __enter__(self) -> "EditedWeights":
-        """Nothing is replaced yet."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Restore every weight."""
         self.restore()
 
     def name(self, linear: nn.Linear) -> str:

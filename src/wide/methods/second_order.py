@@ -29,7 +29,6 @@ class GramAccumulator:
     """
 
     def __init__(self, width: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Start at zero."""
         self.matrix = torch.zeros(width, width, device=device, dtype=dtype)
         self.rows = 0
 
@@ -161,7 +160,6 @@ class UnitPruner:
     """
 
     def __init__(self, weight: Tensor, gram: Tensor, *, unit_size: int, damping: float) -> None:
-        """Factor the inputs' products."""
         self._weight = weight
         self._unit_size = unit_size
         rows = weight.detach().T.to(gram.dtype)

@@ -158,7 +158,6 @@ class Copies:
     """
 
     def __init__(self, folder: str | None) -> None:
-        """Begin without copies."""
         self._memory: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._folder = None if folder is None else Path(folder)
 
@@ -194,7 +193,6 @@ class Supernet:
     """
 
     def __init__(self, specs: Sequence[BlockSpec], weights: EditedWeights, copies: Copies, settings: TyrConfig) -> None:
-        """Find the projections."""
         self.weights, self.copies, self.settings = weights, copies, settings
         self.levels: list[Levels] = []
         self.projections: list[Projection] = []
@@ -403,7 +401,6 @@ class TopKDivergence:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, ids: Tensor, *, top_k: int, batch_size: int) -> None:
-        """Run the dense model."""
         self._ids = ids.to(next(model.parameters()).device)
         self._batch_size = batch_size
         self.tokens = 0

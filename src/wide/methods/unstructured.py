@@ -104,7 +104,6 @@ class InputEnergy:
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
-        """Start at zero."""
         self.squares = torch.zeros(width, dtype=torch.float64, device=device)
 
     def add(self, inputs: Tensor) -> None:

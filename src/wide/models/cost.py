@@ -199,7 +199,6 @@ class SkipCounter:
     """Counts executed groups over many forwards, on the device, without waiting for it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Start at zero."""
         state = attachment(model)
         self._model = model
         self._routing: Routing = []

@@ -36,7 +36,6 @@ class MarginHistogram:
     """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory."""
 
     def __init__(self, model: nn.Module, measure: Measure, *, include_fixed: bool = False) -> None:
-        """Start empty."""
         self._routers = attachment(model).routers()
         weights = half_weights(model, measure, include_fixed=include_fixed)
         self._weights = [weight / router.num_groups for weight, router in zip(weights, self._routers, strict=True)]

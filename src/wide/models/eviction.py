@@ -31,7 +31,6 @@ class EvictingGate(Gate):
     """Keeps the values of skipping tokens out of one attention, whose router has one group, and out of its cache."""
 
     def __init__(self, source: Router | StaticGate) -> None:
-        """Wait for the first forward."""
         super().__init__(source)
         self._gates_cache = Pending()
 
@@ -97,7 +96,6 @@ class FirstTokens:
     """
 
     def __init__(self, control: RoutingControl, count: int) -> None:
-        """Serve the routers of this control."""
         self._control = control
         self._count = count
 

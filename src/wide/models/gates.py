@@ -47,7 +47,6 @@ class StaticGate(nn.Module):
         half: str,
         device: torch.device | None = None,
     ) -> None:
-        """Copy the scales."""
         super().__init__()
         values = scale.detach().to(device=device, dtype=torch.float32, copy=True)
         self.scale = nn.Parameter(values, requires_grad=False)
@@ -96,7 +95,6 @@ class Gate:
     """
 
     def __init__(self, source: Router | StaticGate) -> None:
-        """Wait for the first forward."""
         self.source = source
         self.layer_index, self.half_layer = source.layer_index, source.half_layer
         self.mask, self.residual, self.followed = Pending(), Pending(), Pending()

@@ -58,7 +58,6 @@ class ReplacedWeights:
         return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
 
     def __contains__(self, parameter: object) -> bool:
-        """Return whether a parameter is replaced."""
         return parameter in self._originals
 
     def zeros(self) -> dict[nn.Parameter, Tensor]:

@@ -27,7 +27,6 @@ class Sampling:
     """How the routers of one model draw masks in training mode, in whatever thread; the trainer writes it."""
 
     def __init__(self) -> None:
-        """Start at temperature 1."""
         # Of the Gumbel-softmax: a number, or a float32 scalar on the model's device where a compiled graph reads it.
         self.temperature: float | Tensor = 1.0
         # Whether masks are sampled; otherwise they are those of inference.
@@ -116,7 +115,6 @@ class Router(nn.Module):
         half: str,
         device: torch.device | None = None,
     ) -> None:
-        """Allocate and initialise the two matrices."""
         super().__init__()
         num_groups, rank = routed.grouping.num_groups, routed.rank
         self.num_groups = num_groups

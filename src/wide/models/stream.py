@@ -36,7 +36,6 @@ class StreamBasis(nn.Module):
     """
 
     def __init__(self, basis: Tensor, *, control: RoutingControl, device: torch.device | None = None) -> None:
-        """Copy the basis."""
         super().__init__()
         values = basis.detach().to(device=device, dtype=torch.float32, copy=True).contiguous()
         self.basis = nn.Parameter(values, requires_grad=False)

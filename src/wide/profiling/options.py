@@ -62,7 +62,6 @@ class ProfileOptions:
     description: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be timed."""
         for name in ("batch", "prompt", "batched"):
             words = (getattr(self, name) or "1").split(",")
             if not all(word.strip().isdigit() and int(word) > 0 for word in words):

@@ -82,7 +82,6 @@ class Comparison:
     def __init__(
         self, run: Selection, speeds: Sequence[tuple[Cell, Point]] = (), origins: Sequence[Origin] = ()
     ) -> None:
-        """Index the cells."""
         self.run, self.speeds, self.origins = run, tuple(speeds), tuple(origins)
         methods, sparsities = (run.content("run", f"grid.{name}") or [None] for name in ("methods", "sparsities"))
         if not all(isinstance(each, str) for each in methods) or not all(

@@ -77,7 +77,6 @@ class Selection:
     """
 
     def __init__(self, records: Sequence[Record], notes: Sequence[str] = (), path: str = "") -> None:
-        """Index the records."""
         damaged = Counter(repr(record.metric) for record in records if not _is_usable(record))
         told = [f"left out {count} of {len(records)} records: {name} is damaged" for name, count in damaged.items()]
         self.records = tuple(record for record in records if _is_usable(record))

@@ -79,11 +79,9 @@ class RunFolder:
                 self._held.close()
 
     def __enter__(self) -> Self:
-        """Begin to work there."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let others work there."""
         self._held.close()
 
     def claim(self) -> None:

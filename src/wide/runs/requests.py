@@ -271,7 +271,6 @@ class Call:
     """One running request; among the stopping criteria of `generate` it ends the text with the request."""
 
     def __init__(self) -> None:
-        """Begin."""
         self.asked: Any = None
         self.body: dict[str, Any] = {}
         self.on_end: Callable[[], object] = lambda: None
@@ -321,7 +320,6 @@ class Bounded:
     """ASGI middleware: reads a request whole, and ends it with its client, at its deadline and with the server."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        """Wrap an application."""
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -124,7 +124,6 @@ class EvalOptions(Checked):
     untrained: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be scored."""
         Checked.__post_init__(self)
         if self.window < 2 or (self.stride is not None and not 1 <= self.stride <= self.window):
             raise ConfigError(

@@ -110,7 +110,6 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         objective: ObjectiveConfig | dict[str, Any] | None = None,
         temperatures: tuple[float, float] = (StageConfig().temperature_start, StageConfig().temperature_end),
     ) -> None:
-        """Keep the settings."""
         if isinstance(objective, dict):
             objective = ObjectiveConfig(**objective)
         if objective is not None and (sparsity is not None or objective.distillation):

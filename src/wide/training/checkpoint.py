@@ -65,7 +65,6 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path, *, fingerprint: str) -> None:
-        """Touch nothing yet."""
         self.path = path
         self._fingerprint = fingerprint
 

@@ -75,7 +75,6 @@ class Objective:
     def __init__(
         self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None, fuse: bool = False
     ) -> None:
-        """Compute what each sublayer weighs."""
         self._model = model
         self._head = OutputHead(model)
         self._compute = torch.compile(losses_of, fullgraph=True, dynamic=False) if fuse else losses_of

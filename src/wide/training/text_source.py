@@ -28,7 +28,6 @@ class ShiftedSource:
     """
 
     def __init__(self, source: BatchSource, samples: int) -> None:
-        """Read nothing yet."""
         self._source, self._samples = source, samples
 
     def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:

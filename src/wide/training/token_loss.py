@@ -62,7 +62,6 @@ class OutputHead:
     """The last linear layer of a causal LM and what the model makes of its output, apart from the rest of the model."""
 
     def __init__(self, model: Any) -> None:
-        """Look at the model's configuration."""
         self._model, self._linear = model, model.get_output_embeddings()
         self._factor, self._cap = scale_and_cap(model)
         # Whether that is all the model does, and leaves the head whole, which the first forward shows.

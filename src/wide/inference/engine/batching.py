@@ -103,7 +103,6 @@ class PagedView:
     length, is_step = 1, False
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        """Read nothing on the host."""
         self._cache, self._given = given["cache"], given
         self._table: Tensor | None = given.get("block_table")
         # What layers of one kind share.

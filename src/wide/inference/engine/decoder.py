@@ -44,7 +44,6 @@ class Decoder:
         tables: Sequence[OperatorTable] | None = None,
         checked: bool = True,
     ) -> None:
-        """Read the model; see the class."""
         if model.training:
             raise UnsupportedModelError("the engine is for inference; call model.eval() first")
         self._weights = read_model(model, max_length)

@@ -16,7 +16,6 @@ class EngineCache(DynamicCache):
     """
 
     def __init__(self, config: Any, room: int | None = None, *, is_greedy: bool = False) -> None:
-        """Hold nothing yet."""
         # A `Slot` of the engine's memory; None once it holds ordinary layers.
         self.slot: Any = None
         self._config = config

@@ -35,7 +35,6 @@ class Slot:
     """Keys and values of some sequences, and the graphs of the prompts and steps that read and write them."""
 
     def __init__(self, decoder: Decoder, cache: KvCache) -> None:
-        """Nothing is captured before the first step."""
         self.decoder, self.cache = decoder, cache
         self.owner: weakref.ref[EngineCache] | None = None
         self._steps: dict[bool, Callable[[Tensor], Tensor]]
@@ -103,7 +102,6 @@ class Memory:
     """
 
     def __init__(self, decoder: Decoder, lock: "threading.RLock") -> None:  # type: ignore[valid-type]
-        """Hold nothing."""
         self.decoder, self._lock = decoder, lock
         self.slots: list[Slot] = []
         self.pool: GraphPool | None = None

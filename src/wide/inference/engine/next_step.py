@@ -17,7 +17,6 @@ class NextStep:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing runs."""
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._guessed, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._running: tuple[CapturedStep, KvCache] | None = None

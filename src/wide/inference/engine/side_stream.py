@@ -12,7 +12,6 @@ class SideStream:
     """A second stream, for a router that runs while a product does not yet need its mask."""
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing runs."""
         self._device = device
         self._streams: dict[Any, Any] = {}
         self._running: tuple[Any, Callable[[], Tensor]] | None = None

@@ -11,7 +11,6 @@ class Snapshot:
     """Weights, routers, hooks and forwards of a model at one moment."""
 
     def __init__(self, model: nn.Module, state: Attachment) -> None:
-        """Look at all modules."""
         self._parts = [part for part in model.modules() if part is not model]
         self._hooks = [_hooks_of(part) for part in self._parts]
         self._state = state

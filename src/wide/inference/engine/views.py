@@ -85,7 +85,6 @@ class PromptView:
     is_step = False
 
     def __init__(self, cache: KvCache, batch: int, length: int, past: int) -> None:
-        """Read nothing of the device."""
         self.batch, self.length = batch, length
         self.starts = cache.zeros + past if past else cache.zeros
         self._cache, self._past = cache, past
@@ -148,7 +147,6 @@ class StepView:
     length, is_step = 1, True
 
     def __init__(self, cache: KvCache) -> None:
-        """Lengths stay on the device."""
         self.batch, self.starts, self.ends = cache.batch, cache.lengths, cache.lengths + 1
         self._cache = cache
 

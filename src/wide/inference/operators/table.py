@@ -35,7 +35,6 @@ class OperatorTable:
     rules: tuple[tuple[str, Rules], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse names that are no operators."""
         unknown = {name for name, _ in self.rules} - set(OPERATORS)
         if unknown:
             raise ConfigError(f"the table names {sorted(unknown)}; choose from {list(OPERATORS)}")
