@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -77,7 +77,7 @@ def load_base(
         return load_pretrained(options.model, dtype=dtype, device=device, sharded=sharded)
 
 
-def _cpu_dtype(model: str) -> str:
+def _cpu_dtype(model: str) -> Literal["auto", "float32"]:
     """Return 'float32' where this CPU is faster in it than in the half precision of a checkpoint, else 'auto'."""
     half = getattr(load_skeleton(model).config, "dtype", None)
     if half not in (torch.bfloat16, torch.float16):
