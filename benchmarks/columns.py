@@ -183,13 +183,15 @@ def fill(
 def _languages(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the best speed-up of each language over the dense peer, and of each of CuTe's levels.
 
-    Where a language has candidates that charge the reordering, these alone count.
+    Where a language has a candidate that charges the reordering, or the operator as it ships beside tiles that were
+    tried, that one alone counts.
     """
     best: dict[str, float] = {}
     found = [(candidate_backend(record["candidate"]), record) for record in records if "speedup" in record]
-    charging = {backend for backend, record in found if "charged" in record["candidate"]}
+    told = {(backend, word) for backend, record in found for word in _words(record["candidate"])}
     for backend, record in found:
-        if backend == "dense" or (backend in charging and "charged" not in record["candidate"]):
+        wanted = next((word for word in ("charged", "operator") if (backend, word) in told), None)
+        if backend == "dense" or (wanted is not None and wanted not in _words(record["candidate"])):
             continue
         names = [backend]
         if backend == "cute" and record.get("choice", {}).get("tile"):
@@ -197,6 +199,10 @@ def _languages(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         for name in names:
             best[name] = max(best.get(name, 0.0), round(record["speedup"], 4))
     return {name: best[name] for name in (*_BACKENDS, *_LEVELS) if name in best}
+
+
+def _words(candidate: str) -> list[str]:
+    return candidate.replace(",", "").split()
 
 
 def code(contents: Iterable[Mapping[str, Any]], known: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from wide.inference.engine.decoder import Decoder
 from wide.inference.operators.table import OperatorTable
 from wide.models.attach import attach, attachment
 from wide.models.router import Router
-from wide.profiling import calls, profile
+from wide.profiling import calls, correctness, profile
 from wide.profiling.calls import AS_LOADED, DENSE, Candidate, generate_us, race_calls
-from wide.profiling.correctness import LIMIT, check_decoder, places, reference
+from wide.profiling.correctness import LIMIT, check_batch, check_decoder, places, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.profile import run_profile
 from wide.profiling.synthetic import SHAPES, random_model, set_shares, skipped_shares
@@ -80,6 +80,45 @@ def test_each_wrong_path_alone_turns_the_gate_red(model, monkeypatch, error):
     found = check_decoder(decoder, wanted)
     assert [name for name in WRONG if found[name] > LIMIT] == [error]
     assert not found["green"]
+
+
+@pytest.mark.parametrize("part", ["none", "prompt", "step"])
+def test_captured_parts_are_compared_with_direct_calls_of_the_same_tokens(model, monkeypatch, part):
+    """Stand-ins for CUDA graphs."""
+    seen = {}
+
+    def returns(name, call, ids):
+        seen[name] = ids.tolist()
+        return call().roll(int(name == part), -1)
+
+    stand_ins = {
+        "GraphPool": lambda _: None,
+        "capture_prompt": lambda own, cache, length, run, _: (
+            lambda ids, lengths: returns("prompt", lambda: own.prefill(ids[:, :length], lengths, cache, run), ids)
+        ),
+        "capture_step": lambda own, cache, run, _: lambda ids: returns("step", lambda: own.step(ids, cache, run), ids),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(correctness, name, stand_in)
+    decoder = Decoder(model, max_length=1056, tables=[OperatorTable.fixed("torch")] * 2)
+    wanted = reference(model, torch.randint(0, 64, (1, 1040)))
+    errors = correctness._check_captured(decoder, wanted)
+    assert [error > LIMIT for error in errors] == [part == "prompt", part == "step"]
+    assert seen == {"prompt": wanted.ids[:, :1024].tolist(), "step": wanted.ids[:, 1023].tolist()}
+
+
+def test_sequences_at_once_are_compared_with_each_alone(model, monkeypatch):
+    decoder, ids = (
+        Decoder(model, max_length=48, tables=[OperatorTable.fixed("torch")] * 2),
+        torch.randint(0, 64, (6, 40)),
+    )
+    found = check_batch(model, decoder, ids)
+    assert found["green"]
+    assert (found["sequences"], found["operators"]["down"]) == (6, "dense")
+    assert found["batch_error"] < 1e-4
+    step = decoder.step
+    monkeypatch.setattr(decoder, "step", lambda ids, *given: step(ids, *given).roll(len(ids) - 1, 0))
+    assert not check_batch(model, decoder, ids)["green"]
 
 
 @pytest.mark.gpu
@@ -206,12 +245,13 @@ def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_pa
     options = {"generate": 2, "calls": "forward", "batched": "1", "batched_generate": 4}
     found = _profiled(tmp_path, **options)[1]
     assert found["batched_gate"]["green"]
+    assert found["batched_gate"]["preferred"].keys() == {"dense", "routed"}
     names = ["as loaded", "dense", "routed 0.5/0.5"]
     assert [(r["what"], r["requests"], r["candidate"]) for r in found["batched"]] == [
         ("generate_batch", 1, name) for name in names
     ]
     assert all(record["tokens_per_s"] > 0 for record in found["batched"])
-    monkeypatch.setattr(profile, "batch_agreement", lambda *_: {"generate_batch": 0.1, "generate": 1.0})
+    monkeypatch.setattr(profile, "batch_agreement", lambda *_, **__: {"generate_batch": 0.1, "generate": 1.0})
     green, found, _ = _profiled(tmp_path, **options)
     assert not green
     assert "batched" not in found
@@ -250,6 +290,20 @@ def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
     assert not green
     assert found["records"] == []
     assert any(line.startswith("RED") for line in said)
+
+
+@pytest.mark.usefixtures("model")
+def test_every_batch_that_is_timed_has_a_gate_of_its_own(monkeypatch, tmp_path):
+    batches, check = [], profile.check_batch
+
+    def red_at_three(model, decoder, ids):
+        batches.append(len(ids))
+        return check(model, decoder, ids) | {"green": len(ids) != 3}
+
+    monkeypatch.setattr(profile, "check_batch", red_at_three)
+    green, found, _ = _profiled(tmp_path, generate=2, batch="1,2,3")
+    assert not green
+    assert (batches, found["records"]) == ([2, 3], [])
 
 
 @pytest.mark.usefixtures("model")

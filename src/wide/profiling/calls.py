@@ -258,28 +258,31 @@ def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) ->
 
 
 @torch.no_grad()
-def batch_agreement(model: Any, prompt: int, new: int) -> dict[str, float]:
-    """Return how often `model(...)` prefers the tokens of a batch, and those of `generate()`, after what came before.
+def batch_agreement(model: Any, prompt: int, new: int, *, least: float = 0.0) -> dict[str, float]:
+    """Return how often `model(...)` prefers the tokens of `generate()`, and those of a batch, after what came before.
 
     Args:
         model: Optimised.
         prompt: Tokens of each of three ragged prompts, at most.
+        least: Where `generate()` agrees less often, no batch runs, and the share of `generate_batch` is left out.
     """
     generator = torch.Generator().manual_seed(3)
     lengths = [max(1, prompt - 37 * row) for row in range(3)]
     prompts = [torch.randint(3, model.config.vocab_size, (each,), generator=generator).tolist() for each in lengths]
-    with _batching(model, len(prompts), prompt, new) as manager:
-        batched = _batch(manager, prompts, new)[1]
-    given = [torch.tensor([ids], device=model.device) for ids in prompts]
-    alone = [generate_us(model, ids, new)[2][0, ids.shape[1] :].tolist() for ids in given]
-    found = {}
-    for name, answers in (("generate_batch", batched), ("generate", alone)):
+
+    def preferred(answers: Sequence[list[int]]) -> float:
         shares = []
         for ids, answer in zip(prompts, answers, strict=True):
             whole = torch.tensor([ids + answer], device=model.device)
-            preferred = model(whole, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
-            shares.append(float((preferred == whole[0, len(ids) :]).float().mean()))
-        found[name] = statistics.mean(shares)
+            wanted = model(whole, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
+            shares.append(float((wanted == whole[0, len(ids) :]).float().mean()))
+        return statistics.mean(shares)
+
+    given = [torch.tensor([ids], device=model.device) for ids in prompts]
+    found = {"generate": preferred([generate_us(model, ids, new)[2][0, ids.shape[1] :].tolist() for ids in given])}
+    if found["generate"] >= least:
+        with _batching(model, len(prompts), prompt, new) as manager:
+            found["generate_batch"] = preferred(_batch(manager, prompts, new)[1])
     return found
 
 

@@ -22,6 +22,8 @@ from wide.routing import LayerRouting
 _STEPS = 4
 _PLACES = 128
 _CAPTURED_PROMPT = 1024
+# Of a batch: tokens of each sequence, and how many of its sequences also run alone.
+_BATCH_TOKENS, _ALONE = 256, 4
 # Rounding of two routed paths may add up to this multiple of that of two dense paths.
 _ALLOWED = 1.5
 _SLACK = 5e-3
@@ -38,9 +40,10 @@ class Reference:
         ids: The prompt, [1, T].
         at: Places where logits are compared, int64.
         dense: Logits at these places with nothing skipped, [places, V].
-        masks: Independent masks of 50 % for each layer's attention and FFN, bool [T, N_G].
+        masks: Independent masks of 50 % for each layer's attention and FFN, bool [1, T, N_G].
         masked: Logits under these masks.
         own: Logits with the routers deciding.
+        decisions: Their masks, bool [T, N_G].
     """
 
     ids: Tensor
@@ -67,7 +70,7 @@ def reference(model: Any, ids: Tensor) -> Reference:
         ids=ids,
         at=at,
         dense=dense,
-        masks=[_pair(layer) for layer in routing],
+        masks=[(layer.attention, layer.ffn) for layer in routing],
         masked=masked,
         own=own,
         decisions=[_pair(layer) for layer in decisions],
@@ -114,7 +117,7 @@ def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
         return decoder.logits(decoder.prompt(ids, cache, run), run, at)
 
     found: Gate = {"tokens": length, "dense_error": relative(prompt(ForwardOptions(routed=False)), wanted.dense)}
-    forced = _forced(decoder, wanted, 0, length)
+    forced = _forced(decoder, wanted.masks, 0, length)
     found["routed_error"] = relative(prompt(forced), wanted.masked)
     found["decode_error"], step_kernels = _check_steps(decoder, wanted)
     found["limit"] = _ALLOWED * found["dense_error"] + _SLACK
@@ -136,10 +139,11 @@ def _logits(model: Any, ids: Tensor, at: Tensor) -> Tensor:
     return model(ids, use_cache=False, logits_to_keep=at).logits[0]  # type: ignore[no-any-return]
 
 
-def _forced(decoder: Decoder, wanted: Reference, first: int, last: int) -> ForwardOptions:
-    """Return a run of the tokens from `first` to before `last` under their masks."""
+def _forced(decoder: Decoder, masks: LayerMasks, first: int, last: int) -> ForwardOptions:
+    """Return options for the tokens from `first` to before `last` of each sequence under masks [B, T, N_G]."""
     cut: LayerMasks = [
-        (None if a is None else a[first:last], None if f is None else f[first:last]) for a, f in wanted.masks
+        (None if a is None else a[:, first:last].flatten(0, 1), None if f is None else f[:, first:last].flatten(0, 1))
+        for a, f in masks
     ]
     return ForwardOptions(forced=force(decoder.layers, cut))
 
@@ -160,16 +164,45 @@ def _operators(table: OperatorTable, rows: int) -> dict[str, str]:
 
 def _check_steps(decoder: Decoder, wanted: Reference) -> tuple[float, dict[str, int]]:
     """Run the last tokens as steps after a prompt of the others; return the error and one step's kernels."""
-    ids, length = wanted.ids, wanted.ids.shape[1]
-    steps = min(_STEPS, length - 1)
-    start = length - steps
-    cache = decoder.new_cache(1, length + 1)
-    lengths = torch.full((1,), start, dtype=torch.int32, device=ids.device)
-    logits = [decoder.prefill(ids[:, :start], lengths, cache, _forced(decoder, wanted, 0, start))]
-    logits += [decoder.step(ids[:, p], cache, _forced(decoder, wanted, p, p + 1)) for p in range(start, length)]
-    last = _forced(decoder, wanted, length - 1, length)
-    kernels = launched(lambda: decoder.step(ids[:, -1], cache, last))
-    return relative(torch.cat(logits), wanted.masked[-steps - 1 :]), kernels
+    found, kernels = _stepped(decoder, wanted.ids, wanted.masks)
+    return relative(found[0], wanted.masked[-found.shape[1] :]), kernels
+
+
+def _stepped(decoder: Decoder, ids: Tensor, masks: LayerMasks) -> tuple[Tensor, dict[str, int]]:
+    """Return logits [B, steps + 1, V] of prompts and of steps for their last tokens, and the kernels of a step."""
+    batch, length = ids.shape
+    start = length - min(_STEPS, length - 1)
+    cache = decoder.new_cache(batch, length + 1)
+    lengths = torch.full((batch,), start, dtype=torch.int32, device=ids.device)
+    logits = [decoder.prefill(ids[:, :start], lengths, cache, _forced(decoder, masks, 0, start))]
+    logits += [decoder.step(ids[:, p], cache, _forced(decoder, masks, p, p + 1)) for p in range(start, length)]
+    last = _forced(decoder, masks, length - 1, length)
+    return torch.stack(logits, 1), launched(lambda: decoder.step(ids[:, -1], cache, last))
+
+
+@torch.no_grad()
+def check_batch(model: Any, decoder: Decoder, ids: Tensor) -> Gate:
+    """Compare sequences that run at once with some of them alone, which `check_decoder` compares with the masked model.
+
+    Args:
+        model: The attached model of the decoder.
+        decoder: By its own tables, which choose operators for as many rows as there are sequences in a step.
+        ids: Prompts that differ, [B, T]; of each some tokens run, the last of them as steps.
+
+    Returns:
+        The greatest relative error of a sequence's logits under the same masks, operators and kernels of a step, and
+        `green`.
+    """
+    ids = ids[:, :_BATCH_TOKENS]
+    masks: LayerMasks = [(layer.attention, layer.ffn) for layer in _half_masks(model, ids)]
+    together, kernels = _stepped(decoder, ids, masks)
+    errors = []
+    for row in torch.linspace(0, len(ids) - 1, min(_ALONE, len(ids))).long().tolist():
+        one = slice(row, row + 1)
+        own: LayerMasks = [(None if a is None else a[one], None if f is None else f[one]) for a, f in masks]
+        errors.append(relative(together[row], _stepped(decoder, ids[one], own)[0][0]))
+    found: Gate = {"sequences": len(ids), "batch_error": max(errors), "limit": LIMIT, "kernels": kernels}
+    return found | {"operators": _operators(decoder.tables[0], len(ids)), "green": max(errors) <= LIMIT}
 
 
 def _check_captured(decoder: Decoder, wanted: Reference) -> tuple[float, float]:
@@ -178,10 +211,10 @@ def _check_captured(decoder: Decoder, wanted: Reference) -> tuple[float, float]:
     ids = wanted.ids[:, :length]
     cache = decoder.new_cache(1, length + _STEPS)
     lengths = torch.full((1,), length, dtype=torch.int32, device=ids.device)
-    run = _forced(decoder, wanted, 0, length)
+    run = _forced(decoder, wanted.masks, 0, length)
     direct, pool = decoder.prefill(ids, lengths, cache, run), GraphPool(decoder.device)
     prompt_error = relative(capture_prompt(decoder, cache, length, run, pool)(ids, lengths), direct)
-    run = _forced(decoder, wanted, length - 1, length)
+    run = _forced(decoder, wanted.masks, length - 1, length)
     direct = decoder.step(ids[:, -1], cache, run).clone()
     step = capture_step(decoder, cache, run, pool)
     cache.lengths.copy_(lengths)

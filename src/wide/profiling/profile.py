@@ -7,11 +7,11 @@ them, 'dense' beside 'pruned'.
 
 endtoend.json is written after every shape. Beside the facts of the run it holds
 
-- gate (the latest), starts: for each sparsity what the gate found (`wide.profiling.correctness`), and what the
-  beginning takes: optimize_s and first_call_s (a first `generate()` of two tokens, compiling and capturing included),
-  seconds;
-  memory_beyond_dense_bytes, at that call, graphs included; bare_step_us, a step replayed without `generate()` around
-  it; skipped_prompt and skipped_steps, shares of attention and FFN that were skipped, measured.
+- gate, and batch_gate of several sequences at once (the latest ones), starts: for each sparsity what the gate found
+  (`wide.profiling.correctness`), and what the beginning takes: optimize_s and first_call_s (a first `generate()` of two
+  tokens, compiling and capturing included), seconds; memory_beyond_dense_bytes, at that call, graphs included;
+  bare_step_us, a step replayed without `generate()` around it; skipped_prompt and skipped_steps, shares of attention
+  and FFN that were skipped, measured.
 - records: 'what' is 'prefill' (a call of the model) or 'decode' (a step of `generate()` with half of the new tokens
   cached), first_tokens: 'what' is 'first token'. Each has tokens, batch, candidate, median_us, low_us and high_us
   (tenth and ninetieth percentiles), num_samples, speedup (over 'dense'), speedup_as_loaded, skipped (wanted; of an
@@ -45,7 +45,7 @@ from wide.inference.choice.tuning.timing import Timing, time_interleaved
 from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, is_attached
-from wide.models.observe import now
+from wide.models.observe import bypass, now
 from wide.profiling.calls import (
     AS_LOADED,
     DENSE,
@@ -60,7 +60,7 @@ from wide.profiling.calls import (
     race_calls,
     reset_peak,
 )
-from wide.profiling.correctness import check_decoder, reference
+from wide.profiling.correctness import check_batch, check_decoder, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
@@ -69,8 +69,9 @@ from wide.writing import write_whole
 _PAIR_GATE_TOKENS = 640
 _CALIBRATED = 2048
 _MOST_REQUESTS_AS_LOADED = 1
-# Near ties of random weights fall either way, wherever rounding differs; wrong kernels agree on nothing.
-_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE = 2, 256, 32, 0.8
+# Near ties of random weights fall either way, wherever rounding differs; wrong kernels agree on nothing. Routers decide
+# in as many layers as leave `generate()` itself the last share, and in two at least.
+_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE, _AGREEMENT_KNOWN = 2, 256, 32, 0.8, 0.85
 _MILLI = 1e-3
 Say = Callable[[str], None]
 Record = dict[str, Any]
@@ -320,15 +321,18 @@ class _Routed:
         # What the model as loaded took, by shape; it is timed once.
         self.as_loaded: dict[tuple[int, int], dict[str, Timing]] = {}
         self.batched_as_loaded: dict[int, float] = {}
+        # Tables and numbers of sequences whose gates were green.
+        self.checked: set[tuple[Any, int]] = set()
 
     def run(self) -> bool:
         """Check and time every sparsity."""
         pairs: list[tuple[float, float] | None] = (
             [None] if self.options.adapter is not None else [*self.options.skipped]
         )
-        checked: set[Any] = set()
         for wanted in pairs:
-            if not self._start(wanted, checked):
+            if not self._start(wanted):
+                return False
+            if not all(map(self._is_right, sorted({*self.options.batches} - {1}))):
                 return False
             for length, batch in self.job.shapes():
                 self._race(length, batch)
@@ -337,7 +341,7 @@ class _Routed:
             deoptimize(self.model)
         return self.report.finish()
 
-    def _start(self, wanted: tuple[float, float] | None, checked: set[Any]) -> bool:
+    def _start(self, wanted: tuple[float, float] | None) -> bool:
         """Set thresholds, optimise, and check what has not been checked with the same tables."""
         state = attachment(self.model)
         calibrated = self.prompt[:, :_CALIBRATED]
@@ -369,9 +373,9 @@ class _Routed:
         decoder = state.engine.decoder
         start["bare_step_us"] = self._bare_step_us(decoder)
         gate = self.report.content.get("gate", {})
-        if decoder.tables not in checked:
+        if (decoder.tables, 1) not in self.checked:
             gate = check_decoder(decoder, known)
-            checked.add(decoder.tables)
+            self.checked.add((decoder.tables, 1))
         del known
         whole = generate_us(self.model, self.first_prompt, self.options.generate)[2]
         start["skipped_steps"] = skipped_shares(self.model, whole, self.options.generate)
@@ -383,6 +387,16 @@ class _Routed:
         if ffn is not None and width:
             facts["ffn_group_size"] = width // ffn.num_groups
         return self.report.begin("gate", gate, start, **facts)
+
+    def _is_right(self, batch: int) -> bool:
+        """Return whether so many sequences at once give what each of them gives alone, by the tables of now."""
+        decoder = attachment(self.model).engine.decoder
+        if (decoder.tables, batch) in self.checked:
+            return True
+        self.checked.add((decoder.tables, batch))
+        gate = check_batch(self.model, decoder, self.tokens[:batch, : self.options.prompts[0]])
+        torch.cuda.empty_cache()
+        return self.report.begin("batch_gate", gate, {})
 
     def _bare_step_us(self, decoder: Any) -> float | None:
         """Return the microseconds of a step replayed without `generate()` around it, after the first prompt."""
@@ -435,13 +449,28 @@ class _Routed:
                 self.report.add(kind, records)
         torch.cuda.empty_cache()
 
+    def _batched_gate(self) -> Record:
+        """Compare tokens of `generate_batch` with those that the model prefers: dense in all layers, routed in many."""
+        engine, layers = attachment(self.model).engine, len(attachment(self.model).specs)
+        prompt = min(self.options.prompts[0], _AGREEMENT_PROMPT)
+        new = min(self.options.batched_generate, _AGREEMENT_TOKENS)
+        with bypass(self.model):
+            found = {"dense": batch_agreement(self.model, prompt, new)}
+        while "routed" not in found:
+            with engine.shortened(layers):
+                least = 0.0 if layers <= _AGREEMENT_LAYERS else _AGREEMENT_KNOWN
+                agreement = batch_agreement(self.model, prompt, new, least=least)
+            if "generate_batch" in agreement:
+                found["routed"] = agreement
+            else:
+                layers = max(_AGREEMENT_LAYERS, layers // 4)
+        green = all(each["generate_batch"] >= _AGREEMENT_SHARE * each["generate"] for each in found.values())
+        return {"green": green, "preferred": found, "routed_layers": layers}
+
     def _race_batches(self) -> bool:
         """Time `generate_batch` where its tokens agree with those that the model prefers; return whether they do."""
         prompt, new = self.options.prompts[0], self.options.batched_generate
-        with attachment(self.model).engine.shortened(_AGREEMENT_LAYERS):
-            found = batch_agreement(self.model, min(prompt, _AGREEMENT_PROMPT), min(new, _AGREEMENT_TOKENS))
-        gate = {"green": found["generate_batch"] >= _AGREEMENT_SHARE * found["generate"], "preferred": found}
-        if not self.report.begin("batched_gate", gate, {}):
+        if not self.report.begin("batched_gate", self._batched_gate(), {}):
             return False
         for requests in self.options.requests:
             candidates = self._candidates()
