@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from wide.config import WideConfig
-from wide.errors import NotAttachedError
+from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.engine import memory as memory_module
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.engine_cache import EngineCache
@@ -320,6 +320,52 @@ def test_a_hook_of_the_users_own_still_runs():
         model(ids)
     handle.remove()
     assert seen == [1]
+
+
+def test_hooks_and_modules_that_came_before_or_after_count():
+    model, ids = routed(), tokens(1, 12)
+    seen = []
+    handle = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    optimize(model, backend="torch")
+    seen.clear()
+    with torch.no_grad(), pytest.warns(UserWarning, match="a hook on one of its modules"):
+        model(ids)
+    assert seen == [1]
+    handle.remove()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # transformers leaves hooks behind that do nothing.
+        before = model(ids, output_hidden_states=True).logits
+        warnings.simplefilter("error", UserWarning)
+        torch.testing.assert_close(model(ids).logits, before, **CLOSE)
+        model.lm_head = copy.deepcopy(model.lm_head)
+        model.lm_head.weight.mul_(2)
+        torch.testing.assert_close(model(ids).logits, 2 * before, **CLOSE)
+
+
+def test_a_refused_or_restored_model_shares_no_memory():
+    model = routed()
+    model.model.norm = torch.nn.BatchNorm1d(32)
+    with pytest.raises(UnsupportedModelError):
+        optimize(model, backend="torch")
+    kept = optimize(routed(), backend="torch")
+    call = kept.forward
+    deoptimize(kept)
+    with torch.no_grad():
+        call(tokens(1, 12))
+    for each in (model, kept):
+        weights = [part.weight for part in (each.model.layers[0].mlp.gate_proj, each.model.layers[0].self_attn.q_proj)]
+        assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+
+
+def test_an_empty_caches_reason_is_the_true_one():
+    model, ids = optimize(routed(max_position_embeddings=16), backend="torch"), tokens(1, 12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.generate(ids, **(GREEDY | {"max_new_tokens": 8}))
+    said = [str(each.message) for each in caught if "masked model" in str(each.message)]
+    assert len(said) == 1
+    assert "more than 16 tokens" in said[0]
 
 
 def test_inference_mode_before_and_after():

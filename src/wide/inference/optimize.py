@@ -18,6 +18,7 @@ from wide.inference.engine.batching import PagedBatching
 from wide.inference.engine.engine import Engine
 from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.inference.reading.model import require_routing_alone
+from wide.inference.reading.weights import require_plain
 from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import BlockSpec
@@ -46,9 +47,10 @@ def optimize(
     The engine takes causal masks with left padding and sliding windows, greedy search and sampling. Whatever else is
     wanted of the model (beam search, assisted decoding, attention weights, hooks on modules, a cache of the caller's
     own, masks with holes, packed sequences, replayed routing) runs masked, with one warning that names the reason; it
-    skips nothing. So does a model compiled by torch.compile, without a warning. A mask that is given to a step of
-    decoding and hides keys which it showed before gives NaN. Router weights that are written through `.data` while the
-    model is optimised are not seen.
+    skips nothing. So do, without a warning, a model compiled by torch.compile and calls of inner modules such as
+    `model.model(...)`. `capture_routing` gives masks without margins. A mask that is given to a step of decoding and
+    hides keys which it showed before gives NaN. Router weights that are written through `.data` while the model is
+    optimised are not seen.
 
     Threads may call one optimised model; they take turns.
 
@@ -95,6 +97,8 @@ def optimize(
             f"a sample tells backend='auto' which operators to take, got backend={backend!r} and table={table}; "
             "leave it out, or the backend and the table"
         )
+    for spec in state.specs:
+        require_plain(spec)
     known = [LayerSample(executed, None)] * len(state.specs)
     layers = list(zip(state.specs, state.plan.layers, strict=True))
     if table is not None:

@@ -321,8 +321,8 @@ def _attend_masked(
     unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
     if options.get(_CACHE) is None or attention_mask is not None or unknown:
         raise UnsupportedModelError(
-            f"the attention {PAGED_ATTENTION!r} is for steps of generate_batch, without sinks and position biases; for "
-            "others call model.set_attn_implementation('sdpa')"
+            "this call runs masked, which it cannot while generate_batch (or a manager of it) runs on the same model; "
+            f"end that first ({PAGED_ATTENTION!r} is for its steps, without sinks and position biases)"
         )
     view = PagedView({**options, "cache": options[_CACHE], "position_ids": None})
     *memory, places = view.memory(module.layer_idx, key[0].transpose(0, 1)[:, None])
@@ -351,6 +351,7 @@ class PagedBatching:
             AttentionInterface.register(PAGED_ATTENTION, _attend_masked)
             install_attention_gates()
         self._model = model
+        self.is_warming_up = False
         made_with: Any = None
         original: Callable[..., Any] = model.init_continuous_batching
 
@@ -380,6 +381,8 @@ class PagedBatching:
             if before != PAGED_ATTENTION:
                 # The manager gives it back when it stops.
                 manager._original_attn_impl = before
+            if hasattr(manager, "warmup"):
+                manager.warmup = functools.partial(self._warm_up, manager.warmup)
             if manager.batch_processor is None:
                 self._allow_block_tables(manager.continuous_batching_config, asked, workload_hints)
             return manager
@@ -390,6 +393,13 @@ class PagedBatching:
         """Give the model its own method back, and end what was kept for a next session: its graphs hold operators."""
         vars(self._model).pop("init_continuous_batching", None)
         self._model.destroy_cached_continuous_batching_manager()
+
+    def _warm_up(self, warmup: Callable[[], None]) -> None:
+        self.is_warming_up = True
+        try:
+            warmup()
+        finally:
+            self.is_warming_up = False
 
     def _allow_block_tables(self, settings: Any, asked: int | None, hints: Any) -> None:
         """Let steps of one token a request read pages in place, which transformers knows of flash attention only."""
@@ -406,4 +416,4 @@ class PagedBatching:
         if longest:
             # The engine knows positions up to the model's longest.
             wanted = min(wanted, longest // size)
-        settings.max_blocks_per_request = wanted if asked is None else asked
+        settings.max_blocks_per_request = min(wanted, asked) if asked is not None and longest else asked or wanted

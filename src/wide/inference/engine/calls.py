@@ -165,8 +165,7 @@ def paged_step(memory: Memory, control: RoutingControl, ids: Tensor, given: Mapp
         memory.follow()
     view = PagedView(given)
     if view.longest > memory.decoder.max_length:
-        # Transformers warms up with one request as long as its whole cache.
-        raise Masked
+        raise Masked(f"a batch that has room for more than {memory.decoder.max_length} tokens a request")
     run, kept = ForwardOptions(routed=control.enabled), given.get("logits_to_keep")
     stream = memory.decoder.forward(ids, view, run)
     return memory.decoder.logits(stream, run, kept.long() if isinstance(kept, Tensor) else None)[None], None

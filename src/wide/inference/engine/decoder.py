@@ -77,8 +77,7 @@ class Decoder:
     @property
     def widest(self) -> int:
         """Columns of the widest product of any layer; gate and up count as one."""
-        gates = (len(each.ffn.gated.gate) * (1 if each.ffn.gated.up is None else 2) for each in self.layers)
-        return max(*gates, *(each.attention.qkv.outputs for each in self.layers))
+        return max(max(each.ffn.gated.outputs, each.attention.qkv.outputs) for each in self.layers)
 
     def new_cache(self, batch: int, room: int | None = None, *, kept: bool = True) -> KvCache:
         """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`).

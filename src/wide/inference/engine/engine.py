@@ -52,6 +52,7 @@ class Engine:
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._lock = threading.RLock()
         self._said: set[str] = set()
+        self._num_masked, self._is_removed = 0, False
         self._memory: Memory | None = None
         self._read()
         self.batching: PagedBatching | None = None
@@ -95,19 +96,22 @@ class Engine:
             yield
         finally:
             self._memory = whole
+            self._memory_now().follow()
 
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs."""
         if self.batching is not None:
             self.batching.remove()
-        for name, before in self._before.items():
-            vars(self._model).pop(name, None)
-            if before is not None:
-                vars(self._model)[name] = before
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.release()
-            memory.decoder.unstack()
+        with self._lock:
+            self._is_removed = True
+            for name, before in self._before.items():
+                vars(self._model).pop(name, None)
+                if before is not None:
+                    vars(self._model)[name] = before
+            memory, self._memory = self._memory, None
+            if memory is not None:
+                memory.release()
+                memory.decoder.unstack()
 
     def _memory_now(self) -> Memory:
         assert self._memory is not None
@@ -133,7 +137,8 @@ class Engine:
             # Beyond, queries grow with their position.
             length = min(length, int(rope["original_max_position_embeddings"]))
         try:
-            decoder = Decoder(self._model, max_length=length, tables=self._tables)
+            with torch.inference_mode(False):
+                decoder = Decoder(self._model, max_length=length, tables=self._tables)
         except UnsupportedModelError as error:
             self._unreadable = str(error)
             raise
@@ -143,10 +148,23 @@ class Engine:
             self._snapshot = Snapshot(self._model, self._state)
         self._memory = Memory(decoder, self._lock)
 
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a masked call while it runs: reading the model tries its modules, which nobody else may use then."""
+        with self._lock:
+            self._num_masked += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_masked -= 1
+
     def _read_again(self) -> None:
         """Read the model again if it has changed since."""
         try:
             if self._snapshot.has_changed():
+                if self._num_masked:
+                    raise Masked("a changed model while other threads run it masked")
                 self._read()
             self.decoder  # noqa: B018
         except UnsupportedModelError as error:
@@ -155,7 +173,7 @@ class Engine:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             # Nothing of the engine can be traced.
-            return self._plain(*args, **kwargs)
+            return self._plain(*args, **handed_on(self._model, kwargs))
         given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
         try:
             # Memory that is made under inference mode could not be written outside of it.
@@ -166,9 +184,9 @@ class Engine:
             reason, cache = str(masked), cache_of(given)
             self._say(reason)
             if isinstance(cache, EngineCache):
-                with self._lock:
-                    cache.leave_engine(reason)
-            return self._plain(*args, **handed_on(self._model, kwargs))
+                cache.leave_engine(reason)
+            with self._counted():
+                return self._plain(*args, **handed_on(self._model, kwargs))
         if torch.is_grad_enabled() and self._snapshot.learns():
             # The operators have no gradients: whoever asks for one is told so.
             logits = logits.detach().requires_grad_()
@@ -184,7 +202,7 @@ class Engine:
         """
         ids = given.get("input_ids")
         x = given.get("inputs_embeds") if ids is None else ids
-        if not isinstance(x, Tensor) or self._is_reading:
+        if not isinstance(x, Tensor) or self._is_reading or self._is_removed:
             raise Masked
         control, is_paged = self._state.control, ids is not None and is_paged_step(given)
         self._require_known(x, given, KNOWN | ARGUMENTS if is_paged else KNOWN, is_paged=is_paged)
@@ -258,7 +276,9 @@ class Engine:
             raise Masked("a hook on one of its modules")
 
     def _say(self, reason: str) -> None:
-        if reason and reason not in self._said:
+        # Transformers warms up with one request as long as its whole cache.
+        is_expected = self.batching is not None and self.batching.is_warming_up
+        if reason and reason not in self._said and not is_expected:
             self._said.add(reason)
             warnings.warn(
                 f"wide: {reason} does not run through the engine of wide.optimize: the masked model computes it, right "

@@ -74,14 +74,22 @@ class EngineCache(DynamicCache):
         """Say how much it holds."""
         return f"EngineCache(tokens={self.get_seq_length()}, layers={len(self._layers)})"
 
-    def leave_engine(self, reason: str = "a cache whose layers were read") -> None:
-        """Copy keys and values into ordinary layers, behind the padding that the prompt had."""
-        slot, self.slot = self.slot, None
-        if not self.left_for:
-            self.left_for = reason
+    def leave_engine(self, reason: str | None = None) -> None:
+        """Copy keys and values into ordinary layers, behind the padding that the prompt had.
+
+        Args:
+            reason: Why; None = its layers were read.
+        """
+        slot = self.slot
+        if reason is None and slot is not None:
+            reason = "a cache whose layers were read"
+        self.left_for = self.left_for or reason or ""
         if slot is not None:
-            self._fill(self._layers, slot)
-            self.tokens, self.padding = 0, None
+            with slot.claimed():
+                # Another thread may have been here first.
+                if self.slot is slot:
+                    self._fill(self._layers, slot)
+                    self.slot, self.tokens, self.padding = None, 0, None
 
     def _fill(self, layers: list[Any], slot: Any) -> None:
         for layer, pair in zip(layers, zip(slot.cache.k, slot.cache.v, strict=True), strict=False):
@@ -94,7 +102,8 @@ class EngineCache(DynamicCache):
         if self.slot is None:
             twin._layers = copy.deepcopy(self._layers, memo)
         else:
-            self._fill(twin._layers, self.slot)
+            with self.slot.claimed():
+                self._fill(twin._layers, self.slot)
         return twin
 
     def __copy__(self) -> "EngineCache":

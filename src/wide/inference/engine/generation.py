@@ -24,7 +24,7 @@ def is_trusted(cache: EngineCache | None) -> bool:
 
 def reason_of(cache: Any) -> str:
     """Return why a cache that is not the engine's runs masked."""
-    return getattr(cache, _PLAIN, f"a {type(cache).__name__} of the caller's own")
+    return getattr(cache, _PLAIN, f"a {type(cache).__name__} that is not the engine's (a cache of the caller's own)")
 
 
 def wrap_generation(model: Any, ended: Callable[[], None]) -> dict[str, Callable[..., Any]]:

@@ -45,7 +45,7 @@ def read_padding(
     padding = None
     if mask is not None:
         if mask.shape[1] != length:
-            return f"an attention mask of {mask.shape[1]} places for {length} tokens"
+            return "an attention mask of another length than the tokens"
         real = mask.bool()
         is_left = real[:, -1].all() & (real[:, 1:] >= real[:, :-1]).all()
         is_full, is_left_padded = torch.stack([real.all(), is_left]).tolist()

@@ -4,8 +4,8 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ _GRAPH_ROWS, _MOST_GRAPH_ROWS, _GRAPH_CELLS = 4096, 16384, 4096 * 28672
 class Slot:
     """Keys and values of some sequences, and the graphs of the prompts and steps that read and write them."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache) -> None:
-        self.decoder, self.cache = decoder, cache
+    def __init__(self, decoder: Decoder, cache: KvCache, memory: "Memory | None" = None) -> None:
+        self.decoder, self.cache, self.memory = decoder, cache, memory
         self.owner: weakref.ref[EngineCache] | None = None
         self._steps: dict[bool, Callable[[Tensor], Tensor]]
         self._prompts: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor] | None]
@@ -46,6 +46,14 @@ class Slot:
         """Whether no living cache holds it."""
         owner = None if self.owner is None else self.owner()
         return owner is None or owner.slot is not self
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Let nobody else use the memory inside the block."""
+        assert self.memory is not None
+        with self.memory.lock:
+            self.memory.claim()
+            yield
 
     def forget(self) -> None:
         """Let go of all graphs; they are captured again when they are needed."""
@@ -102,7 +110,8 @@ class Memory:
     """
 
     def __init__(self, decoder: Decoder, lock: "threading.RLock") -> None:  # type: ignore[valid-type]
-        self.decoder, self._lock = decoder, lock
+        self.decoder, self.lock = decoder, lock
+        decoder.follow()
         self.slots: list[Slot] = []
         self.pool: GraphPool | None = None
         self._next: NextStep | None = None
@@ -195,7 +204,7 @@ class Memory:
                 self.slots, free, dropped = [each for each in self.slots if not each.is_free], [], []
                 torch.cuda.empty_cache()
                 memory = self.decoder.new_cache(batch, room)
-            slot = Slot(self.decoder, memory)
+            slot = Slot(self.decoder, memory, self)
         # The last one is the latest used.
         self.slots = [*(each for each in self.slots if each not in dropped), slot]
         return slot
@@ -216,7 +225,7 @@ class Memory:
 
         def gone(_cache: object) -> None:
             # Garbage is collected anywhere: a forward of another thread drops what is too much when it needs memory.
-            if not self._lock.acquire(blocking=False):
+            if not self.lock.acquire(blocking=False):
                 return
             free = [each for each in self.slots if each.is_free]
             kept = sum(2 * each.cache.k.nbytes for each in free)
@@ -226,7 +235,7 @@ class Memory:
                     dropped.append(old)
                     kept -= 2 * old.cache.k.nbytes
             self.slots = [each for each in self.slots if each not in dropped]
-            self._lock.release()
+            self.lock.release()
 
         cache.slot, slot.owner = slot, weakref.ref(cache, gone)
 

@@ -22,11 +22,6 @@ class NextStep:
         self._running: tuple[CapturedStep, KvCache] | None = None
 
     @property
-    def lengths(self) -> Tensor | None:
-        """Of the cache whose next step runs, or has run and was not asked for yet; None without one."""
-        return None if self._running is None else self._running[1].lengths
-
-    @property
     def _current(self) -> Any:
         return torch.cuda.current_stream(self._device)
 

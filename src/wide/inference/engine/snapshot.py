@@ -6,32 +6,40 @@ from torch import nn
 
 from wide.models.attach import Attachment
 
+_HARMLESS_HOOKS = "transformers.utils.output_capturing"
+
 
 class Snapshot:
-    """Weights, routers, hooks and forwards of a model at one moment."""
+    """Modules, weights, routers, hooks and forwards of a model at one moment.
+
+    Args:
+        model: Attached.
+        state: What wide knows of it.
+    """
 
     def __init__(self, model: nn.Module, state: Attachment) -> None:
+        """Look at all modules."""
+        self._model, self._state = model, state
         self._parts = [part for part in model.modules() if part is not model]
-        self._hooks = [_hooks_of(part) for part in self._parts]
-        self._state = state
+        self._forwards = [vars(part).get("forward") for part in self._parts]
+        self._own_hooks = {handle.id for handle in state.handles}
         self._then = self.now()
 
     def now(self) -> tuple[Any, ...]:
         """Return what the engine has copied from the model, or points at; steps trust that it stays."""
         parameters = [each for part in self._parts for each in part._parameters.values() if each is not None]
-        matrices = [
-            each for router in self._state.routers() for each in router._parameters.values() if each is not None
-        ]
-        versions = [None if matrix.is_inference() else matrix._version for matrix in matrices]
-        return (*(parameter.data_ptr() for parameter in parameters), *versions)
+        matrices = [each for router in self._state.routers() for each in router._parameters.values()]
+        versions = [None if each is None or each.is_inference() else each._version for each in matrices]
+        return (*self._model.modules(), *(parameter.data_ptr() for parameter in parameters), *versions)
 
     def has_changed(self) -> bool:
-        """Return whether weights have moved or routers have been written since."""
+        """Return whether modules were replaced, weights moved or routers written since."""
         return self.now() != self._then
 
     def has_hooks(self) -> bool:
-        """Return whether a module has got hooks or a forward of its own since."""
-        return any(_hooks_of(part) != known for part, known in zip(self._parts, self._hooks, strict=True))
+        """Return whether a module has hooks that are not wide's, or another forward than before."""
+        forwards = [vars(part).get("forward") for part in self._parts]
+        return any(map(self._is_foreign, self._parts)) or forwards != self._forwards
 
     def learns(self) -> bool:
         """Return whether a parameter wants a gradient."""
@@ -41,7 +49,10 @@ class Snapshot:
         """Return whether a module is in training mode."""
         return any(part.training for part in self._parts)
 
-
-def _hooks_of(module: nn.Module) -> tuple[int, bool]:
-    """Return how many hooks a module has, and whether it has a forward of its own."""
-    return len(module._forward_hooks) + len(module._forward_pre_hooks), "forward" in vars(module)
+    def _is_foreign(self, module: nn.Module) -> bool:
+        hooks = {**module._forward_hooks, **module._forward_pre_hooks}
+        # transformers leaves hooks behind that do nothing once a call has asked for hidden states.
+        return any(
+            number not in self._own_hooks and not getattr(hook, "__module__", "").startswith(_HARMLESS_HOOKS)
+            for number, hook in hooks.items()
+        )

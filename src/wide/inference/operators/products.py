@@ -1,7 +1,7 @@
 """The matrix products of a layer under a mask, each dense or by the operator that was chosen; races time these, too.
 
-`LinearWeights` and `GatedWeights` are all that the rest of the engine knows of weights: another format, such as eight
-bits with scales, is another class with the same methods.
+`LinearWeights` and `GatedWeights` are all that a layer knows of its weights: another format, such as eight bits with
+scales, is another class with the same methods (tables of measurements then need the format in their keys).
 """
 
 from collections.abc import Callable
@@ -85,6 +85,11 @@ class GatedWeights(NamedTuple):
     gate_bias: Tensor | None
     up_bias: Tensor | None
     activation: str
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the product, gate and up counted apart."""
+        return len(self.gate) * (1 if self.up is None else 2)
 
     @classmethod
     def of_rows(cls, linear: LinearWeights, width: int, activation: str) -> "GatedWeights":

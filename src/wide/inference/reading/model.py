@@ -94,20 +94,20 @@ def read_model(model: nn.Module, max_length: int) -> ModelWeights:
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
             raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices, {devices}, not on one")
+        return ModelWeights(
+            specs=specs,
+            layers=layers,
+            embedding=embedding,
+            head=LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach()),
+            norm=read_norm(base.norm, "last norm"),
+            embedding_scale=_embedding_scale(embed),
+            input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
+            logit_scale=_unless_one(scale),
+            logit_cap=cap,
+        )
     except UnsupportedModelError:
         unstack(specs)
         raise
-    return ModelWeights(
-        specs=specs,
-        layers=layers,
-        embedding=embedding,
-        head=LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach()),
-        norm=read_norm(base.norm, "last norm"),
-        embedding_scale=_embedding_scale(embed),
-        input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
-        logit_scale=_unless_one(scale),
-        logit_cap=cap,
-    )
 
 
 def unstack(specs: Sequence[BlockSpec]) -> None:

@@ -150,10 +150,7 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
         UnsupportedModelError: If the layer has a part that the engine does not know; the message names it.
     """
     where = f"layer {spec.index}"
-    if spec.ffn is None:
-        raise UnsupportedModelError(f"the engine needs a plain FFN in every layer: {spec.ffn_reason}")
-    attention, ffn = spec.attention, spec.ffn
-    _require_alike(where, spec, [*attention.linears(), *ffn.linears()])
+    attention, ffn = spec.attention, require_plain(spec)
     norms = [norm for part in (attention, ffn) for norm in (part.pre_norm, part.post_norm) if norm is not None]
     require_known(spec.layer, (attention.module, ffn.module, *norms), where, _MULTIPLIER)
     return LayerWeights(
@@ -164,8 +161,17 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     )
 
 
-def _require_alike(where: str, spec: BlockSpec, linears: list[nn.Module]) -> None:
-    """Refuse projections that were exchanged since the model was attached, or are of several dtypes or devices."""
+def require_plain(spec: BlockSpec) -> FeedForwardSpec:
+    """Return the FFN of a layer whose projections the engine can read.
+
+    Raises:
+        UnsupportedModelError: If the layer has no plain FFN, or projections that are not plain linear layers, were
+            exchanged since the model was attached, or are of several dtypes or devices.
+    """
+    where = f"layer {spec.index}"
+    if spec.ffn is None:
+        raise UnsupportedModelError(f"the engine needs a plain FFN in every layer: {spec.ffn_reason}")
+    linears = [*spec.attention.linears(), *spec.ffn.linears()]
     present = set(spec.layer.modules())
     if not present.issuperset(linears):
         names = {f"{type(part).__module__}.{type(part).__qualname__}" for part in present}
@@ -179,6 +185,7 @@ def _require_alike(where: str, spec: BlockSpec, linears: list[nn.Module]) -> Non
             raise UnsupportedModelError(
                 f"{where}: the projections must have one {fact}, got {sorted(found)}; move or convert them to one"
             )
+    return spec.ffn
 
 
 def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbers: str) -> None:
