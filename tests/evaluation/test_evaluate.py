@@ -84,12 +84,28 @@ def test_text_and_tasks_have_the_window_that_the_model_takes(positions, given, w
     assert seen == {"text": window, "tasks": window}
 
 
+def test_a_window_beyond_the_positions_is_refused(plain_model):
+    with pytest.raises(ConfigError, match="window 1000000"):
+        evaluate(plain_model, ["text"], window=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("trained", "split"), [(None, None), ("train", "heldout"), ("heldout", "heldout"), ("of another text", None)]
+)
+def test_a_file_is_held_out_where_the_model_was_trained_on_a_part_of_it(trained, split, tmp_path):
+    file = tmp_path / "text.txt"
+    text = str(tmp_path / "other.txt") if trained == "of another text" else str(file)
+    provenance = {} if trained is None else {"prune": {"text": text, "split": trained}}
+    assert evaluation.scored_split(file, provenance) == split
+    assert evaluation.scored_split("python-docs", provenance) == "heldout"
+
+
 def test_a_wrong_task_fails_before_any_work(plain_model):
     with pytest.raises(EvaluationError, match="no task 'squad'"):
         evaluate(plain_model, "no-such-file.txt", tasks=["squad"])
 
 
-def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_differ(attached_model):
+def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_differ(attached_model, monkeypatch):
     masked = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
     report = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False, fused=True)
     assert report.masked == masked.model
@@ -100,6 +116,9 @@ def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_dif
     assert report.to_json()["flip_rate"] == report.flip_rate
     again = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
     assert again.model == masked.model
+    # Decisions of the two paths are compared, not those of one with themselves.
+    monkeypatch.setattr(evaluation.RoutingTape, "flip_rate", lambda self, other: float(self is not other))
+    assert evaluate(attached_model, DOCUMENTS[:1], window=32, compare_dense=False, fused=True).flip_rate == 1.0
 
 
 @pytest.mark.parametrize("name", ["batch_size", "max_documents", "max_windows", "limit"])
