@@ -60,6 +60,13 @@ def test_masks_of_the_gate_skip_half_of_every_sublayer(model):
     assert (wanted.dense - wanted.masked).abs().max() > 0.01
 
 
+def test_flips_are_the_share_of_decisions_that_differ(model):
+    decisions = reference(model, torch.randint(0, 64, (1, 40))).decisions
+    (attention, ffn), *rest = decisions
+    total = sum(mask.numel() for layer in decisions for mask in layer)
+    assert correctness._flips([(~attention, ffn), *rest], decisions) == pytest.approx(attention.numel() / total)
+
+
 WRONG = {
     "dense_error": lambda run, _: not run.routed,
     "routed_error": lambda run, rows: run.forced is not None and rows is not None and len(rows) > 1,
