@@ -337,7 +337,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-parts": parts,
     "quality-groups": groups,
     "quality-real": real,
-    "targets-real": lambda: aims("real"),
     "speed": speed,
     "columns": columns,
     "columns-code": columns_code,
