@@ -3,11 +3,14 @@
 import errno
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -130,6 +133,62 @@ def test_held_cells_are_left_to_their_process(everyday, tmp_path, monkeypatch, c
     assert "[2/3] wide 0.5 seed 17: " in said
     assert "finished before" not in said
     assert "left  " not in said
+
+
+def _run(folder, **request):
+    return cell_runner.ComparisonRun(SimpleNamespace(**request), SimpleNamespace(path=folder), command=[])
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds", "is_over"),
+    [("no luck", -1, False), ("no luck", 0, True), ("no luck", 1, True), ("finished", -1, True), (None, 0, False)],
+)
+def test_what_failed_since_the_start_is_over_as_what_is_finished_is(tmp_path, value, seconds, is_over):
+    stage = Stage(A, False)
+    run = _run(tmp_path, stages=lambda _: [stage])
+    file = RecordFile(tmp_path / "cells" / A.folder / "records.jsonl")
+    file.append([] if value is None else [Record(subject=stage, metric="status", value=value)])
+    began = datetime.fromisoformat(run._began)
+    time = (began + timedelta(seconds=seconds)).isoformat()
+    file.path.write_text(re.sub('"time": "[^"]*"', f'"time": "{time}"', file.path.read_text()))
+    assert run._is_over(A) == is_over
+
+
+def test_every_row_is_rehearsed_with_the_first_seed_alone(everyday, tmp_path, monkeypatch):
+    rehearsed = []
+
+    def claim(_):
+        raise ConfigError("after the rehearsal")
+
+    monkeypatch.setattr(RunFolder, "claim", claim)
+    monkeypatch.setattr(cell_runner.ComparisonRun, "_apply", lambda _, cell, output: rehearsed.append((cell, output)))
+    assert main([*everyday, "--output", str(tmp_path / "run"), "--seeds=2,1,3"]) == 1
+    assert rehearsed == [(Cell(method, 0.5, 2), None) for method in ("wide", "wanda")]
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"), [("by-flops", True), ("wide-flops", True), ("wide", False), ("dense", False)]
+)
+def test_a_row_that_counts_in_its_own_way_says_so(tmp_path, name, counted):
+    variant = {"method": "wide", "match": "linear_flops"}
+    grid = GridOptions(methods="wide", variants={"by-flops": variant, "wide-flops": variant})
+    report = dict.fromkeys([*cell_runner._SHARES.values(), "tokens_forward", "tokens_backward", "seconds"], 0.0)
+    report |= {"deviations": ["one of the method"], "settings": {}}
+    records = _run(tmp_path, grid=grid)._stage_records(
+        Stage(Cell(name, 0.5, 1), False), {cell_runner.PROVENANCE: report}
+    )
+    said = next(record.value for record in records if record.metric == "deviations")
+    words = "the target counts linear FLOPs of the decoder layers, in the other rows as the method does\n" * counted
+    assert said == words + "one of the method"
+
+
+def test_a_cell_is_told_in_words_as_far_as_it_was_measured():
+    model = SimpleNamespace(perplexity=SimpleNamespace(perplexity=12.5), tasks=SimpleNamespace(average=0.5))
+    saved = SimpleNamespace(linear_flops_layers=0.25)
+    words = "perplexity 12.50, accuracy 50.0%, saves 25.0% of the layers' linear FLOPs"
+    assert cell_runner._in_words(SimpleNamespace(model=model, sparsity=saved)) == words
+    nothing = SimpleNamespace(perplexity=None, tasks=None)
+    assert cell_runner._in_words(SimpleNamespace(model=nothing, sparsity=None)) == ""
 
 
 def test_what_failed_is_tried_again_by_the_next_run_only(everyday, tmp_path, monkeypatch, capsys):

@@ -8,8 +8,10 @@ from wide.errors import ConfigError, EvaluationError
 from wide.evaluation import evaluate as evaluation
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
+from wide.models.attach import attachment
 from wide.models.lora import add_lora, merge_lora
 from wide.models.observe import capture_routing
+from wide.routing import LayerRouting
 
 DOCUMENTS = [Document(name=str(i), text=f"The {i}th text says that rivers run to the sea. " * 4) for i in range(3)]
 
@@ -26,6 +28,13 @@ def test_dense_figures_are_those_of_the_untouched_model(attached_model, plain_mo
     assert "% executed" in repr(routing[0])
     assert len(repr(routing[0])) < 200
     assert "groups, bottleneck, threshold 0" in repr(attached_model)
+
+
+def test_masks_of_a_layer_are_named_and_have_no_other_names():
+    with pytest.raises(TypeError, match="positional"):
+        LayerRouting(torch.ones(1, 1, 2))
+    with pytest.raises(AttributeError, match="atention"):
+        LayerRouting().atention = torch.ones(1, 1, 2)
 
 
 def test_sparsity_is_measured_on_each_scored_token_once(attached_model, tokenizer):
@@ -98,6 +107,15 @@ def test_a_file_is_held_out_where_the_model_was_trained_on_a_part_of_it(trained,
     provenance = {} if trained is None else {"prune": {"text": text, "split": trained}}
     assert evaluation.scored_split(file, provenance) == split
     assert evaluation.scored_split("python-docs", provenance) == "heldout"
+
+
+def test_that_training_text_is_scored_is_said_at_the_line_that_asks_for_it(attached_model, monkeypatch, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(DOCUMENTS[0].text)
+    monkeypatch.setitem(attachment(attached_model).provenance, "prune", {"text": str(file), "split": None})
+    with pytest.warns(UserWarning, match="trained on all of") as found:
+        evaluate(attached_model, file, window=32, compare_dense=False)
+    assert [warning.filename for warning in found if "trained on" in str(warning.message)] == [__file__]
 
 
 def test_a_wrong_task_fails_before_any_work(plain_model):

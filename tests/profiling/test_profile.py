@@ -128,6 +128,37 @@ def test_sequences_at_once_are_compared_with_each_alone(model, monkeypatch):
     assert not check_batch(model, decoder, ids)["green"]
 
 
+def test_steps_run_the_last_four_tokens_and_the_last_of_them_again(model, monkeypatch):
+    decoder, ids = (
+        Decoder(model, max_length=48, tables=[OperatorTable.fixed("torch")] * 2),
+        torch.randint(0, 64, (1, 40)),
+    )
+    forced, new_cache, spans, caches = correctness._forced, decoder.new_cache, [], []
+    monkeypatch.setattr(correctness, "_forced", lambda *given: (spans.append(given[2:]), forced(*given))[1])
+    monkeypatch.setattr(decoder, "new_cache", lambda *given: (caches.append(given), new_cache(*given))[1])
+    check_decoder(decoder, reference(model, ids))
+    assert spans == [(0, 40), (0, 36), (36, 37), (37, 38), (38, 39), (39, 40), (39, 40)]
+    # Of the prompt, and of the steps: the last token's kernels are counted in one more.
+    assert caches == [(1, 40), (1, 41)]
+
+
+def test_of_a_batch_256_tokens_run_at_once_and_of_four_sequences_alone(model, monkeypatch):
+    decoder, ids = (
+        Decoder(model, max_length=8, tables=[OperatorTable.fixed("torch")] * 2),
+        torch.randint(0, 64, (7, 300)),
+    )
+    runs = []
+
+    def stepped(_, ids, masks):
+        runs.append((ids.tolist(), masks[0][0].shape[:2]))
+        return torch.ones(len(ids), 5, 64), {}
+
+    monkeypatch.setattr(correctness, "_stepped", stepped)
+    assert check_batch(model, decoder, ids)["green"]
+    short = ids[:, :256].tolist()
+    assert runs == [(short, (7, 256))] + [([short[row]], (1, 256)) for row in (0, 2, 4, 6)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures need CUDA")
 def test_what_is_captured_is_compared_with_direct_calls():
@@ -142,6 +173,8 @@ def test_logits_are_compared_all_over_a_prompt_and_at_its_end():
     assert places(3, CPU).tolist() == [0, 1, 2]
     found = places(4096, CPU).tolist()
     assert found == sorted(set(found))
+    # Those spread out, the last one among them, and the four before it.
+    assert len(found) == 128 + 4
     assert found[-5:] == [4091, 4092, 4093, 4094, 4095]
     assert max(later - earlier for earlier, later in itertools.pairwise(found)) < 40
 
