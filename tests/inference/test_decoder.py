@@ -136,7 +136,7 @@ def test_parts_that_nobody_reads_are_refused_by_name(monkeypatch):
     refused(lambda base, layer: setattr(layer, "beta", 0.5), "layer 1 has beta")
     refused(lambda base, layer: base.add_module("embed_norm", linear), "LlamaModel has embed_norm")
     refused(lambda base, layer: setattr(base, "embed_tokens", _Shifted(97, 32)), "_Shifted computes more")
-    refused(lambda base, layer: setattr(layer.self_attn, "is_causal", False), "looks ahead")
+    refused(lambda base, layer: setattr(layer.self_attn, "is_causal", False), "looks at later tokens")
     refused(lambda base, layer: setattr(layer, "post_attention_layernorm", layer.input_layernorm), "logits differ")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", _turned_backwards)
     refused(lambda base, layer: None, "in a way that the engine does not know")
