@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from wide.errors import UnsupportedModelError
-from wide.inference.engine.views import needs_zeros
-from wide.inference.operators.table import OperatorTable
-from wide.inference.reading.weights import AttentionWeights
+from wide.inference.engine.views import AttentionCall, needs_zeros
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.device import half_obstacle
 from wide.kernels.reorder import reorder_sequences
-from wide.kernels.reordering import Reordering
 from wide.models.gates import install_attention_gates
 
 PAGED_ATTENTION = "wide_paged|flash"
@@ -135,21 +132,11 @@ class PagedView:
             places = self._pages(index, keys.shape[1], trash).places
         return keys.flatten(0, 1)[None], values.flatten(0, 1)[None], places
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        mask: Tensor | None,
-        order: Reordering | None,
-        weights: AttentionWeights,
-        table: OperatorTable,
-        wait: Callable[[], None],
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
-        wait()
-        form = weights.form
-        scores = {"scale": form.scale, "soft_cap": form.soft_cap, "backend": table.backend}
-        return self.mix(layer, q[:, 0], mask, form.window, scores, zero_skipped=needs_zeros(mask, table))
+        call.wait()
+        scores = {"scale": call.form.scale, "soft_cap": call.form.soft_cap, "backend": call.table.backend}
+        return self.mix(layer, q[:, 0], mask, call.form.window, scores, zero_skipped=needs_zeros(mask, call.table))
 
     def mix(
         self,

@@ -35,7 +35,6 @@ def prompt(
     """Return the logits [B, kept, V] that are wanted of several tokens a sequence, and keep their keys and values.
 
     Args:
-        memory: Claimed.
         x: Tokens [B, T] behind their left padding, or their embeddings [B, T, D].
         past: Tokens that the cache has of each sequence, padding included.
         padding: Left padding of each sequence, int64 [B]; None without.
@@ -51,30 +50,8 @@ def prompt(
         raise Masked(f"a text of more than {memory.decoder.max_length} tokens")
     if control.observed is not None and padding is not None:
         raise Masked("capture_routing with left padding")
-    memory.join()
+    memory.claim()
     memory.follow()
-    try:
-        logits = _prompt_logits(memory, control, x, past, padding, cache, kept)
-    except BaseException:
-        # What was begun must not be taken for a prompt.
-        if cache is not None and not past:
-            cache.slot = None
-        raise
-    if cache is not None:
-        cache.tokens = past + x.shape[1]
-    return logits.view(len(x), -1, logits.shape[-1])
-
-
-def _prompt_logits(
-    memory: Memory,
-    control: RoutingControl,
-    x: Tensor,
-    past: int,
-    padding: Tensor | None,
-    cache: EngineCache | None,
-    kept: int | Tensor,
-) -> Tensor:
-    """Return the logits [B * kept, V] of a prompt; see `prompt`."""
     decoder, (batch, length), run = memory.decoder, x.shape[:2], _options(control)
     if padding is not None and length > 1 and not past:
         # The engine pads on the right: each row begins with its first real token.
@@ -91,17 +68,17 @@ def _prompt_logits(
         replayed = lent.prompt(x, lengths, routed=run.routed, pool=memory.pool)
         if replayed is not None:
             # The caller may keep what the next prompt overwrites.
-            return replayed.clone()
+            return replayed.clone()[:, None]
     keys = decoder.new_cache(batch, length, kept=False) if slot is None else slot.cache
     if padding is not None and past:
         # Sequences that end at different places run one after the other.
         rows = kept_rows(1, length, kept, None, x.device)
         pasts = [past - places for places in padding.tolist()]
         parts = [decoder.prompt(x[row, None], keys.row(row), run, past=each) for row, each in enumerate(pasts)]
-        return torch.cat([decoder.logits(part, run, rows) for part in parts])
-    stream = decoder.prompt(x, keys, run, past=past, lengths=lengths)
+        return torch.stack([decoder.logits(part, run, rows) for part in parts])
+    residual = decoder.prompt(x, keys, run, past=past, lengths=lengths)
     _note(control, run, x)
-    return decoder.logits(stream, run, kept_rows(batch, length, kept, padding, x.device))
+    return decoder.logits(residual, run, kept_rows(batch, length, kept, padding, x.device)).unflatten(0, (batch, -1))
 
 
 def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCache, given: Mapping[str, Any]) -> Tensor:

@@ -30,6 +30,7 @@ from wide.inference.operators.table import OperatorTable
 from wide.models.attach import Attachment
 from wide.models.gates import cache_of
 
+_KNOWN_PAGED = KNOWN | ARGUMENTS
 # Longer contexts run masked: their table of positions alone would take hundreds of megabytes.
 _MAX_LENGTH = 131072
 
@@ -78,9 +79,7 @@ class Engine:
         Raises:
             UnsupportedModelError: If the model has been changed into one that the engine does not compute.
         """
-        if self._memory is None:
-            raise UnsupportedModelError(self._unreadable)
-        return self._memory.decoder
+        return self._ready.decoder
 
     def made_of(self) -> tuple[Any, ...]:
         """Return what graphs hold of the model: weights, thresholds, and whether routers decide."""
@@ -96,7 +95,7 @@ class Engine:
             yield
         finally:
             self._memory = whole
-            self._memory_now().follow()
+            self._ready.follow()
 
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs."""
@@ -113,8 +112,11 @@ class Engine:
                 memory.release()
                 memory.decoder.unstack()
 
-    def _memory_now(self) -> Memory:
-        assert self._memory is not None
+    @property
+    def _ready(self) -> Memory:
+        """The memory, of a model that could be read."""
+        if self._memory is None:
+            raise UnsupportedModelError(self._unreadable)
         return self._memory
 
     def _claim(self) -> None:
@@ -166,7 +168,7 @@ class Engine:
                 if self._num_masked:
                     raise Masked("a changed model while other threads run it masked")
                 self._read()
-            self.decoder  # noqa: B018
+            self._ready  # noqa: B018
         except UnsupportedModelError as error:
             raise Masked(f"this model since it was changed ({error})") from error
 
@@ -205,7 +207,7 @@ class Engine:
         if not isinstance(x, Tensor) or self._is_reading or self._is_removed:
             raise Masked
         control, is_paged = self._state.control, ids is not None and is_paged_step(given)
-        self._require_known(x, given, KNOWN | ARGUMENTS if is_paged else KNOWN, is_paged=is_paged)
+        self._require_known(x, given, _KNOWN_PAGED if is_paged else KNOWN, is_paged=is_paged)
         if self._memory is None:
             self._read_again()
         if is_paged:
@@ -213,14 +215,14 @@ class Engine:
             if self._snapshot.has_changed():
                 # The next prompt reads the model again.
                 raise Masked("generate_batch after the weights have changed")
-            return paged_step(self._memory_now(), control, x, given)
+            return paged_step(self._ready, control, x, given)
         cache = cache_of(given)
         if cache is not None and not isinstance(cache, EngineCache):
             raise Masked(reason_of(cache))
         if cache is not None and cache.slot is None and cache.get_seq_length():
             raise Masked(cache.left_for)
         if cache is not None and cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1:
-            return step(self._memory_now(), control, ids, cache, given), cache
+            return step(self._ready, control, ids, cache, given), cache
         return self._prompt(x, cache, given)
 
     def _require_known(self, x: Tensor, given: Mapping[str, Any], known: frozenset[str], *, is_paged: bool) -> None:
@@ -247,7 +249,6 @@ class Engine:
 
     def _prompt(self, x: Tensor, cache: EngineCache | None, given: Mapping[str, Any]) -> Answer:
         """Return the logits that are wanted of several tokens a sequence, and keep their keys and values."""
-        self._claim()
         self._require_unhooked()
         past = 0 if cache is None or cache.slot is None else cache.tokens
         keeps = given.get("use_cache")
@@ -264,7 +265,16 @@ class Engine:
         if cache is not None:
             cache.padding = places
         kept = given.get("logits_to_keep", 0)
-        return prompt(self._memory_now(), self._state.control, x, past, padding, cache, kept), cache
+        try:
+            logits = prompt(self._ready, self._state.control, x, past, padding, cache, kept)
+        except BaseException:
+            # What was begun must not be taken for a prompt.
+            if cache is not None and not past:
+                cache.slot = None
+            raise
+        if cache is not None:
+            cache.tokens = past + x.shape[1]
+        return logits, cache
 
     def _require_unhooked(self) -> None:
         if self._snapshot.is_training():

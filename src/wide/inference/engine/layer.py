@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wide.inference.engine.side_stream import SideStream
-from wide.inference.engine.views import CacheView
+from wide.inference.engine.views import AttentionCall, CacheView
 from wide.inference.operators.table import DENSE, OperatorName, OperatorTable
 from wide.inference.reading.weights import (
     AttentionWeights,
@@ -174,7 +174,8 @@ def _attention(layer: LayerWeights, x: Tensor, mask: Tensor | None, view: CacheV
         interleaved=weights.form.interleaved,
         backend=table.backend,
     )
-    heads = view.attend(layer.index, q, own, order, weights, table, options.wait).reshape(x.shape[0], -1)
+    call = AttentionCall(weights.form, table, order, options.wait)
+    heads = view.attend(layer.index, q, own, call).reshape(x.shape[0], -1)
     if own is None:
         return weights.output.dense(heads)
     return weights.output.input_groups(heads, own, table.choice("output", heads.shape[0]), sorts=table.backend)

@@ -30,7 +30,8 @@ class Snapshot:
         parameters = [each for part in self._parts for each in part._parameters.values() if each is not None]
         matrices = [each for router in self._state.routers() for each in router._parameters.values()]
         versions = [None if each is None or each.is_inference() else each._version for each in matrices]
-        return (*self._model.modules(), *(parameter.data_ptr() for parameter in parameters), *versions)
+        children = [child for part in (self._model, *self._parts) for child in part._modules.values()]
+        return (*children, *(parameter.data_ptr() for parameter in parameters), *versions)
 
     def has_changed(self) -> bool:
         """Return whether modules were replaced, weights moved or routers written since."""

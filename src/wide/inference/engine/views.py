@@ -5,7 +5,7 @@ transformers' paged caches.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wide.inference.engine.cache import KvCache
 from wide.inference.operators.table import OperatorTable
-from wide.inference.reading.weights import AttentionWeights
+from wide.inference.reading.attention_form import AttentionForm
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.clear_skipped import clear_skipped
@@ -23,6 +23,22 @@ from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.tuning import Choice
 
 _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class AttentionCall(NamedTuple):
+    """What a layer tells its view.
+
+    Args:
+        form: Scale, window and soft cap.
+        table: Which operator runs.
+        order: The reordering of the query product, if one was made.
+        wait: Waits for a router on another stream, before the mask is read.
+    """
+
+    form: AttentionForm
+    table: OperatorTable
+    order: Reordering | None
+    wait: Callable[[], None]
 
 
 class CacheView(Protocol):
@@ -51,24 +67,14 @@ class CacheView(Protocol):
         """
         ...
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        mask: Tensor | None,
-        order: Reordering | None,
-        weights: AttentionWeights,
-        table: OperatorTable,
-        wait: Callable[[], None],
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """Return the attention output [B, T, H_q, d] over keys of which the new ones have been written.
 
         Args:
             q: Queries, [B, T, H_q, d].
             mask: bool [B * T, N_G], valid after `wait`; None = everything executes. Skipped heads come back as zeros
                 where the output product is dense; otherwise they hold anything.
-            order: The reordering of the query product, if one was made.
-            wait: Waits for a router on another stream.
+            call: What all views are told.
         """
         ...
 
@@ -94,18 +100,10 @@ class PromptView:
         """See `CacheView`."""
         return *self._cache.layer(layer), None
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        mask: Tensor | None,
-        order: Reordering | None,
-        weights: AttentionWeights,
-        table: OperatorTable,
-        wait: Callable[[], None],
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
-        num_keys, form = self._past + self.length, weights.form
+        form, table, order, wait = call
+        num_keys = self._past + self.length
         k, v = (part[:, :num_keys] for part in self._cache.layer(layer))
         window = None if form.window is not None and form.window >= num_keys else form.window
         zeroes = needs_zeros(mask, table)
@@ -154,20 +152,12 @@ class StepView:
         """See `CacheView`."""
         return *self._cache.layer(layer), None
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        mask: Tensor | None,
-        order: Reordering | None,
-        weights: AttentionWeights,
-        table: OperatorTable,
-        wait: Callable[[], None],
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
+        form, table, _, wait = call
         k, v = self._cache.layer(layer)
         wait()
-        form, zeroes = weights.form, needs_zeros(mask, table)
+        zeroes = needs_zeros(mask, table)
         # Without a mask every pair is read. Otherwise skipped pairs come back as zeros, which costs nothing where
         # groups are whole KV heads; smaller groups would share each KV head among several programs.
         is_free = mask is not None and zeroes and k.shape[2] % mask.shape[1] == 0
