@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import RandomSource, routed_model
+from tiny import RandomSource, dense_model, routed_model
 
-from wide.config import RecoverConfig, StageConfig
+from wide.config import RecoverConfig, StageConfig, WideConfig
 from wide.errors import TrainingError
+from wide.models.attach import attach
 from wide.profiling.synthetic import random_model
 from wide.runs import forecast
 from wide.training import memory, token_loss
@@ -90,6 +91,21 @@ def test_routers_and_lora_of_an_attached_model_are_no_part_of_its_base():
     found = needed(model, StageConfig(batch_size=4, sequence_length=16))
     assert found.weights == 4 * base
     assert found.optimizer == 16 * routers
+
+
+def test_a_model_that_was_saved_and_one_of_an_unknown_structure_are_counted(tmp_path, monkeypatch):
+    model = dense_model()
+    # transformers leaves the name of the type behind.
+    model.save_pretrained(tmp_path)
+    assert model.config.dtype == "float32"
+    attach(model, WideConfig(ffn_group_size=16))
+    before = needed(model, STAGE), step_flops(model, STAGE)
+
+    def refuse(model):
+        raise AssertionError("its owner has described the layers")
+
+    monkeypatch.setattr(memory, "discover", refuse)
+    assert (needed(model, STAGE), step_flops(model, STAGE)) == before
 
 
 def test_weights_that_are_quantised_count_as_they_are(monkeypatch, skeleton):

@@ -15,6 +15,7 @@ import torch
 
 from wide.config import RecoverConfig, StageConfig
 from wide.errors import TrainingError
+from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
 from wide.models.pretrained import is_added
@@ -85,8 +86,10 @@ def needed(
         world: Processes that share a batch.
         shards: Processes that share the base, 1 where each has the whole; None means all where FSDP shards the model.
     """
-    stored = model.config.dtype if dtype == "auto" else getattr(torch, dtype)
-    size, specs = (stored or torch.float32).itemsize, discover(model)
+    stored = model.config.dtype if dtype == "auto" else dtype
+    # What was saved in this process has a name there.
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    size, specs = (stored or torch.float32).itemsize, _specs(model)
     shards = shards or (world if is_sharded(model) else 1)
     head = model.get_output_embeddings().weight
     counts = [_weight_bytes(spec.layer, size) for spec in specs]
@@ -113,6 +116,11 @@ def needed(
         logits=max(logits, 3 * size * tokens * width),
         optimizer=_TRAINED * trained,
     )
+
+
+def _specs(model: Any) -> Sequence[BlockSpec]:
+    """Return the layers of a model, those that its owner described where it is attached with them."""
+    return attachment(model).specs if is_attached(model) else discover(model)
 
 
 def _weight_bytes(module: torch.nn.Module, size: int) -> int:
@@ -149,7 +157,7 @@ def step_flops(model: Any, stage: StageConfig) -> float:
 
     The frozen base needs gradients of its inputs alone, so that a backward costs what a forward does.
     """
-    specs, head = discover(model), model.get_output_embeddings().weight
+    specs, head = _specs(model), model.get_output_embeddings().weight
     linear = sum(2.0 * inputs * outputs for spec in specs for inputs, outputs in _sizes(spec))
     scores = sum(2.0 * spec.attention.query_width * stage.sequence_length for spec in specs)
     each = 2.0 * linear + 3.5 * scores + 4.0 * head.numel()
