@@ -28,7 +28,7 @@ from wide.records import read_records
 from wide.report.selection import Selection
 from wide.runs import sources
 from wide.runs.materials import Materials
-from wide.runs.settings import EvalOptions, ModelOptions, RunOptions
+from wide.runs.settings import AdapterOptions, EvalOptions, RunOptions
 
 SHORT = [
     "--dtype=float32",
@@ -656,7 +656,15 @@ def test_folders_of_others_are_never_touched(tmp_path, tiny_model_folder, prose_
 
 
 @pytest.mark.parametrize(("half", "dtype"), [(4.0, torch.float32), (1.2, torch.bfloat16)])
-def test_auto_on_a_cpu_takes_the_dtype_that_is_fast_there(half, dtype, monkeypatch, capsys):
+def test_auto_on_a_cpu_takes_the_dtype_that_is_fast_there_and_keeps_to_it(half, dtype, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WIDE_CACHE", str(tmp_path))
+    options = AdapterOptions(model="models/nano", device="cpu")
     monkeypatch.setattr(sources, "_product_seconds", lambda dtype: 1.0 if dtype == torch.float32 else half)
-    assert sources.load_base(ModelOptions(model="models/nano", device="cpu")).dtype == dtype
-    assert ("4 times as fast here as bfloat16" in capsys.readouterr().out) == (half == 4.0)
+    assert sources.load_base(options).dtype == dtype
+    assert ("this CPU is faster" in capsys.readouterr().out) == (dtype == torch.float32)
+    # Measured once: a run that goes on finds the same.
+    monkeypatch.setattr(sources, "_product_seconds", lambda dtype: 1.0 if dtype != torch.float32 else half)
+    assert getattr(torch, sources.chosen_dtype(options).replace("auto", "bfloat16")) == dtype
+    assert sources.load_routed(options, keeps_dtype=True).dtype == torch.bfloat16
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sources.chosen_dtype(options) == "auto"

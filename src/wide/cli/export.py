@@ -57,7 +57,7 @@ def run(given: Sequence[str]) -> None:
     from wide.runs.sources import load_routed
 
     tokenizer = load_tokenizer(options.model)
-    model = load_routed(options)
+    model = load_routed(options, keeps_dtype=True)
     how = wanted.how or ("whole" if attachment(model).plan.is_routed else "sliced")
     before = _logits(model)
     with whole_folder(target) as folder:

@@ -37,7 +37,7 @@ from wide.runs.materials import ROUTING_TOKENS, Materials
 from wide.runs.measuring import training_records
 from wide.runs.process import is_main_process, num_processes, say
 from wide.runs.settings import GenerationOptions, PruneRequest, RunRequest, flags_named
-from wide.runs.sources import find_adapter, require_lora
+from wide.runs.sources import chosen_dtype, find_adapter, require_lora
 from wide.runs.text import continue_prompt, encode
 from wide.training.channel_groups import cluster_channels
 from wide.training.checkpoint import has_checkpoint
@@ -118,7 +118,12 @@ class Run:
             for stage in stages:
                 may_shard = self._options.parallel != "replicate"
                 check_fits(
-                    skeleton, stage, distils=distils, device=device, dtype=self._options.dtype, may_shard=may_shard
+                    skeleton,
+                    stage,
+                    distils=distils,
+                    device=device,
+                    dtype=chosen_dtype(self._options),
+                    may_shard=may_shard,
                 )
         self._model = self._materials.model
         self._processes = DataParallel.from_environment(next(self._model.parameters()).device)

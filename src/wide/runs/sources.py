@@ -1,11 +1,13 @@
 """The models and texts of a run, as its settings name them."""
 
 import importlib.util
+import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,10 +15,12 @@ from wide.config import StageConfig
 from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import load_documents
 from wide.data.documents import Document
+from wide.data.local_names import is_gguf
 from wide.data.progress import loading
 from wide.data.tokenizer import check_positions
 from wide.errors import DataError, MissingExtraError
 from wide.evaluation.evaluate import scored_split
+from wide.kernels.native.build import cache_folder
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
 from wide.models.dial import set_sparsity
@@ -33,6 +37,7 @@ from wide.runs.process import num_processes, say
 from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel, RunOptions
 from wide.training.memory import needed
 from wide.training.parallel import DataParallel
+from wide.writing import write_whole
 
 _WITHOUT_HELD_OUT = "Name some with --eval.data (and --eval.split), or switch the evaluation off with --eval.tokens 0"
 # Weights take twice the memory in float32: that is for a clear gain only.
@@ -48,6 +53,7 @@ def load_base(
     parallel: Parallel = "replicate",
     stages: Sequence[StageConfig] = (),
     distils: bool = False,
+    keeps_dtype: bool = False,
 ) -> Any:
     """Return the base model in evaluation mode; under torchrun each process takes its own GPU.
 
@@ -55,6 +61,7 @@ def load_base(
         pruned_too: Whether a full pruned checkpoint may stand for it, which is then routed.
         parallel: Whether processes that torchrun started share the weights.
         stages: What will be trained, for 'auto'.
+        keeps_dtype: Whether 'auto' is the type of the file on every device.
     """
     from transformers.utils import logging
 
@@ -63,32 +70,47 @@ def load_base(
     device = options.device
     if device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         device = f"cuda:{os.environ['LOCAL_RANK']}"
+    where, dtype = choose_device(device), options.dtype if keeps_dtype else chosen_dtype(options)
+    if dtype != options.dtype:
+        say(f"in {dtype}, in which this CPU is faster; --dtype bfloat16 or float16 takes half of the memory")
     if pruned_too and is_pruned_checkpoint(options.model):
-        where = choose_device(device)
         with loading():
             if is_quantised_checkpoint(options.model):
-                return load_checkpoint(options.model, dtype=options.dtype, device_map={"": str(where)})
-            return load_checkpoint(options.model, dtype=options.dtype).to(where)
-    sharded = num_processes() > 1 and _is_to_be_sharded(options, parallel, stages, distils, choose_device(device))
-    dtype = options.dtype
-    if dtype == "auto" and choose_device(device).type == "cpu":
-        dtype = _cpu_dtype(options.model)
+                return load_checkpoint(options.model, dtype=dtype, device_map={"": str(where)})
+            return load_checkpoint(options.model, dtype=dtype).to(where)
+    sharded = num_processes() > 1 and _is_to_be_sharded(options, parallel, stages, distils, where)
     with loading():
         return load_pretrained(options.model, dtype=dtype, device=device, sharded=sharded)
 
 
-def _cpu_dtype(model: str) -> Literal["auto", "float32"]:
-    """Return 'float32' where this CPU is faster in it than in the half precision of a checkpoint, else 'auto'."""
-    half = getattr(load_skeleton(model).config, "dtype", None)
-    if half not in (torch.bfloat16, torch.float16):
-        return "auto"
-    seconds = {dtype: min(_product_seconds(dtype) for _ in range(3)) for dtype in (half, torch.float32)}
-    times = seconds[half] / seconds[torch.float32]
-    if times < _WORTH_FLOAT32:
-        return "auto"
-    name = str(half).removeprefix("torch.")
-    say(f"in float32, {times:.0f} times as fast here as {name}; --dtype {name} takes half of the memory")
-    return "float32"
+def chosen_dtype(options: ModelOptions) -> str:
+    """Return the type of a base's weights: 'auto' is float32 on a CPU that is slow in the half precision of the file.
+
+    A CPU is measured once, so that runs that go on find the same type. Several processes keep the file's.
+    """
+    if options.dtype != "auto" or choose_device(options.device).type != "cpu" or num_processes() > 1:
+        return options.dtype
+    if is_gguf(options.model) or is_quantised_checkpoint(options.model):
+        return options.dtype
+    from transformers import PreTrainedConfig
+
+    with suppress(OSError, ValueError):
+        stored = PreTrainedConfig.get_config_dict(options.model)[0]
+        half = stored.get("dtype") or stored.get("torch_dtype")
+        if half in ("bfloat16", "float16") and _cpu_speed(half) > _WORTH_FLOAT32:
+            return "float32"
+    return options.dtype
+
+
+def _cpu_speed(half: str) -> float:
+    """Return how many times as fast as in half precision this CPU multiplies in float32; measured once a machine."""
+    place = cache_folder() / f"cpu-{half}.json"
+    with suppress(OSError, ValueError):
+        return float(json.loads(place.read_text(encoding="utf-8")))
+    first, second = (min(_product_seconds(dtype) for _ in range(3)) for dtype in (getattr(torch, half), torch.float32))
+    with suppress(OSError):
+        write_whole(place, json.dumps(first / second))
+    return first / second
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
@@ -123,9 +145,9 @@ def _is_to_be_sharded(
     return parallel == "fsdp"
 
 
-def load_routed(options: AdapterOptions) -> Any:
+def load_routed(options: AdapterOptions, *, keeps_dtype: bool = False) -> Any:
     """Return the base model with its adapter, if one is named, and the threshold set, if asked for."""
-    model = load_base(options, pruned_too=options.adapter is None)
+    model = load_base(options, pruned_too=options.adapter is None, keeps_dtype=keeps_dtype)
     if options.adapter is not None:
         attach_adapter(model, options)
     return model
