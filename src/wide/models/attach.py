@@ -214,7 +214,7 @@ def attach(
     state = Attachment(plan=plan, specs=specs, control=RoutingControl(Sampling()), base=fingerprint(model, specs))
     if weights:
         state.replaced = ReplacedWeights(model, weights, state.control)
-        state.handles += state.replaced.hook(model)
+        state.parts += [(module, "forward") for module in state.replaced.wrap(model)]
     state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
     install_attention_gates()
     _install_batch_threads()

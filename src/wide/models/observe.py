@@ -144,7 +144,7 @@ def bypass(*models: nn.Module) -> Iterator[None]:
     """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation.
 
     FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
-    LoRA stays active. Modules with replaced weights compute twice.
+    LoRA stays active.
 
     Raises:
         NotAttachedError: If a model carries no plan, or the originals of replaced weights are not at hand.

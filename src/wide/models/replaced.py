@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from wide.errors import ShapeError
 from wide.models.pretrained import require_in_memory
@@ -45,13 +45,12 @@ class ReplacedWeights:
             value = weights[name].detach().to(device=parameter.device, dtype=parameter.dtype, copy=True)
             parameter.data = value.contiguous()
 
-    def hook(self, model: nn.Module) -> list[RemovableHandle]:
-        """Let the modules compute with their originals in threads that run the dense model."""
-        return [
-            module.register_forward_hook(self._compute_dense, prepend=True, with_kwargs=True)
-            for module in model.modules()
-            if any(parameter in self for parameter in module.parameters(recurse=False))
-        ]
+    def wrap(self, model: nn.Module) -> list[nn.Module]:
+        """Let modules compute with their originals in threads that run the dense model; return those modules."""
+        having = [each for each in model.modules() if any(p in self for p in each.parameters(recurse=False))]
+        for module in having:
+            vars(module)["forward"] = partial(self._forward, module)
+        return having
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of the weights that replace, by name, on the CPU."""
@@ -79,10 +78,10 @@ class ReplacedWeights:
         self._originals[parameter] = found
         return found
 
-    def _compute_dense(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        # Other threads may be computing with the module's own weights, so a shallow copy has the originals.
+    def _forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._control.enabled:
-            return output
+            return type(module).forward(module, *args, **kwargs)
+        # Other threads may be computing with the module's own weights, so a shallow copy has the originals.
         dense: Any = copy.copy(module)
         own = dict(module.named_parameters(recurse=False))
         vars(dense)["_parameters"] = module._parameters | {
