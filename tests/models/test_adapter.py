@@ -3,15 +3,17 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from families import FAMILIES, make, tokens
 from safetensors.torch import load_file, save_file
+from tiny import RandomSource
 from transformers import AutoModelForCausalLM
 
-from wide.config import WideConfig
+from wide.config import StageConfig, WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, UnsupportedModelError
 from wide.inference.optimize import optimize
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
@@ -20,6 +22,7 @@ from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
 from wide.models.lora import add_lora, merge_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
+from wide.training.stages import prune
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 
@@ -464,9 +467,13 @@ def test_routers_of_offloaded_layers_lie_where_they_compute(tmp_path, places, ti
     for refused in (partial(save_checkpoint, path=tmp_path / "full"), add_lora):
         with pytest.raises(UnsupportedModelError, match="accelerate offloads some"):
             refused(again)
+    detach(again)
+    for start in ({"ffn_grouping": "clustered"}, {"router_start": "fitted", "router_bias": True}):
+        with pytest.raises(UnsupportedModelError, match="clustering channels needs the weights in memory"):
+            prune(again, RandomSource(), config=replace(CONFIG, **start), stage=StageConfig(steps=1, batch_size=2))
     weight = {"model.layers.1.mlp.down_proj.weight": torch.zeros(32, 64)}
     with pytest.raises(UnsupportedModelError, match="accelerate offloads some"):
-        attach(detach(again), CONFIG, weights=weight)
+        attach(again, CONFIG, weights=weight)
     with pytest.raises(AdapterError, match="weights differ"):
         load(tmp_path / "other", tmp_path / "adapter", **options)
 

@@ -71,8 +71,7 @@ class Arguments:
             exit_on_error=False,
             formatter_class=_Help,
         )
-        if first:
-            self._parser.add_argument("--help_all", action="help", help="Explain all flags.")
+        self._parser.add_argument("--help_all", action="help", help="Explain all flags.")
         self._groups: dict[str, str] = {}
         self._parser.add_argument(
             "--config",

@@ -70,7 +70,8 @@ def _decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     names = ", ".join(sorted({type(child).__name__ for child in model.children()}))
     raise UnsupportedModelError(
         f"cannot find the decoder layers of {type(model).__name__} (children: {names}): expected exactly one list, "
-        f"found {seen}. Encoder-decoder, state-space and hybrid models are not supported"
+        f"found {seen}. Encoder-decoder, state-space and hybrid models, and layers "
+        "whose projections have other names, are not supported"
     )
 
 

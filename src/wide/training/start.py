@@ -17,6 +17,7 @@ from wide.errors import TrainingError
 from wide.models.attach import attach
 from wide.models.discovery import discover
 from wide.models.observe import now
+from wide.models.pretrained import require_in_memory
 from wide.plan import Plan
 from wide.training.activations import TokensRead, counting
 from wide.training.channel_groups import cluster_channels
@@ -72,10 +73,12 @@ def attach_started(
 
     Raises:
         TrainingError: If a run is to be continued and its permutations, or the facts of its start, cannot be read.
+        UnsupportedModelError: If weights are offloaded.
     """
     if not isinstance(config, WideConfig) or not start_settings(config):
         attach(model, config)
         return {}
+    require_in_memory(model, "fitting routers or clustering channels")
     clustered, without_fit = config.ffn_grouping == "clustered", dataclasses.replace(config, router_start="random")
     if resume and folder is not None and has_checkpoint(folder):
         facts: dict[str, Any] = _recorded(

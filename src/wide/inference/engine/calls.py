@@ -116,7 +116,7 @@ def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCach
     else:
         begun = memory.take(slot, ids[:, 0], routed=run.routed)
         if cache.has_begun:
-            # One wrong guess, or one call of another text in between, and this one goes step by step.
+            # After one wrong guess, or one call of another text in between, nothing more is guessed.
             cache.has_begun, cache.is_greedy = False, begun is not None
         logits = slot.step(ids[:, 0], routed=run.routed, pool=memory.pool) if begun is None else begun
     cache.tokens += 1
