@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wide.cli import prune
+from wide.cli import inspect, prune
 from wide.cli.main import COMMANDS, main
 from wide.version import __version__
 
@@ -43,6 +43,21 @@ def test_a_model_that_was_inspected_before_is_inspected_without_torch(tiny_model
     assert "can be pruned" in second.stdout
     assert " torch" in first.stderr
     assert " torch" not in second.stderr
+
+
+@pytest.mark.parametrize("changed", ["config.py", "data/local_names.py", "models/cost.py"])
+def test_an_answer_of_other_code_is_not_used(changed, tiny_model_folder, tmp_path, monkeypatch):
+    package = tmp_path / "wide"
+    for name in ("cli/inspect.py", changed):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    answers = iter(("old", "new"))
+    monkeypatch.setenv("WIDE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(inspect, "__file__", str(package / "cli/inspect.py"))
+    monkeypatch.setattr(inspect, "describe_model", lambda _name: next(answers))
+    assert [inspect._known_or_described(str(tiny_model_folder)) for _ in range(2)] == ["old", "old"]
+    os.utime(package / changed, (1, 1))
+    assert inspect._known_or_described(str(tiny_model_folder)) == "new"
 
 
 def test_import_wide_is_light():

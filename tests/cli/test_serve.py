@@ -264,7 +264,7 @@ BAD_CHATS = {
         *("x", {"chat_template": "a"}, {"tokenize": False}, {"return_tensors": "np"}, {"a": {}}, {"messages": 3}),
         *({"load_audio_from_video": True}, {"self": 1}, {"role": "x", "unknown": 1}),
     ],
-    "logit_bias": [{"x": 1}, {"999": 1}, {"5": 1000}, {"5": NAN}, {"-1": 1}, {"5": None}, []],
+    "logit_bias": [{"5": 1}],
     "response_format": [{"type": "json_object"}],
     "max_completion_tokens": [0],
     "tool_choice": ["required"],
@@ -510,6 +510,10 @@ def test_continuous_batching_refuses_what_it_would_ignore(base):
     client, _ = in_process(*base, continuous_batching=True)
     for asked in ({"temperature": 1.0}, {"stop": "a"}, {"top_p": 0.5}, {"generation_config": '{"top_k": 3}'}):
         assert "continuous batching samples all requests alike" in completed(client, **asked)
+    base[0].generation_config.do_sample = True
+    client, _ = in_process(*base, continuous_batching=True)
+    for seed in (0, 1):
+        assert "continuous batching samples all requests alike" in completed(client, seed=seed)
 
 
 def test_a_tokenizer_in_python_is_served_but_for_streams(base):

@@ -101,6 +101,7 @@ def test_linear_flops_are_met_by_passing_over_what_does_not_fit(sparsity):
     # Nothing that is left fits any more.
     assert found <= sparsity + min(shares) / 2 + 1e-9
     assert all(found + shares[half] > sparsity + min(shares) / 2 for half in set(range(8)) - set(taken))
+    assert abs(found - sparsity) <= max(shares) / 2
     assert decision.notes.get("linear_flops", 0.0) == pytest.approx(found)
 
 

@@ -14,7 +14,7 @@ from wide.methods import tyr
 from wide.methods.calibration import windows
 from wide.methods.catalogue import TyrConfig
 from wide.methods.layer_runner import EditedWeights, LayerRunner
-from wide.methods.method import Target, width_share
+from wide.methods.method import Target, channels_share, width_share
 from wide.methods.second_order import GramAccumulator, UnitPruner
 from wide.methods.tyr import Copies, Levels, Supernet, TopKDivergence, evolve, mutant
 from wide.models.attach import attach, detach
@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_decision_with_copies_in_memory_or_in_a_fol
     assert not list(tmp_path.iterdir())
 
 
-def test_linear_flops_reach_the_share_of_all_products():
+def test_linear_flops_reach_the_share_of_all_products(monkeypatch):
     model = make("llama", **CHANGES)
     specs = discover(model)
     target = Target(sparsity=0.5, match="linear_flops")
@@ -92,13 +92,17 @@ def test_linear_flops_reach_the_share_of_all_products():
     weights = layer_weights(specs[0])
     assert (weights.query_output, weights.key_value, weights.ffn) == (2 * 32 * 32, 2 * 16 * 32, 3 * 64 * 32)
     assert share * (weights.query_output + weights.ffn) == pytest.approx(0.5 * weights.total)
+    shares = []
+    monkeypatch.setattr(tyr, "channels_share", lambda *told: shares.append(channels_share(*told)) or shares[-1])
     decision = tyr.decide(model, text(), target, SETTINGS)
     first, last = (iteration["removed"] for iteration in decision.notes["iterations"])
     assert sum(first[1::2]) == round(share * 192)
     # In the second iteration, keys and values that no head read after the first are paid for in channels.
+    assert sum(last[1::2]) == round(shares[0] * 192) < sum(first[1::2])
+    # What is off is what the heads of the second changed of that.
     attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
-    assert sum(last[1::2]) < sum(first[1::2])
-    assert static_sparsity(model).linear_flops_layers == pytest.approx(0.5, abs=0.02)
+    missed = (sum(last[1::2]) / 192 - shares[1]) * weights.ffn / weights.total
+    assert static_sparsity(model).linear_flops_layers == pytest.approx(0.5 + missed)
     detach(model)
     with pytest.raises(ConfigError, match=r"stay below 0\.8889"):
         width_share(specs, Target(sparsity=0.9, match="linear_flops"))

@@ -291,10 +291,12 @@ def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_pa
         ("generate_batch", 1, name) for name in names
     ]
     assert all(record["tokens_per_s"] > 0 for record in found["batched"])
-    monkeypatch.setattr(profile, "batch_agreement", lambda *_, **__: {"generate_batch": 0.1, "generate": 1.0})
-    green, found, _ = _profiled(tmp_path, **options)
-    assert not green
-    assert "batched" not in found
+    for batched, alone in ((0.1, 1.0), (0.0, 0.0)):
+        agreement = {"generate_batch": batched, "generate": alone}
+        monkeypatch.setattr(profile, "batch_agreement", lambda *_, found=agreement, **__: found)
+        green, found, _ = _profiled(tmp_path, **options)
+        assert not green
+        assert "batched" not in found
 
 
 def test_sessions_of_batches_take_turns(monkeypatch):

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import RandomSource, dense_model, routed_model
 
-from wide.config import RecoverConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import TrainingError
 from wide.models.attach import attach
 from wide.profiling.synthetic import random_model
@@ -17,6 +18,7 @@ from wide.training.memory import needed, saying_what_fits, step_flops, way_out
 from wide.training.stages import prune
 
 GIB = 2**30
+CUDA = torch.device("cuda")
 
 
 def gpu_of(monkeypatch, total, *, free=None):
@@ -50,7 +52,9 @@ def test_the_calculation_is_near_the_measured_peaks(skeleton, stage, measured):
 
 
 @pytest.mark.parametrize(("size", "each"), [(2, 10), (4, 16)])
-def test_the_loss_of_a_chunk_needs_its_logits_wherever_the_base_is_and_twice_where_it_distils(skeleton, size, each):
+def test_the_loss_of_a_chunk_needs_its_logits_wherever_the_base_is_and_twice_where_it_distils(
+    monkeypatch, skeleton, size, each
+):
     dtype, elements = {2: "bfloat16", 4: "float32"}[size], token_loss.ELEMENTS_PER_CHUNK
     stage = replace(STAGE, compile=True)
     for shards in (1, 4):
@@ -59,14 +63,16 @@ def test_the_loss_of_a_chunk_needs_its_logits_wherever_the_base_is_and_twice_whe
         assert plain.logits == each * elements
         # The teacher's logits, and two float32 copies of them.
         assert taught == replace(plain, logits=plain.logits + (size + 8) * elements)
-    assert "logits 1.25," in way_out(skeleton, stage, 20 * GIB, distils=True, dtype="bfloat16")
+    gpu_of(monkeypatch, 20 * GIB)
+    assert "logits 1.25," in way_out(skeleton, stage, CUDA, distils=True, dtype="bfloat16")
 
 
-def test_the_way_out_fits_and_changes_as_little_as_it_can(skeleton):
+def test_the_way_out_fits_and_changes_as_little_as_it_can(monkeypatch, skeleton):
     whole = replace(STAGE, micro_batch_size=None)
 
     def found(stage, size):
-        return way_out(skeleton, stage, size * GIB, dtype="bfloat16").partition("; ")[2]
+        gpu_of(monkeypatch, size * GIB)
+        return way_out(skeleton, stage, CUDA, dtype="bfloat16").partition("; ")[2]
 
     assert found(whole, 141).startswith("with --train.micro_batch_size 4 it is about ")
     assert found(whole, 48).startswith("with --train.micro_batch_size 1 it is about 38.")
@@ -115,7 +121,7 @@ def test_weights_that_are_quantised_count_as_they_are(monkeypatch, skeleton):
         layer.mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.uint8), requires_grad=False)
     assert needed(model, stage).weights == plain - 2 * 3 * 32 * 64
     gpu_of(monkeypatch, GIB)
-    settings = {"device": torch.device("cuda"), "distils": False, "dtype": "auto", "may_shard": False}
+    settings = {"device": CUDA, "distils": False, "dtype": "auto", "may_shard": False}
     with pytest.raises(TrainingError, match="this stage needs about"):
         forecast.check_fits(skeleton, STAGE, **settings)
     monkeypatch.setattr(skeleton.config, "quantization_config", {"load_in_4bit": True}, raising=False)
@@ -135,10 +141,31 @@ def test_a_dry_run_counts_on_shares_only_where_the_base_may_be_shared(monkeypatc
     share, whole = (needed(model, stage, world=4, shards=shards).total for shards in (4, 1))
     gpu_of(monkeypatch, (share + whole) / 2 / memory.USABLE)
     monkeypatch.setattr(forecast, "num_processes", lambda: 4)
-    settings = {"distils": False, "device": torch.device("cuda"), "dtype": "auto"}
+    settings = {"distils": False, "device": CUDA, "dtype": "auto"}
     forecast.check_fits(model, stage, may_shard=True, **settings)
     with pytest.raises(TrainingError, match="this stage needs about"):
         forecast.check_fits(model, stage, may_shard=False, **settings)
+
+
+def test_what_the_first_step_takes_once_does_not_grow_with_the_step(monkeypatch, capsys):
+    monkeypatch.setattr(forecast, "_MOST_FLOPS_ON_CPU", 0)
+    model, source, stage = routed_model(), RandomSource(), StageConfig(steps=11, batch_size=4, sequence_length=16)
+    source.cut = lambda _length, seed: source
+    source.sequence_length = 16
+    monkeypatch.setattr(RandomSource, "__len__", lambda _: 100, raising=False)
+
+    def train(clock):
+        # 10 seconds once, and 2 for a step of a quarter of the work.
+        clock.times += [0.0, 12.0, 14.0]
+        clock.note = lambda: clock.times.append(16.0)
+        return SimpleNamespace(peak_memory_bytes=None)
+
+    monkeypatch.setattr(
+        forecast, "Trainer", lambda _model, _loss, clock, *_, **__: SimpleNamespace(train=lambda: train(clock))
+    )
+    seconds = forecast.forecast(model, source, ObjectiveConfig(), stage, routers=True)
+    assert "the first step takes 18.0 s" in capsys.readouterr().out
+    assert seconds == pytest.approx(18 + 10 * 8)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +181,7 @@ def test_a_full_memory_says_what_would_fit(error):
 
 def test_a_gpu_that_others_fill_says_what_is_free(monkeypatch, skeleton):
     gpu_of(monkeypatch, 80 * GIB, free=20 * GIB)
-    told = {"device": torch.device("cuda"), "distils": False, "dtype": "bfloat16", "may_shard": False}
+    told = {"device": CUDA, "distils": False, "dtype": "bfloat16", "may_shard": False}
     with pytest.raises(TrainingError, match=r"the GPU has 20.0 free of 80.0, others hold the rest; with --train"):
         forecast.check_fits(skeleton, STAGE, **told)
 

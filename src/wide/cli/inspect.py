@@ -69,7 +69,7 @@ def _known_or_described(name: str) -> str:
         return describe_model(name)
     from wide.kernels.native.build import cache_folder
 
-    code = [*Path(__file__).parents[1].joinpath("models").glob("*.py"), Path(__file__)]
+    code = Path(__file__).parents[1].rglob("*.py")
     parts = [name, *(version(package) for package in ("transformers", "torch"))]
     parts += [f"{file} {file.stat().st_mtime_ns}" for file in sorted(code)]
     key = hashlib.sha256("\n".join(parts).encode() + stored).hexdigest()

@@ -268,7 +268,7 @@ class ComparisonRun:
         if stage.recovered:
             return
         lines, own = [*report["deviations"]], grid.match_of(stage.cell.method)
-        if own != grid.match and stage.cell.method != DENSE:
+        if own != grid.match:
             lines.insert(0, f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}")
         yield Record(subject=stage, metric="deviations", value="\n".join(lines), unit="text")
         yield Record(subject=stage, metric="settings", value=report["settings"])

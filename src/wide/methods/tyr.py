@@ -90,7 +90,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
             notes.append({"removed": removed, "divergence": history})
             expected = removed
             if target.match == "linear_flops":
-                kept = [supernet.copies.get(index, level)[1] for index, level in enumerate(best)][::2]
+                kept = [supernet.copies.get(index, best[index])[1] for index in range(0, len(best), 2)]
                 expected = supernet.with_channels(removed, channels_share(specs, target, kept))
         effort.tokens_forward += judge.tokens
         return _decision(supernet, best, effort, notes)

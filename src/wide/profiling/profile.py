@@ -464,7 +464,10 @@ class _Routed:
                 found["routed"] = agreement
             else:
                 layers = max(_AGREEMENT_LAYERS, layers // 4)
-        green = all(each["generate_batch"] >= _AGREEMENT_SHARE * each["generate"] for each in found.values())
+        # Two shares of 0 would pass: the dense model's must be high of itself.
+        green = found["dense"]["generate"] >= _AGREEMENT_KNOWN and all(
+            each["generate_batch"] >= _AGREEMENT_SHARE * each["generate"] for each in found.values()
+        )
         return {"green": green, "preferred": found, "routed_layers": layers}
 
     def _race_batches(self) -> bool:

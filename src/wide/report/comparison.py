@@ -23,7 +23,7 @@ from wide.standard_error import perplexity_stderr
 DENSE = "dense"
 FINISHED = "finished"
 PERPLEXITY, RATIO, RETENTION = "token_perplexity", "token_perplexity.ratio", "accuracy.retention"
-_ACCURACY, _WINDOWS, _STDERR = "accuracy.average", "token_perplexity.windows", ".stderr"
+_ACCURACY, _STDERR = "accuracy.average", ".stderr"
 _RELATIVE = {RATIO: PERPLEXITY, RETENTION: _ACCURACY}
 _GROUP, _OWN_GROUP = "attention_group_size", "model.attention_group_size"
 TASK = "accuracy."
@@ -199,20 +199,13 @@ class Comparison:
         return value / reference if value is not None and reference else None
 
     def _error(self, stage: Stage, metric: str) -> float | None:
-        dense, (losses, tokens) = self._dense(), self._windows(stage)
+        dense, (losses, tokens) = self._dense(), self.run.windows(stage)
         if metric == PERPLEXITY and losses:
             return perplexity_stderr(losses, tokens)
         if metric == RATIO and losses and dense is not None and dense != stage:
-            theirs, of_dense = self._windows(dense)
-            differences = [ours - other for ours, other in zip(losses, theirs, strict=False)]
-            return perplexity_stderr(differences, tokens) if tokens == of_dense else None
+            return self.run.ratio_stderr(stage, dense)
         # A study keeps the errors instead of the windows.
         return self.run.number(stage, f"{metric}{_STDERR}")
-
-    def _windows(self, stage: Stage) -> tuple[list[float], list[int]]:
-        """Return the summed losses and the numbers of scored tokens of the windows."""
-        windows = self.run.content(stage, _WINDOWS) or ()
-        return [float(loss) for loss, _ in windows], [int(tokens) for _, tokens in windows]
 
 
 def read_comparison(folder: Path | Folder) -> Comparison:

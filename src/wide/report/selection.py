@@ -7,6 +7,7 @@ from typing import Any
 
 from wide.records import Record, Subject
 from wide.report.figure import grouped
+from wide.standard_error import perplexity_stderr
 
 NAMES = {
     "dense": "dense",
@@ -108,6 +109,18 @@ class Selection:
         """Return a whole-model value of any kind, None where it was not measured."""
         found = self.record(subject, metric)
         return None if found is None else found.value
+
+    def windows(self, subject: Subject) -> tuple[list[float], list[int]]:
+        """Return the summed losses, nats, and the numbers of scored tokens of the windows of text; empty if unknown."""
+        found = self.content(subject, "token_perplexity.windows") or ()
+        return [float(loss) for loss, _ in found], [int(tokens) for _, tokens in found]
+
+    def ratio_stderr(self, subject: Subject, peer: Subject) -> float | None:
+        """Return the standard error of the ratio of two perplexities; None where they are not of the same windows."""
+        (losses, tokens), (theirs, their_tokens) = self.windows(subject), self.windows(peer)
+        if tokens != their_tokens:
+            return None
+        return perplexity_stderr([ours - other for ours, other in zip(losses, theirs, strict=True)], tokens)
 
     def by_layer(self, subject: Subject, metric: str) -> list[tuple[int, Any]]:
         """Return (layer, value) pairs, first layer first."""

@@ -101,9 +101,7 @@ def verdict(run: Selection) -> list[str]:
     perplexity, of_peer = run.number(subject, PERPLEXITY), run.number(peer, PERPLEXITY)
     if perplexity is None or not of_peer:
         return []
-    (losses, tokens), (theirs, their_tokens) = _windows(run, subject), _windows(run, peer)
-    differences = [ours - other for ours, other in zip(losses, theirs, strict=False)]
-    error = perplexity_stderr(differences, tokens) if tokens == their_tokens else None
+    error = run.ratio_stderr(subject, peer)
     metric, words = run.measure()
     skipped, target = run.number(subject, metric), run.number("run", "target.sparsity")
     asked = "" if target is None else f" ({100 * target:g} % was asked for)"
@@ -112,8 +110,8 @@ def verdict(run: Selection) -> list[str]:
     lines[0] += "." if skipped is None else f", with {percent(skipped)} % {words} skipped{asked}."
     record = run.record(subject, PERPLEXITY)
     lines.append(
-        f"Perplexity {decimal(perplexity, perplexity_stderr(losses, tokens))}, dense{with_lora} "
-        f"{decimal(of_peer, perplexity_stderr(theirs, their_tokens))}; per token, on {record.where if record else ''}. "
+        f"Perplexity {decimal(perplexity, perplexity_stderr(*run.windows(subject)))}, dense{with_lora} "
+        f"{decimal(of_peer, perplexity_stderr(*run.windows(peer)))}; per token, on {record.where if record else ''}. "
         "± is the standard error over windows."
     )
     if subject in ADAPTED and not with_lora:
@@ -123,12 +121,6 @@ def verdict(run: Selection) -> list[str]:
             "what it gains is that. With recover.dense_baseline the dense model gets the same LoRA."
         )
     return lines
-
-
-def _windows(run: Selection, subject: str) -> tuple[list[float], list[int]]:
-    """Return the summed losses and the numbers of scored tokens of the windows."""
-    found = run.content(subject, f"{PERPLEXITY}.windows") or ()
-    return [float(loss) for loss, _ in found], [int(tokens) for _, tokens in found]
 
 
 def layer_lines(run: Selection) -> list[str]:

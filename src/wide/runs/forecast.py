@@ -109,10 +109,13 @@ def forecast(
         size = micro_batch_size(stage, parallel.world)
         peak = outcome.peak_memory_bytes / 2**30
         say(f"         measured: {peak:.1f} GiB, {size} x {stage.sequence_length} tokens at a time")
-    seconds = sum(others) / len(others) / share
+    each = sum(others) / len(others)
+    seconds = each / share
+    # Compiling and imports take the same time whatever the size of a step.
+    first += seconds - each
     where = f"{parallel.world} x {device_name(model)}" if parallel.world > 1 else device_name(model)
-    say(f"time     measured on {where}: {_speed(stage, seconds)}; the first step takes {first / share:.1f} s")
-    return first / share + (stage.steps - 1) * seconds
+    say(f"time     measured on {where}: {_speed(stage, seconds)}; the first step takes {first:.1f} s")
+    return first + (stage.steps - 1) * seconds
 
 
 def _speed(stage: StageConfig, seconds: float) -> str:

@@ -116,8 +116,6 @@ class Asked(Sampling):
         config.top_k = config.top_k or 0
         for name in () if config.do_sample else _FOR_SAMPLES:
             setattr(config, name, None)
-        bias: dict[str, float] = getattr(self, "logit_bias", None) or {}
-        config.sequence_bias = {(int(token),): value for token, value in bias.items()} or None
         return config
 
 
@@ -125,12 +123,6 @@ def _is_object(text: str) -> str:
     if not isinstance(json.loads(text), dict):
         raise ValueError("wanted an object in JSON")
     return text
-
-
-def _are_ids(bias: dict[str, float]) -> dict[str, float]:
-    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
-        raise ValueError("wanted ids of tokens as keys")
-    return bias
 
 
 def _begins_with_message(items: list[Any]) -> list[Any]:
@@ -209,7 +201,6 @@ class Chat(Asked):
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     stop: _Stops | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_are_ids)] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: None = None
     # Usage comes with the last chunk anyway.

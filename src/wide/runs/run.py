@@ -263,20 +263,15 @@ class Run:
         text = read_batches(
             blocks, batch_size=asked.stage.batch_size, micro_batch_size=size, tokens=config.start_tokens
         )
-        times = []
-        for count in (0, 1):
-            began = time.monotonic()
-            if count:
-                plan = Plan(plan_for(config, specs).layers[:1])
-                cluster_channels(
-                    self._model, specs[:1], plan, text, skipped=0.5, seed=asked.stage.seed, parallel=DataParallel()
-                )
-            else:
-                with torch.no_grad(), judging(self._model):
-                    for batch in text:
-                        forward_without_head(self._model, batch.input_ids.to(self._model.device))
-            times.append(time.monotonic() - began)
-        return times[0] + len(specs) * max(times[1] - times[0], 0.0)
+        began = time.monotonic()
+        with torch.no_grad(), judging(self._model):
+            for batch in text:
+                forward_without_head(self._model, batch.input_ids.to(self._model.device))
+        read = time.monotonic()
+        plan, seed = Plan(plan_for(config, specs).layers[:1]), asked.stage.seed
+        cluster_channels(self._model, specs[:1], plan, text, skipped=0.5, seed=seed, parallel=DataParallel())
+        reading, clustering = read - began, time.monotonic() - read
+        return reading + len(specs) * max(clustering - reading, 0.0)
 
     def _measuring(self, more: int) -> dict[str, float]:
         """Return the seconds of all evaluations and calibrations, by a few windows of held-out text.
@@ -302,10 +297,7 @@ class Run:
             self._materials.measure_routing("dry run", blocks=1)
             rows = min(ROUTING_TOKENS, tokens) / scoring.window
             parts["routing"] = (1 + (asked.recover is not None)) * rows * (time.monotonic() - began)
-            trained = [
-                *([asked.stage] if isinstance(asked, PruneRequest) else []),
-                *([asked.recover] * bool(asked.recover)),
-            ]
+            trained = (asked.stage if isinstance(asked, PruneRequest) else None, asked.recover)
             read = sum(calibration_size(stage.num_tokens) for stage in trained if stage is not None)
             parts["calibration"] = (len(DEFAULT_POINTS) + 2) * read * each
         return parts

@@ -222,19 +222,15 @@ def _refuse(asked: Asked, one: _OneModel, options: ServerOptions) -> None:
         raise HTTPException(400, f"this server has {one.force_model!r} alone, not {asked.model!r}; leave model out")
     if asked.stream and not one.tokenizer.is_fast:
         raise HTTPException(400, "stream: this model's tokenizer runs in Python and cannot stream; ask without stream")
-    vocabulary = one.model.get_input_embeddings().weight.shape[0]
-    largest = max((int(token) for token in getattr(asked, "logit_bias", None) or ()), default=0)
-    if largest >= vocabulary:
-        raise HTTPException(
-            400, f"logit_bias: token {largest} is not among the {vocabulary} of the model; leave it out"
-        )
     own, template = inspect.signature(one.tokenizer.apply_chat_template).parameters, str(one.tokenizer.chat_template)
     values = getattr(asked, "chat_template_kwargs", None) or ()
     if taken := [name for name in values if name in own or name not in template]:
         words = f"chat_template_kwargs: the chat template takes no {', '.join(taken)} from clients; leave it out"
         raise HTTPException(400, words)
+    if not options.continuous_batching:
+        return
     config = asked.sampled(one.base)
-    if options.continuous_batching and (config != Asked().sampled(one.base) or (config.do_sample and asked.seed)):
+    if config != Asked().sampled(one.base) or (config.do_sample and asked.seed is not None):
         words = "continuous batching samples all requests alike; leave out what is not as the model's own configuration"
         raise HTTPException(400, words)
 

@@ -30,8 +30,6 @@ USABLE = 0.92
 _TRAINED = 16
 # Routers of a layer, values: two of rank 32, whose input is as wide as the layer's.
 _ROUTERS = 2 * 32 * 1.1
-# FLOP/s on an H200 (989e12 dense at most) that the step reached at those shapes, by whether it was compiled, with LoRA.
-_REACHED = {(False, False): 0.42e15, (True, False): 0.58e15, (False, True): 0.31e15, (True, True): 0.49e15}
 _GIB = 2**30
 
 
@@ -168,11 +166,6 @@ def step_flops(model: Any, stage: StageConfig) -> float:
     return each * stage.batch_size * stage.sequence_length
 
 
-def calculated_seconds(model: Any, stage: StageConfig, *, world: int = 1) -> float:
-    """Return the seconds of an optimiser step on H200s, at the rate that was measured on one."""
-    return step_flops(model, stage) / (_REACHED[stage.compile, isinstance(stage, RecoverConfig)] * world)
-
-
 def memory_of(device: torch.device) -> tuple[int, str]:
     """Return the bytes that this process can have of a device, those that it holds included, and that in words."""
     if device.type == "cuda":
@@ -207,26 +200,14 @@ def _host_memory() -> int:
 def way_out(
     model: Any,
     stage: StageConfig,
-    available: int,
+    device: torch.device,
     *,
-    place: str = "",
     distils: bool = False,
     dtype: str = "auto",
     world: int = 1,
 ) -> str:
-    """Return in a sentence what a stage needs and which settings fit `available` bytes.
-
-    Args:
-        model: As for `needed`.
-        stage: As for `needed`.
-        available: Of the GPU, or of the host.
-        place: What has them, in words as `memory_of` has them; empty means a GPU that is free.
-        distils: As for `needed`.
-        dtype: As for `needed`.
-        world: As for `needed`.
-    """
-    place = place or f"the GPU has {available / _GIB:.1f}"
-    on_gpu = place.startswith("the GPU")
+    """Return in a sentence what a stage needs and which settings fit the memory of its device; see `needed`."""
+    (available, place), on_gpu = memory_of(device), device.type == "cuda"
     group = "recover" if isinstance(stage, RecoverConfig) else "train"
     told: dict[str, Any] = {"distils": distils, "dtype": dtype}
     need, changed = needed(model, stage, world=world, **told), stage
@@ -270,10 +251,9 @@ def saying_what_fits(title: str, model: Any, stage: StageConfig, *, distils: boo
         is_full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not is_full:
             raise
-        available, place = memory_of(device)
         raise TrainingError(
-            f"{title}: the memory is full: {way_out(model, stage, available, place=place, **told)}; checkpoints that "
-            "were written are kept"
+            f"{title}: the memory is full: {way_out(model, stage, device, **told)}; checkpoints that were written are "
+            "kept"
         ) from error
 
 
@@ -290,22 +270,17 @@ def require_room(
     """Refuse a stage that the memory of the host is too small for.
 
     Args:
-        title: Of the stage.
         model: May be without weights. If they are quantised, their size is not known, and nothing is checked.
-        stage: What is trained.
-        device: Where it would run.
-        shards: As for `needed`.
+        shards: Of `needed`, as all in `told`.
         on_gpus: Whether GPUs are checked, too, which say themselves when they are full.
-        told: `distils`, `dtype` and `world` of `needed`.
 
     Raises:
         TrainingError: If it does not fit; the message says what would.
     """
     if (device.type == "cuda" and not on_gpus) or hasattr(model.config, "quantization_config"):
         return
-    available, place = memory_of(device)
-    if not needed(model, stage, shards=shards, **told).fits(available):
-        raise TrainingError(f"{title}: {way_out(model, stage, available, place=place, **told)}")
+    if not needed(model, stage, shards=shards, **told).fits(memory_of(device)[0]):
+        raise TrainingError(f"{title}: {way_out(model, stage, device, **told)}")
 
 
 def _divisors(number: int) -> Sequence[int]:
