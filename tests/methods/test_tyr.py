@@ -16,7 +16,7 @@ from wide.methods.catalogue import TyrConfig
 from wide.methods.layer_runner import EditedWeights, LayerRunner
 from wide.methods.method import Target, channels_share, width_share
 from wide.methods.second_order import GramAccumulator, UnitPruner
-from wide.methods.tyr import Copies, Levels, Supernet, TopKDivergence, evolve, mutant
+from wide.methods.tyr import Copies, Levels, Projection, Supernet, TopKDivergence, evolve, mutant
 from wide.models.attach import attach, detach
 from wide.models.cost import static_sparsity
 from wide.models.discovery import discover
@@ -278,7 +278,8 @@ def test_mean_propagation_weighs_copies_by_what_they_keep():
 
 def test_levels_stay_inside_what_there_is_and_halve_with_the_iterations():
     model = make("llama")
-    of = Levels.around(3, step=2, num_units=8, per_side=4, kind="attention")
+    eight = Projection(layer=0, kind="attention", linear=torch.nn.Linear(8, 1), unit_size=1)
+    of = Levels.around(eight, 3, step=2, per_side=4)
     assert [of.removed(level) for level in of.all()] == [1, 3, 5, 7]
     net = Supernet(discover(model), EditedWeights(model), Copies(None), TyrConfig(min_channel_step=3))
     steps = []
@@ -315,9 +316,8 @@ def test_mutants_keep_the_budget_of_each_kind_and_their_ranges():
 def test_where_nothing_can_be_swapped_the_parent_stays():
     lonely = [Levels(kind="a", lowest=-1, highest=1), Levels(kind="b", lowest=-1, highest=1)]
     assert mutant((0, 0), lonely, 4, random.Random(0)) == (0, 0)
-    found = evolve(
-        lonely, lambda *_: 1.0, generations=2, offspring=3, max_swaps=2, survivors=(1,), seed=0, title="search"
-    )
+    settings = with_settings(generations=2, offspring=3, max_swaps=2)
+    found = evolve(lonely, lambda *_: 1.0, settings, seed=0, title="search")
     assert found[0] == (0, 0)
 
 
@@ -331,9 +331,8 @@ def test_the_search_finds_a_known_optimum_and_never_gets_worse():
         # The first stage is noisy, and some candidates break the model.
         return float("nan") if candidate[3] == 1 else distance + (0.1 * (generation % 2) if stage == 0 else 0.0)
 
-    found = evolve(
-        MODULES, fitness, generations=25, offspring=16, max_swaps=3, survivors=(8, 4), seed=1, title="search"
-    )
+    settings = with_settings(generations=25, offspring=16, max_swaps=3, survivors=(8, 4))
+    found = evolve(MODULES, fitness, settings, seed=1, title="search")
     best, history = found
     assert best == wanted
     assert history == sorted(history, reverse=True)

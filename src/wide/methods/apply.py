@@ -71,10 +71,9 @@ def apply(
         seed: Of everything random; the one in `settings` or `stage` does not count.
 
     Returns:
-        What the row is and what it cost, JSON-ready. Its shares are those of `Sparsity` in units of the method (layers,
-        heads, groups of heads, dimensions of the stream, or weights), skip rates measured on calibration text; its
-        seconds are those of deciding or training, over all parts of a resumed run, measurements left out; its notes are
-        the method's facts, such as scores, the order of removal and levels chosen.
+        What the row is and what it cost, JSON-ready. Its shares are those of `Sparsity` in units of the method, skip
+        rates measured on calibration text; its seconds are those of deciding or training, over all parts of a resumed
+        run, measurements left out.
 
     Raises:
         NotAttachedError: If the model carries a plan already.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.data.progress import progress
-from wide.errors import EvaluationError, NotAttachedError, ShapeError
+from wide.errors import EvaluationError, NotAttachedError
 from wide.evaluation.inference import model_device
 from wide.evaluation.perplexity import window_losses
 from wide.methods.calibration import num_predicted
@@ -55,10 +55,7 @@ def both_halves(layers: Iterable[int]) -> list[int]:
 class _Prefix:
     """Outputs of the layers on one micro-batch under the latest kept-set, so that the next may start behind them.
 
-    Args:
-        outputs: What each layer returned, kept as it came: a family may return a tuple.
-        keep: The kept-set that gave them; None before the first forward.
-        start: First layer that runs in the forward under way.
+    `start` is the first layer that runs in the forward under way; outputs are kept as they came, which may be tuples.
     """
 
     outputs: list[Any]
@@ -79,16 +76,10 @@ class _Prefix:
 
 
 class BlockGates:
-    """Scores a model without some of its sublayers; between calls the model is as it was.
+    """Scores a causal LM without some of its sublayers; between calls the model is as it was.
 
-    Args:
-        model: A causal LM without routers.
-        ids: Calibration windows, int64 `[N, T]`.
-        batch_size: Windows in a micro-batch; the outputs of all layers on one micro-batch are held in memory.
-
-    Attributes:
-        specs: Parts of its decoder layers, L of them.
-        effort: The tokens read so far.
+    `ids` are calibration windows, int64 `[N, T]`; the outputs of all layers on one micro-batch of them are held in
+    memory. `effort` counts the tokens read so far.
 
     Raises:
         NotAttachedError: If the model has routers or a plan already.
@@ -115,11 +106,7 @@ class BlockGates:
 
         An attention that is left out writes no keys and values, so run forwards with `use_cache=False`; to generate,
         attach `plan_without` them instead.
-
-        Raises:
-            ShapeError: If the kept-set is not of this model.
         """
-        self._check(keep)
         with ExitStack() as stack:
             for number in np.flatnonzero(~keep):
                 _, part = self.specs[number // 2].sublayers()[number % 2]
@@ -127,11 +114,7 @@ class BlockGates:
             yield
 
     def dense_nll(self) -> float:
-        """Return the mean loss of the whole model, by which the pruned ones are judged, in nats per predicted token.
-
-        Raises:
-            EvaluationError: If it is not finite, so that nothing can be judged by it.
-        """
+        """Return the mean loss of the whole model, nats per predicted token; raises EvaluationError if not finite."""
         nll = float(self.mean_nll(np.ones((1, 2 * self.num_layers), dtype=np.bool_), title="the whole model")[0])
         if not math.isfinite(nll):
             raise EvaluationError(
@@ -141,19 +124,12 @@ class BlockGates:
         return nll
 
     def mean_nll(self, keeps: KeptSets, title: str) -> npt.NDArray[np.float64]:
-        """Return the mean negative log-likelihood per predicted token under each kept-set, in nats, float64 `[K]`.
+        """Return the mean negative log-likelihood per predicted token under each kept-set, nats, float64 `[K]`.
 
-        It equals a plain forward for each; work that neighbouring sets share is done once: sets are visited in the
-        order of their prefixes, and a forward starts at the first layer that differs from the set before. The tokens
-        of each different set count as effort, shared work included.
-
-        Args:
-            keeps: Kept-sets, `[K, 2L]`; equal ones are scored once.
-
-        Raises:
-            ShapeError: If the kept-sets are not of this model.
+        `keeps` is `[K, 2L]`. It equals a plain forward for each; work that neighbouring sets share is done once: sets
+        are visited in the order of their prefixes, and a forward starts at the first layer that differs from the set
+        before. Equal sets are scored once. The tokens of each different set count as effort, shared work included.
         """
-        self._check(keeps)
         different, place = np.unique(keeps, axis=0, return_inverse=True)
         batches = self.ids.split(self.batch_size)
         device = model_device(self.model)
@@ -183,13 +159,6 @@ class BlockGates:
                 hook = functools.partial(prefix.note, spec.index)
                 stack.callback(spec.layer.register_forward_hook(hook).remove)
             yield
-
-    def _check(self, keep: KeptSets) -> None:
-        if keep.dtype != np.bool_ or keep.shape[-1] != 2 * self.num_layers:
-            raise ShapeError(
-                f"a kept-set has one bool per sublayer, {2 * self.num_layers} for this model of {self.num_layers} "
-                f"layers; got {keep.dtype} {keep.shape}"
-            )
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

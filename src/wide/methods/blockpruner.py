@@ -1,7 +1,6 @@
 """BlockPruner: sublayers are left out greedily, each time the one without which the perplexity is lowest.
 
-Written over the machinery of this package; no pruning library is used. Source: Zhong et al., "BlockPruner: Fine-grained
-Pruning for Large Language Models", 2024.
+Source: Zhong et al., "BlockPruner: Fine-grained Pruning for Large Language Models", 2024.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +26,7 @@ _ORIGINAL_TOKENS = 256 * 2048
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the greedy search.
-
-    Args:
-        sublayer: The one removed, 2i for the attention and 2i + 1 for the FFN of layer i.
-        nll: Mean loss per token without it and all removed before, nats.
-    """
+    """One step of the greedy search: the sublayer removed, and the mean loss per token without it, nats."""
 
     sublayer: int
     nll: float
@@ -46,15 +40,13 @@ class Step:
 def greedy_steps(gates: BlockGates, shares: Sequence[float] | None = None, sparsity: float = 1.0) -> Iterator[Step]:
     """Yield sublayers in the order of their removal, each step when it is asked for; of equals the first.
 
-    Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards.
+    Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards. Raises EvaluationError if no loss
+    of a step is finite.
 
     Args:
         shares: Of each sublayer in the work, `[2L]`; one that would leave out more than `sparsity` by over half of the
             smallest is passed over, so that others come as close as they can. None takes all in turn.
         sparsity: Share of the work after which it ends.
-
-    Raises:
-        EvaluationError: If no loss of a step is finite.
     """
     keep = np.ones(2 * gates.num_layers, dtype=np.bool_)
     work = np.zeros(len(keep)) if shares is None else np.array(shares)
@@ -90,11 +82,8 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Bloc
     """Decide which sublayers to leave out.
 
     With match='nominal' their number follows the target; with 'linear_flops' they are removed in the same order as long
-    as they fit, see `greedy_steps`.
-
-    Raises:
-        ConfigError: If the text is too short.
-        EvaluationError: If the loss is not finite.
+    as they fit, see `greedy_steps`. Raises ConfigError if the text is too short, and EvaluationError if the loss is not
+    finite.
     """
     gates = BlockGates(model, calibration_windows(blocks, settings), settings.batch_size)
     dense, shares = gates.dense_nll(), shares_of_work(gates.specs)

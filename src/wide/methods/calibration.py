@@ -31,7 +31,6 @@ def windows(
     Args:
         count: Windows, N.
         length: Tokens in a window, T.
-        seed: Of the draw; the same seed gives the same windows.
         settings: Which settings ask for the number and for the length, for the messages.
 
     Returns:

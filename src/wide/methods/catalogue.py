@@ -1,8 +1,7 @@
 """The methods of the benchmark: what each removes, its settings, its source, and where its code is.
 
-A method is registered here and nowhere else: the frozen dataclass of its settings, whose defaults are the original's,
-stands under `@method(...)`, which names the row. The command line, comparisons and tests read it from here. This file
-imports no torch, so that help and parsing are quick; a method's code is imported when it runs.
+A method is registered here and nowhere else; command line, comparisons and tests read it from here. This file imports
+no torch, so that help and parsing are quick; a method's code is imported when it runs.
 """
 
 import importlib
@@ -41,7 +40,7 @@ class Method:
     source: str
     settings: type[Any]
     code: str | Callable[..., Any] = ""
-    duration: Literal["short", "long", "longest"] = "short"
+    duration: Literal["short", "long", "longest"]
     takes_sharded: bool = False
 
     @property
@@ -63,6 +62,7 @@ _ROWS: dict[str, Method] = {}
 
 def method(name: str, **options: Any) -> Callable[[_Settings], _Settings]:
     """Register a row of the table with the decorated dataclass as its settings; `options` are those of `Method`."""
+    options.setdefault("duration", "long" if options["kind"] == "dynamic" else "short")
 
     def register(settings: _Settings) -> _Settings:
         _ROWS[name] = Method(name=name, settings=settings, **options)
@@ -77,11 +77,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Method:
-    """Return a row.
-
-    Raises:
-        UsageError: If there is none of this name; the message names the nearest.
-    """
+    """Return a row; raises UsageError, with the nearest name, if there is none of this name."""
     if name not in _ROWS:
         hint = nearest(name, _ROWS, otherwise=".")
         raise UsageError(f"there is no method {name!r}{hint} Methods (wide methods): {', '.join(_ROWS)}")
@@ -402,7 +398,6 @@ class TokenRouters(Checked):
     summary="each token executes or skips whole sublayers, as the WIDE paper runs SkipGPT",
     source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; token routers of the WIDE authors' code",
     code="skipgpt:route",
-    duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipGPTConfig(TokenRouters):
@@ -423,7 +418,6 @@ class SkipGPTConfig(TokenRouters):
     summary="each token executes or skips whole sublayers, with SkipGPT's own routers and schedule",
     source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; github.com/EIT-NLP/SkipGPT",
     code="skipgpt:route_original",
-    duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipGPTOriginalConfig(Checked):
@@ -455,7 +449,6 @@ class SkipGPTOriginalConfig(Checked):
     summary="each token executes or skips whole layers, by one router for both sublayers",
     source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE authors' code",
     code="dllm:route",
-    duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DLLMConfig(TokenRouters):
@@ -468,7 +461,6 @@ class DLLMConfig(TokenRouters):
     summary="each token executes or skips whole layers, with D-LLM's own routers, eviction and protected tokens",
     source="Jiang et al., D-LLM, NeurIPS 2024; github.com/Jyk-122/D-LLM",
     code="dllm:route_original",
-    duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DLLMOriginalConfig(TokenRouters):
@@ -500,7 +492,6 @@ class DLLMOriginalConfig(TokenRouters):
     summary="each token chooses which groups of heads and of FFN channels it executes",
     source="WIDE, sections 3.1 and 3.2; the paper's equations where its authors' code differs",
     code="routed:route_wide",
-    duration="long",
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideMethodConfig(WideConfig):

@@ -1,7 +1,7 @@
 """CoopPruner: layers as players of a game; what each contributes is read off a surrogate of the perplexity.
 
-Written over the machinery of this package; no pruning library is used. Source: "Pruning as a Cooperative Game:
-Surrogate-Assisted Layer Contribution Estimation for Large Language Models", 2026.
+Source: "Pruning as a Cooperative Game: Surrogate-Assisted Layer Contribution Estimation for Large Language Models",
+2026.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +33,7 @@ Utility = Callable[[Tensor], Tensor]
 
 
 def removed_counts(num_layers: int, count: int, strata: str) -> list[int]:
-    """Return the numbers of removed layers that are sampled, ascending, without repetition.
-
-    Args:
-        num_layers: L.
-        count: Layers that the target removes; 'spanning' reaches at least to it.
-        strata: 'paper' or 'spanning', see `CoopPrunerConfig`.
-    """
+    """Return the numbers of removed layers that are sampled, ascending; 'spanning' reaches to `count` at least."""
     scale = num_layers / _REFERENCE_LAYERS
     wanted: Sequence[float] = [removed * scale for removed in _PAPER_REMOVED]
     if strata == "spanning":
@@ -52,9 +46,7 @@ def removed_counts(num_layers: int, count: int, strata: str) -> list[int]:
 def sample_kept_layers(num_layers: int, removed: Sequence[int], count: int, generator: np.random.Generator) -> KeptSets:
     """Return random sets of kept layers, `[count, L]`; the strata take turns, and within one all sets are as likely.
 
-    Args:
-        num_layers: L.
-        removed: Numbers of removed layers, one a stratum.
+    `removed` has the number of removed layers of each stratum.
     """
     rank = generator.random((count, num_layers)).argsort(axis=1).argsort(axis=1)
     dropped = np.resize(np.asarray(removed, dtype=np.int64), count)
@@ -65,9 +57,7 @@ def sample_kept_layers(num_layers: int, removed: Sequence[int], count: int, gene
 def measured_utilities(gates: BlockGates, kept: KeptSets, *, dense: float) -> npt.NDArray[np.float64]:
     """Return perplexity of the whole model / perplexity of each set of layers, `[K]`; NaN where a forward broke down.
 
-    Args:
-        kept: Sets of kept layers, `[K, L]`.
-        dense: Mean loss of the whole model, nats per token.
+    `kept` is `[K, L]`; `dense` is the mean loss of the whole model, nats per token.
     """
     nlls = gates.mean_nll(whole_layers(kept), title="cooppruner: sets of layers")
     with np.errstate(over="ignore"):
@@ -76,11 +66,7 @@ def measured_utilities(gates: BlockGates, kept: KeptSets, *, dense: float) -> np
 
 
 def finite_pairs(kept: KeptSets, utilities: npt.NDArray[np.float64]) -> tuple[KeptSets, npt.NDArray[np.float64]]:
-    """Return the sets whose utility is finite, together with it.
-
-    Raises:
-        EvaluationError: If there is none.
-    """
+    """Return the sets whose utility is finite, together with it; raises EvaluationError if there is none."""
     finite = np.isfinite(utilities)
     if not finite.any():
         raise EvaluationError(
@@ -91,13 +77,10 @@ def finite_pairs(kept: KeptSets, utilities: npt.NDArray[np.float64]) -> tuple[Ke
 
 
 def fit_surrogate(kept: KeptSets, utilities: npt.NDArray[np.float64], settings: CoopPrunerConfig) -> nn.Module:
-    """Return a surrogate fitted to measured utilities, a `Utility` in float32 on the CPU; the seed decides it.
+    """Return a surrogate fitted to finite utilities `[K]` of sets `[K, L]`, a `Utility` in float32 on the CPU.
 
-    It is L -> 2L -> 1, CELU inside, a sigmoid at the end, and begins uniform within 1 / sqrt(inputs).
-
-    Args:
-        kept: Sets of kept layers, `[K, L]`.
-        utilities: Finite, `[K]`.
+    It is L -> 2L -> 1, CELU inside, a sigmoid at the end, and begins uniform within 1 / sqrt(inputs); the seed decides
+    it.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     inputs = torch.from_numpy(kept.astype(np.float32))
@@ -137,13 +120,8 @@ def explained_variance(utility: Utility, kept: KeptSets, utilities: npt.NDArray[
 def contributions(utility: Utility, kept: KeptSets, dtype: torch.dtype = torch.float32) -> npt.NDArray[np.float64]:
     """Return what each layer adds to the utility, averaged over sets of the others: `[L]` float64.
 
-    For layer i it is the mean over the sets of utility(with i) - utility(without i). With strata of all sizes this is
-    the Shapley value; with fewer it is a stratified contribution.
-
-    Args:
-        utility: See `Utility`.
-        kept: Sets of kept layers, `[K, L]`; the bit of layer i is set both ways.
-        dtype: Of the sets that the utility is given.
+    For layer i it is the mean over the sets, `[K, L]`, of utility(with i) - utility(without i). With strata of all
+    sizes this is the Shapley value; with fewer it is a stratified contribution.
     """
     sets = torch.from_numpy(kept).to(dtype)
     sums = np.zeros(sets.shape[1], dtype=np.float64)
@@ -162,9 +140,7 @@ def contributions(utility: Utility, kept: KeptSets, dtype: torch.dtype = torch.f
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: CoopPrunerConfig) -> Decision:
     """Decide which layers to leave out; both measures of the target are the same here.
 
-    Raises:
-        ConfigError: If the text is too short.
-        EvaluationError: If no loss is finite.
+    Raises ConfigError if the text is too short, and EvaluationError if no loss is finite.
     """
     num_layers = len(discover(model))
     count = round(target.sparsity * num_layers)

@@ -1,13 +1,11 @@
 """DDP, deterministic differentiable pruning: one real gate per query head and FFN channel, trained on frozen weights.
 
 Minimised are the cross-entropy, the divergence from the dense model and an augmented Lagrangian that holds each kind of
-unit to its target over all layers at once; its multipliers are maximised. Nothing is sampled. What is left are scales:
-0 prunes, other values rescale what is kept.
+unit to its target over all layers at once; its multipliers are maximised. What is left are scales: 0 prunes, other
+values rescale what is kept.
 
 Letters of the method: z the learned number of a unit, m = ReLU(z) its magnitude, s its retention score, mu the annealed
 midpoint of the score, S the target.
-
-Written over the machinery of this package; no pruning library is used.
 """
 
 import math
@@ -55,11 +53,9 @@ def relu_gate(raw: Tensor) -> Tensor:
 
 
 def retention(magnitude: Tensor, midpoint: float) -> Tensor:
-    """Return the retention score s in [0, 1]; the gradient passes the clamp unchanged.
+    """Return the retention score s of magnitudes m, float32: 0 at 0, one half at `midpoint` mu, 1 from 2 mu on.
 
-    Args:
-        magnitude: m, any shape, float32.
-        midpoint: mu; the score is 0 at 0, one half at mu and 1 from 2 mu on.
+    The gradient passes the clamp unchanged.
     """
     free = torch.sigmoid((magnitude - midpoint) * (_SLOPE / midpoint)) * _STRETCH - _SHIFT
     return free + (free.clamp(0.0, 1.0) - free).detach()
@@ -78,10 +74,7 @@ def soft_sparsity(score: Tensor) -> Tensor:
 class Multipliers(nn.Module):
     """The multipliers of one kind of unit in the augmented Lagrangian; they start at 0 and are maximised.
 
-    Attributes:
-        linear: Of the distance from the target.
-        quadratic: Of its square.
-        binary: Of the indecision s (1 - s).
+    They are of the distance from the target, of its square, and of the indecision s (1 - s).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -93,9 +86,7 @@ class Multipliers(nn.Module):
     def penalty(self, score: Tensor, sparsity: float) -> Tensor:
         """Return what the loss gains: linear d + quadratic d^2 + binary mean(s (1 - s)), d the distance from S.
 
-        Args:
-            score: s of all units of the kind, `[units]` float32.
-            sparsity: S, the wanted share of pruned units.
+        `score` is s of all units of the kind, `[units]` float32; `sparsity` is S.
         """
         distance = soft_sparsity(score) - sparsity
         indecision = (score * (1.0 - score)).mean()

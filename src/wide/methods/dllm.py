@@ -1,9 +1,8 @@
 """Layer skipping in D-LLM's manner: each token executes or skips whole layers, one router for both sublayers.
 
-Two rows. 'dllm' is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and values,
-no protected layers or tokens. 'dllm-original' has its authors' MLP routers, eviction, dense first layers and first
-tokens, and as a setting their penalty on every token. Otherwise both are steered by a penalty on the mean skip rate.
-Written over the machinery of this package.
+'dllm' is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and values, no
+protected layers or tokens. 'dllm-original' has its authors' MLP routers, eviction, dense first layers and first tokens,
+and as a setting their penalty on every token. Otherwise both are steered by a penalty on the mean skip rate.
 """
 
 import dataclasses
@@ -22,11 +21,7 @@ from wide.plan import Following, LayerPlan, Plan, Routed
 
 
 def route(specs: Sequence[BlockSpec], settings: DLLMConfig, asked: Routing) -> Routing:
-    """Return one bottleneck router a layer, on the input of the layer.
-
-    Raises:
-        UnsupportedModelError: If a layer's FFN cannot be routed.
-    """
+    """Return one bottleneck router a layer, on its input; raises UnsupportedModelError if an FFN cannot be routed."""
     stage = asked.stage
     return dataclasses.replace(
         asked,
@@ -45,12 +40,9 @@ def route(specs: Sequence[BlockSpec], settings: DLLMConfig, asked: Routing) -> R
 def route_original(specs: Sequence[BlockSpec], settings: DLLMOriginalConfig, asked: Routing) -> Routing:
     """Return one MLP router a layer behind the first ones; what skipping tokens would leave in the cache is evicted.
 
-    A nominal target counts the dense first layers, too, as the original does. Steps, sizes and learning rate stay
-    those that are asked for.
-
-    Raises:
-        ConfigError: If the layers that have routers cannot skip as much.
-        UnsupportedModelError: If a layer's FFN cannot be routed.
+    A nominal target counts the dense first layers, too, as the original does. Steps, sizes and learning rate stay those
+    that are asked for. Raises ConfigError if the layers that have routers cannot skip as much, and
+    UnsupportedModelError if an FFN cannot be routed.
     """
     protected = settings.dense_layers
     own: dict[str, Any] = {"form": "dllm", "evicts": settings.evict, "first_tokens": settings.first_tokens}

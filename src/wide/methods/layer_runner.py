@@ -1,14 +1,11 @@
 """Runs a model one decoder layer after the other, on inputs that the layers before it, pruned already, really give.
 
-Weights that a method replaces meanwhile come back bit for bit (`EditedWeights`).
-
 The model's own forward is run just far enough to see with which arguments it calls its decoder layers (positions,
 masks, rotary embeddings); from then on layers are called alone. No family is known by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 
 from wide.errors import DataError
 from wide.models.block_spec import BlockSpec
+from wide.models.gates import hidden_of, input_of
 
 Observer = Callable[[Tensor], None]
 """Receives the input of a module, `[..., C]` in the model's dtype, once per micro-batch."""
@@ -26,26 +24,15 @@ class _Stopped(Exception):  # noqa: N818 - it ends a forward on purpose and neve
     """Ends a forward once everything wanted has been seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Arguments of a decoder layer besides its hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a decoder layer besides its hidden states."""
 
 
 class LayerRunner:
-    """Calibration windows on their way through the decoder layers.
+    """Calibration windows, int64 `[N, T]` without padding, on their way through the decoder layers.
 
-    Args:
-        ids: Token ids without padding, int64 `[N, T]`.
-
-    Attributes:
-        inputs: Inputs of the layer that is next, a tensor `[B, T, D]` in the model's dtype per micro-batch; what a
-            method writes here is what the next layer reads.
-
-    Raises:
-        DataError: If there is no window.
+    `inputs` are those of the layer that is next, a tensor `[B, T, D]` in the model's dtype per micro-batch; what a
+    method writes there is what the next layer reads. Raises DataError if there is no window.
     """
 
     @torch.no_grad()
@@ -69,10 +56,9 @@ class LayerRunner:
         known = len(ids) in self._calls
 
         def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden, call = _split_call(args, kwargs)
             if not first:
-                first.append(hidden)
-            calls.append(call)
+                first.append(input_of(args, kwargs))
+            calls.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
             if known or len(calls) == len(self.specs):
                 raise _Stopped
 
@@ -88,9 +74,8 @@ class LayerRunner:
     def call(self, index: int, batch: int) -> Tensor:
         """Return the output of layer `index` on micro-batch `batch` of the current inputs, `[B, T, D]`."""
         hidden = self.inputs[batch]
-        call = self._calls[len(hidden)][index]
-        output = self.specs[index].layer(hidden, *call.args, **call.kwargs)
-        return output if isinstance(output, Tensor) else output[0]
+        args, kwargs = self._calls[len(hidden)][index]
+        return hidden_of(self.specs[index].layer(hidden, *args, **kwargs))
 
     @torch.no_grad()
     def input_inside(self, index: int, batch: int, module: nn.Module) -> Tensor:
@@ -141,13 +126,6 @@ def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return value
 
 
-def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, _Call]:
-    if args:
-        return args[0], _Call(args[1:], kwargs)
-    rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return kwargs["hidden_states"], _Call((), rest)
-
-
 class EditedWeights:
     """Replaces weights of linear modules in place; leaving the `with` block restores all of them."""
 
@@ -167,11 +145,7 @@ class EditedWeights:
 
     @torch.no_grad()
     def set(self, linear: nn.Linear, weight: Tensor) -> None:
-        """Replace a weight.
-
-        Args:
-            weight: `[out, in]`; brought to the device and dtype of the module.
-        """
+        """Replace a weight by `[out, in]`, brought to the device and dtype of the module."""
         if linear not in self._originals:
             self._originals[linear] = linear.weight.detach().clone()
         linear.weight.copy_(weight, non_blocking=True)

@@ -23,11 +23,8 @@ class Target(Checked):
     Args:
         sparsity: Wanted share, in [0, 1).
         match: 'nominal' counts as each method's paper does (layers, heads and channels, slicing fraction, skipped
-            groups); 'linear_flops' counts the matrix-product work of all decoder layers, K and V included, the
-            output head not.
-
-    Raises:
-        ConfigError: If the share is out of its range.
+            groups); 'linear_flops' counts the matrix-product work of all decoder layers, K and V included, the output
+            head not.
     """
 
     sparsity: Annotated[float, Between(0, 1, "high", "0.5 prunes half")]
@@ -36,13 +33,10 @@ class Target(Checked):
 
 @dataclass(slots=True)
 class Effort:
-    """What a method consumed.
+    """Tokens of calibration that a method consumed: through a forward only, and through a forward with backward.
 
-    Args:
-        tokens_forward: Calibration tokens through a forward only.
-        tokens_backward: Calibration tokens through a forward with backward.
-        seconds_before: Wall clock of the earlier parts of a resumed training, which whoever called the last part has
-            not seen.
+    `seconds_before` is the time of the earlier parts of a resumed training, which the caller of the last part has not
+    seen.
     """
 
     tokens_forward: int = 0
@@ -55,10 +49,8 @@ class Decision:
     """What a static method decided; nothing of it is attached yet.
 
     Args:
-        plan: What each sublayer runs.
         tensors: Values of the plan by the names that `wide.plan` gives them, float32 on the CPU.
         weights: Base parameters to replace, by their name in the model's state dict, in any float dtype.
-        effort: Calibration text consumed.
         notes: JSON-ready facts for the report: scores, the order of removal, levels chosen.
         deviations: Where this differs from the method's original, a sentence each.
     """
@@ -81,11 +73,9 @@ def dense_plan(num_layers: int) -> Plan:
 
 
 def sublayer_plan(specs: Sequence[BlockSpec], **router: Any) -> Plan:
-    """Return the plan in which every sublayer is one group with a router of its own.
+    """Return the plan in which every sublayer is one group with a router of its own; `router` has its other fields.
 
-    Args:
-        specs: Parts of the decoder layers; an FFN that cannot be routed stays dense.
-        router: Fields of `Routed` but the grouping.
+    An FFN that cannot be routed stays dense.
     """
 
     def routed(width: int) -> Routed:
@@ -112,9 +102,7 @@ def share_of_routed(specs: Sequence[BlockSpec], plan: Plan, target: Target, doin
     """Return a target as a share of what a plan routes.
 
     Where it counts all matrix products of the decoder layers, the share is higher, because some are always computed.
-
-    Raises:
-        ConfigError: If all that is routed is too little; the message gives the largest target.
+    Raises ConfigError, with the largest target, if all that is routed is too little.
     """
     if target.match == "nominal":
         return target.sparsity
@@ -131,9 +119,7 @@ def share_of_routed(specs: Sequence[BlockSpec], plan: Plan, target: Target, doin
 def channels_share(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Tensor]) -> float:
     """Return the share of FFN channels to prune beside heads that are decided, for a share of all matrix products.
 
-    Args:
-        target: Counted as 'linear_flops', keys and values that no head reads any more included.
-        kept: By layer, which query heads are kept, bool `[H_q]`.
+    Keys and values that no head reads any more count; `kept` says by layer which query heads are kept, bool `[H_q]`.
     """
     layers = costs(specs, sublayer_plan(specs, rank=1), 0).layers
     removed = 0.0

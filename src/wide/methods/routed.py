@@ -1,7 +1,4 @@
-"""Training the routers of a dynamic method to a target of the benchmark, and the row 'wide'.
-
-A dynamic method says what is trained (`Routing`); `train` does it, the same way for all.
-"""
+"""Training the routers of a dynamic method to a target of the benchmark, and the row 'wide'."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -70,14 +67,9 @@ def train(
 ) -> tuple[Effort, tuple[str, ...]]:
     """Attach routers, train them in place until the model skips the target, and set their threshold.
 
-    Args:
-        settings: Of the method; its `calibrate_threshold` says whether the threshold may be moved off 0, argmax.
-        asked: Target, stage and objective as the benchmark has them.
-
-    Returns:
-        Text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration of
-        the threshold read) with the time of the earlier parts, and sentences on how the row differs from its original
-        and inference from argmax at the target.
+    Return the text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration
+    of the threshold read), and sentences on how the row differs from its original and inference from argmax at the
+    target.
 
     Raises:
         ConfigError: If the target is out of reach, settings contradict, or `output` holds another run.
@@ -120,10 +112,8 @@ def objective_for(
 ) -> ObjectiveConfig:
     """Return an objective that steers what a plan routes to a target of the benchmark; the rest of it stays.
 
-    With `uniform`, attention and FFN are steered to that share each, instead of their mean.
-
-    Raises:
-        ConfigError: If the target cannot be reached by skipping all that is routed; the message gives the largest one.
+    With `uniform`, attention and FFN are steered to that share each, instead of their mean. Raises ConfigError, with
+    the largest target, if it cannot be reached by skipping all that is routed.
     """
     changes: dict[str, Any] = {
         "sparsity": share_of_routed(specs, plan, target, "skipping what this plan routes"),

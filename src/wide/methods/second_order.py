@@ -1,9 +1,7 @@
 """Second-order pruning of a linear map: the curvature of its squared output error, and what follows from it.
 
-For `y = x B` with inputs x, removing rows of B changes the outputs by `tr(dB^T H dB)` with the Gram matrix
-`H = sum x^T x`. All functions compute in the dtype of what they are given, float32 or float64. `UnitPruner` prunes
-whole units (heads, channels) of an output projection by it; its three scores are those of the released code of
-Týr-the-Pruner, of its paper, and the exact one.
+For `y = x B` with inputs x, removing rows of B changes the outputs by `tr(dB^T H dB)` with the Gram matrix `H = sum x^T
+x`. All functions compute in the dtype of what they are given, float32 or float64.
 """
 
 from typing import Literal
@@ -17,16 +15,7 @@ Score = Literal["reference_signed", "paper_abs", "exact_obs"]
 
 
 class GramAccumulator:
-    """Sums `x^T x` over all tokens.
-
-    Args:
-        width: Channels of x, C.
-        dtype: Of the sum, float32 or float64; inputs are brought to it before they are multiplied.
-
-    Attributes:
-        matrix: The sum so far, `[C, C]`.
-        rows: Tokens so far.
-    """
+    """Sums `x^T x` over all tokens: `matrix` `[C, C]` in `dtype`, and `rows`, the tokens so far."""
 
     def __init__(self, width: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.matrix = torch.zeros(width, width, device=device, dtype=dtype)
@@ -49,8 +38,7 @@ def damped(gram: Tensor, share: float) -> Tensor:
 def cholesky_factor(matrix: Tensor) -> Tensor:
     """Return the lower Cholesky factor of `matrix` `[..., C, C]`.
 
-    Raises:
-        ConfigError: If the matrix is not positive definite, which more damping or more calibration text cures.
+    Raises ConfigError if it is not positive definite, which more damping or more calibration text cures.
     """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if bool(failed.any()):
@@ -62,24 +50,14 @@ def cholesky_factor(matrix: Tensor) -> Tensor:
 
 
 def inverse(gram: Tensor) -> Tensor:
-    """Return the inverse of a positive definite `[C, C]`.
-
-    Raises:
-        ConfigError: See `cholesky_factor`.
-    """
+    """Return the inverse of a positive definite `[C, C]`; raises ConfigError if it is not."""
     return torch.cholesky_inverse(cholesky_factor(gram))
 
 
 def curvature_of_units(inverse_gram: Tensor, weights: Tensor, unit_size: int) -> Tensor:
-    """Return `tr(B_g^T (H^-1_gg)^-1 B_g)` of every unit g: twice the least error that its removal costs.
+    """Return `tr(B_g^T (H^-1_gg)^-1 B_g)` of every unit g, `[C / unit_size]`: twice the least error of its removal.
 
-    Args:
-        inverse_gram: `H^-1`, `[C, C]`.
-        weights: B, `[C, M]`.
-        unit_size: Consecutive rows in a unit; divides C.
-
-    Returns:
-        `[C / unit_size]`.
+    `inverse_gram` is `H^-1`, `[C, C]`, and `weights` B, `[C, M]`; a unit is `unit_size` consecutive rows.
     """
     if unit_size == 1:
         return weights.square().sum(1) / inverse_gram.diagonal()
@@ -91,15 +69,10 @@ def curvature_of_units(inverse_gram: Tensor, weights: Tensor, unit_size: int) ->
 
 
 def remove_rows(inverse_gram: Tensor, weights: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove rows at the least output error: the others take over what they can.
+    """Remove rows (True in bool `[C]`) at the least output error: the others take over what they can.
 
-    Args:
-        inverse_gram: Inverse Gram matrix of all rows, `[C, C]`.
-        weights: `[C, M]`.
-        removed: True for rows that go, bool `[C]`.
-
-    Returns:
-        The inverse Gram matrix of the kept rows, `[C', C']`, and their updated weights, `[C', M]`.
+    Of the inverse Gram matrix `[C, C]` and the weights `[C, M]`, return those of the kept rows, `[C', C']` and `[C',
+    M]`.
     """
     kept = ~removed
     own = cholesky_factor(inverse_gram[removed][:, removed])
@@ -110,21 +83,15 @@ def remove_rows(inverse_gram: Tensor, weights: Tensor, removed: Tensor) -> tuple
 
 
 def restricted_least_squares(gram: Tensor, moments: Tensor, kept: Tensor) -> Tensor:
-    """Return the weights of the kept rows that come closest to the outputs of all rows, `H_kk^-1 G_k`.
+    """Return the weights of the kept rows that come closest to the outputs of all rows, `H_kk^-1 G_k`, `[C', M]`.
 
-    Args:
-        gram: H, `[C, C]`.
-        moments: `G = H B` with the weights B of all rows, `[C, M]`.
-        kept: Bool `[C]`.
-
-    Returns:
-        `[C', M]`.
+    `gram` is H, `[C, C]`, and `moments` `G = H B` with the weights B of all rows, `[C, M]`; `kept` is bool `[C]`.
     """
     return torch.cholesky_solve(moments[kept], cholesky_factor(gram[kept][:, kept]))
 
 
 def unit_scores(score: Score, inverse_gram: Tensor, rows: Tensor, moments: Tensor, unit_size: int) -> Tensor:
-    """Return how much each unit matters; the least goes first.
+    """Return how much each unit matters, `[C / unit_size]`; the least goes first.
 
     Args:
         score: 'exact_obs' is the loss increase of removing the unit, `1/2 tr(B_g^T (H^-1_gg)^-1 B_g)`;
@@ -133,9 +100,6 @@ def unit_scores(score: Score, inverse_gram: Tensor, rows: Tensor, moments: Tenso
         inverse_gram: `H^-1` of the channels that are left, `[C, C]`.
         rows: Their weights B, `[C, M]`.
         moments: Their rows of `G = H B` of the unpruned matrix, `[C, M]`.
-
-    Returns:
-        `[C / unit_size]`.
     """
     if score == "paper_abs":
         first = (rows * moments).sum(1).abs()
@@ -152,11 +116,8 @@ class UnitPruner:
     Args:
         weight: `[out, in]`, any floating dtype; what is computed has the dtype of `gram`.
         gram: Sum of `x^T x` over the inputs, `[in, in]`, float32 or float64.
-        unit_size: Consecutive input channels in a unit; divides `in`.
+        unit_size: Consecutive input channels in a unit (a head, a channel); divides `in`.
         damping: Share of the mean diagonal added to the diagonal.
-
-    Raises:
-        ConfigError: If the inputs' products are singular despite the damping.
     """
 
     def __init__(self, weight: Tensor, gram: Tensor, *, unit_size: int, damping: float) -> None:
@@ -174,14 +135,9 @@ class UnitPruner:
         return len(self._rows) // self._unit_size
 
     def prune(self, removed: int, *, rounds: int, score: Score) -> tuple[Tensor, Tensor]:
-        """Remove units; the others take over what they can, by restricted least squares.
+        """Remove units, ranked anew in each round; the others take over what they can, by restricted least squares.
 
-        Args:
-            removed: Units to remove, in [0, num_units].
-            rounds: Times the units are ranked anew on the way.
-
-        Returns:
-            The weight `[out, in]` in its own dtype with zero columns, and which units are kept, bool `[units]`.
+        Return the weight `[out, in]` in its own dtype with zero columns, and which units are kept, bool `[units]`.
         """
         kept = torch.ones(self.num_units, dtype=torch.bool, device=self._rows.device)
         if removed == 0:

@@ -1,7 +1,7 @@
 """Shortened LLaMA: whole layers are left out, once, in the order of a score of each layer alone.
 
-Written over the machinery of this package; no pruning library is used. Source: Kim et al., "Shortened LLaMA: Depth
-Pruning for Large Language Models with Comparison of Retraining Methods", 2024.
+Source: Kim et al., "Shortened LLaMA: Depth Pruning for Large Language Models with Comparison of Retraining Methods",
+2024.
 """
 
 import dataclasses
@@ -48,11 +48,7 @@ def removal_order(scores: Scores) -> list[int]:
 
 
 def removed_layers(order: Sequence[int], protected: frozenset[int], count: int) -> list[int]:
-    """Return the first `count` layers of the order that are not protected.
-
-    Raises:
-        ConfigError: If there are fewer.
-    """
+    """Return the first `count` layers of the order that are not protected; raises ConfigError if there are fewer."""
     candidates = [layer for layer in order if layer not in protected]
     if count > len(candidates):
         raise ConfigError(
@@ -65,10 +61,8 @@ def removed_layers(order: Sequence[int], protected: frozenset[int], count: int) 
 def perplexity_scores(gates: BlockGates) -> Scores:
     """Return the mean loss per token without each layer alone, nats, float64 `[L]`; low means unimportant.
 
-    It orders the layers as the perplexity does, and does not overflow. A forward that broke down counts as +inf.
-
-    Raises:
-        EvaluationError: If the whole model's loss is not finite.
+    It orders the layers as the perplexity does, and does not overflow. A forward that broke down counts as +inf. Raises
+    EvaluationError if the whole model's loss is not finite.
     """
     gates.dense_nll()
     keeps = whole_layers(~np.eye(gates.num_layers, dtype=np.bool_))
@@ -79,8 +73,8 @@ def taylor_scores(gates: BlockGates) -> Scores:
     """Return for each layer the sum over its parameters of |W * dL/dW|, L the mean loss per token; float64 `[L]`.
 
     W * dL/dW is summed over micro-batches in float32 before the absolute value. With one micro-batch every gradient is
-    dropped as soon as it was read; with more a float32 copy of all layers' parameters is held. `requires_grad`,
-    gradients and training mode of the model come back afterwards.
+    dropped as soon as it was read; with more a float32 copy of all layers' parameters is held. The model is left as it
+    was.
 
     Raises:
         UnsupportedModelError: If a parameter of a layer has no gradient, as quantised ones.
@@ -157,13 +151,7 @@ def decide_by_perplexity(model: nn.Module, blocks: TokenBlocks, target: Target, 
 
 
 def decide_by_taylor(model: nn.Module, blocks: TokenBlocks, target: Target, settings: ShortenedConfig) -> Decision:
-    """Decide which layers to leave out by the Taylor score of each; both measures of the target are the same here.
-
-    Raises:
-        ConfigError: If more layers are to be removed than are not protected, or the text is too short.
-        EvaluationError: If a score is not finite.
-        UnsupportedModelError: If a layer's parameters can have no gradients.
-    """
+    """Decide which layers to leave out by the Taylor scores; errors are ConfigError and those of `taylor_scores`."""
     decision = _decide(model, blocks, target, settings, taylor_scores)
     dtype = next(model.parameters()).dtype
     if dtype == torch.float32:

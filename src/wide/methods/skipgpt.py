@@ -1,7 +1,7 @@
 """SkipGPT: each token executes or skips the attention and the FFN of every layer; keys and values are never skipped.
 
-Two rows: 'skipgpt' as the WIDE paper runs it, with its own routers and schedule, and 'skipgpt-original' as its authors
-released it. Written over the machinery of this package; no code of either is used.
+'skipgpt' is as the WIDE paper runs it, with its own routers and schedule, 'skipgpt-original' as its authors released
+it.
 """
 
 import dataclasses

@@ -49,11 +49,8 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Slic
     """Decide the subspaces of the stream.
 
     Under match='nominal' the sparsity is the slicing fraction; under 'linear_flops' the width is the one whose removed
-    work, shortcut products included, comes closest to the target.
-
-    Raises:
-        UnsupportedModelError: If the model is not a chain of `x + sublayer(RMSNorm(x))`; the message names the part.
-        ConfigError: If no dimension would be left.
+    work, shortcut products included, comes closest to the target. Raises UnsupportedModelError, with the part, if the
+    model is not a chain of `x + sublayer(RMSNorm(x))`, and ConfigError if no dimension would be left.
     """
     specs = discover(model)
     kept = kept_dimensions(specs, target, settings.round_to)
@@ -89,11 +86,7 @@ def _plan(specs: Sequence[BlockSpec], kept: int) -> Plan:
 
 
 def kept_dimensions(specs: Sequence[BlockSpec], target: Target, round_to: int) -> int:
-    """Return the width of the sliced stream, D'.
-
-    Raises:
-        ConfigError: If `round_to` leaves no dimension.
-    """
+    """Return the width of the sliced stream, D'; raises ConfigError if `round_to` leaves none."""
     width = specs[0].hidden_size
     # The small addition keeps a product such as 0.9 * 640 from falling below the integer that it means.
     largest = int((1.0 - target.sparsity) * width + 1e-6) if target.match == "nominal" else width
@@ -118,14 +111,8 @@ def stream_bases(
 
     Each is the span of the leading principal directions (of the uncentred second moment, float64) of the stream as the
     layers before it leave it, cut already. Damping, which the original adds, moves no direction and is left out.
-
-    Args:
-        model: The model; left as it is.
-        ids: Calibration windows, int64 `[N, T]`.
-        kept: Dimensions of the subspaces, D'.
-
-    Returns:
-        Bases, float32 `[D, D']` on the CPU, and the share of the energy that each drops, by their names in a plan.
+    Returned are bases, float32 `[D, D']` on the CPU, and the share of the energy that each drops, by their names in a
+    plan.
     """
     tensors: dict[str, Tensor] = {}
     dropped: dict[str, float] = {}
@@ -156,8 +143,7 @@ def stream_bases(
 def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
     """Refuse a model whose stream cannot be cut without changing what its sublayers compute on it.
 
-    Raises:
-        UnsupportedModelError: If a norm is no RMSNorm, or the stream is not the plain sum of its sublayers.
+    Raises UnsupportedModelError if a norm is no RMSNorm, or the stream is not the plain sum of its sublayers.
     """
     # Before there are bases: on the meta device only the structure is looked at.
     check_plan(plan, specs, {name: torch.empty(size, device="meta") for name, size in plan.tensor_shapes().items()})
@@ -166,14 +152,9 @@ def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
 
 
 def principal_basis(signals: Sequence[Tensor], kept: int) -> tuple[Tensor, float]:
-    """Return the leading principal directions of signals, uncentred.
+    """Return the leading D' principal directions of signals `[..., D]`, uncentred, and the energy outside their span.
 
-    Args:
-        signals: Tensors `[..., D]` of any floating dtype.
-        kept: Directions wanted, D'.
-
-    Returns:
-        Orthonormal columns by descending energy, float64 `[D, D']`, and the share of the energy outside their span.
+    They are orthonormal columns by descending energy, float64 `[D, D']`; the energy is a share.
     """
     moments = GramAccumulator(signals[0].shape[-1], device=signals[0].device, dtype=torch.float64)
     for signal in signals:

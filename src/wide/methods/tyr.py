@@ -82,13 +82,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
         for iteration in range(settings.iterations):
             supernet.set_levels(expected, iteration)
             runner = LayerRunner(model, specs, ids, batch_size=settings.batch_size)
-            effort.tokens_forward += supernet.fill(
-                runner, title=f"tyr: layers, {iteration + 1} of {settings.iterations}"
-            )
+            title = f"tyr: layers, {iteration + 1} of {settings.iterations}"
+            effort.tokens_forward += supernet.fill(runner, title=title)
             best, history = _search(model, supernet, judge, settings, iteration)
-            removed = supernet.removed(best)
+            removed = expected = supernet.removed(best)
             notes.append({"removed": removed, "divergence": history})
-            expected = removed
             if target.match == "linear_flops":
                 kept = [supernet.copies.get(index, best[index])[1] for index in range(0, len(best), 2)]
                 expected = supernet.with_channels(removed, channels_share(specs, target, kept))
@@ -98,12 +96,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """The output projection of a sublayer, whose input channels are pruned in units.
-
-    Args:
-        linear: o_proj or down_proj.
-        unit_size: Channels in a unit: a query head, or one FFN channel.
-    """
+    """The output projection of a sublayer, whose input channels are pruned in units: query heads, or FFN channels."""
 
     layer: int
     kind: SublayerKind
@@ -120,12 +113,7 @@ class Projection:
 class Levels:
     """The levels of a projection, and how many units it is without at each: `expected + level * step`.
 
-    Args:
-        kind: Levels are swapped within a kind only, so that the sum over each kind stays.
-        lowest: The lowest level, at most 0.
-        highest: The highest level, at least 0.
-        expected: Removed units at level 0.
-        step: Units between neighbouring levels.
+    Levels are swapped within a `kind` only, so that the sum over each kind stays; `lowest` <= 0 <= `highest`.
     """
 
     kind: str
@@ -135,11 +123,11 @@ class Levels:
     step: int = 1
 
     @classmethod
-    def around(cls, expected: int, *, step: int, num_units: int, per_side: int, kind: str) -> "Levels":
+    def around(cls, projection: Projection, expected: int, *, step: int, per_side: int) -> "Levels":
         """Return up to `per_side` levels on each side of `expected`, as far as units last."""
         lowest = -min(per_side, expected // step)
-        highest = min(per_side, (num_units - expected) // step)
-        return cls(kind=kind, lowest=lowest, highest=highest, expected=expected, step=step)
+        highest = min(per_side, (projection.num_units - expected) // step)
+        return cls(kind=projection.kind, lowest=lowest, highest=highest, expected=expected, step=step)
 
     def all(self) -> range:
         """Return the levels, ascending."""
@@ -151,11 +139,7 @@ class Levels:
 
 
 class Copies:
-    """Pruned weights by (projection, level), in CPU memory or in a folder.
-
-    Args:
-        folder: Where the copies lie; None keeps them in memory.
-    """
+    """Pruned weights by (projection, level), in CPU memory, or in a folder if there is one."""
 
     def __init__(self, folder: str | None) -> None:
         self._memory: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -181,15 +165,8 @@ class Copies:
 class Supernet:
     """Copies of every output projection at several sparsities.
 
-    Args:
-        weights: Edits the model, whose weights are dense between calls of `fill` and `load`.
-
-    Attributes:
-        projections: Of all layers, attention before FFN.
-        levels: Of each projection, once they are set.
-
-    Raises:
-        UnsupportedModelError: If an output projection is no plain linear layer, or a layer has no FFN to prune.
+    `projections` are those of all layers, attention before FFN, and `levels` theirs, once they are set. `weights` edits
+    the model, whose weights are dense between calls of `fill` and `load`.
     """
 
     def __init__(self, specs: Sequence[BlockSpec], weights: EditedWeights, copies: Copies, settings: TyrConfig) -> None:
@@ -234,13 +211,7 @@ class Supernet:
             units = [projection.num_units for projection in self.projections if projection.kind == kind]
             steps[kind] = max(least, round(settings.first_step / 2**iteration * sum(units) / len(units)))
         self.levels = [
-            Levels.around(
-                removed,
-                step=steps[projection.kind],
-                num_units=projection.num_units,
-                per_side=settings.levels_per_side,
-                kind=projection.kind,
-            )
+            Levels.around(projection, removed, step=steps[projection.kind], per_side=settings.levels_per_side)
             for projection, removed in zip(self.projections, expected, strict=True)
         ]
 
@@ -253,13 +224,10 @@ class Supernet:
         self.weights.set(self.projections[index].linear, self.copies.get(index, level)[0])
 
     def fill(self, runner: LayerRunner, title: str) -> int:
-        """Make the copies of all projections, layer after layer.
+        """Make the copies of all projections, layer after layer; return how many tokens went through all layers.
 
         The two projections of a layer do not see each other's pruning; those of later layers see what `propagation`
         says.
-
-        Returns:
-            Tokens that went through all layers.
         """
         passes = 0
         for spec in progress(runner.specs, title=title, unit="layer"):
@@ -311,33 +279,17 @@ class Supernet:
 
 
 def evolve(
-    modules: Sequence[Levels],
-    fitness: Fitness,
-    *,
-    generations: int,
-    offspring: int,
-    max_swaps: int,
-    survivors: Sequence[int],
-    seed: int,
-    title: str,
+    modules: Sequence[Levels], fitness: Fitness, settings: TyrConfig, *, seed: int, title: str
 ) -> tuple[Allocation, list[float]]:
-    """Search from the allocation of all zeros.
+    """Search from the allocation of all zeros; return the best one, and its fitness after every generation.
 
     In each generation mutants of the one parent are judged stage by stage, fewer in each; in the last stage the parent
-    joins, and the best becomes the parent. A fitness that is no number (a broken model) counts as infinite.
-
-    Args:
-        fitness: See `Fitness`.
-        offspring: Mutants in a generation; equal ones are judged once.
-        max_swaps: Largest number of swaps in a mutant.
-        survivors: How many go on to each stage after the first; the number of stages is one more.
-
-    Returns:
-        The best allocation, and its fitness after every generation, never increasing.
+    joins, and the best becomes the parent, so that the fitness never increases. A fitness that is no number (a broken
+    model) counts as infinite. Equal mutants are judged once.
     """
     generator = random.Random(seed)
     parent: Allocation = (0,) * len(modules)
-    final = len(survivors)
+    final = len(settings.survivors)
     known: dict[Allocation, float] = {}
     history: list[float] = []
 
@@ -349,11 +301,10 @@ def evolve(
                 values[candidate] = math.inf if math.isnan(value) else value
         return sorted(candidates, key=lambda candidate: values[candidate])
 
-    for generation in progress(range(generations), title=title, unit="generation"):
-        pool: list[Allocation] = list(
-            dict.fromkeys(mutant(parent, modules, max_swaps, generator) for _ in range(offspring))
-        )
-        for stage, count in enumerate(survivors):
+    for generation in progress(range(settings.generations), title=title, unit="generation"):
+        mutants = (mutant(parent, modules, settings.max_swaps, generator) for _ in range(settings.offspring))
+        pool = list(dict.fromkeys(mutants))
+        for stage, count in enumerate(settings.survivors):
             pool = judged(pool, stage, generation)[:count]
         parent = judged([parent, *pool], final, generation)[0]
         history.append(known[parent])
@@ -367,34 +318,23 @@ def mutant(parent: Allocation, modules: Sequence[Levels], max_swaps: int, genera
     """
     child = list(parent)
     for _ in range(min(generator.randint(1, max_swaps), generator.randint(1, max_swaps))):
-        pairs = [(up, _partners(child, modules, up)) for up in range(len(child)) if child[up] < modules[up].highest]
-        possible = [(up, partners) for up, partners in pairs if partners]
+        can_rise = [up for up, module in enumerate(modules) if child[up] < module.highest]
+        can_fall = [down for down, module in enumerate(modules) if child[down] > module.lowest]
+        partners = {up: [d for d in can_fall if d != up and modules[d].kind == modules[up].kind] for up in can_rise}
+        possible = [up for up in can_rise if partners[up]]
         if not possible:
             break
-        up, partners = generator.choice(possible)
+        up = generator.choice(possible)
         child[up] += 1
-        child[generator.choice(partners)] -= 1
+        child[generator.choice(partners[up])] -= 1
     return tuple(child)
-
-
-def _partners(child: Sequence[int], modules: Sequence[Levels], up: int) -> list[int]:
-    return [
-        index
-        for index, module in enumerate(modules)
-        if index != up and module.kind == modules[up].kind and child[index] > module.lowest
-    ]
 
 
 class TopKDivergence:
     """KL(dense || model) over the dense model's k largest logits of each token, renormalised over them.
 
-    Args:
-        model: The dense model, in evaluation mode; its logits are kept on its device.
-        ids: Windows of text, int64 `[N, T]`.
-        top_k: Logits of each token that count; the whole vocabulary where it is smaller.
-
-    Attributes:
-        tokens: Tokens that went through a model so far, for the account of effort.
+    The logits of the dense model, for windows of text int64 `[N, T]`, are kept on its device. `tokens` counts what went
+    through a model so far.
 
     Source: the fitness of Týr-the-Pruner's search.
     """
@@ -425,12 +365,9 @@ class TopKDivergence:
 
     @torch.no_grad()
     def of(self, model: nn.Module, rows: list[int] | None = None, length: int | None = None) -> float:
-        """Return the divergence of a model, nats per token.
+        """Return the divergence of the model with other weights, nats per token.
 
-        Args:
-            model: The same model with other weights.
-            rows: Windows to judge on; None means all.
-            length: Only the first tokens of each window; None means all.
+        `rows` are the windows to judge on, and `length` how many tokens of each count; None means all.
         """
         chosen = torch.tensor(range(self.num_windows) if rows is None else rows, device=self._ids.device)
         length = self._ids.shape[1] if length is None else min(length, self._ids.shape[1])
@@ -478,16 +415,8 @@ def _search(
         return judge.of(model, rows, min(tokens, length))
 
     try:
-        return evolve(
-            supernet.levels,
-            fitness,
-            generations=settings.generations,
-            offspring=settings.offspring,
-            max_swaps=settings.max_swaps,
-            survivors=settings.survivors,
-            seed=settings.seed + iteration,
-            title=f"tyr: search, {iteration + 1} of {settings.iterations}",
-        )
+        title = f"tyr: search, {iteration + 1} of {settings.iterations}"
+        return evolve(supernet.levels, fitness, settings, seed=settings.seed + iteration, title=title)
     finally:
         supernet.weights.restore()
 

@@ -1,8 +1,7 @@
 """Wanda and SparseGPT: single weights become zero, in any place or N of every M, layer after layer.
 
 Wanda zeros what has the least magnitude times input norm in its output row and updates nothing; SparseGPT chooses by
-second-order cost, column after column, and lets the rest of the row take over. Written over the machinery of this
-package; no pruning library is used.
+second-order cost, column after column, and lets the rest of the row take over.
 
 Sources: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024; Frantar and
 Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", ICML 2023.
@@ -43,14 +42,9 @@ class SemiStructured:
 
 
 def parse_pattern(text: str, sparsity: float) -> SemiStructured | None:
-    """Return the pattern that a setting names, None for 'unstructured'.
+    """Return the pattern that a setting names ('N:M' with 0 < N < M), None for 'unstructured'.
 
-    Args:
-        text: 'unstructured' or 'N:M' with 0 < N < M.
-        sparsity: The target, which an N:M pattern fixes at 1 - N/M.
-
-    Raises:
-        ConfigError: If the text is neither, or the target is another one than the pattern's.
+    Raises ConfigError if the text is neither, or the target is not the 1 - N/M that the pattern fixes.
     """
     if text == "unstructured":
         return None
@@ -72,36 +66,19 @@ def count_of(share: float, number: int) -> int:
 
 
 def lowest(scores: Tensor, count: int) -> Tensor:
-    """Return True for the `count` lowest entries along the last dimension, exactly, the first of equals first.
-
-    Args:
-        scores: `[..., C]`.
-        count: In [0, C].
-    """
+    """Return True for the `count` lowest entries along the last dimension of `[..., C]`, the first of equals first."""
     order = scores.argsort(dim=-1, stable=True)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
 
 
 def lowest_of_pattern(scores: Tensor, pattern: SemiStructured) -> Tensor:
-    """Return True for the lowest entries of every run of consecutive entries, as many as the pattern prunes.
-
-    Args:
-        scores: `[..., C]`, C a multiple of `pattern.of`.
-        pattern: How many of how many are kept.
-    """
+    """Return True for the lowest of every run of `pattern.of` entries of `[..., C]`, as many as the pattern prunes."""
     runs = scores.unflatten(-1, (-1, pattern.of))
     return lowest(runs, pattern.prune).flatten(-2)
 
 
 class InputEnergy:
-    """Sums the squares of every input channel over all tokens, float64.
-
-    Args:
-        width: Channels, C.
-
-    Attributes:
-        squares: The sums so far, `[C]`.
-    """
+    """Sums the squares of every input channel over all tokens: `squares`, float64 `[C]`."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.squares = torch.zeros(width, dtype=torch.float64, device=device)
@@ -114,13 +91,10 @@ class InputEnergy:
 def prune_by_activation(
     weight: Tensor, squares: Tensor, sparsity: float, pattern: SemiStructured | None = None
 ) -> Tensor:
-    """Return `weight` with zeros where |weight| * input norm is least.
+    """Return `weight` `[out, in]` with zeros where |weight| * input norm is least.
 
-    Args:
-        weight: `[out, in]`.
-        squares: Sum of squares of each input channel, `[in]`.
-        sparsity: Share of each row that becomes zero, without a pattern.
-        pattern: N of M consecutive inputs instead.
+    `squares` are the sums of squares of the input channels, `[in]`. A share `sparsity` of each row becomes zero, or
+    what the pattern prunes of its consecutive inputs.
     """
     scores = weight.abs() * squares.sqrt().to(weight.dtype)
     if pattern is not None:
@@ -145,7 +119,6 @@ def prune_with_updates(
         sparsity: Share of each block of columns that becomes zero, without a pattern.
         damping: Share of the mean diagonal added to the diagonal.
         block_size: Columns whose zeros are chosen together, and after which the error is passed on.
-        pattern: N of M consecutive inputs instead.
 
     Raises:
         ConfigError: If the inputs' products are singular despite the damping.
@@ -204,12 +177,9 @@ def decide_by_activation(model: nn.Module, blocks: TokenBlocks, target: Target, 
 
 
 def decide_with_updates(model: nn.Module, blocks: TokenBlocks, target: Target, settings: SparseGPTConfig) -> Decision:
-    """Decide by SparseGPT which weights become zero and what the others become; both measures are the same here.
+    """Decide by SparseGPT which weights become zero and what the others become; errors are those of Wanda.
 
-    Raises:
-        UnsupportedModelError: If a projection is no plain linear layer.
-        ConfigError: If the pattern contradicts the target or the block size.
-        ShapeError: If a width is no multiple of the pattern.
+    Raises ConfigError, too, if the pattern contradicts the block size.
     """
     pattern = parse_pattern(settings.pattern, target.sparsity)
     if pattern is not None and settings.block_size != 1 and settings.block_size % pattern.of:
@@ -239,10 +209,9 @@ def _prune_matrices(
 ) -> Decision:
     """Prune all matrices of all decoder layers, layer after layer, each on the outputs of the pruned ones before it.
 
-    Args:
-        model: The model; its weights are as before on return.
-        observe: Makes what observes inputs of a width; matrices that read the same input share it.
-        prune: From a weight, float32 `[out, in]`, and what was observed to the weight with zeros.
+    `observe` makes what observes inputs of a width; matrices that read the same input share it. `prune` makes of a
+    weight, float32 `[out, in]`, and what was observed the weight with zeros. The model's weights are as before on
+    return.
     """
     specs = discover(model)
     ids = calibration_windows(blocks, settings)
