@@ -29,7 +29,7 @@ from pathlib import Path
 
 import yaml
 from wide.cli.arguments import build
-from wide.comparison.sharing import free_cells
+from wide.comparison.cells import free_cells
 from wide.comparison.grid import GridOptions
 
 def value(name):

@@ -17,8 +17,8 @@ import yaml
 
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
+from wide.comparison.cells import CellFolders, free_cells
 from wide.comparison.grid import GridOptions
-from wide.comparison.sharing import free_cells
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.records import Cell, Record, RecordFile, Stage, read_records
@@ -135,23 +135,19 @@ def test_held_cells_are_left_to_their_process(everyday, tmp_path, monkeypatch, c
     assert "left  " not in said
 
 
-def _run(folder, **request):
-    return cell_runner.ComparisonRun(SimpleNamespace(**request), SimpleNamespace(path=folder), command=[])
-
-
 @pytest.mark.parametrize(
     ("value", "seconds", "is_over"),
     [("no luck", -1, False), ("no luck", 0, True), ("no luck", 1, True), ("finished", -1, True), (None, 0, False)],
 )
 def test_what_failed_since_the_start_is_over_as_what_is_finished_is(tmp_path, value, seconds, is_over):
     stage = Stage(A, False)
-    run = _run(tmp_path, stages=lambda _: [stage])
+    cells = CellFolders(SimpleNamespace(stages=lambda _: [stage]), SimpleNamespace(path=tmp_path))
     file = RecordFile(tmp_path / "cells" / A.folder / "records.jsonl")
     file.append([] if value is None else [Record(subject=stage, metric="status", value=value)])
-    began = datetime.fromisoformat(run._began)
+    began = datetime.fromisoformat(cells.began)
     time = (began + timedelta(seconds=seconds)).isoformat()
     file.path.write_text(re.sub('"time": "[^"]*"', f'"time": "{time}"', file.path.read_text()))
-    assert run._is_over(A) == is_over
+    assert cells.is_over(A) == is_over
 
 
 def test_every_row_is_rehearsed_with_the_first_seed_alone(everyday, tmp_path, monkeypatch):
@@ -174,9 +170,7 @@ def test_a_row_that_counts_in_its_own_way_says_so(tmp_path, name, counted):
     grid = GridOptions(methods="wide", variants={"by-flops": variant, "wide-flops": variant})
     report = dict.fromkeys([*cell_runner._SHARES.values(), "tokens_forward", "tokens_backward", "seconds"], 0.0)
     report |= {"deviations": ["one of the method"], "settings": {}}
-    records = _run(tmp_path, grid=grid)._stage_records(
-        Stage(Cell(name, 0.5, 1), False), {cell_runner.PROVENANCE: report}
-    )
+    records = cell_runner._stage_records(Stage(Cell(name, 0.5, 1), False), {cell_runner.PROVENANCE: report}, grid)
     said = next(record.value for record in records if record.metric == "deviations")
     words = "the target counts linear FLOPs of the decoder layers, in the other rows as the method does\n" * counted
     assert said == words + "one of the method"

@@ -64,6 +64,11 @@ class Arguments:
 
     def __init__(self, command: str, description: str, usage: str = "[FLAGS]", first: Sequence[str] = ()) -> None:
         self._command, self._first = command, first
+        self._groups: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._only_in_files: set[str] = set()
+        self._never_null: list[str] = []
+        self._other_names: dict[str, str] = {}
         self._parser = ArgumentParser(
             prog=f"wide {command}",
             usage=f"wide {command} {usage}",
@@ -72,18 +77,8 @@ class Arguments:
             formatter_class=_Help,
         )
         self._parser.add_argument("--help_all", action="help", help="Explain all flags.")
-        self._groups: dict[str, str] = {}
-        self._parser.add_argument(
-            "--config",
-            action=ActionConfigFile,
-            help="YAML file, or the name of a recipe (wide recipes list); flags win over it.",
-        )
-        self._refused: dict[str, str] = {}
-        self._only_in_files: set[str] = set()
-        self._never_null: list[str] = []
-        self._other_names: dict[str, str] = {}
-        # Words to choose from, for the completion of a shell.
-        self._words: dict[str, Sequence[str]] = {"method": names(), "config": recipe_names()}
+        text = "YAML file, or the name of a recipe (wide recipes list); flags win over it."
+        self._parser.add_argument("--config", action=ActionConfigFile, help=text)
         self.add_switch("debug", "Show the traceback of an error.")
 
     def refuse(self, names: Iterable[str], reason: str, *, even_known: bool = False) -> None:
@@ -165,11 +160,6 @@ class Arguments:
             if default is not None and types.NoneType not in typing.get_args(kind):
                 self._never_null.append(name.replace("-", "_"))
             # argparse expands % in help texts.
-            for each in (kind, *typing.get_args(kind)):
-                if typing.get_origin(each) is typing.Literal:
-                    self._words[name] = typing.get_args(each)
-                elif each is bool:
-                    self._words[name] = ("true", "false")
             group.add_argument(f"--{name}", type=kind, help=text.replace("%", "%%"), **options)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -180,9 +170,9 @@ class Arguments:
                 required one is missing.
         """
         if COMPLETING in os.environ:
-            self._complete()
+            _complete(self._parser._actions)
         if self._first and {"-h", "--help"} & set(arguments):
-            self._explain_first()
+            _explain(self._parser, self._first, self._groups)
         # Python's word for null, which no text means.
         configs, words = _split_configs([re.sub(r"^(--\S+=)?None$", r"\1null", word) for word in arguments])
         parts = [word.partition("=") for word in words]
@@ -223,7 +213,6 @@ class Arguments:
         """Return the output folder that parsed values name, checked and not touched yet.
 
         Args:
-            values: What is saved beside the results, and whether a run that lies there goes on or is replaced.
             defaults: What keys mean that are not given, where it is not their default here.
         """
         from wide.runs.folder import RunFolder
@@ -239,50 +228,16 @@ class Arguments:
             defaults=self._parser.get_defaults(skip_validation=True).as_dict() | defaults,
         )
 
-    def _complete(self) -> None:
-        """Answer a shell that asks how the line goes on, and end the process."""
-        import argcomplete
-        from argcomplete.completers import FilesCompleter
-
-        def words_or_files(prefix: str, action: Any, **how: Any) -> list[str]:
-            words = [word for word in self._words.get(action.dest, ()) if word.startswith(prefix)]
-            return words or FilesCompleter()(prefix, action=action, **how)
-
-        # The parser of jsonargparse itself completes neither words to choose from nor files.
-        plain = argparse.ArgumentParser(add_help=False)
-        for action in self._parser._actions:
-            if action.option_strings and action.nargs == 0:
-                plain.add_argument(*action.option_strings, action="store_true")
-            elif action.option_strings:
-                plain.add_argument(*action.option_strings, dest=action.dest).completer = words_or_files  # type: ignore[attr-defined]
-        argcomplete.autocomplete(plain)
-
-    def _explain_first(self) -> typing.NoReturn:
-        """Print the flags that matter first, and end the process."""
-        known = {action.dest: action for action in self._parser._actions}
-        formatter = _Help(self._parser.prog)
-        formatter.add_usage(self._parser.usage, [], [])
-        formatter.add_text(self._parser.description)
-        formatter.start_section("first flags")
-        formatter.add_arguments([known[name] for name in self._first])
-        formatter.end_section()
-        formatter.start_section(f"more flags, which {self._parser.prog} --help_all explains")
-        others = [name for name in known if name in self.known_keys() and "." not in name and name not in self._first]
-        formatter.add_text(", ".join(f"--{name}" for name in others))
-        formatter.end_section()
-        print(formatter.format_help(), end="")
-        for prefix, title in self._groups.items():
-            print(f"  --{prefix + '.*':<13} {re.split('[:;]', title)[0]}")
-        raise SystemExit(0)
-
     def known_keys(self) -> list[str]:
         """Return every key in dotted form."""
-        unsaved = ("help", "help_all", "print_config")
-        return [action.dest for action in self._parser._actions if action.dest not in unsaved]
+        return _keys(self._parser)
+
+    def _known_flags(self) -> list[str]:
+        return [name for action in self._parser._actions for name in action.option_strings]
 
     def _spelled_here(self, flag: str) -> str:
         """Return a flag as this command spells it; others have it with a group, or without, or by another name."""
-        known = [name for action in self._parser._actions for name in action.option_strings]
+        known = self._known_flags()
         name = flag.removeprefix("--")
         if name == flag or flag in known or name in self._refused:
             return flag
@@ -295,7 +250,7 @@ class Arguments:
         return same[0] if len(same) == 1 and group in ("", self._command) else flag
 
     def _refuse_unknown_flags(self, flags: Sequence[str]) -> None:
-        known = [name for action in self._parser._actions for name in action.option_strings]
+        known = self._known_flags()
         for flag in flags:
             name = flag.partition("=")[0]
             if name == "--":
@@ -332,6 +287,53 @@ class Arguments:
                 if key.replace("-", "_") in groups:
                     raise UsageError(f"{path}: {key} is a group of settings; write them below it, or leave it out")
                 raise UsageError(f"{path}: {self._parser.prog} has no key {key!r}{_nearest(key, [*known, *groups])}")
+
+
+def _keys(parser: ArgumentParser) -> list[str]:
+    return [action.dest for action in parser._actions if action.dest not in ("help", "help_all", "print_config")]
+
+
+def _complete(actions: Iterable[Any]) -> None:
+    """Answer a shell that asks how the line goes on, and end the process."""
+    import argcomplete
+    from argcomplete.completers import FilesCompleter
+
+    fixed = {"method": names(), "config": recipe_names()}
+
+    def words_or_files(prefix: str, action: Any, **how: Any) -> list[str]:
+        words = [word for word in words_of[action.dest] if word.startswith(prefix)]
+        return words or FilesCompleter()(prefix, action=action, **how)
+
+    # The parser of jsonargparse itself completes neither words to choose from nor files.
+    plain, words_of = argparse.ArgumentParser(add_help=False), dict[str, Sequence[str]]()
+    for action in actions:
+        if action.option_strings and action.nargs == 0:
+            plain.add_argument(*action.option_strings, action="store_true")
+        elif action.option_strings:
+            kinds = (kind := getattr(action, "_typehint", None), *typing.get_args(kind))
+            words = [typing.get_args(each) for each in kinds if typing.get_origin(each) is typing.Literal]
+            words += [("true", "false")] if bool in kinds else [()]
+            words_of[action.dest] = fixed.get(action.dest, words[0])
+            plain.add_argument(*action.option_strings, dest=action.dest).completer = words_or_files  # type: ignore[attr-defined]
+    argcomplete.autocomplete(plain)
+
+
+def _explain(parser: ArgumentParser, first: Sequence[str], groups: Mapping[str, str]) -> typing.NoReturn:
+    """Print the flags that matter first, and end the process."""
+    known, formatter = {action.dest: action for action in parser._actions}, _Help(parser.prog)
+    formatter.add_usage(parser.usage, [], [])
+    formatter.add_text(parser.description)
+    formatter.start_section("first flags")
+    formatter.add_arguments([known[name] for name in first])
+    formatter.end_section()
+    formatter.start_section(f"more flags, which {parser.prog} --help_all explains")
+    others = [name for name in _keys(parser) if "." not in name and name not in first]
+    formatter.add_text(", ".join(f"--{name}" for name in others))
+    formatter.end_section()
+    print(formatter.format_help(), end="")
+    for prefix, title in groups.items():
+        print(f"  --{prefix + '.*':<13} {re.split('[:;]', title)[0]}")
+    raise SystemExit(0)
 
 
 def look_ahead(arguments: Sequence[str]) -> dict[str, Any]:

@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wide.comparison.grid import DENSE, NEXT, CompareRequest
+from wide.comparison.cells import RECOVERED, TRAINING, CellFolders, free_cells
+from wide.comparison.grid import DENSE, NEXT, CompareRequest, GridOptions
 from wide.comparison.results import draw
-from wide.comparison.sharing import free_cells
 from wide.config import ObjectiveConfig, StageConfig
 from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
@@ -24,19 +23,16 @@ from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
 from wide.models.discovery import discover
-from wide.records import CELLS, GRID, RECORDS, Cell, Record, RecordFile, Stage
-from wide.report.comparison import FINISHED, read_comparison
-from wide.report.drawing import FOLDER
+from wide.records import GRID, Cell, Record, Stage
+from wide.report.comparison import FINISHED
 from wide.runs.folder import ADAPTER, RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import say, stoppable
 from wide.runs.sources import require_lora
-from wide.training.checkpoint import has_checkpoint
 from wide.training.modes import rehearsal
 from wide.training.stages import recover
 from wide.training.trainer import micro_batch_size
 
-_RECOVERED, _TRAINING = "recovered", "training"
 _SHARES = {
     "mean": "nominal",
     "attention": "attention",
@@ -70,8 +66,7 @@ class ComparisonRun:
         self._folder = folder
         self._command = shlex.join(command)
         self._debug = debug
-        # As records write it.
-        self._began = datetime.now(UTC).isoformat(timespec="seconds")
+        self._cells = CellFolders(request, folder)
 
     @cached_property
     def _materials(self) -> Materials:
@@ -86,21 +81,20 @@ class ComparisonRun:
             EvaluationError: If cells failed; the others are measured and the tables drawn then.
             KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
         """
-        with stoppable(self._kept), self._folder:
+        with stoppable(self._cells.kept), self._folder:
             self._prepare()
             try:
                 finished = self._run_cells()
             except KeyboardInterrupt:
                 # Leave the page of what was measured, if that is anything.
-                if any(map(self._is_complete, self._request.own_cells())):
-                    draw(self._folder.path, later=self._leaves_figures(), quiet=True)
+                if any(map(self._cells.is_complete, self._request.own_cells())):
+                    draw(self._folder.path, later=self._cells.leaves_figures(), quiet=True)
                 raise
             say()
-            draw(self._folder.path, later=self._leaves_figures())
+            draw(self._folder.path, later=self._cells.leaves_figures())
         if not all(finished):
-            raise EvaluationError(
-                f"{finished.count(False)} of {len(finished)} cells failed, see the table; {self._again} runs them again"
-            )
+            counted = f"{finished.count(False)} of {len(finished)} cells failed"
+            raise EvaluationError(f"{counted}, see the table; {self._cells.again} runs them again")
 
     def _prepare(self) -> None:
         """Check everything that can be checked, then claim the folder."""
@@ -158,9 +152,9 @@ class ComparisonRun:
             say(f"cells    {len(own)} of this process\n")
             return [self._run_cell(cell, titles[cell]) for cell in own]
         say(f"cells    {len(own)}, of which this process takes one after the other that is free\n")
-        with closing(free_cells(own, self._path, self._is_over)) as free:
+        with closing(free_cells(own, self._cells.path, self._cells.is_over)) as free:
             finished = [self._run_cell(cell, titles[cell]) for cell in free]
-        others = sum(not self._is_over(cell) for cell in own)
+        others = sum(not self._cells.is_over(cell) for cell in own)
         if others:
             say(f"left     {others} of {len(own)} cells to the processes that hold them")
         return finished
@@ -170,7 +164,7 @@ class ComparisonRun:
         try:
             for stage in self._request.stages(cell):
                 name = f"{title} + LoRA" if stage.recovered else title
-                if self._is_finished(stage):
+                if self._cells.is_finished(stage):
                     say(f"{name}: finished before")
                 elif not self._run_stage(stage, name):
                     return False
@@ -178,8 +172,8 @@ class ComparisonRun:
             self._materials.take_off()
         if not self._request.grid.keep_adapters:
             # The records stay.
-            for name in (ADAPTER, _RECOVERED, _TRAINING):
-                shutil.rmtree(self._path(cell) / name, ignore_errors=True)
+            for name in (ADAPTER, RECOVERED, TRAINING):
+                shutil.rmtree(self._cells.path(cell) / name, ignore_errors=True)
         return True
 
     def _run_stage(self, stage: Stage, name: str) -> bool:
@@ -187,11 +181,13 @@ class ComparisonRun:
         try:
             found = self._measure(stage)
         except KeyboardInterrupt as interrupt:
-            kept = self._kept_of(stage.cell)
+            kept = self._cells.kept_of(stage.cell)
             raise KeyboardInterrupt(f"{name} {str(interrupt) or 'stopped'}; {kept}") from interrupt
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._records(stage.cell).append([Record(subject=stage, metric="status", value=reason, unit="text")])
+            self._cells.records(stage.cell, self._materials.device).append(
+                [Record(subject=stage, metric="status", value=reason, unit="text")]
+            )
             if self._debug:
                 raise
             found = f"FAILED, {error}"
@@ -214,21 +210,21 @@ class ComparisonRun:
         if stage.recovered:
             assert self._request.recover is not None
             lora = replace(self._request.recover, seed=cell.seed)
-            output = self._path(cell) / _RECOVERED
+            output = self._cells.path(cell) / RECOVERED
             recover(model, self._materials.blocks(lora), stage=lora, output=output, resume=True)
-        records = self._records(cell)
-        records.append(self._stage_records(stage, attachment(model).provenance))
+        records = self._cells.records(cell, self._materials.device)
+        records.append(_stage_records(stage, attachment(model).provenance, self._request.grid))
         report, found = self._materials.measure(stage)
         records.append([*found, Record(subject=stage, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
 
     def _bring(self, cell: Cell) -> None:
         """Attach what the method decided: from disk, or by letting it decide now."""
-        model, folder = self._materials.model, self._path(cell)
+        model, folder = self._materials.model, self._cells.path(cell)
         if (folder / ADAPTER).is_dir():
             load(model, folder / ADAPTER)
             return
-        self._apply(cell, folder / _TRAINING)
+        self._apply(cell, folder / TRAINING)
         save(model, folder / ADAPTER)
 
     def _apply(self, cell: Cell, output: Path | None) -> None:
@@ -254,90 +250,27 @@ class ComparisonRun:
             seed=cell.seed,
         )
 
-    def _stage_records(self, stage: Stage, provenance: dict[str, Any]) -> Iterator[Record]:
-        """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
-        report, grid = provenance[PROVENANCE], self._request.grid
-        for metric, name in _SHARES.items():
-            yield Record(subject=stage, metric=f"sparsity.{metric}", value=report[name], unit="share")
-        cost = report
-        if stage.recovered:
-            facts = provenance["recover"]
-            cost = {"tokens_forward": 0, "tokens_backward": facts["tokens"], "seconds": facts["seconds"]}
-        for name, unit in (("tokens_forward", "token"), ("tokens_backward", "token"), ("seconds", "s")):
-            yield Record(subject=stage, metric=f"method.{name}", value=cost[name], unit=unit)
-        if stage.recovered:
-            return
-        lines, own = [*report["deviations"]], grid.match_of(stage.cell.method)
-        if own != grid.match:
-            lines.insert(0, f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}")
-        yield Record(subject=stage, metric="deviations", value="\n".join(lines), unit="text")
-        yield Record(subject=stage, metric="settings", value=report["settings"])
-        if "prune" in provenance:
-            yield Record(subject=stage, metric="training", value=_training(provenance["prune"]))
 
-    def _path(self, cell: Cell) -> Path:
-        """Return the folder of a cell, which need not exist."""
-        return self._folder.path / CELLS / cell.folder
-
-    def _records(self, cell: Cell) -> RecordFile:
-        file = self._folder.new_records(f"{CELLS}/{cell.folder}/{RECORDS}")
-        file.device = self._materials.device
-        return file
-
-    def _status(self, stage: Stage) -> Record | None:
-        """Return what became of a stage: finished, or why it failed; None where neither is recorded."""
-        return RecordFile(self._path(stage.cell) / RECORDS).latest(stage, "status")
-
-    def _is_finished(self, stage: Stage) -> bool:
-        status = self._status(stage)
-        return status is not None and status.value == FINISHED
-
-    def _is_complete(self, cell: Cell) -> bool:
-        return all(map(self._is_finished, self._request.stages(cell)))
-
-    def _is_over(self, cell: Cell) -> bool:
-        """Return whether a cell is measured, or failed since this process began: here, or in one that shares the run.
-
-        What failed for one process would fail for the next.
-        """
-        found = list(map(self._status, self._request.stages(cell)))
-        failed = [status for status in found if status is not None and status.value != FINISHED]
-        return any(status.time >= self._began for status in failed) or (None not in found and not failed)
-
-    def _leaves_figures(self) -> bool:
-        """Return whether drawing is left to another process: only the one that ends last need spend the time."""
-        folder = self._folder.path
-        # Figures that lie there already are kept up to date, lest a page lose them.
-        if self._request.grid.shard is None or (folder / FOLDER).is_dir():
-            return False
-        failed = {stage.cell.folder for stage in read_comparison(folder).failures()}
-        return not all(cell.folder in failed or self._is_complete(cell) for cell in self._request.cells())
-
-    def _kept(self) -> str:
-        """Say what is kept of a comparison that was stopped."""
-        if not self._folder.is_claimed:
-            return self._folder.kept()
-        own = self._request.own_cells()
-        finished = sum(map(self._is_complete, own))
-        cells = f"{finished} of {len(own)} cells" if finished else f"none of {len(own)} cells"
-        verb = "are" if finished > 1 else "is"
-        where = f" and kept in {self._folder.path}" if finished else ""
-        return f"{cells} {verb} finished{where}, and {self._again} goes on from there"
-
-    def _kept_of(self, cell: Cell) -> str:
-        """Say what lies of a cell that was stopped."""
-        folder = self._path(cell)
-        decided = (folder / ADAPTER).is_dir()
-        if has_checkpoint(folder / (_RECOVERED if decided else _TRAINING)):
-            return "its last checkpoint is kept"
-        return "what it decided is kept" if decided else "nothing of it is kept"
-
-    @property
-    def _again(self) -> str:
-        # Processes that share a folder go on with what they find there, whether told so or not.
-        if self._request.grid.shard:
-            return "the same command"
-        return "the same command with --resume (instead of --overwrite)"
+def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) -> Iterator[Record]:
+    """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
+    report = provenance[PROVENANCE]
+    for metric, name in _SHARES.items():
+        yield Record(subject=stage, metric=f"sparsity.{metric}", value=report[name], unit="share")
+    cost = report
+    if stage.recovered:
+        facts = provenance["recover"]
+        cost = {"tokens_forward": 0, "tokens_backward": facts["tokens"], "seconds": facts["seconds"]}
+    for name, unit in (("tokens_forward", "token"), ("tokens_backward", "token"), ("seconds", "s")):
+        yield Record(subject=stage, metric=f"method.{name}", value=cost[name], unit=unit)
+    if stage.recovered:
+        return
+    lines, own = [*report["deviations"]], grid.match_of(stage.cell.method)
+    if own != grid.match:
+        lines.insert(0, f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}")
+    yield Record(subject=stage, metric="deviations", value="\n".join(lines), unit="text")
+    yield Record(subject=stage, metric="settings", value=report["settings"])
+    if "prune" in provenance:
+        yield Record(subject=stage, metric="training", value=_training(provenance["prune"]))
 
 
 def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
