@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.gpu import require_gpu
-from wide.cli.provenance import noted
+from wide.cli.measuring import noted, require_gpu
 from wide.errors import ConfigError, EvaluationError, UsageError
 from wide.runs.process import say
 

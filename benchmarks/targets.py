@@ -31,7 +31,7 @@ _PROFILE = "wide profile --shape llama-3.1-8b --output DIR"
 _ALONE = f"{_PROFILE} --prompt 2048,4096,16384 --sparsities 0.5,0,0.1,0.3,0.7"
 _REQUESTS = f"{_PROFILE} --prompt 1024 --calls generate --generate 2 --batched 1,64,8,32"
 _GRID = f"{_PROFILE} --prompt 1024 --batch 2,8,32,64,4,16 --calls generate --generate 32 --sparsities 0.5,0,0.1,0.3,0.7"
-_TRAINED = f"{_PROFILE} --prompt 2048,4096,16384 --rates 0.66,0.28"
+_TRAINED = f"{_PROFILE} --prompt 2048,4096,16384 --sparsities 0.66/0.28"
 PARTS = {"alone": (_ALONE, 190), "requests": (_REQUESTS, 140), "grid": (_GRID, 160), "trained": (_TRAINED, 80)}
 """What measures all rows: commands by the names of their folders, and the seconds that each may take."""
 WIDE = (sys.executable, "-c", "import sys; from wide.cli.main import main; sys.exit(main(sys.argv[1:]))")

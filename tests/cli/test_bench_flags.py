@@ -67,11 +67,6 @@ from wide.errors import EvaluationError, UsageError
             2,
             "the adapter of each cell says how large its groups are; leave out --ffn_group_size (got 64",
         ),
-        (
-            ["profile", "--output", "o", "--model", "m", "--checkpoint", "c", "--ffn_group_size", "64"],
-            2,
-            "--checkpoint is timed as it is; leave out --ffn_group_size (got 64",
-        ),
     ],
 )
 def test_flags_without_effect_are_refused(command, code, words, capsys):

@@ -11,6 +11,7 @@ import torch
 
 from wide.cli import inspect, prune
 from wide.cli.main import COMMANDS, main
+from wide.cli.recipes import recipe_path
 from wide.version import __version__
 
 
@@ -184,16 +185,11 @@ def test_ctrl_c_promises_nothing_that_no_command_has_said(monkeypatch, capsys):
     assert capsys.readouterr().err == "wide: interrupted\n"
 
 
-def test_recipes_can_be_listed_shown_and_copied(tmp_path, capsys):
+def test_recipes_can_be_listed_and_shown(capsys):
     assert main(["recipes", "list"]) == 0
     assert "quickstart" in capsys.readouterr().out
     assert main(["recipes", "show", "paper-50"]) == 0
-    shown = capsys.readouterr().out
-    target = tmp_path / "mine.yaml"
-    assert main(["recipes", "copy", "paper-50", str(target)]) == 0
-    assert target.read_text() == shown
-    assert main(["recipes", "copy", "paper-50", str(target)]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert capsys.readouterr().out == recipe_path("paper-50").read_text()
 
 
 def test_pruning_nothing_is_refused(capsys):
@@ -226,15 +222,6 @@ def test_a_shell_is_told_how_a_line_goes_on(line, words, tmp_path):
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "wide.cli.main"], env=os.environ | told, cwd=root, check=True, timeout=100)
     assert {word.strip() for word in answer.read_text().splitlines()} == words
-
-
-def test_a_shell_that_asks_copies_no_recipe(tmp_path):
-    pytest.importorskip("argcomplete")
-    line = f"wide recipes copy small {tmp_path / 'mine.yaml'} "
-    told = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
-    told |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
-    subprocess.run([sys.executable, "-m", "wide.cli.main"], env=os.environ | told, check=True, timeout=100)
-    assert not (tmp_path / "mine.yaml").exists()
 
 
 @pytest.mark.parametrize(

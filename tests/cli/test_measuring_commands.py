@@ -30,8 +30,6 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["bench", "--output", "o", "--group_size", "100"], 1, "divide 14336"),
         (["bench", "--output", "o", "--sparsity", "50"], 1, "0.5 skips half"),
         (["profile", "--output", "o", "--adapter", "a"], 2, "give --model"),
-        (["profile", "--output", "o", "--checkpoint", "c"], 2, "give --model"),
-        (["profile", "--output", "o", "--model", "m", "--adapter", "a", "--checkpoint", "c"], 2, "give one of them"),
         (["profile"], 2, "--output is missing"),
         (["profile", "--comparison", "c"], 2, "give --model"),
         (
@@ -46,7 +44,7 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--output", "o", "--calls", "window"], 1, "forward and generate"),
         (["profile", "--output", "o", "--batched", "0"], 1, "positive numbers"),
         (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
-        (["profile", "--output", "o", "--rates", "0.5"], 1, "0.66,0.285"),
+        (["profile", "--output", "o", "--sparsities", "0.5/1"], 1, "0.66/0.285"),
         (["profile", "--output", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--output", "o", "--generate", "1"], 1, "at least 2"),
         (["tune"], 2, "model"),
@@ -79,13 +77,13 @@ def profiled(monkeypatch):
 
 
 def test_profile_reads_its_flags(profiled):
-    profile.run(["--output", "o", "--rates", "0.5,0.5 0.66,0.285", "--prompt", "64,128", "--layers", "2"])
-    profile.run(["--output", "o", "--model", "M", "--checkpoint", "C", "--generate", "8"])
+    profile.run(["--output", "o", "--sparsities", "0.5,0.66/0.285", "--prompt", "64,128", "--layers", "2"])
+    profile.run(["--output", "o", "--model", "M", "--generate", "8"])
     profile.run(["--output", "o", "--shape", "tiny", "--ffn_group_size", "64"])
     options = [each for each, _ in profiled]
     assert options[0].skipped == [(0.5, 0.5), (0.66, 0.285)]
     assert (options[0].prompts, options[0].layers, options[0].generate) == ([64, 128], 2, 128)
-    assert (options[1].model, options[1].checkpoint, options[1].adapter, options[1].generate) == ("M", "C", None, 8)
+    assert (options[1].model, options[1].adapter, options[1].generate) == ("M", None, 8)
     assert [(each.shape, each.ffn_group_size) for each in options[1:]] == [(None, None), ("tiny", 64)]
     assert options[1].skipped == [(0.5, 0.5)]
 

@@ -234,8 +234,8 @@ def test_a_shape_cut_to_fewer_layers_has_a_name_of_its_own():
 
 
 def test_shares_are_named_alike_or_in_pairs():
-    assert ProfileOptions(sparsities="0,0.3").skipped == [(0.0, 0.0), (0.3, 0.3)]
-    assert ProfileOptions(rates="0.66,0.285 0.5,0.5").skipped == [(0.66, 0.285), (0.5, 0.5)]
+    assert ProfileOptions(sparsities="0,0.3,0.3/0.3").skipped == [(0.0, 0.0), (0.3, 0.3)]
+    assert ProfileOptions(sparsities="0.66/0.285,0.5").skipped == [(0.66, 0.285), (0.5, 0.5)]
 
 
 def _profiled(out, **options):

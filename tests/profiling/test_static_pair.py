@@ -83,43 +83,6 @@ def test_a_static_adapter_is_cut_and_raced(static, host, tmp_path):
     assert {forward["candidate"] for forward in read_profile(tmp_path / "run").forwards()} == {"dense", "pruned"}
 
 
-def test_a_materialised_checkpoint_is_raced_beside_its_base(static, host, tmp_path):
-    base, adapter = static
-    model = wide.load(str(base), adapter)
-    wide.materialise(model).save_pretrained(tmp_path / "small")
-    out = tmp_path / "out"
-    assert profiled(out, model=base, checkpoint=tmp_path / "small", prompt="8", generate=2)
-    content = json.loads((out / "endtoend.json").read_text())
-    assert content["gate"]["materialised_error"] is None
-    assert [record["candidate"] for record in content["records"]] == ["dense", "pruned"] * 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"vocab_size": 96}, "vocab_size 64 instead of 96"),
-        ({"hidden_size": 64}, "hidden_size 32 instead of 64"),
-        ({"num_hidden_layers": 1}, "num_hidden_layers 3 instead of 1"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(changes, words, static, tmp_path):
-    base, adapter = static
-    wide.materialise(wide.load(str(base), adapter)).save_pretrained(tmp_path / "small")
-    tiny_model(**changes).save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match=words):
-        static_pair.load_pair(str(tmp_path / "other"), str(tmp_path / "small"), dtype="float32", device=CPU)
-
-
-def test_a_checkpoint_without_some_layers_is_of_its_base(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "base")
-    whole, gone = (LayerPlan(attention=half, ffn=half) for half in (Dense(), Skipped()))
-    attach(model, Plan((whole, gone, whole)))
-    wide.materialise(model).save_pretrained(tmp_path / "small")
-    pair = static_pair.load_pair(str(tmp_path / "base"), str(tmp_path / "small"), dtype="float32", device=CPU)
-    assert (pair.dense.config.num_hidden_layers, pair.pruned.config.num_hidden_layers) == (3, 2)
-
-
 def test_batches_of_requests_are_refused_beside_a_static_plan(static, tmp_path):
     base, adapter = static
     options = ProfileOptions(model=str(base), adapter=str(adapter), batched="8")

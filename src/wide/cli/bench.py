@@ -13,13 +13,11 @@ _CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags: Arguments = _bench().arguments()
     return flags
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     _bench().run(given)
 
 

@@ -51,7 +51,6 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     ahead = look_ahead(given)
     if isinstance(ahead.get("table"), str):
         from wide.comparison.results import draw
@@ -86,11 +85,10 @@ def run(given: Sequence[str]) -> None:
 
 def _variants(given: Any) -> dict[str, Any]:
     """Return the variants that a file or the flag, which is text, describes."""
-    if isinstance(given, str):
-        try:
-            given = yaml.safe_load(given)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--variants cannot be read as YAML: {' '.join(str(error).split())}") from error
+    try:
+        given = yaml.safe_load(given) if isinstance(given, str) else given
+    except yaml.YAMLError as error:
+        raise UsageError(f"--variants cannot be read as YAML: {' '.join(str(error).split())}") from error
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(f"variants must be a mapping, got {given!r}")
     return {str(name): entry for name, entry in (given or {}).items()}

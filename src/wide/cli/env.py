@@ -17,7 +17,6 @@ _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET", "WI
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Carry out the command."""
     words = [word for word in arguments if word != "--debug"]
     if words in (["-h"], ["--help"]):
         print("usage: wide env          versions, GPUs and tables of measurements, one a line")

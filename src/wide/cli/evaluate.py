@@ -31,7 +31,6 @@ class TaskOptions(ScoredTasks):
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "eval",
         "Score a model on held-out text and tasks, and the dense model with it.",
@@ -50,7 +49,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     flags = arguments()
     values = flags.parse(given)
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
@@ -58,8 +56,12 @@ def run(given: Sequence[str]) -> None:
         scoring = replace(scoring, data=None)
     if scoring.data is None and not tasks.names:
         raise UsageError("nothing to evaluate: name text with --data (and no --tokens 0), tasks with --tasks, or both")
-    if not tasks.names:
-        _refuse_flags_of_tasks(given, tasks)
+    # On the command line only: a file may serve evaluations with tasks and without.
+    flagged = {word.partition("=")[0] for word in given}
+    for name, value in () if tasks.names else (("local_data", tasks.local_data), ("limit", tasks.limit)):
+        if value is not None and f"--{name}" in flagged:
+            words = "is for tasks, and none is named; name some with --tasks, or leave it out"
+            raise UsageError(f"--{name} {value} {words}")
     if values["fused"] and options.adapter is None:
         raise UsageError("--fused runs an adapter's routers: give --adapter, too")
     options.require_found()
@@ -71,17 +73,6 @@ def run(given: Sequence[str]) -> None:
         with folder:
             folder.claim()
             _write(folder, report, device)
-
-
-def _refuse_flags_of_tasks(given: Sequence[str], tasks: TaskOptions) -> None:
-    # On the command line only: a file may serve evaluations with tasks and without.
-    flags = {word.partition("=")[0] for word in given}
-    for name in ("local_data", "limit"):
-        value = getattr(tasks, name)
-        if value is not None and f"--{name}" in flags:
-            raise UsageError(
-                f"--{name} {value} is for tasks, and none is named; name some with --tasks, or leave it out"
-            )
 
 
 def _evaluate(
@@ -102,12 +93,8 @@ def _evaluate(
     if options.adapter is not None:
         # A wrong adapter must fail before the dense model has been scored for an hour.
         provenance = read_config(find_adapter(options.adapter))["provenance"]
-    settings: dict[str, Any] = {
-        "tokenizer": load_tokenizer(options.model),
-        "compare_dense": False,
-        **scoring.protocol,
-        **tasks.protocol,
-    }
+    tokenizer = load_tokenizer(options.model)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "compare_dense": False, **scoring.protocol, **tasks.protocol}
     model = load_base(options, pruned_too=options.adapter is None, parallel=tasks.parallel)
     if options.adapter is not None:
         # As much as can be told without scoring: whether it fits this model, and its dial the sparsity.
@@ -116,12 +103,9 @@ def _evaluate(
     documents, name = None, None
     if scoring.data is not None:
         check_window(scoring, model)
+        provenance = attachment(model).provenance if is_attached(model) else provenance
         documents, name = held_out_documents(
-            scoring.data,
-            scoring,
-            text_field=tasks.text_field,
-            tokenizer=settings["tokenizer"],
-            provenance=attachment(model).provenance if is_attached(model) else provenance,
+            scoring.data, scoring, text_field=tasks.text_field, tokenizer=tokenizer, provenance=provenance
         )
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)

@@ -31,7 +31,6 @@ class ExportOptions:
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments("export", "Write a base and its adapter as one checkpoint that Hugging Face's classes load.")
     flags.add_fields(AdapterOptions)
     flags.add_fields(ExportOptions)
@@ -40,7 +39,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     values = arguments().parse(given)
     options, wanted = build(AdapterOptions, values), build(ExportOptions, values)
     if options.adapter is None:
@@ -67,10 +65,9 @@ def run(given: Sequence[str]) -> None:
         tokenizer.save_pretrained(folder)
         if ordinary:
             finish_folder(folder, facts, HOW_TO_LOAD.partition("\n")[2], "transformers")
+            write_sums(folder)
         else:
             finish_folder(folder, facts, HOW_TO_LOAD)
-        if ordinary:
-            write_sums(folder)
     after = _logits(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     say(f"{target}: {how}, {size:,} parameters")

@@ -23,7 +23,6 @@ class PromptOptions:
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "generate",
         "Continue a prompt, or chat; the text is printed while it is generated, then tokens per second (of prompt and "
@@ -39,7 +38,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     values = arguments().parse(given)
     options, how = build(InferenceOptions, values), build(GenerationOptions, values)
     asked, chats = build(PromptOptions, values), bool(values["chat"])

@@ -36,14 +36,12 @@ class InspectOptions:
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments("inspect", "Say what a model can be pruned to (or why not), or what an adapter holds.")
     flags.add_fields(InspectOptions)
     return flags
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     options = build(InspectOptions, arguments().parse(given))
     if (options.model is None) == (options.adapter is None):
         given_both = "both" if options.model is not None else "neither"
@@ -99,11 +97,7 @@ def _stored_configuration(name: str) -> bytes | None:
 
 
 def describe_adapter(folder: Path) -> str:
-    """Return base model, plan, training, sparsity per layer, dial and file sizes, as text.
-
-    Raises:
-        AdapterError: If it is not an adapter, or a damaged one.
-    """
+    """Return base model, plan, training, sparsity per layer, dial and file sizes of an adapter, as text."""
     from wide.models.adapter import read_config
 
     config = read_config(folder)
@@ -130,9 +124,12 @@ def _facts(facts: dict[str, Any], indent: str = "  ") -> list[str]:
         elif isinstance(value, dict):
             lines += [f"{indent}{name}", *_facts(value, indent + "  ")]
         elif name == "layers" and _are_pairs(value):
-            lines += [f"{indent}skipped per layer (attention, FFN)", *_layers(value, indent)]
+            lines.append(f"{indent}skipped per layer (attention, FFN)")
+            for index, pair in enumerate(value):
+                shown = ["     -" if rate is None else f"{rate:>6.1%}" for rate in pair]
+                lines.append(f"{indent}  {index:>3} {' '.join(shown)}")
         else:
-            lines.append(f"{indent}{name}: {_number(value)}")
+            lines.append(f"{indent}{name}: {f'{value:.4g}' if isinstance(value, float) else value}")
     return lines
 
 
@@ -141,17 +138,6 @@ def _are_pairs(value: Any) -> bool:
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(rate, float | int | None) for rate in pair)
         for pair in value
     )
-
-
-def _layers(layers: list[Any], indent: str) -> list[str]:
-    def show(rate: float | None) -> str:
-        return "     -" if rate is None else f"{rate:>6.1%}"
-
-    return [f"{indent}  {index:>3} {show(layer[0])} {show(layer[1])}" for index, layer in enumerate(layers)]
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _dial(dial: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> list[str]:
@@ -166,13 +152,7 @@ def _dial(dial: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> 
 
 
 def describe_model(name: str) -> str:
-    """Return sizes, group sizes that divide, and where the work lies, as text.
-
-    Raises:
-        ConfigError: If there is no such model.
-        UnsupportedModelError: If it cannot be routed, with the reason.
-        AdapterError: If it is a pruned checkpoint or an export that is damaged.
-    """
+    """Return sizes, group sizes that divide, and where the work lies in a model, as text."""
     from wide.models.discovery import discover
     from wide.models.files import check_sums
     from wide.models.plan_check import attention_group_sizes
@@ -247,17 +227,14 @@ def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
 
     # Groups of one channel always divide, and shares do not depend on the group size.
     found = costs(specs, plan_for(WideConfig(ffn_group_size=1), specs), vocab_size)
-    attention = sum(layer.attention for layer in found.layers)
-    ffn = sum(layer.ffn for layer in found.layers)
     other = sum(layer.other for layer in found.layers)
-    fixed = sum(layer.fixed for layer in found.layers) - other
-    total = attention + ffn + fixed + other + found.head
     parts = [
-        ("attention Q and O", attention, "skipped by group"),
-        ("FFN", ffn, "skipped by group"),
-        ("K, V and the like", fixed, "always executed"),
+        ("attention Q and O", sum(layer.attention for layer in found.layers), "skipped by group"),
+        ("FFN", sum(layer.ffn for layer in found.layers), "skipped by group"),
+        ("K, V and the like", sum(layer.fixed for layer in found.layers) - other, "always executed"),
         ("not routed", other, "always executed; of experts, those that a token runs"),
         ("output head", found.head, "always executed"),
     ]
+    total = sum(part for _, part, _ in parts)
     lines = [f"  matrix products     {total / 1e6:,.2f} MFLOP per token (attention scores not counted)"]
     return lines + [f"    {name:<18}{part / total:>6.1%}  {kind}" for name, part, kind in parts if part]

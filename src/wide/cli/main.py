@@ -33,7 +33,7 @@ COMMANDS = {
     "report": "draw reports again from the records of runs, comparisons and benches; several on one page",
     "inspect": "what a model can be pruned to, or what an adapter holds",
     "env": "versions, GPUs and tables of measurements, to be pasted into a report of a defect",
-    "recipes": "list, show or copy the configurations that ship with wide",
+    "recipes": "list or show the configurations that ship with wide",
 }
 _COMPLETING = "_ARGCOMPLETE"
 _MODULES = {"eval": "evaluate"}
@@ -46,11 +46,7 @@ _OUT_OF_MEMORY = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code.
-
-    Args:
-        arguments: Without the program's name; None means those of the process.
-    """
+    """Run a command and return the exit code; None stands for the arguments of the process, without its name."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if _COMPLETING in os.environ:
         given = _complete()
@@ -77,15 +73,13 @@ def _complete() -> list[str]:
         argcomplete.autocomplete(commands)
     os.environ[_COMPLETING] = "2"
     if words[0] in ("recipes", "methods"):
-        # These two read plain words. They are answered for here: run, they would list or copy.
+        # These two read plain words. They are answered for here: run, they would print.
         plain = argparse.ArgumentParser(add_help=False)
-        plain.add_argument("what", choices=["list", "show", "copy"] if words[0] == "recipes" else ["list"])
-        if words[1] in ("show", "copy"):
+        plain.add_argument("what", choices=["list", "show"] if words[0] == "recipes" else ["list"])
+        if words[1] == "show":
             from wide.cli.recipes import recipe_names
 
             plain.add_argument("name", choices=recipe_names())
-        if words[1] == "copy":
-            plain.add_argument("destination")
         argcomplete.autocomplete(plain)
     # What is being completed, and files, are not read.
     return [word for word in words[:-1] if not word.startswith("--config")]
@@ -149,20 +143,16 @@ def _describe(error: Exception) -> str:
 
 
 def _help() -> str:
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: wide COMMAND [FLAGS]",
-            "",
-            "Token-wise dynamic width pruning of language models.",
-            "",
-            *lines,
-            "",
-            "  wide prune --config small --model M --data D --output RUN",
-            "",
-            "wide COMMAND --help explains the flags; a YAML file (--config) may have the same keys.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
+    return f"""usage: wide COMMAND [FLAGS]
+
+Token-wise dynamic width pruning of language models.
+
+{commands}
+
+  wide prune --config small --model M --data D --output RUN
+
+wide COMMAND --help explains the flags; a YAML file (--config) may have the same keys."""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ wide prune --method NAME --help lists its settings."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Carry out the command."""
     words = [word for word in arguments if word != "--debug"]
     if words in (["-h"], ["--help"]):
         print(_USAGE)

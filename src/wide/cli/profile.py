@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.gpu import require_gpu
-from wide.cli.provenance import noted
+from wide.cli.measuring import noted, require_gpu
 from wide.errors import DataError, EvaluationError, UsageError
 from wide.profiling.options import ProfileOptions
 from wide.records import CELLS
@@ -19,7 +18,6 @@ PROFILE = "profile"
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "profile",
         "Time a model by the calls that users make: a forward, the first and each further token of generate() (TTFT, "
@@ -33,7 +31,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     options = build(ProfileOptions, arguments().parse(given))
     _check(options)
     cells = [] if options.comparison is None else _cells(Path(options.comparison))
@@ -45,20 +42,18 @@ def run(given: Sequence[str]) -> None:
         from wide.runs.sources import find_adapter
 
         options = replace(options, adapter=str(find_adapter(options.adapter)))
-    out = Path(str(options.output))
-    with noted(out, "profile", given):
-        is_green = _profile(options, out)
-    if not is_green:
+    if not _profile(options, Path(str(options.output)), given):
         raise EvaluationError("what was to be timed does not compute what the model computes; see the gate above")
 
 
-def _profile(options: ProfileOptions, out: Path) -> bool:
+def _profile(options: ProfileOptions, out: Path, words: Sequence[str]) -> bool:
     import torch
 
     from wide.profiling.profile import run_profile
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return run_profile(options, out, device=device, say=say)
+    with noted(out, "profile", words):
+        return run_profile(options, out, device=device, say=say)
 
 
 def _check(options: ProfileOptions) -> None:
@@ -67,25 +62,6 @@ def _check(options: ProfileOptions) -> None:
 
         if options.shape not in SHAPES:
             raise UsageError(f"unknown shape {options.shape!r}; choose one of {', '.join(sorted(SHAPES))}, or --model")
-    _check_sizes(options)
-    for name in ("adapter", "checkpoint", "comparison", "text"):
-        if getattr(options, name) is not None and options.model is None:
-            raise UsageError(f"--{name} needs its base: give --model, too")
-    if options.adapter is not None and options.checkpoint is not None:
-        raise UsageError("--checkpoint is timed as it is, so --adapter would change nothing; give one of them")
-    if options.comparison is None:
-        if options.output is None:
-            raise UsageError("--output is missing: name the folder for endtoend.json")
-        return
-    for name in ("output", "adapter", "checkpoint"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
-    if options.batched is not None:
-        raise UsageError("--batched is for one routed model; leave it out with --comparison")
-
-
-def _check_sizes(options: ProfileOptions) -> None:
-    """Refuse sizes that something else says already."""
     for name in ("shape", "layers"):
         value = getattr(options, name)
         if value is not None and options.model is not None:
@@ -93,24 +69,27 @@ def _check_sizes(options: ProfileOptions) -> None:
                 f"the model says how large it is, and all of it is timed; leave out --{name} (got {value}; null where "
                 "a file names it), or --model"
             )
-    reasons = {
-        "adapter": "the adapter says how large its groups are",
-        "comparison": "the adapter of each cell says how large its groups are",
-        "checkpoint": "--checkpoint is timed as it is",
-    }
-    for name, reason in reasons.items():
-        if options.ffn_group_size is not None and getattr(options, name) is not None:
-            raise UsageError(
-                f"{reason}; leave out --ffn_group_size (got {options.ffn_group_size}; null where a file names it)"
-            )
+    if options.ffn_group_size is not None and (options.adapter or options.comparison) is not None:
+        raise UsageError(
+            f"the adapter{'' if options.adapter else ' of each cell'} says how large its groups are; leave out "
+            f"--ffn_group_size (got {options.ffn_group_size}; null where a file names it)"
+        )
+    for name in ("adapter", "comparison", "text"):
+        if getattr(options, name) is not None and options.model is None:
+            raise UsageError(f"--{name} needs its base: give --model, too")
+    if options.comparison is None:
+        if options.output is None:
+            raise UsageError("--output is missing: name the folder for endtoend.json")
+        return
+    for name in ("output", "adapter"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
+    if options.batched is not None:
+        raise UsageError("--batched is for one routed model; leave it out with --comparison")
 
 
 def _cells(comparison: Path) -> list[Path]:
-    """Return the folders of a comparison's cells that kept an adapter; the dense model is every cell's peer.
-
-    Raises:
-        DataError: If there are none.
-    """
+    """Return the folders of a comparison's cells that kept an adapter; the dense model is every cell's peer."""
     found = sorted(path.parent for path in (comparison / CELLS).glob(f"*/{ADAPTER}"))
     cells = [cell for cell in found if not cell.name.startswith("dense-")]
     if not cells:
@@ -122,22 +101,14 @@ def _cells(comparison: Path) -> list[Path]:
 
 
 def _time_cells(options: ProfileOptions, cells: Sequence[Path], words: Sequence[str]) -> None:
-    """Time one cell after the other; what goes wrong with one costs no other.
-
-    Raises:
-        EvaluationError: If cells could not be timed; the others are.
-    """
+    """Time one cell after the other; what goes wrong with one costs no other."""
     failed = []
     for number, cell in enumerate(cells, 1):
         out = cell / PROFILE
-        if _is_timed(out):
-            say(f"[{number}/{len(cells)}] {cell.name}: timed before")
-            continue
-        say(f"[{number}/{len(cells)}] {cell.name}")
+        is_timed = _is_timed(out)
+        say(f"[{number}/{len(cells)}] {cell.name}{': timed before' if is_timed else ''}")
         try:
-            with noted(out, "profile", words):
-                is_green = _profile(replace(options, adapter=str(cell / ADAPTER)), out)
-            if not is_green:
+            if not is_timed and not _profile(replace(options, adapter=str(cell / ADAPTER)), out, words):
                 failed.append(f"{cell.name} does not compute what the model computes")
         # Kernels that do not fit a shape have errors of their own kinds.
         except Exception as error:

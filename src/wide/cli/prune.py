@@ -35,10 +35,9 @@ class MethodOptions:
 
 
 def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Arguments:
-    """Return the flags of the command.
+    """Return the flags of the command for a method; those of others are refused.
 
     Args:
-        method: Whose settings are among them; the flags of other methods are refused.
         in_files: Keys of configuration files, which may have settings of other methods, too, to serve several.
     """
     flags = Arguments(
@@ -91,13 +90,7 @@ def _add_settings(flags: Arguments, method: str, in_files: Collection[str]) -> N
 
 
 def request(values: Mapping[str, Any]) -> PruneRequest:
-    """Return the run that parsed values describe.
-
-    Raises:
-        UsageError: If nothing is to be pruned, the number of steps of stage 2 is negative, or a tracker is asked for
-            where nothing feeds it.
-        ConfigError: If a value is out of its range, or two of them contradict.
-    """
+    """Return the run that parsed values describe, or refuse values that contradict each other."""
     if values["sparsity"] == 0:
         raise UsageError(
             "--sparsity 0 leaves nothing to prune; name the share to skip, like 0.5 (wide eval --sparsity 0 runs "
@@ -139,7 +132,6 @@ def _settings(values: Mapping[str, Any], objective: ObjectiveConfig) -> Any:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     ahead = look_ahead(given)
     flags = arguments(get(str(ahead.get("method") or _DEFAULT)).name, ahead.keys())
     values = flags.parse(given)

@@ -28,7 +28,6 @@ class RecoverOptions:
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "recover",
         "Train LoRA and routers of an adapter (stage 2).",
@@ -48,7 +47,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     flags = arguments()
     values = flags.parse(given)
     start, options = build(RecoverOptions, values), build(RunOptions, values)
@@ -78,18 +76,9 @@ def run(given: Sequence[str]) -> None:
 
 
 def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
-    """Return what stage 2 minimises after an adapter: what the adapter was trained to, with changes.
+    """Return what stage 2 minimises after an adapter: what the adapter was trained to, with changes by field.
 
     Without routers there is nothing to steer: the LM loss alone, or distillation.
-
-    Args:
-        name: Folder of the adapter, or of the run that made it.
-        changes: Values by field; None keeps what the adapter says.
-
-    Raises:
-        AdapterError: If it is not an adapter, or has routers and does not say what they were trained to.
-        UsageError: If it has no routers, and a change is to steer them.
-        ConfigError: If a value is out of its range.
     """
     from wide.models.adapter import read_config
     from wide.runs.sources import find_adapter

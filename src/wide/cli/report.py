@@ -29,7 +29,6 @@ class PageOptions:
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "report",
         "Draw the report of each folder into it, from its records alone. A run that was profiled (wide profile --model "
@@ -46,7 +45,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     values = arguments().parse(given)
     page, folders, only = build(PageOptions, values), [Path(folder) for folder in values["folders"]], values["only"]
     if not folders:

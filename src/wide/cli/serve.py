@@ -9,7 +9,6 @@ from wide.runs.settings import InferenceOptions, ServerOptions
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "serve",
         "Serve one model by transformers' OpenAI-compatible server: chat completions, completions and responses, "
@@ -23,7 +22,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command, until it is interrupted."""
     values = arguments().parse(given)
     options, how = build(InferenceOptions, values), build(ServerOptions, values)
     missing = [name for name in ("fastapi", "openai", "pydantic", "uvicorn") if find_spec(name) is None]

@@ -1,17 +1,17 @@
 """`wide tune`: measure on this machine's GPU which operator pays at a model's own shapes, for `wide.optimize`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wide.cli.arguments import Arguments, build
-from wide.cli.gpu import require_gpu
+from wide.cli.measuring import require_gpu
 from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
 
 if TYPE_CHECKING:
-    from wide.inference.choice.tuning.tune import Progress, TunedLayer
+    from wide.inference.choice.tuning.tune import TunedLayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,6 @@ class TuneOptions:
 
 
 def arguments() -> Arguments:
-    """Return the flags of the command."""
     flags = Arguments(
         "tune",
         "Measure which operator pays at a model's own shapes on this GPU, dense products included; wide.optimize and "
@@ -74,7 +73,6 @@ def arguments() -> Arguments:
 
 
 def run(given: Sequence[str]) -> None:
-    """Carry out the command."""
     options = build(TuneOptions, arguments().parse(given))
     require_gpu("tune")
     import torch
@@ -92,23 +90,15 @@ def run(given: Sequence[str]) -> None:
         quick=options.quick,
         seconds=options.seconds,
         table=table,
-        progress=_tell,
+        progress=lambda each: say(f"[{each.done}/{each.total}] {each.name}: {each.verdict}"),
     )
     if tuned.left_out:
         say(f"{options.seconds:g} s have passed; not measured, so dense: {'; '.join(tuned.left_out)}")
     say(f"{table.path}: {len(tuned.choices)} choices of which {tuned.num_sparse} skip; wide.optimize follows them")
 
 
-def _tell(progress: "Progress") -> None:
-    say(f"[{progress.done}/{progress.total}] {progress.name}: {progress.verdict}")
-
-
 def layers(options: TuneOptions) -> "list[TunedLayer]":
-    """Return the layers whose operators are measured.
-
-    Raises:
-        ConfigError: If there is none in which tokens skip anything.
-    """
+    """Return the layers whose operators are measured: those in which tokens skip anything."""
     from wide.config import WideConfig
     from wide.inference.choice.tuning.tune import tuned_layers
     from wide.models.attach import plan_for
@@ -121,7 +111,6 @@ def layers(options: TuneOptions) -> "list[TunedLayer]":
         from wide.runs.sources import find_adapter
 
         return tuned_layers(specs, read_config(find_adapter(options.adapter))["plan"])
-    config = WideConfig(attention_group_size=options.attention_group_size)
-    if options.ffn_group_size is not None:
-        config = replace(config, ffn_group_size=options.ffn_group_size)
+    given = {"ffn_group_size": options.ffn_group_size, "attention_group_size": options.attention_group_size}
+    config = WideConfig(**{name: size for name, size in given.items() if size is not None})
     return tuned_layers(specs, plan_for(config, specs))

@@ -17,7 +17,6 @@ class ProfileOptions:
             with a comparison, whose cells keep their own.
         model: Hub name or local folder of a real model; null takes a shape with random weights.
         adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
-        checkpoint: Folder of what wide.materialise left of the model, to be timed, too; not with an adapter.
         comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
             cell's folder; wide report draws the comparison's quality against its speed. Cells that were timed before
             are left alone.
@@ -29,14 +28,13 @@ class ProfileOptions:
         prompt: Tokens of the prompt, one or more numbers separated by commas.
         generate: Tokens to generate.
         calls: forward (a call of the model without a cache), generate (time to the first token, and of each further
-            one), or both, separated by commas. Of no matter to static plans and checkpoints.
+            one), or both, separated by commas. Of no matter to static plans.
         batched: Numbers of requests at once for generate_batch, separated by commas; null leaves it out.
         batched_generate: Tokens that generate_batch makes for each request, after the first of the prompts.
-        sparsities: Shares that random routers skip, separated by commas: thresholds are set so; at 0 everything
-            executes. An adapter's routers stay as they are. Of no matter to static plans and checkpoints.
-        rates: Instead of sparsities, pairs of shares in attention and FFN, 'A,F', separated by spaces.
-        ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter, a
-            checkpoint or a comparison.
+        sparsities: Shares that random routers skip, separated by commas, 'A/F' where attention and FFN differ; at 0
+            everything executes. Adapters stay as they are.
+        ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter or
+            a comparison.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
     """
@@ -44,7 +42,6 @@ class ProfileOptions:
     output: str | None = None
     model: str | None = None
     adapter: str | None = None
-    checkpoint: str | None = None
     comparison: str | None = None
     text: str | None = None
     shape: str | None = None
@@ -55,8 +52,7 @@ class ProfileOptions:
     calls: str = "forward,generate"
     batched: str | None = None
     batched_generate: int = 256
-    sparsities: str = "0.5"
-    rates: str | None = None
+    sparsities: float | str = "0.5"
     ffn_group_size: int | None = None
     quick: bool = False
     description: str = ""
@@ -74,15 +70,16 @@ class ProfileOptions:
                 )
         if not self.calls_timed or not set(self.calls_timed) <= set(CALLS):
             raise ConfigError(f"calls are {' and '.join(CALLS)}, separated by commas, got {self.calls!r}")
-        for pair in self.rates.split() if self.rates is not None else []:
-            if _shares(pair) is None:
-                raise ConfigError(f"rates are pairs of shares in [0, 1) like 0.66,0.285, got {pair!r}")
-        if not self.skipped:
-            raise ConfigError(f"sparsities are shares in [0, 1) separated by commas, got {self.sparsities!r}")
+        try:
+            right = all(0.0 <= share < 1.0 for pair in self.skipped for share in pair)
+        except ValueError:
+            right = False
+        if not right:
+            raise ConfigError(f"sparsities are shares in [0, 1), or pairs like 0.66/0.285, got {self.sparsities!r}")
 
     @property
     def batches(self) -> list[int]:
-        """Sequences."""
+        """Numbers of sequences."""
         return _numbers(self.batch)
 
     @property
@@ -102,10 +99,9 @@ class ProfileOptions:
 
     @property
     def skipped(self) -> list[tuple[float, float]]:
-        """Shares that random routers skip, in attention and FFN; empty if they are no shares."""
-        pairs = [f"{each},{each}" for each in self.sparsities.split(",")] if self.rates is None else self.rates.split()
-        found = [_shares(pair) for pair in pairs]
-        return [] if None in found else list(dict.fromkeys(pair for pair in found if pair is not None))
+        """Shares that random routers skip, in attention and FFN."""
+        pairs = [word.partition("/") for word in str(self.sparsities).split(",")]
+        return list(dict.fromkeys((float(first), float(second or first)) for first, _, second in pairs))
 
     @property
     def name(self) -> str:
@@ -118,11 +114,3 @@ class ProfileOptions:
 
 def _numbers(text: str | None) -> list[int]:
     return [int(word) for word in text.split(",")] if text else []
-
-
-def _shares(text: str) -> tuple[float, float] | None:
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        return None
-    return (shares[0], shares[1]) if len(shares) == 2 and all(0.0 <= share < 1.0 for share in shares) else None

@@ -2,8 +2,7 @@
 
 Candidates of a routed model are the dense model 'as loaded', the 'dense' model in the optimised one's engine (the
 strongest dense peer), and the optimised one: 'routed A/F' by the shares that random routers skip, or 'own routing' of
-an adapter. An adapter whose plan is static, and a checkpoint that wide.materialise left, are raced as Hugging Face runs
-them, 'dense' beside 'pruned'.
+an adapter. An adapter whose plan is static is materialised and raced as Hugging Face runs it, 'dense' beside 'pruned'.
 
 endtoend.json is written after every shape. Beside the facts of the run it holds
 
@@ -46,6 +45,7 @@ from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.observe import bypass, now
+from wide.models.pretrained import load_pretrained, load_skeleton
 from wide.profiling.calls import (
     AS_LOADED,
     DENSE,
@@ -62,7 +62,7 @@ from wide.profiling.calls import (
 )
 from wide.profiling.correctness import check_batch, check_decoder, reference
 from wide.profiling.options import ProfileOptions
-from wide.profiling.static_pair import PRUNED, Pair, is_static, load_pair, materialise_pair, method_of
+from wide.profiling.static_pair import PRUNED, is_static, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
 from wide.writing import write_whole
 
@@ -86,10 +86,10 @@ def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say
         backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
 
     Raises:
-        ConfigError: If the checkpoint is of another model, or batches of requests are asked of a static plan.
+        ConfigError: If batches of requests are asked of a static plan.
         EvaluationError: If `generate()` or a batch fails.
     """
-    static = options.checkpoint is not None or (options.adapter is not None and is_static(Path(options.adapter)))
+    static = options.adapter is not None and is_static(Path(options.adapter))
     if static and options.requests:
         raise ConfigError("--batched times generate_batch of routed models, and this plan is static; leave it out")
     out.mkdir(parents=True, exist_ok=True)
@@ -124,8 +124,6 @@ class _Job:
             shape = options.shape or "llama-3.1-8b"
             model = random_model(shape, num_layers=options.layers, device=self.device, dtype=_dtype(self.device))
         else:
-            from wide.models.pretrained import load_pretrained
-
             dtype = str(_dtype(self.device)).removeprefix("torch.")
             model = load_pretrained(options.model, dtype=dtype, device=str(self.device))
         model.requires_grad_(False)
@@ -180,7 +178,6 @@ class _Report:
             "model": options.name,
             "quick": options.quick,
             "adapter": options.adapter,
-            "checkpoint": options.checkpoint,
             "records": [],
         }
 
@@ -277,19 +274,10 @@ def _record(
 def _race_static(job: _Job, report: _Report) -> bool:
     options = job.options
     name, dtype = str(options.model), str(_dtype(job.device)).removeprefix("torch.")
-    pair: Pair
-    if options.checkpoint is not None:
-        # A checkpoint does not say what made it.
-        method = ""
-        pair = load_pair(name, options.checkpoint, dtype=dtype, device=job.device)
-    else:
-        from wide.models.pretrained import load_skeleton
-
-        method = job.method
-        vocabulary = int(load_skeleton(name).config.vocab_size)
-        ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
-        pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
-    if not report.begin("gate", pair.gate(), {}, method=method):
+    vocabulary = int(load_skeleton(name).config.vocab_size)
+    ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
+    pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
+    if not report.begin("gate", pair.gate(), {}, method=job.method):
         return False
     tokens = job.tokens(pair.dense)
     models = {DENSE: pair.dense, PRUNED: pair.pruned}

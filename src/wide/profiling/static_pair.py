@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wide.errors import ConfigError
-
 PRUNED = "pruned"
 """Name of the candidate that a static plan made smaller."""
 # Two dense paths in bfloat16 stay within this on a deep model.
@@ -17,19 +15,15 @@ _LIMIT = 6e-2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A base model and what a method left of it.
-
-    Args:
-        error: Relative error of its logits against the plan's gates on the base; None where there is no plan to ask.
-    """
+    """A base model and what a method left of it; `error` is of its logits, relative to the plan's gates on the base."""
 
     dense: Any
     pruned: Any
-    error: float | None
+    error: float
 
     def gate(self) -> dict[str, Any]:
         """Return the verdict as records hold it."""
-        return {"materialised_error": self.error, "limit": _LIMIT, "green": self.error is None or self.error <= _LIMIT}
+        return {"materialised_error": self.error, "limit": _LIMIT, "green": self.error <= _LIMIT}
 
 
 def is_static(adapter: Path) -> bool:
@@ -66,37 +60,3 @@ def materialise_pair(name: str, adapter: Path, ids: Tensor, *, dtype: str, devic
         got = pruned(ids, use_cache=False).logits.float()
     error = ((got - wanted).norm() / wanted.norm()).item()
     return Pair(dense=dense, pruned=pruned, error=error if error == error else float("inf"))
-
-
-def load_pair(name: str, checkpoint: str, *, dtype: str, device: torch.device) -> Pair:
-    """Return a base model and a checkpoint that `wide.materialise` left, as it lies on disk.
-
-    Raises:
-        ConfigError: If the checkpoint cannot be what was left of that base, by vocabulary, hidden size and layers.
-    """
-    from wide.materialisation.checkpoint import load_checkpoint
-    from wide.models.pretrained import is_pruned_checkpoint, load_pretrained
-
-    dense = load_pretrained(name, dtype=dtype, device=str(device))
-    if is_pruned_checkpoint(checkpoint):
-        pruned = load_checkpoint(checkpoint, dtype=getattr(torch, dtype)).to(device)
-    else:
-        pruned = load_pretrained(checkpoint, dtype=dtype, device=str(device))
-    _check_same_base(dense.config, pruned.config, f"checkpoint {checkpoint} against base {name}")
-    return Pair(dense=dense, pruned=pruned, error=None)
-
-
-def _check_same_base(base: Any, pruned: Any, where: str) -> None:
-    base, pruned = base.get_text_config(), pruned.get_text_config()
-    wrong = [
-        f"{field} {getattr(pruned, field)} instead of {getattr(base, field)}"
-        for field in ("vocab_size", "hidden_size", "num_hidden_layers")
-        if not _fits(field, getattr(base, field), getattr(pruned, field))
-    ]
-    if wrong:
-        raise ConfigError(f"{where}: {', '.join(wrong)}, so it is of another model; name the base it was made of")
-
-
-def _fits(field: str, of_base: int, of_pruned: int) -> bool:
-    # Layers that are skipped whole are not in the checkpoint.
-    return of_pruned <= of_base if field == "num_hidden_layers" else of_pruned == of_base

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from wide.cli.main import main
-from wide.cli.provenance import noted
+from wide.cli.measuring import noted
 
 
 def test_what_was_written_is_noted_and_nothing_else(tmp_path):
