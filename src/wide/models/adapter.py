@@ -102,7 +102,7 @@ def save(
     """
     state = attachment(model)
     require_final_scales(state)
-    reason = None
+    reason = ""
     if state.lora is not None and state.lora.merged:
         reason = "LoRA was merged into the base weights"
     elif state.originals_lost:
@@ -110,16 +110,14 @@ def save(
     elif state.order_lost:
         reason = "this model came from a full checkpoint whose FFN channels lie in another order than those of its base"
     elif not ignore_base_changes and not same_weights(state.weights_seen, sampled_values(model)):
-        reason = (
-            "base weights have changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
-        )
+        reason = "base weights changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
     foreign = set(peft_adapters(model)) - ({OWN_LORA} if state.lora is not None else set())
     if foreign and not ignore_base_changes:
         raise NotAttachedError(
             f"PEFT's adapter {sorted(foreign)} would be left out; merge it (model.merge_and_unload()) and save a full "
             "checkpoint with wide.save_checkpoint, or let PEFT save it and give ignore_base_changes=True"
         )
-    if reason is not None:
+    if reason:
         raise NotAttachedError(
             f"{reason}, so an adapter cannot describe this model; save a full checkpoint with "
             "wide.save_checkpoint(model, path)"
@@ -244,9 +242,8 @@ def load(
 def read_config(folder: Path) -> AdapterFacts:
     """Read an adapter's configuration and check it and the files beside it, without loading a model.
 
-    Raises:
-        AdapterError: If it is missing, not JSON, of another format version, a key is missing or unknown, a value is
-            none that it can have, or a file is not the one that was written.
+    Raises AdapterError if it is missing, not JSON, not as `check_config` wants it, or a file is not the one that was
+    written.
     """
     file = folder / CONFIG_FILE
     if not folder.exists():
@@ -274,8 +271,7 @@ def read_config(folder: Path) -> AdapterFacts:
 def check_config(config: object, where: str) -> AdapterFacts:
     """Return a configuration that is of this version's format.
 
-    Raises:
-        AdapterError: If it is of another version, a key is missing or unknown, or a value is none that it can have.
+    Raises AdapterError if it is of another version, a key is missing or unknown, or a value is none that it can have.
     """
     version = config.get("format_version") if isinstance(config, Mapping) else FORMAT_VERSION
     if isinstance(config, Mapping) and version != FORMAT_VERSION:
@@ -296,11 +292,7 @@ def check_config(config: object, where: str) -> AdapterFacts:
 
 
 def require_final_scales(state: Attachment) -> None:
-    """Refuse to keep scales that are not what is applied.
-
-    Raises:
-        NotAttachedError: If a static gate has a transform.
-    """
+    """Raise NotAttachedError if a static gate has a transform: its scales are not what is applied."""
     for gate in state.static_gates():
         if gate.transform is not None:
             raise NotAttachedError(
@@ -359,11 +351,7 @@ def _write(model: nn.Module, folder: Path) -> None:
 
 
 def restore_routers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy the tensors of a `wide_router.safetensors` into the routers of an attached model.
-
-    Raises:
-        AdapterError: If they do not fit.
-    """
+    """Copy the tensors of a `wide_router.safetensors` into an attached model; raises AdapterError if unfit."""
     copy_strictly(_router_parameters(model), tensors, "router")
 
 

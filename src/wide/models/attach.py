@@ -1,9 +1,8 @@
 """Attach a plan to a live model in place, and take it off again without a trace."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from typing import Any, TypeVar, cast
 
@@ -69,17 +68,17 @@ class Attachment:
     Args:
         base: Fingerprint of the base model, taken before anything was changed.
         weights_seen: A sample of the base weights as `attach` left them, float32; None where they are not known.
-        replaced: Base weights that the plan's method replaced, and their originals; None without.
-        originals_lost: Whether the base weights were replaced before they were loaded, as in a full checkpoint, so
-            that the dense model is not known.
-        regrouped: FFN channels that lie in another order than in the base model; None without.
+        replaced: Base weights that the plan's method replaced, and their originals.
+        originals_lost: Whether the base weights were replaced before they were loaded, as in a full checkpoint, so that
+            the dense model is not known.
+        regrouped: FFN channels that lie in another order than in the base model.
         order_lost: Whether they lay so before they were loaded, as in a full checkpoint, so that their order in the
             base model is not known; the dense model is.
         handles: Hooks, removed by `detach`.
         parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         dial: Calibrated thresholds as (sparsity, threshold) points, ascending; empty until calibrated.
-        engine: What `wide.optimize` put in the place of the model's forward; None without.
+        engine: What `wide.optimize` put in the place of the model's forward.
     """
 
     plan: Plan
@@ -125,11 +124,7 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def attachment(model: nn.Module) -> Attachment:
-    """Return what wide knows about an attached model.
-
-    Raises:
-        NotAttachedError: If the model carries no plan.
-    """
+    """Return what wide knows about an attached model; raises NotAttachedError if it carries no plan."""
     found = getattr(model, _ATTRIBUTE, None)
     if not isinstance(found, Attachment):
         raise NotAttachedError(
@@ -139,11 +134,7 @@ def attachment(model: nn.Module) -> Attachment:
 
 
 def plan_for(config: WideConfig, specs: Sequence[BlockSpec]) -> Plan:
-    """Return the plan that routes every layer as `config` says.
-
-    Raises:
-        ShapeError: If a group size does not fit the model; the message names those that do.
-    """
+    """Return the plan that routes every layer as `config` says; raises ShapeError, with the sizes that fit."""
 
     def routed(grouping: Grouping) -> Routed:
         return Routed(
@@ -206,8 +197,10 @@ def attach(
         )
     forbid_packing(model)
     specs = tuple(specs) if specs is not None else discover(model)
-    config = None if isinstance(config_or_plan, Plan) else config_or_plan or WideConfig()
-    plan = config_or_plan if isinstance(config_or_plan, Plan) else plan_for(config or WideConfig(), specs)
+    config, plan = None, config_or_plan
+    if not isinstance(plan, Plan):
+        config = plan or WideConfig()
+        plan = plan_for(config, specs)
     tensors = tensors or {}
     check_plan(plan, specs, tensors)
     _check_settings(config, has_orders=bool(orders), has_weights=bool(weights))
@@ -245,7 +238,7 @@ def _install_batch_threads() -> None:
     if hasattr(begin, "wide_carries"):
         return
 
-    @functools.wraps(begin)
+    @wraps(begin)
     def carrying(model: Any, *args: Any, **kwargs: Any) -> Any:
         manager = begin(model, *args, **kwargs)
         if is_attached(model):
@@ -365,7 +358,7 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
         if isinstance(half, Dense):
             continue
         if isinstance(half, Skipped):
-            state.handles.append(part.module.register_forward_hook(functools.partial(skip_output, state.control)))
+            state.handles.append(part.module.register_forward_hook(partial(skip_output, state.control)))
             continue
         if isinstance(half, Following):
             gate: Gate = FollowingGate(routed_gate(spec.attention.module)[0])

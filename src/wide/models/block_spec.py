@@ -20,8 +20,7 @@ class AttentionSpec:
     Args:
         module: The attention module; its `forward` receives the normed hidden states `[B, T, D]`.
         query: Projection with the query rows (fused QKV: they come first).
-        key: Key projection; None when fused into `query`.
-        value: Value projection; None when fused into `query`.
+        key: None when fused into `query`, as is `value`.
         output: Projection back to the residual stream.
         num_query_heads: H_q.
         num_kv_heads: H_k.
@@ -69,7 +68,6 @@ class FeedForwardSpec:
         down: Projection back to the residual stream.
         activation: The activation module, one per layer.
         width: Intermediate channels (of the activation's output).
-        fused_gate: Whether `up` holds gate and up rows.
     """
 
     module: nn.Module
@@ -81,11 +79,6 @@ class FeedForwardSpec:
     fused_gate: bool = False
     pre_norm: nn.Module | None = None
     post_norm: nn.Module | None = None
-
-    @property
-    def num_matrices(self) -> int:
-        """Weight rows or columns that one intermediate channel owns: 3 for gated FFNs, else 2."""
-        return 3 if self.gate is not None or self.fused_gate else 2
 
     def linears(self) -> list[nn.Module]:
         """Return the projections, down last."""
@@ -99,8 +92,7 @@ class BlockSpec:
     Args:
         index: Position in the stack, from 0.
         hidden_size: Channels of the residual stream, D.
-        ffn: Its FFN; None where the FFN cannot be routed (mixture of experts).
-        ffn_reason: Why `ffn` is None.
+        ffn: None where the FFN cannot be routed (mixture of experts), for the reason `ffn_reason`.
     """
 
     index: int
@@ -122,11 +114,7 @@ class BlockSpec:
 
 
 def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
-    """Return the FFN of a layer.
-
-    Raises:
-        UnsupportedModelError: If the layer has none that can be pruned (mixture of experts).
-    """
+    """Return the FFN of a layer; raises UnsupportedModelError if it has none that can be pruned (as of experts)."""
     if spec.ffn is None:
         raise UnsupportedModelError(f"every FFN that is to be pruned must be of a known kind, and {spec.ffn_reason}")
     return spec.ffn
@@ -135,8 +123,7 @@ def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
 def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:
     """Return a projection of a layer if it is an unquantised linear layer with its whole weight at hand.
 
-    Raises:
-        UnsupportedModelError: If it is quantised, wrapped (by LoRA, too), sharded, offloaded, or no linear layer.
+    Raises UnsupportedModelError if it is quantised, wrapped (by LoRA, too), sharded, offloaded, or no linear layer.
     """
     weight: Any = getattr(module, "weight", None)
     what = f"is a {type(module).__name__} with a {type(weight).__name__} weight, not a plain linear layer"

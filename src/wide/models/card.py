@@ -15,9 +15,7 @@ PLACE = "PATH/TO/THIS/FOLDER"
 def finish_folder(folder: Path, config: Mapping[str, Any], how: str, library: str = "wide") -> None:
     """Write the card beside what was saved, and make all files as readable as any other output.
 
-    Args:
-        config: As `wide_config.json` holds it.
-        how: The Python that loads the folder, which is called `PLACE`.
+    `config` is as `wide_config.json` holds it; `how` is the Python that loads the folder, which is called `PLACE`.
     """
     (folder / CARD_FILE).write_text(model_card(config, how, library), encoding="utf-8")
     # safetensors makes its files private.

@@ -32,17 +32,16 @@ class LayerCost:
         fixed: Executed for every token: K and V, and whatever is not routed, `other` included.
         other: Of matrices that no plan prunes: FFNs that cannot be routed (of experts, as many as a token runs), their
             routers, and whatever else lies in the layer.
-        removed: Pruned for every token, of Q, O and FFN; a stream's shortcut matrices are taken off, so that it may
-            be negative.
+        removed: Pruned for every token, of Q, O and FFN; a stream's shortcut matrices are taken off, so that it may be
+            negative.
         removed_kv: Pruned for every token, of K and V.
         key_value: K and V of the dense layer.
         attention_removed: Share of the attention that is pruned for every token, in units of its plan (heads,
-            dimensions of the stream, or zeros of replaced matrices), in [0, 1]; None where nothing is.
-        ffn_removed: The same of the FFN.
-        parameters: Parameters of the dense layer.
+            dimensions of the stream, or zeros of replaced matrices), in [0, 1]; None where nothing is. `ffn_removed` is
+            the same of the FFN.
+        parameters: Of the dense layer, as `kv_heads` are.
         parameters_removed: Parameters that go; negative where a stream's shortcut matrices outweigh what is cut. Zeros
             of replaced matrices count. Norms go with their sublayer, those before one also into a stream's matrices.
-        kv_heads: KV heads of the dense layer.
         kv_heads_kept: KV heads whose keys and values are still kept.
         evicts: Whether nothing is kept of the keys and values of a token that skips the attention.
     """
@@ -93,8 +92,8 @@ def costs(
 
     Args:
         vocab_size: Rows of the output head.
-        heads: By layer, which query heads a `Kept` attention keeps, bool `[H_q]`; K and V of a KV head are saved
-            where none of its query heads is kept. Without it they are counted in full.
+        heads: By layer, which query heads a `Kept` attention keeps, bool `[H_q]`; K and V of a KV head are saved where
+            none of its query heads is kept. Without it they are counted in full.
         zeros: Number of zeros in each replaced weight.
     """
     layers = tuple(
@@ -186,9 +185,8 @@ class Sparsity:
 def static_sparsity(model: nn.Module) -> Sparsity:
     """Return what an attached plan without routers prunes; no text is needed.
 
-    Raises:
-        NotAttachedError: If the model carries no plan.
-        ConfigError: If the plan has routers, whose rates depend on the text.
+    Raises NotAttachedError if the model carries no plan, and ConfigError if that has routers, whose rates depend on
+    text.
     """
     if attachment(model).plan.is_routed:
         raise ConfigError("what routers skip depends on the text; measure it with SkipCounter, or wide.evaluate")
@@ -219,12 +217,7 @@ class SkipCounter:
         self.add(self._routing, valid)
 
     def add(self, routing: Routing, valid: Tensor | None = None) -> None:
-        """Add one forward.
-
-        Args:
-            routing: Masks of every layer, `[B, T, N_G]`.
-            valid: Bool `[B, T]`, False for padding; None counts every token.
-        """
+        """Add one forward: masks of every layer, `[B, T, N_G]`; `valid`, bool `[B, T]`, is False for padding."""
         tokens: Tensor | int = 0
         for index, layer in enumerate(routing):
             for sublayer in ("attention", "ffn"):
@@ -290,7 +283,6 @@ class SkipCounter:
 
 
 def _combined(routed: float | None, removed: float | None) -> float | None:
-    """Return the rate of a sublayer that routers skip and a plan prunes."""
     if routed is None or removed is None:
         return removed if routed is None else routed
     return 1 - (1 - routed) * (1 - removed)
@@ -375,7 +367,7 @@ def _matrices(
         channels = _kept_channels(layer.ffn, ffn.width)
         found["up"] = _Matrix(channels, narrow, _has_bias(ffn.up))
         found["down"] = _Matrix(after, channels, _has_bias(ffn.down) and not isinstance(layer.ffn, Skipped))
-        if ffn.num_matrices == 3:
+        if ffn.gate is not None or ffn.fused_gate:
             found["gate"] = found["up"]
     if stream is not None:
         found |= {"attention_shortcut": _Matrix(narrow, narrow), "ffn_shortcut": _Matrix(after, narrow)}

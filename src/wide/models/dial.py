@@ -44,11 +44,7 @@ class MarginHistogram:
         self._tokens = 0
 
     def add(self, routing: Routing, valid: Tensor) -> None:
-        """Count the margins of one forward at the tokens that are not padding.
-
-        Args:
-            valid: Bool `[B, T]`.
-        """
+        """Count the margins of one forward at the tokens that are not padding; `valid` is bool `[B, T]`."""
         for router, weight in zip(self._routers, self._weights, strict=True):
             layer = routing[router.layer_index]
             margin, mask = getattr(layer, f"{router.half_layer}_margin")[valid], getattr(layer, router.half_layer)
@@ -141,10 +137,9 @@ def measure_sparsity(
     measure: Measure = "mean",
     include_fixed: bool = False,
 ) -> float:
-    """Return the sparsity that a threshold gives on calibration text; the thresholds in force are put back.
+    """Return the sparsity that a threshold, of all routers or of each, gives on calibration text.
 
-    Args:
-        threshold: Of all routers, or of each in the order of `Attachment.routers()`.
+    The thresholds in force are put back.
     """
     histogram = MarginHistogram(model, measure, include_fixed=include_fixed)
     _measure(model, list(batches), threshold, histogram)
@@ -157,13 +152,7 @@ def balanced_thresholds(
     """Return a threshold for each router, one for attention and one for FFN, so that both kinds skip the same share.
 
     A threshold of one kind changes what the other reads, so both are measured with both in force, up to three times;
-    those that are met stay. The thresholds in force are put back.
-
-    Args:
-        model: An attached model whose attention and FFN have routers of their own.
-        sparsity: Wanted of either kind, in (0, 1).
-        tolerance: Distance of a kind's share from it up to which its threshold is left alone; at first that is 0, the
-            paper's argmax.
+    those that are within the tolerance stay, at first at 0, the paper's argmax. The thresholds in force are put back.
     """
     kept = list(batches)
     kinds: tuple[Measure, ...] = ("attention", "ffn")

@@ -18,9 +18,8 @@ _SUB_NORMS = ("attn_sub_norm", "ffn_sub_norm", "inner_attn_ln", "groupnorm")
 def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
     """Return the spec of every decoder layer of a causal language model.
 
-    Raises:
-        UnsupportedModelError: If a part cannot be placed; the message names the layer, what was seen and why it
-            cannot be routed.
+    Raises UnsupportedModelError if a part cannot be placed; it names the layer, what was seen and why it cannot be
+    routed.
     """
     config = _text_config(model)
     layers = _decoder_layers(model, _setting(config, "num_hidden_layers", type(model).__name__))

@@ -45,23 +45,14 @@ class EvictingGate(Gate):
         return args, kwargs | {cache_name(kwargs): _GatedCache(cache, _per_key(mask))}
 
     def attend(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, function: Callable[..., Any], module: nn.Module, heads: tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """Return what the attention function gives where evicted tokens cannot be seen, zero where they skip.
 
-        Cached values are zero where they were evicted. The attention weights are also of keys that are evicted.
-
-        Raises:
-            UnsupportedModelError: If the attention has sinks, or a cache that this does not know of.
+        Cached values are zero where they were evicted. The attention weights are also of keys that are evicted. Raises
+        UnsupportedModelError if the attention has sinks, or a cache that this does not know of.
         """
-        mask = self.take()
+        mask, (query, key, value) = self.take(), heads
         if mask is None:
             output, weights = function(module, query, key, value, *args, **kwargs)
             return output, weights
@@ -89,11 +80,7 @@ class EvictingGate(Gate):
 
 
 class FirstTokens:
-    """A forward pre-hook (with keyword arguments) on a decoder: notes which tokens are the first ones of a sequence.
-
-    Args:
-        count: How many of each sequence always execute.
-    """
+    """A forward pre-hook (with keyword arguments) on a decoder: notes which tokens are a sequence's first `count`."""
 
     def __init__(self, control: RoutingControl, count: int) -> None:
         self._control = control

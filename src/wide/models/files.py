@@ -17,11 +17,7 @@ _MOST_WHEN_LOADED = 8 * 2**30
 
 
 def sha256_of(file: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal.
-
-    Raises:
-        AdapterError: If it cannot be read.
-    """
+    """Return the sha256 of a file, in hexadecimal; raises AdapterError if it cannot be read."""
     try:
         with file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
@@ -39,12 +35,8 @@ def write_sums(folder: Path) -> None:
 def check_sums(folder: Path, *, however_large: bool = False) -> list[str]:
     """Compare the weights of a checkpoint with their sha256, and return the files that were compared.
 
-    Args:
-        folder: Of the checkpoint; one without sums is not checked.
-        however_large: Read more than 8 GiB, too.
-
-    Raises:
-        AdapterError: If a file is missing or another one than was written, or the index of the files is damaged.
+    A folder without sums is not checked, nor are more than 8 GiB unless `however_large`. Raises AdapterError if a file
+    is missing or another one than was written, or the index of the files is damaged.
     """
     if (folder / _INDEX).is_file():
         index = typed(dict[str, Any], read_json(folder / _INDEX), f"{folder / _INDEX}:")

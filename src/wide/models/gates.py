@@ -29,13 +29,9 @@ PENDING_NAME = "wide_pending"
 class StaticGate(nn.Module):
     """Multiplies the units of one sublayer by constants, at the places where routers' masks enter.
 
-    `scale` is a parameter without gradient. A method that learns scales switches its gradient on (or puts another
-    parameter in its place) and may set `transform`, which then maps the scales to the factors that are applied.
-
-    Args:
-        scale: A factor per unit `[units]`; kept as float32.
-        layer_index: Decoder layer, from 0.
-        half: 'attention' or 'ffn'.
+    `scale`, float32 `[units]`, is a parameter without gradient. A method that learns scales switches its gradient on
+    (or puts another parameter in its place) and may set `transform`, which then maps them to the factors that are
+    applied.
     """
 
     def __init__(
@@ -85,8 +81,7 @@ class Pending(threading.local):
 class Gate:
     """Lets a source decide before a sublayer runs, and holds the factors until they are applied.
 
-    Args:
-        source: Gives the factors for the sublayer's input `[B, T, D]`: a mask `[B, T, N_G]`, or float32 `[units]`.
+    The source gives the factors for the sublayer's input `[B, T, D]`: a mask `[B, T, N_G]`, or float32 `[units]`.
 
     Attributes:
         mask: The factors to apply; none where there is nothing to apply.
@@ -102,8 +97,7 @@ class Gate:
     def prepare(self, hidden: Tensor) -> None:
         """Decide for the coming sublayer, whose input is `[B, T, D]`.
 
-        Raises:
-            UnsupportedModelError: If the source reads the layer's input and none was shown.
+        Raises UnsupportedModelError if the source reads the layer's input and none was shown.
         """
         residual, mask = self.residual.take(), None
         if self.source.control.enabled:
@@ -127,17 +121,13 @@ class Gate:
         return mask
 
     def attend(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, function: Callable[..., Any], module: nn.Module, heads: tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """Return what an attention function gives, `[B, T, H, d]` and weights, with zeros for skipped head groups."""
-        output, weights = function(module, query, key, value, *args, **kwargs)
+        """Return what an attention function gives, `[B, T, H, d]` and weights, with zeros for skipped head groups.
+
+        `heads` are queries, keys and values, `[B, H, T, d]`.
+        """
+        output, weights = function(module, *heads, *args, **kwargs)
         mask = self.take()
         return (output if mask is None else gate_heads(output, mask)), weights
 
@@ -148,11 +138,7 @@ class Gate:
 
 
 class FollowingGate(Gate):
-    """Executes an FFN for the tokens that the attention of its layer executes for.
-
-    Args:
-        attention: The gate of the attention, whose router has one group.
-    """
+    """Executes an FFN for the tokens that the attention of its layer, whose router has one group, executes for."""
 
     def __init__(self, attention: Gate) -> None:
         """Ask the attention to keep its masks for a second use."""
@@ -162,11 +148,7 @@ class FollowingGate(Gate):
         self.attention, self.half_layer = attention, "ffn"
 
     def prepare(self, _hidden: Tensor) -> None:
-        """Take over what the attention's router has decided in this forward.
-
-        Raises:
-            UnsupportedModelError: If the FFN runs before the attention.
-        """
+        """Take over what the attention's router decided; raises UnsupportedModelError if the FFN runs before it."""
         self.mask.value = self.attention.followed.take()
         if self.mask.value is None and self.source.control.enabled:
             raise UnsupportedModelError(
@@ -214,11 +196,7 @@ def prepare_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def check_after(module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-    """Raise if the sublayer finished without anything having taken the mask (a forward hook).
-
-    Raises:
-        UnsupportedModelError: If the attention implementation in use bypasses the gate.
-    """
+    """Raise UnsupportedModelError if the sublayer finished without anything having taken the mask (a forward hook)."""
     gate = gate_of(module)
     if gate is not None and gate.take() is not None:
         raise bypassed(module, f"layer {gate.layer_index}: the {gate.half_layer} mask was not applied")
@@ -297,13 +275,12 @@ def install_attention_gates() -> None:
 def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gather = getattr(module, GATHER_NAME, None)
+        heads, gate, gather = (query, key, value), gate_of(module), getattr(module, GATHER_NAME, None)
         if gather is not None:
-            query, key, value = gather(query, key, value)
-        gate = gate_of(module)
+            heads = gather(*heads)
         if gate is None:
-            return function(module, query, key, value, *args, **kwargs)
-        return gate.attend(function, module, query, key, value, *args, **kwargs)
+            return function(module, *heads, *args, **kwargs)
+        return gate.attend(function, module, heads, *args, **kwargs)
 
     wrapper.wide_gated = True  # type: ignore[attr-defined]
     return wrapper

@@ -14,13 +14,8 @@ _SUFFIXES = {".safetensors", ".json", ".md", ".jinja", ".model", ".txt"}
 def local_folder(name: str, *, token: str | bool | None = None, cache_dir: str | Path | None = None) -> Path:
     """Return the folder of an adapter: the one named, or where the Hub's cache has it, downloaded if need be.
 
-    Args:
-        name: A path, or `user/name` or `user/name@revision` of the Hub.
-        token: Of the Hub; None means the one that is logged in.
-        cache_dir: Of the Hub; None means the usual one.
-
-    Raises:
-        AdapterError: If the Hub does not answer or does not give it.
+    `name` is a path, or `user/name` or `user/name@revision` of the Hub. Without a token the one that is logged in
+    counts. Raises AdapterError if the Hub does not answer or does not give it.
     """
     repository, _, revision = name.partition("@")
     if Path(name).exists() or not is_repository(repository) or is_path(repository, "model"):
@@ -50,8 +45,7 @@ def upload(
 ) -> str:
     """Upload the files of a folder in one commit, with the repository's name in the card; arguments of `push_to_hub`.
 
-    Raises:
-        AdapterError: If the Hub does not answer or refuses.
+    Raises AdapterError if the Hub does not answer or refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

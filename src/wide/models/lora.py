@@ -43,15 +43,12 @@ class _LoraFacts(TypedDict):
 
 
 class LoraHandle:
-    """LoRA on one attached model: its parameters, its files, merging and removal.
+    """LoRA on one attached model, put on by `add_lora`: its parameters, its files, merging and removal.
 
-    Args:
-        model: The attached model; its linear layers have been wrapped in place.
-        trainable: Parameters of the base that were trainable before; they are again without LoRA.
+    `trainable` are parameters of the base that were trainable before; they are again without LoRA.
     """
 
     def __init__(self, model: nn.Module, tuner: Any, trainable: Sequence[nn.Parameter] = ()) -> None:
-        """Keep the model and its tuner; use `add_lora` to make one."""
         self._model = model
         self._tuner = tuner
         self._trainable = trainable
@@ -80,11 +77,7 @@ class LoraHandle:
         return {name: p.detach().cpu().clone() for name, p in self.named_parameters().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy matrices in, strictly.
-
-        Raises:
-            AdapterError: If a name is missing or surplus, or a shape differs.
-        """
+        """Copy matrices in; raises AdapterError if a name is missing or surplus, or a shape differs."""
         copy_strictly(self.named_parameters(), state, "LoRA")
 
     def save(self, folder: Path) -> None:
@@ -112,8 +105,7 @@ class LoraHandle:
     def unload(self) -> None:
         """Remove the wrappers without adding the updates: the base weights are as they were.
 
-        Raises:
-            NotAttachedError: If the updates were merged already and cannot be taken out again.
+        Raises NotAttachedError if the updates were merged already and cannot be taken out again.
         """
         if self.merged:
             raise NotAttachedError("LoRA was merged into the base weights; load the base model again to get rid of it")
@@ -142,12 +134,7 @@ class MaskedUpdate:
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """Add the update to the base layer's output.
-
-        Args:
-            x: `[..., in]`, in the dtype of LoRA.
-            result: `[..., out]`, of the base layer.
-        """
+        """Add the update to the base layer's output `[..., out]`; x is `[..., in]`, in the dtype of LoRA."""
         x, update = module.lora_dropout[active_adapter](x), _update(module, active_adapter)
         if not module.training:
             # Without autocast, as a merged weight multiplies; the update is as large as it.
@@ -179,10 +166,7 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
 def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
     """Put LoRA on an attached model from the files of `LoraHandle.save`.
 
-    Raises:
-        AdapterError: If a file is missing or does not fit the model.
-        NotAttachedError: If the model has no routers, or has LoRA already.
-        MissingExtraError: If PEFT is not installed.
+    Raises AdapterError if a file is missing or does not fit the model, and otherwise as `add_lora`.
     """
     for name in (_WEIGHTS, _CONFIG):
         if not (folder / name).is_file():
@@ -242,8 +226,7 @@ def without_lora(model: nn.Module) -> Iterator[None]:
 def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor], what: str) -> None:
     """Copy tensors into parameters of the same names and shapes.
 
-    Raises:
-        AdapterError: If a name is missing or surplus, a shape differs, or a value is not finite; nothing is copied.
+    Raises AdapterError, and copies nothing, if a name is missing or surplus, a shape differs, or a value is not finite.
     """
     wrong = misfit({name: parameter.shape for name, parameter in parameters.items()}, state)
     if wrong is not None:
@@ -326,8 +309,8 @@ def _sparse(zeros: Mapping[nn.Parameter, Tensor], columns: Mapping[nn.Parameter,
     """Return the matrices of which the method pruned single weights.
 
     A method that prunes units replaces what their scales multiply, and its corrections may hit zero by chance, which
-    must not make a layer dear. A matrix without scales has been replaced for its zeros, those that its base had, too:
-    a model that was pruned before may be pruned again.
+    must not make a layer dear. A matrix without scales has been replaced for its zeros, those that its base had, too: a
+    model that was pruned before may be pruned again.
     """
     by_chance = {weight: _CHANCE * weight.numel() if weight in columns else 0.0 for weight in zeros}
     own = {weight: places & ~columns[weight] if weight in columns else places for weight, places in zeros.items()}

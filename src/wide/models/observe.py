@@ -56,12 +56,7 @@ def now(device: torch.device) -> float:
 
 
 def forward_without_head(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> None:
-    """Run the decoder layers for token ids [B, T], for what is observed on the way.
-
-    Args:
-        ids: Token ids, int64 `[B, T]`.
-        mask: Of padding, int64 `[B, T]`.
-    """
+    """Run the decoder layers for token ids int64 `[B, T]`, with a mask of padding, for what is observed on the way."""
     if is_sharded(model):
         # FSDP gathers layers only on the way through the whole model; the head runs for one token.
         model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
@@ -74,14 +69,7 @@ def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRo
     """Yield a list whose entry i is layer i's routing in the latest forward.
 
     Masks are those that the gates apply: bool in evaluation, float32 with straight-through gradient in training.
-
-    Args:
-        history: Concatenate the masks of successive forwards along the token axis instead of keeping the latest
-            only, for one cached generation without beams.
-
-    Raises:
-        NotAttachedError: If the model carries no routers.
-        UnsupportedModelError: With `history`, if a forward does not go on where the collected masks end.
+    Arguments and errors are those of `capture_routing`.
     """
     state = attachment(model)
     routing = [LayerRouting() for _ in state.specs]

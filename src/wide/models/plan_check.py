@@ -9,6 +9,7 @@ from torch import Tensor
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.grouping import divisors
 from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, standing_in
+from wide.models.gates import hidden_of
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, scale_name
 
 _ORTHONORMAL_TO = 1e-3
@@ -18,8 +19,7 @@ _PROBE_ROWS = 3
 def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:
     """Refuse a plan that cannot be executed on a model, or tensors that are not the plan's.
 
-    Args:
-        tensors: Values of the plan by name; on the meta device only names and shapes are looked at.
+    On the meta device only names and shapes of tensors are looked at.
 
     Raises:
         ShapeError: If sizes, names or values do not fit; the message names those that do.
@@ -54,9 +54,8 @@ def attention_group_sizes(spec: AttentionSpec) -> list[int]:
 def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that do not hold the values of a plan; on the meta device only names and shapes are looked at.
 
-    Raises:
-        ShapeError: If a name is missing or surplus, a shape differs, a value is not finite, the scales keep another
-            number of units than the plan says, or a basis is not orthonormal.
+    Raises ShapeError if a name is missing or surplus, a shape differs, a value is not finite, the scales keep another
+    number of units than the plan says, or a basis is not orthonormal.
     """
     wrong = misfit(plan.tensor_shapes(), tensors)
     if wrong is not None:
@@ -173,10 +172,7 @@ def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
         standing_in(spec.attention.module, lambda *_, **__: (attention, None)),
         standing_in(spec.ffn.module, lambda *_, **__: ffn),
     ):
-        out = layer.forward(stream)
-    out = out[0] if isinstance(out, tuple) else out
-    assert isinstance(out, Tensor)
-    return out
+        return hidden_of(layer.forward(stream))
 
 
 def _probe(spec: BlockSpec, seed: int) -> Tensor:

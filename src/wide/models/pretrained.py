@@ -132,8 +132,7 @@ def load_pretrained(
 def misloaded(info: Mapping[str, Any]) -> str | None:
     """Return in words which weights a model did not get from its files, or they have in surplus; None if all fit.
 
-    Args:
-        info: What transformers' `from_pretrained` says of a load with the options `REPORTING`.
+    `info` is what transformers' `from_pretrained` says of a load with the options `REPORTING`.
     """
     shapes = {f"{key} of shape {tuple(seen)}, wanted {tuple(wanted)}" for key, seen, wanted in info["mismatched_keys"]}
     kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "mismatched": shapes}
@@ -182,8 +181,7 @@ def peft_adapters(model: nn.Module) -> list[str]:
 def forbid_packing(model: nn.Module) -> None:
     """Keep bitsandbytes from packing 4-bit weights for a CPU in evaluation: without a gradient, and with no way back.
 
-    Raises:
-        UnsupportedModelError: If a forward in evaluation mode has packed them already.
+    Raises UnsupportedModelError if a forward in evaluation mode has packed them already.
     """
     for name, module in model.named_modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -221,9 +219,7 @@ def _stored_facts(name: str) -> dict[str, Any]:
 def load_skeleton(name: str) -> Any:
     """Return a causal LM of the right structure without weights (on the meta device), from its configuration alone.
 
-    Raises:
-        ConfigError: If the name cannot be loaded.
-        UnsupportedModelError: If it is not a causal LM, or is pruned already.
+    Raises ConfigError if the name cannot be loaded, and UnsupportedModelError if it is no causal LM or pruned already.
     """
     from transformers import AutoModelForCausalLM
 
@@ -261,8 +257,7 @@ def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
 def choose_device(device: str | None) -> torch.device:
     """Return a device by name; None and 'auto' mean CUDA where there is a GPU, else the CPU.
 
-    Raises:
-        ConfigError: If it is unknown or absent.
+    Raises ConfigError if it is unknown or absent.
     """
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -406,11 +401,7 @@ def sampled_values(model: nn.Module) -> Tensor | None:
 
 
 def require_in_memory(model: nn.Module, doing: str) -> None:
-    """Refuse a model with offloaded weights; `doing` is what cannot be done with it, as the beginning of the message.
-
-    Raises:
-        UnsupportedModelError: If weights are offloaded.
-    """
+    """Raise UnsupportedModelError if weights are offloaded; `doing` begins the message: what cannot be done then."""
     if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):
         raise UnsupportedModelError(
             f"{doing} needs the weights in memory, and accelerate offloads some of this model's; load it with a "

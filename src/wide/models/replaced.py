@@ -18,11 +18,8 @@ from wide.models.sharding import require_unsharded
 class ReplacedWeights:
     """Puts other values into base parameters and keeps the originals, bit for bit, on the side.
 
-    The parameters themselves stay the same objects, under LoRA's wrappers too.
-
-    Args:
-        weights: New values by name in the model's state dict, any float dtype; cast to the parameter's.
-        control: Says in which threads the originals compute.
+    The parameters themselves stay the same objects, under LoRA's wrappers too. `weights` are new values by name in the
+    model's state dict, cast to the parameter's dtype; `control` says in which threads the originals compute.
 
     Raises:
         ShapeError: If a name is unknown, a shape differs, a value is not finite, or of tied parameters only one is

@@ -37,10 +37,8 @@ class RoutingControl(threading.local):
     """What the routers and gates of one model do in the forwards of one thread: each thread has its own values.
 
     The context managers of `wide.models.observe` write it. Nothing counts steps inside a forward, because gradient
-    checkpointing runs forwards twice.
-
-    Args:
-        sampling: The same in all threads. On GPUs a layer that is recomputed runs in a thread of autograd.
+    checkpointing runs forwards twice. `sampling` is the same in all threads: on GPUs a layer that is recomputed runs in
+    a thread of autograd.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -63,8 +61,7 @@ class RoutingControl(threading.local):
     def reorder_cache(self, cache: Any, rows: Tensor) -> Any:
         """Move sequences of a cache to other rows, between two steps of a beam search (transformers calls this).
 
-        Raises:
-            UnsupportedModelError: If masks are collected over several forwards.
+        Raises UnsupportedModelError if masks are collected over several forwards.
         """
         if self.keep_history:
             raise UnsupportedModelError(
@@ -86,19 +83,14 @@ class RoutingControl(threading.local):
 
 
 class Router(nn.Module):
-    """Decides for each token which groups of one sublayer execute.
+    """Decides for each token which groups of one sublayer execute, from hidden states of `hidden_size` channels D.
 
         R = reshape(X W1 W2), class 0 executes, class 1 skips
 
-    That is the form 'bottleneck'; `wide.plan.Routed` says what the others put in place of the two matrices.
-    Parameters are float32 whatever the base model's dtype. In training mode the mask is a hard Gumbel-softmax sample
-    with straight-through gradient (where `control.sampling.noise` is off, that of inference with the same gradient); in
+    That is the form 'bottleneck'; `wide.plan.Routed` says what the others put in place of the two matrices. Parameters
+    are float32 whatever the base model's dtype. In training mode the mask is a hard Gumbel-softmax sample with
+    straight-through gradient (where `control.sampling.noise` is off, that of inference with the same gradient); in
     evaluation mode it is `margin >= threshold`, and a threshold of 0 is the paper's argmax with ties executing.
-
-    Args:
-        hidden_size: Channels of the input, D.
-        layer_index: Decoder layer, from 0.
-        half: 'attention' or 'ffn'.
 
     Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on all matrices and
     zero biases, with a ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers
@@ -249,16 +241,11 @@ class Router(nn.Module):
 
 
 def linear_float32(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `inputs @ weight.T + bias` in float32, whatever the types are.
+    """Return `inputs [..., in] @ weight.T + bias` in float32, whatever the types; `weight` is `[out, in]`, of few rows.
 
     On a GPU, bfloat16 inputs are read as they are: tensor cores multiply them with the two bfloat16 pieces of the
     weight and add up in float32, which is as good as float32 to some 1e-5. A float32 copy of the inputs would cost more
     than the product, and would be kept for the backward.
-
-    Args:
-        inputs: `[..., in]`.
-        weight: `[out, in]`, few outputs.
-        bias: `[out]`, float32.
     """
     if inputs.dtype == torch.bfloat16 and inputs.is_cuda:
         apply: Any = LinearInPieces.apply

@@ -34,10 +34,9 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def as_first_has_it(model: nn.Module, values: Tensor) -> Tensor:
-    """Return numbers that decide which forwards are to come as the first process has them, where they are collectives.
+    """Return numbers that decide which forwards of a sharded model are to come as the first process has them.
 
-    Processes that round otherwise, on other GPUs, would decide otherwise, and wait for each other. Of a model that is
-    not sharded, the numbers themselves.
+    Processes that round otherwise, on other GPUs, would decide otherwise, and wait for each other.
     """
     if not is_sharded(model):
         return values
@@ -78,14 +77,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def require_unsharded(model: nn.Module, doing: str) -> None:
-    """Refuse a sharded model.
-
-    Args:
-        doing: What cannot be done with it, as the beginning of the message.
-
-    Raises:
-        UnsupportedModelError: If it is sharded.
-    """
+    """Raise UnsupportedModelError if a model is sharded; `doing` begins the message: what cannot be done with it."""
     if is_sharded(model):
         raise UnsupportedModelError(
             f"{doing} needs whole weights on every process, and FSDP shards those of this model; load it unsharded "

@@ -29,11 +29,7 @@ def project(stream: Tensor, basis: Tensor) -> Tensor:
 
 
 class StreamBasis(nn.Module):
-    """An orthonormal basis onto whose span the residual stream is projected.
-
-    Args:
-        basis: `[D, D']`, kept as float32.
-    """
+    """An orthonormal basis `[D, D']`, kept as float32, onto whose span the residual stream is projected."""
 
     def __init__(self, basis: Tensor, *, control: RoutingControl, device: torch.device | None = None) -> None:
         super().__init__()
@@ -77,11 +73,7 @@ def attach_stream(
     handles: list[RemovableHandle],
     parts: list[tuple[nn.Module, str]],
 ) -> None:
-    """Put the projections on a model.
-
-    Args:
-        specs: Parts of the decoder layers, whose sublayers each have a norm of their own in front.
-    """
+    """Put the projections on a model whose sublayers each have a norm of their own in front."""
 
     def put(module: nn.Module, name: str, layer: nn.Module) -> None:
         basis = StreamBasis(tensors[name], control=control, device=computing_device(layer))

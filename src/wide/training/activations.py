@@ -50,12 +50,10 @@ def read_inputs(
     title: str,
     keep: Callable[[K, Tensor], Tensor] | None = None,
 ) -> dict[K, Tensor]:
-    """Return what modules read at all tokens that are not padding, `[tokens, C]` on the CPU.
+    """Return what modules read at all tokens that are not padding, `[tokens, C]` on the CPU, by their keys.
 
-    Args:
-        model: Run as it is, without gradients, in evaluation mode.
-        modules: What to watch, by any key.
-        keep: What to keep of an input `[t, C]`, given its key; None keeps it as bfloat16.
+    The model runs as it is, without gradients, in evaluation mode. `keep` says what to keep of an input `[t, C]`, given
+    its key; without it that is all, as bfloat16.
     """
     found: dict[K, list[Tensor]] = {key: [] for key in modules}
     valid: list[Tensor] = []

@@ -47,10 +47,13 @@ _KEPT = 65_536
 
 
 class _Term:
-    """The sparsity term of one forward: part of the loss that the model returns, if the loop differentiates that."""
+    """The sparsity term of one forward: part of the loss that the model returns, if the loop differentiates that.
+
+    `value` is the weighted distance, `alone` its share of a step where the loss is another, `refused` why that cannot
+    be.
+    """
 
     def __init__(self, value: Tensor, alone: float, refused: str) -> None:
-        """Keep the weighted distance, its share of a step where the loss is another, and why that cannot be."""
         self.value, self.alone, self.refused = value, alone, refused
         self.has_gradient = False
 
@@ -123,10 +126,9 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._batches = deque[TokenBatch]()
 
     def begin(self, model: Any, *, steps: int, micro_batches: int = 1, loss_is_multiplied: bool = False) -> None:
-        """Let the loss of the model hold the sparsity term from now on.
+        """Let the loss of an attached model (or PEFT's wrapper around one) hold the sparsity term from now on.
 
         Args:
-            model: An attached model, or PEFT's wrapper around one.
             steps: Optimiser steps of the whole training.
             micro_batches: Forwards in a step; matters where the loss is divided by `num_items_in_batch`, or made of
                 something else than the loss that the model returns.
@@ -159,8 +161,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def step(self, step: int, *, micro_batches: int | None = None) -> None:
         """Set temperature, target and weight of an optimiser step, counted from 0.
 
-        Args:
-            micro_batches: Forwards in it, where they are fewer than `begin` was told.
+        `micro_batches` are the forwards in it, where they are fewer than `begin` was told.
         """
         self._forwards = micro_batches or self._micro_batches
         start, end = self.temperatures

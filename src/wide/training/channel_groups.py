@@ -81,12 +81,10 @@ def cluster_channels(
 
 
 def _column_sizes(down: Any) -> Tensor:
-    """Return the norm of what each channel is multiplied by, float32 `[F]`."""
     return whole(down.weight.detach()).float().norm(dim=0)
 
 
 def _energy(activations: Tensor, columns: Tensor) -> Tensor:
-    """Return the squared size of what each channel adds to the output, float32 `[tokens, F]`."""
     return torch.square(activations.to(columns.device).float() * columns)
 
 
@@ -96,15 +94,10 @@ def thinned(values: Tensor) -> Tensor:
 
 
 def channel_order(energy: Tensor, *, num_groups: int, skipped: float, seed: int) -> Tensor:
-    """Return an order in which the channels of each group are adjacent.
+    """Return an order in which the channels of each group are adjacent: the old one at each place, int64 `[C]`, CPU.
 
-    Args:
-        energy: a^2 of channel c at token t, `[T, C]`, not negative, any float dtype.
-        num_groups: Groups of equal size; must divide C.
-        skipped: Share of (token, group) pairs to be skipped, in (0, 1).
-
-    Returns:
-        int64 `[C]` on the CPU: the old channel at each new place; inside a group channels keep their order.
+    `energy` is a^2 of channel c at token t, `[T, C]`, not negative, any float dtype. `num_groups` must divide C.
+    `skipped` is the share of (token, group) pairs to be skipped, in (0, 1). Inside a group channels keep their order.
     """
     energy = energy.float()
     capacity = energy.shape[1] // num_groups
@@ -124,25 +117,18 @@ def channel_order(energy: Tensor, *, num_groups: int, skipped: float, seed: int)
 def skip_cost(energy: Tensor, groups: Tensor, num_groups: int, skipped: float) -> float:
     """Return the share of all energy that the cheapest `skipped` share of (token, group) pairs holds.
 
-    Args:
-        groups: Group of each channel, int64 `[C]`.
+    `groups` is the group of each channel, int64 `[C]`.
     """
     mass = _mass(energy.float(), groups, num_groups)
     return float((mass * _cheapest(mass, skipped)).double().sum() / mass.double().sum().clamp_min(1e-300))
 
 
 def balanced_assignment(cost: Tensor, capacity: int) -> Tensor:
-    """Return for each of C items one of G places, `capacity` items a place, at nearly the least total cost.
+    """Return for each of C items one of G places, int64 `[C]`, `capacity` items a place, at nearly the least cost.
 
     An auction of places: one that is asked for by too many raises its price until only `capacity` items still prefer
-    it, and a little more, so that it does not take forever; the longer it takes, the more.
-
-    Args:
-        cost: `[C, G]` with C = G * capacity.
-        capacity: Items that each place takes.
-
-    Returns:
-        int64 `[C]`.
+    it, and a little more, so that it does not take forever; the longer it takes, the more. `cost` is `[C, G]` with C =
+    G * capacity.
 
     Source: Bertsekas, the auction algorithm for transportation problems (1989).
     """

@@ -38,10 +38,8 @@ _KEPT = 2
 class Checkpoint:
     """A checkpoint that was read and found whole.
 
-    Args:
-        seconds: Wall time of training until then.
-        measured: Fields of the outcome that a run with nothing left to do cannot measure again.
-        optimizer: Moments, `<name>.<moment>`.
+    `seconds` is the wall time of training until then; `measured` holds fields of the outcome that a run with nothing
+    left to do cannot measure again; `optimizer` has moments, `<name>.<moment>`.
     """
 
     step: int
@@ -57,11 +55,9 @@ def has_checkpoint(output: Path) -> bool:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, of which the newest two are kept.
+    """The checkpoints of one run, of which the newest two are kept, in a folder that is made at the first `write`.
 
-    Args:
-        path: Folder that holds them; made at the first `write`.
-        fingerprint: Hash of everything that the course of the run depends on.
+    `fingerprint` is a hash of everything that the course of the run depends on.
     """
 
     def __init__(self, path: Path, *, fingerprint: str) -> None:
@@ -86,8 +82,7 @@ class CheckpointFolder:
     ) -> Path:
         """Write a checkpoint, delete those that are too old, and return the new one's folder.
 
-        Raises:
-            TrainingError: If it cannot be written (disk full); earlier checkpoints are intact.
+        Raises TrainingError if it cannot be written (disk full); earlier checkpoints are intact.
         """
         files = {
             _PARAMETERS: save({name: p.detach().cpu().contiguous() for name, p in parameters.items()}),
@@ -122,8 +117,7 @@ class CheckpointFolder:
     def latest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, None if there is none; damaged and unfinished ones are passed over.
 
-        Raises:
-            ConfigError: If it belongs to a run with other settings, model or data.
+        Raises ConfigError if it belongs to a run with other settings, model or data.
         """
         for step in reversed(self.steps()):
             found = self._read(self.path / f"step-{step:08d}")
@@ -174,11 +168,7 @@ class CheckpointFolder:
 
 
 def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Copy a checkpoint into parameters and optimiser, strictly.
-
-    Raises:
-        AdapterError: If parameters are missing, surplus or misshapen.
-    """
+    """Copy a checkpoint into parameters and optimiser; raises AdapterError if parameters do not fit."""
     copy_strictly(dict(parameters), checkpoint.parameters, "checkpoint")
     for name, parameter in parameters.items():
         prefix = f"{name}."

@@ -41,7 +41,6 @@ def meet_target(
     A plan without routers has neither; the facts are then what it prunes.
 
     Args:
-        model: An attached model.
         batches: Calibration text; of several processes that of the first counts.
         objective: Whose target is to be met.
         adjust: Whether the thresholds are chosen here, 0 or what meets the target; otherwise they stay as they are.
@@ -104,13 +103,9 @@ def calibration_size(read: int) -> int:
 
 
 def calibration_batches(source: BatchSource, *, step: int, batch_size: int, micro_batch_size: int) -> list[TokenBatch]:
-    """Return the batches that training would have read next, in pieces that fit in memory.
+    """Return the batches that training would have read next after so many steps, in pieces that fit in memory.
 
-    Args:
-        source: What the stage read.
-        step: Steps that it ran.
-        batch_size: Sequences that each of them read.
-        micro_batch_size: Sequences in a piece; of short ones more.
+    `micro_batch_size` has the sequences of a piece; of short ones more.
     """
     tokens = calibration_size(step * source.batch_at(step, batch_size=batch_size).input_ids.numel())
     pieces = read_batches(

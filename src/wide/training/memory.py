@@ -15,6 +15,7 @@ import torch
 
 from wide.config import RecoverConfig, StageConfig
 from wide.errors import TrainingError
+from wide.grouping import divisors
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover
@@ -78,7 +79,6 @@ def needed(
 
     Args:
         model: Attached or not; may be without weights (`load_skeleton`).
-        stage: What is trained.
         distils: Whether the loss compares with the dense model.
         dtype: Of the base, as for `load_pretrained`; 'auto' is that of the model's configuration.
         world: Processes that share a batch.
@@ -206,7 +206,10 @@ def way_out(
     dtype: str = "auto",
     world: int = 1,
 ) -> str:
-    """Return in a sentence what a stage needs and which settings fit the memory of its device; see `needed`."""
+    """Return in a sentence what a stage needs and which settings fit `available` bytes; arguments as for `needed`.
+
+    `place` is what has them, in words as `memory_of` has them; empty means a GPU that is free.
+    """
     (available, place), on_gpu = memory_of(device), device.type == "cuda"
     group = "recover" if isinstance(stage, RecoverConfig) else "train"
     told: dict[str, Any] = {"distils": distils, "dtype": dtype}
@@ -214,7 +217,7 @@ def way_out(
     said = f"this stage needs about {need}, and {place}"
     flags: dict[str, str] = {}
     rows = micro_batch_size(stage, world)
-    tried: list[tuple[str, Any]] = [("micro_batch_size", size) for size in reversed(_divisors(rows)) if size < rows]
+    tried: list[tuple[str, Any]] = [("micro_batch_size", size) for size in reversed(divisors(rows)) if size < rows]
     # Compiling saves a CPU nothing that was measured.
     ways = ("compile", "gradient_checkpointing") if on_gpu else ("gradient_checkpointing",)
     tried += [(name, True) for name in ways if not getattr(stage, name)]
@@ -224,7 +227,7 @@ def way_out(
         need = needed(model, changed, world=world, **told)
         if need.fits(available):
             return f"{said}; with {' '.join(flags.values())} it is about {need.total / _GIB:.1f} GiB"
-    for shards in _divisors(stage.batch_size) if on_gpu else ():
+    for shards in divisors(stage.batch_size) if on_gpu else ():
         need = needed(model, changed, world=shards, shards=shards, **told)
         if shards > 1 and need.fits(available):
             with_flags = " ".join([*flags.values(), "--parallel fsdp"])
@@ -235,12 +238,9 @@ def way_out(
 
 @contextmanager
 def saying_what_fits(title: str, model: Any, stage: StageConfig, *, distils: bool, world: int) -> Iterator[None]:
-    """Turn a full memory inside the block into an error that says what would fit; on a host, before it is full.
+    """Raise TrainingError, which says what would fit, where the memory is full inside the block, or a host's would be.
 
     A host whose memory is full ends the process without a word.
-
-    Raises:
-        TrainingError: Where the memory is full, or that of the host would be.
     """
     device = next(model.parameters()).device
     told: dict[str, Any] = {"distils": distils, "world": world}
@@ -267,21 +267,16 @@ def require_room(
     on_gpus: bool = False,
     **told: Any,
 ) -> None:
-    """Refuse a stage that the memory of the host is too small for.
+    """Raise TrainingError, which says what would fit, if the memory of the host is too small for a stage.
 
     Args:
         model: May be without weights. If they are quantised, their size is not known, and nothing is checked.
-        shards: Of `needed`, as all in `told`.
+        device: Where it would run.
+        shards: As for `needed`.
         on_gpus: Whether GPUs are checked, too, which say themselves when they are full.
-
-    Raises:
-        TrainingError: If it does not fit; the message says what would.
+        told: `distils`, `dtype` and `world` of `needed`.
     """
     if (device.type == "cuda" and not on_gpus) or hasattr(model.config, "quantization_config"):
         return
     if not needed(model, stage, shards=shards, **told).fits(memory_of(device)[0]):
         raise TrainingError(f"{title}: {way_out(model, stage, device, **told)}")
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

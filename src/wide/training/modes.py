@@ -44,12 +44,7 @@ def training_mode(
     """Freeze all but routers and LoRA, and put only these into training mode; everything is put back afterwards.
 
     The base stays in evaluation mode, so that dropout it may have is off: it is frozen and has nothing to regularise.
-
-    Args:
-        model: An attached model.
-        routers: Whether the routers are trained; otherwise they decide as at inference.
-        gradient_checkpointing: Whether layers are recomputed in the backward.
-        compile: Whether layers are compiled.
+    Without `routers` they decide as at inference. Layers are recomputed in the backward, and compiled, where asked for.
     """
     flags = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -97,7 +92,7 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
     """Run the decoder layers of an attached model in another way wherever gradients are taken inside the block.
 
     Args:
-        model: An attached model; checkpointing of its own that is on counts as `recompute`.
+        model: Checkpointing of its own that is on counts as `recompute`.
         recompute: Whether to keep a layer's input only and run the layer again in the backward, on the same noise.
         fuse: Whether `torch.compile` fuses each layer's forward and backward. Layers alike share one graph; small ones
             that are not recomputed are one graph together, replayed as CUDA graphs where there is no LoRA, because
@@ -228,8 +223,7 @@ def rehearsal(model: Any) -> Iterator[None]:
     """Leave the block quietly where the model would embed its first tokens.
 
     What raises before that does so as ever; layers may be probed on numbers of their own. Whatever runs inside must
-    take back on an exception what it changed. A compiled model cannot be rehearsed. No progress bar is shown: it would
-    never move.
+    take back on an exception what it changed. A compiled model cannot be rehearsed. No progress bar is shown.
     """
     # What FSDP begins in the forward of the whole model it must be able to end.
     place = model if is_sharded(model) else model.get_input_embeddings()

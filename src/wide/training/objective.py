@@ -38,13 +38,14 @@ from wide.training.token_loss import OutputHead, losses_of, token_losses
 class Measured:
     """What one forward measured over all processes: float32 scalars on the device, outside the graph.
 
+    Losses are in nats per target token; those of a micro-batch are its contributions to the step.
+
     Args:
-        loss: The objective; of a micro-batch, its contribution to the step.
-        lm_loss: Cross-entropy, nats per target token; of a micro-batch, its contribution.
-        distillation: KL(dense || pruned), nats per target token; of a micro-batch, its contribution.
+        loss: The objective.
+        lm_loss: Cross-entropy.
+        distillation: KL(dense || pruned).
         sparsity: Skip rate in the measure of the target ('uniform' reports the mean).
-        attention: Mean over layers of the attention skip rates.
-        ffn: Mean over layers of the FFN skip rates.
+        attention: Mean over layers of the attention skip rates; `ffn` that of the FFN's.
     """
 
     loss: Tensor
@@ -133,18 +134,13 @@ class Objective:
         )
         if targets_in_step is None:
             targets_in_step = self._parallel.sum((labels[:, 1:] != IGNORED).sum().float())
-        tokens = batch.valid.sum().float()
-        skipped = tokens - self._executed(routing, batch.valid)
-        total = self._parallel.sum(
-            torch.cat([torch.stack([token_sum.detach(), entropy, divergence, tokens]), skipped.detach()])
-        )
-        rates = self._rates(skipped, total[4:], total[3])
-        distance = self._distance_of(rates, routing, batch.valid, self.config.sparsity if target is None else target)
+        wanted = self.config.sparsity if target is None else target
+        sums = torch.stack([token_sum.detach(), entropy, divergence])
+        distance, rates, total = self._steered(routing, batch.valid, wanted, sums)
         sparsity_loss = (self.config.weight if weight is None else weight) / micro_batches * distance
         if isinstance(targets_in_step, Tensor):
             targets_in_step = targets_in_step.clamp(min=1)
         loss = self._parallel.world * token_sum / targets_in_step + sparsity_loss
-        rates = rates.detach()
         return loss, Measured(
             loss=total[0] / targets_in_step + sparsity_loss.detach(),
             lm_loss=total[1] / targets_in_step,
@@ -157,21 +153,23 @@ class Objective:
     def distance(self, routing: Routing, valid: Tensor, target: float) -> tuple[Tensor, Tensor]:
         """Return the sparsity term without its weight, for a loop with a loss of its own, and the skip rate measured.
 
-        Args:
-            routing: What `observe` saw of a forward in training mode.
-            valid: True for tokens of that forward, False for padding, bool `[B, T]`.
-            target: Sparsity wanted.
+        `routing` is what `observe` saw of a forward in training mode; `valid`, bool `[B, T]`, is False for padding of
+        it.
         """
+        distance, rates, _ = self._steered(routing, valid, target, valid.new_zeros(0, dtype=torch.float32))
+        return distance, rates[: self._num_terms].mean()
+
+    def _steered(self, routing: Routing, valid: Tensor, target: float, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the distance from the target, the rows' skip rates, and `sums` over all processes."""
         tokens = valid.sum().float()
         skipped = tokens - self._executed(routing, valid)
-        total = self._parallel.sum(torch.cat([tokens[None], skipped.detach()]))
-        rates = self._rates(skipped, total[1:], total[0])
-        return self._distance_of(rates, routing, valid, target), rates[: self._num_terms].mean().detach()
-
-    def _distance_of(self, rates: Tensor, routing: Routing, valid: Tensor, target: float) -> Tensor:
+        total = self._parallel.sum(torch.cat([sums, tokens[None], skipped.detach()]))
+        rates = self._rates(skipped, total[len(sums) + 1 :], total[len(sums)])
         if self.config.per_token and self._routers:
-            return self._distance_of_tokens(routing, valid, target)
-        return _distance(target - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
+            distance = self._distance_of_tokens(routing, valid, target)
+        else:
+            distance = _distance(target - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
+        return distance, rates.detach(), total
 
     def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
         """Return the tokens that each routed sublayer executes, by the group, `[sublayers]` float32, with gradient."""

@@ -16,15 +16,12 @@ T = TypeVar("T")
 
 
 class DataParallel:
-    """One process of a data-parallel run; a run of one process needs no process group.
+    """One process of a data-parallel run, of this rank, from 0; a run of one process needs no process group.
 
-    Args:
-        rank: Of this process, from 0.
-        device: On which collectives run.
+    Collectives run on `device`. Under torchrun use `from_environment`.
     """
 
     def __init__(self, *, rank: int = 0, world: int = 1, device: torch.device | str = "cpu") -> None:
-        """Join nothing; use `from_environment` under torchrun."""
         self.rank = rank
         self.world = world
         self.device = torch.device(device)
@@ -33,8 +30,7 @@ class DataParallel:
     def from_environment(cls, device: torch.device) -> "DataParallel":
         """Return the process that torchrun's variables (RANK, WORLD_SIZE) describe and join its group.
 
-        Args:
-            device: Where the model is: NCCL on CUDA, gloo on the CPU.
+        With the model on CUDA it speaks NCCL, on the CPU gloo.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:

@@ -16,16 +16,9 @@ TrackerName = Literal["wandb", "trackio"]
 _PROJECT = "wide"
 
 _UNITS = {
-    "loss": "nat/token",
-    "lm_loss": "nat/token",
-    "distillation": "nat/token",
-    "sparsity.mean": "share",
-    "sparsity.attention": "share",
-    "sparsity.ffn": "share",
-    "sparsity.target": "share",
-    "temperature": "1",
-    "learning_rate": "1",
-    "gradient_norm": "1",
+    **dict.fromkeys(("loss", "lm_loss", "distillation"), "nat/token"),
+    **dict.fromkeys(("sparsity.mean", "sparsity.attention", "sparsity.ffn", "sparsity.target"), "share"),
+    **dict.fromkeys(("temperature", "learning_rate", "gradient_norm"), "1"),
     "tokens_per_second": "token/s",
 }
 
@@ -33,9 +26,7 @@ _UNITS = {
 def require_tracker(name: TrackerName | None) -> None:
     """Refuse a tracker that cannot be used before anything has been trained; None is always fine.
 
-    Raises:
-        ConfigError: If there is no such tracker.
-        MissingExtraError: If its library is not installed.
+    Raises ConfigError if there is no such tracker, and MissingExtraError if its library is not installed.
     """
     if name is None:
         return
@@ -46,16 +37,10 @@ def require_tracker(name: TrackerName | None) -> None:
 
 
 def require_tensorboard(wanted: bool | None) -> str | None:
-    """Refuse TensorBoard that is wanted and cannot be used before anything has been trained.
+    """Return what to say where TensorBoard is left out because it is not installed, else None.
 
-    Args:
-        wanted: True insists on it, None takes it where it is installed, False does without.
-
-    Returns:
-        What to say where it is left out because it is not installed, else None.
-
-    Raises:
-        MissingExtraError: If it is insisted on and not installed.
+    True insists on it, and raises MissingExtraError if it is not installed; None takes it where it is, False does
+    without.
     """
     if wanted is False or importlib.util.find_spec("tensorboard") is not None:
         return None
@@ -90,19 +75,14 @@ class StageOptions:
 
 
 class ProgressLog:
-    """Shows and records steps; silent on all processes but the first.
+    """Shows and records steps, under the title of the stage; silent on all processes but the first.
 
-    Args:
-        options: What the run is called, where it writes and who else is told; the title is the subject of its records.
-        first_step: Steps that were done before (resumed).
-        device: Name of the device, written into every record.
-        silent: Whether this process shows and writes nothing.
+    `first_step` counts the steps that were done before, whose records are continued; `device` is named in every record.
     """
 
     def __init__(
         self, options: StageOptions, *, steps: int, first_step: int, device: str = "", silent: bool = False
     ) -> None:
-        """Open the bar and continue the records of a resumed run."""
         title, folder, tracker = options.title, options.output, options.tracker
         self._title, self._silent, self._steers = title, silent, options.train_routers
         self._bar = bar_of(total=steps, initial=first_step, desc=title, unit="step", leave=True)
@@ -156,11 +136,7 @@ class ProgressLog:
                 self._tracker.log(values, step=at)
 
     def close(self, *, failed: bool = False) -> None:
-        """Finish the bar and the files.
-
-        Args:
-            failed: Whether the run ended before its last step, so that no tracker calls it finished.
-        """
+        """Finish the bar and the files; a run that `failed` ended early, and no tracker calls it finished."""
         self._bar.close()
         if self._board is not None:
             self._board.close()

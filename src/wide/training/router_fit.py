@@ -57,14 +57,13 @@ def fit_routers(
 ) -> None:
     """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
 
+    Routers must be bottlenecks with a bias; thresholds are 0 and uncalibrated after. Raises ConfigError if layers are
+    to be recomputed and cannot be.
+
     Args:
-        model: An attached model whose routers are bottlenecks with a bias; thresholds are 0 and uncalibrated after.
         batches: Text, on the CPU.
         objective: Target and measure; 'uniform' is taken for the mean.
         gradient_checkpointing: Whether layers are recomputed where gradients are taken, one sequence at a time.
-
-    Raises:
-        ConfigError: If layers are to be recomputed and cannot be.
     """
     state = attachment(model)
     routers = dict(enumerate(state.routers()))
@@ -100,8 +99,8 @@ def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Ten
         surplus: By how much each group's worth exceeds the threshold, float32 `[n, G]`.
 
     Returns:
-        Directions `[G, D]` in the hidden states, of unit variance and most telling first; mixing `[G, G]` of these
-        into margins, so that leaving out the last columns is the best fit of that rank; bias `[G]`. All float32.
+        Directions `[G, D]` in the hidden states, of unit variance and most telling first; mixing `[G, G]` of these into
+        margins, so that leaving out the last columns is the best fit of that rank; bias `[G]`. All float32.
     """
     x, y = hidden.float(), surplus.float()
     mean, mean_surplus = x.mean(0), y.mean(0)
@@ -124,7 +123,6 @@ def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _output_of(model: nn.Module, router: Router) -> nn.Module:
-    """Return the output projection of a router's sublayer."""
     spec = attachment(model).specs[router.layer_index]
     if router.half_layer == "attention":
         return spec.attention.output
@@ -154,12 +152,7 @@ def _importance(
 
 
 def group_energy(output: nn.Module, num_groups: int) -> Callable[[Tensor], Tensor]:
-    """Return the function from what an output projection reads, `[t, C]`, to ||W_g h_g||^2, float32 `[t, N_G]`.
-
-    Args:
-        output: A linear whose input channels are cut into groups.
-        num_groups: Number of groups.
-    """
+    """Return the function from what an output projection reads, `[t, C]`, to ||W_g h_g||^2, float32 `[t, N_G]`."""
     linear: Any = output
     weight = whole(linear.weight.detach())
 

@@ -4,14 +4,7 @@ import math
 
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup: float) -> float:
-    """Return the learning rate: linear warm-up to the peak, then a cosine towards 0.
-
-    Args:
-        step: Optimiser step, from 0.
-        steps: Of the whole stage.
-        peak: Highest learning rate.
-        warmup: Share of the steps that rise.
-    """
+    """Return the learning rate: linear warm-up to the peak over that share of the steps, then a cosine towards 0."""
     rising = round(warmup * steps)
     if step < rising:
         return peak * (step + 1) / rising

@@ -58,12 +58,9 @@ def attach_started(
     the routers to it.
 
     Args:
-        model: Without routers.
         plan: That `config` makes for the model.
         config: What is attached; a plan given as such begins as the paper does.
         source: The training text, of which the first batches are read.
-        objective: The target.
-        stage: Sizes and seed.
         parallel: The processes of the run; all read the same text and end with the permutations of the first.
         folder: Where the run writes; None writes nothing.
         resume: Whether it continues from a checkpoint in `folder`, if there is one.

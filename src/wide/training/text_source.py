@@ -21,11 +21,7 @@ TrainingData = str | Path | Sequence[str] | BatchSource
 
 
 class ShiftedSource:
-    """A source that begins later, so that a second stage goes on where the first one stopped.
-
-    Args:
-        samples: Blocks to leave out, rounded up to whole batches.
-    """
+    """A source without its first samples, rounded up to whole batches: a stage goes on where the first one stopped."""
 
     def __init__(self, source: BatchSource, samples: int) -> None:
         self._source, self._samples = source, samples
@@ -48,7 +44,6 @@ def batch_source(
     Args:
         data: Name or path of a source (`wide.data.corpus`), texts, or packed blocks, which keep their own length and
             order.
-        model: Whose tokenizer and vocabulary count.
         tokenizer: None loads the one that lies beside the model.
         stage: Length of the blocks and their order. Of a source that is streamed from a hub as much is read as two such
             stages train on.
@@ -76,15 +71,9 @@ def batch_source(
 def read_batches(
     source: BatchSource, *, batch_size: int, micro_batch_size: int, tokens: int, step: int = 0, whole: bool = False
 ) -> list[TokenBatch]:
-    """Return the sequences that training reads from a step on, in pieces that fit in memory.
+    """Return the sequences that training reads from a step on, in pieces of at most `micro_batch_size` sequences.
 
-    Args:
-        source: The training text.
-        batch_size: Sequences of an optimiser step.
-        micro_batch_size: Sequences of a piece, at most.
-        tokens: Budget; the sequence that reaches it is the last one, whole.
-        step: The first step that is read.
-        whole: Whether the rest of the last step is read, too.
+    The sequence that reaches so many tokens is the last one, whole; or with `whole` the last of its step.
     """
     pieces: list[TokenBatch] = []
     while tokens > 0:

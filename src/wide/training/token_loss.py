@@ -70,9 +70,7 @@ class OutputHead:
     def states(self, run: Callable[..., Any], **inputs: Any) -> tuple[Tensor, "OutputHead | None"]:
         """Return what the head reads, `[B, T, D]`, and the head; of a model that does more, its logits and None.
 
-        Args:
-            run: The model, or what stands in for it.
-            inputs: Of the forward.
+        `run` is the model, or what stands in for it.
         """
         # A head that is trained, if only its bias or by LoRA, runs as the model has it.
         is_plain = isinstance(self._linear, nn.Linear) and not any(
@@ -161,11 +159,7 @@ def losses_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of a chunk's loss by its logits, in their dtype, and its cross-entropy and divergence.
 
-    Args:
-        logits: `[R, V]`.
-        targets: `[R]`, `IGNORED` where there is none.
-        teacher: Logits of the dense model, `[R, V]`; None without distillation.
-        distillation: As for `token_losses`.
+    `logits` and those of the dense model, `teacher`, are `[R, V]`; `targets` are `[R]`, `IGNORED` where there is none.
     """
     counted = targets != IGNORED
     index = targets.where(counted, 0).unsqueeze(-1)

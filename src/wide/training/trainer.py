@@ -64,14 +64,9 @@ class Outcome:
 
 
 class Trainer:
-    """Trains the routers and LoRA of an attached model.
+    """Trains the routers and LoRA of an attached model, whose base is frozen for the duration.
 
-    Args:
-        model: An attached model; its base is frozen for the duration.
-        parallel: The processes of the run; None for a single one.
-
-    Raises:
-        ConfigError: If the batch cannot be shared, or nothing is trainable.
+    Raises ConfigError if the batch cannot be shared, or nothing is trainable.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class Trainer:
         *,
         parallel: DataParallel | None = None,
     ) -> None:
-        """Make the optimiser; nothing is frozen or written yet."""
         self._model, self._objective, self._source = model, objective, source
         self._stage, self._options = stage, options
         self._parallel = parallel or DataParallel()
@@ -332,8 +326,7 @@ class _Timer:
 def micro_batch_size(stage: StageConfig, world: int) -> int:
     """Return the sequences per forward of one process.
 
-    Raises:
-        ConfigError: If the batch cannot be shared among the processes, or their share not cut into micro-batches.
+    Raises ConfigError if the batch cannot be shared among the processes, or their share not cut into micro-batches.
     """
     share, left = divmod(stage.batch_size, world)
     if left or not share:
