@@ -45,34 +45,25 @@ if TYPE_CHECKING:
     from wide.training.stages import prune as prune
     from wide.training.stages import recover as recover
 
-_HOMES = {
-    "ObjectiveConfig": "wide.config",
-    "Plan": "wide.plan",
-    "RecoverConfig": "wide.config",
-    "RouterCallback": "wide.training.callback",
-    "StageConfig": "wide.config",
-    "WideConfig": "wide.config",
-    "attach": "wide.models.attach",
-    "capture_routing": "wide.models.observe",
-    "compare": "wide.comparison.compare",
-    "deoptimize": "wide.inference.optimize",
-    "detach": "wide.models.attach",
-    "evaluate": "wide.evaluation.evaluate",
-    "force_routing": "wide.models.observe",
-    "generate": "wide.runs.text",
-    "load": "wide.models.adapter",
-    "load_checkpoint": "wide.materialisation.checkpoint",
-    "materialise": "wide.materialisation.materialise",
-    "merge_lora": "wide.models.lora",
-    "optimize": "wide.inference.optimize",
-    "prune": "wide.training.stages",
-    "push_to_hub": "wide.models.adapter",
-    "recover": "wide.training.stages",
-    "routing_stats": "wide.evaluation.routing_stats",
-    "save": "wide.models.adapter",
-    "save_checkpoint": "wide.materialisation.checkpoint",
-    "set_sparsity": "wide.models.dial",
+_NAMES = {
+    "comparison.compare": ("compare",),
+    "config": ("ObjectiveConfig", "RecoverConfig", "StageConfig", "WideConfig"),
+    "evaluation.evaluate": ("evaluate",),
+    "evaluation.routing_stats": ("routing_stats",),
+    "inference.optimize": ("deoptimize", "optimize"),
+    "materialisation.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "materialisation.materialise": ("materialise",),
+    "models.adapter": ("load", "push_to_hub", "save"),
+    "models.attach": ("attach", "detach"),
+    "models.dial": ("set_sparsity",),
+    "models.lora": ("merge_lora",),
+    "models.observe": ("capture_routing", "force_routing"),
+    "plan": ("Plan",),
+    "runs.text": ("generate",),
+    "training.callback": ("RouterCallback",),
+    "training.stages": ("prune", "recover"),
 }
+_HOMES = {name: f"wide.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOMES]
 

@@ -53,7 +53,6 @@ class WideConfig(Checked):
     start_tokens: Positive = 16_384
 
     def __post_init__(self) -> None:
-        """Refuse values that can never work; divisibility is checked against the model at attach."""
         Checked.__post_init__(self)
         if self.execute_bias != 0.0 and not self.router_bias:
             raise ConfigError(f"execute_bias={self.execute_bias} needs router_bias=true")

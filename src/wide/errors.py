@@ -57,10 +57,6 @@ class MissingExtraError(WideError, ImportError):
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return the end of a message about an unknown name: the known one that is spelt most like it, if any is.
-
-    Args:
-        otherwise: What to return where nothing is like it.
-    """
+    """Return the end of a message about an unknown name: the known one that is spelt most like it, else `otherwise`."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else otherwise

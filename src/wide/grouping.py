@@ -31,7 +31,6 @@ class Grouping:
     group_size: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not divide the width, and widths that no layer has."""
         if not 1 <= self.width <= _WIDEST:
             raise ShapeError(f"a width of {self.width} channels is not one of 1 to {_WIDEST}")
         if self.group_size < 1 or self.width % self.group_size:

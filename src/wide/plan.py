@@ -100,7 +100,6 @@ class Routed(Checked):
     first_tokens: Annotated[int, Between(0, 2**31)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse words that no router knows, and numbers that mean nothing."""
         Checked.__post_init__(self)
         if self.evicts and self.grouping.num_groups != 1:
             raise ConfigError(
@@ -180,11 +179,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> "Plan":
-        """Read what `to_json` wrote.
-
-        Raises:
-            AdapterError: If a key is missing or unknown, or a value is none that it can have.
-        """
+        """Read what `to_json` wrote; raises AdapterError if a key is missing or unknown, or a value impossible."""
         plan: Plan = typed(cls, data, "plan")
         return plan
 

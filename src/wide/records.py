@@ -27,13 +27,7 @@ GRID, CELLS, COMPARISON = "grid.jsonl", "cells", "compare.jsonl"
 
 @dataclass(frozen=True, order=True, slots=True)
 class Cell:
-    """One point of a comparison's grid.
-
-    Args:
-        method: Name of the row.
-        sparsity: Target, in [0, 1); 0 for the dense model.
-        seed: Of calibration and training.
-    """
+    """One point of a comparison's grid: a row, a target in [0, 1) (dense: 0), and the seed of calibration."""
 
     method: str
     sparsity: float
@@ -84,7 +78,7 @@ class Record:
         subject: What was measured: a name, e.g. 'dense' or 'stage 1', or the stage of a comparison's cell.
         metric: Which property, dotted from coarse to fine, e.g. 'sparsity.ffn'.
         value: The number, or a text, list or mapping where the metric is one.
-        unit: Unit of the value; 'share' for a fraction in [0, 1], empty for a pure number.
+        unit: 'share' for a fraction in [0, 1], empty for a pure number.
         where: Data and protocol, e.g. 'python-docs held out, windows of 1024'.
         layer: Decoder layer, from 0, where the value belongs to one.
         step: Optimiser step, where the value belongs to one.
@@ -113,12 +107,7 @@ _CELL: dict[str, type] = {"method": str, "sparsity": float, "seed": int}
 
 
 class RecordFile:
-    """A file of records that is only ever appended to.
-
-    Args:
-        path: The JSON-lines file; made at the first `append`.
-        silent: Write nothing, because another process of the run does.
-    """
+    """A JSON-lines file of records that is only ever appended to; `silent` where another process of the run writes."""
 
     def __init__(self, path: Path, *, config_fingerprint: str = "", device: str = "", silent: bool = False) -> None:
         self.path = path
@@ -165,14 +154,9 @@ class RecordFile:
 
 
 def read_records(path: Path, run: str = "") -> tuple[list[Record], list[str]]:
-    """Return the records of a file and what was left out of it, in words.
+    """Return the records of a file (of one run, in a file that holds several) and what was left out of it, in words.
 
-    Args:
-        path: A file written by `RecordFile`; one that ends in .gz is decompressed.
-        run: Only the records of this run, in a file that holds several; empty means all.
-
-    Raises:
-        DataError: If the file is missing, or a line other than a cut one is not a record.
+    Raises DataError if the file is missing, or a line other than a cut one is not a record.
     """
     lines, notes = read_lines(path)
     of_others = [isinstance(line, dict) and ("bench" in line or run not in ("", line.get("run", ""))) for line in lines]
@@ -181,12 +165,10 @@ def read_records(path: Path, run: str = "") -> tuple[list[Record], list[str]]:
 
 
 def read_lines(path: Path) -> tuple[list[Any], list[str]]:
-    """Return the content of each line of a JSON-lines file, and what was left out of it, in words.
+    """Return the content of each line of a JSON-lines file (.gz, too), and what was left out of it, in words.
 
-    A process that is killed while it writes leaves half a line; that line is left out and reported.
-
-    Raises:
-        DataError: If the file is missing.
+    A process that is killed while it writes leaves half a line; that line is left out and reported. Raises DataError if
+    the file is missing.
     """
     if not path.is_file():
         raise DataError(f"there are no records at {path}; name the records.jsonl of a run")
@@ -208,14 +190,10 @@ def fingerprint(config: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed distributions that results depend on."""
-    return dict(_versions())
-
-
 # Reading the metadata of all of them takes tens of milliseconds.
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the installed distributions that results depend on."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:

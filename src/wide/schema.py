@@ -24,11 +24,7 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 class Between:
     """Both ends of what a number may be, for `Annotated[int, Between(1)]`.
 
-    Args:
-        low: The least that it may be.
-        high: The most that it may be.
-        without: Which of the two it may not be itself.
-        hint: What else a message says.
+    `without` says which of the two it may not be itself, and `hint` what else a message says.
     """
 
     low: float = -math.inf
@@ -61,11 +57,7 @@ class Checked:
     """Settings whose values are checked against the types of their fields."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no number or out of its bounds, and words that a field's type does not list.
-
-        Raises:
-            ConfigError: With the field, what it must be and what it is.
-        """
+        """Raise ConfigError for what is no number or out of its bounds, and words that a field's type does not list."""
         kind: Any = type(self)
         for field, hint in _hints(kind).items():
             value = getattr(self, field)
@@ -87,21 +79,13 @@ class Checked:
 
 
 def require(kinds: Any, value: object, name: str, wanted: str) -> None:
-    """Refuse an argument of another type before it is half used.
-
-    Raises:
-        ConfigError: If it is none of them.
-    """
+    """Raise ConfigError for an argument that is none of these kinds, before it is half used."""
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} must be {wanted}, got {type(value).__name__} {reprlib.repr(value)}")
 
 
 def read_json(file: Path) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        AdapterError: If it cannot be read, or is not JSON.
-    """
+    """Return what a JSON file holds; raises AdapterError if it cannot be read, or is not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     # Of text that is not UTF-8, numbers of thousands of digits, and lists in lists in lists.

@@ -17,12 +17,9 @@ def ratio_stderr(sums: Sequence[float], counts: Sequence[float]) -> float | None
 def perplexity_stderr(losses: Sequence[float], tokens: Sequence[float]) -> float | None:
     """Return the standard error of exp(losses / tokens); None for fewer than two units, or where it is no number.
 
-    Of losses of which another model's on the same units are taken off, it is that of the two perplexities' ratio: what
-    is hard for both does not count as noise.
-
-    Args:
-        losses: Of each unit, nats.
-        tokens: Of each unit; or words, for a perplexity per word.
+    Losses are of units, in nats; tokens may be words, for a perplexity per word. Of losses of which another model's on
+    the same units are taken off, it is that of the two perplexities' ratio: what is hard for both does not count as
+    noise.
     """
     if not all(map(math.isfinite, losses)):
         return None

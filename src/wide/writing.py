@@ -12,23 +12,14 @@ _SUFFIX = ".writing"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old or the new text, never a part.
-
-    Args:
-        path: The file; its folder is made if it is missing.
-        text: The content, written as UTF-8.
-    """
+    """Write a text file as UTF-8 so that a reader sees the old or the new text, never a part."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file, and put it in its place when the block ends without an error.
-
-    Args:
-        path: The file; its folder is made if it is missing.
-    """
+    """Yield where to write a file, and put it in its place, in a folder that is made, when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes that write the same file at the same time must not share the unfinished one.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
@@ -48,10 +39,8 @@ def is_unfinished(path: Path) -> bool:
 def whole_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `target` when the block ends without an error, forced to the disk by then.
 
-    A folder that is there is replaced; a crash between the two renames leaves it whole as .NAME.*.earlier beside it.
-
-    Raises:
-        OSError: If the disk is full, whatever the library that writes makes of that.
+    A folder that is there is replaced; a crash between the two renames leaves it whole as .NAME.*.earlier beside it. A
+    full disk is an OSError, whatever the library that writes makes of that.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -66,11 +66,9 @@ class PrunedMixin:
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load as transformers does, but refuse missing or surplus tensors.
+        """Load as transformers does, which would only warn of tensors that do not fit.
 
-        Raises:
-            AdapterError: If a tensor is missing, surplus or misshapen, where transformers would only warn, or does not
-                hold what the plan says.
+        Raises AdapterError if a tensor is missing, surplus or misshapen, or does not hold what the plan says.
         """
         with LOADING:
             model, info = super().from_pretrained(*args, **kwargs | REPORTING)  # type: ignore[misc]
@@ -87,9 +85,7 @@ class PrunedMixin:
     def save_pretrained(self, save_directory: str | PathLike[str], **options: Any) -> None:
         """Save as transformers does, with what says whether the files are whole.
 
-        Raises:
-            AdapterError: If there is a file of that name.
-            ConfigError: If a sharded model is to be pushed to the Hub at once.
+        Raises AdapterError if there is a file of that name, and ConfigError if a sharded model is to be pushed at once.
         """
         save, upload = super().save_pretrained, super()._upload_modified_files  # type: ignore[misc]
         folder = Path(save_directory)
@@ -156,8 +152,7 @@ class WideMixin(PrunedMixin):
     def save_pretrained(self, save_directory: str | PathLike[str], **options: Any) -> None:
         """Save as transformers does, with the thresholds in force and a card.
 
-        Raises:
-            NotAttachedError: If LoRA is not merged yet, or scales are still being trained.
+        Raises NotAttachedError if LoRA is not merged yet, or scales are still being trained.
         """
         assert isinstance(self, nn.Module)
         state, config = attachment(self), self.config
@@ -205,11 +200,7 @@ class SlicedMixin(PrunedMixin):
         return None
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse paged caches, which transformers allots with one number of KV heads for all layers.
-
-        Raises:
-            UnsupportedModelError: Always.
-        """
+        """Raise UnsupportedModelError: paged caches are allotted with one number of KV heads for all layers."""
         raise UnsupportedModelError(
             "continuous batching needs the same number of KV heads in all layers, which a sliced model does not have; "
             "use generate(), or materialise with how='masked'"
@@ -217,13 +208,10 @@ class SlicedMixin(PrunedMixin):
 
 
 def register(model_type: str) -> bool:
-    """Make the classes of a pruned checkpoint known to transformers' Auto classes; idempotent.
+    """Make the classes of a model type, `wide_<family>` or `wide_sliced_<family>`, known to transformers' Auto classes.
 
-    Args:
-        model_type: Of the checkpoint, `wide_<family>` or `wide_sliced_<family>`; of any other nothing is registered.
-
-    Returns:
-        Whether it is the type of a pruned checkpoint, of a family that transformers knows.
+    Return whether it is such a type, of a family that transformers knows; of any other nothing is registered.
+    Idempotent.
     """
     from transformers import CONFIG_MAPPING
 
@@ -240,8 +228,7 @@ def register(model_type: str) -> bool:
 def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any], type[Any]]:
     """Return the (configuration, model) classes of a family for a kind of checkpoint, registering them at first.
 
-    Raises:
-        UnsupportedModelError: If transformers has no causal LM of that type.
+    Raises UnsupportedModelError if transformers has no causal LM of that type.
     """
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -312,8 +299,7 @@ def become_ordinary(model: nn.Module) -> None:
 def become_sliced(model: nn.Module, shape: ModelShape) -> None:
     """Give a model that was cut the generated class of its family, in place, so that it saves as what it is.
 
-    Raises:
-        UnsupportedModelError: If transformers has no causal LM of its type.
+    Raises UnsupportedModelError if transformers has no causal LM of its type.
     """
     config: Any = model.config
     # The parts of the model share this object, so it must stay the same one.

@@ -20,11 +20,7 @@ from wide.models.gates import GATHER_NAME, Pending, bypassed, cache_of, install_
 
 
 class AbsentFeedForward(nn.Module):
-    """Stands where an FFN was; it adds nothing, or the bias that is all of it, and costs nothing.
-
-    Args:
-        bias: What a pruned FFN still adds, `[D]`; None for nothing.
-    """
+    """Stands where an FFN was; it adds nothing, or the bias `[D]` that is all that is left of it, and costs nothing."""
 
     def __init__(self, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -36,13 +32,10 @@ class AbsentFeedForward(nn.Module):
 
 
 class AbsentAttention(AbsentFeedForward):
-    """Stands where an attention was.
+    """Stands where an attention was, with its place in the cache.
 
-    Args:
-        layer_index: Its place in the cache.
-        counts_tokens: Whether the model asks this layer of the cache how many tokens it holds; one number per token
-            is then kept there.
-        bias: As of an FFN.
+    If it `counts_tokens`, the model asks this layer of the cache how many tokens it holds; one number per token is then
+    kept there.
     """
 
     def __init__(self, layer_index: int, *, counts_tokens: bool, bias: Tensor | None = None) -> None:
@@ -64,7 +57,7 @@ class HeadGather(nn.Module):
 
     Grouped attention repeats every KV head the same number of times. Where pruning leaves different numbers of query
     heads to the KV heads, each query head picks its own: the cache holds every KV head once, the attention function
-    sees as many KV heads as query heads.
+    sees as many KV heads as query heads. The lists are int64 buffers, which are part of a checkpoint.
 
     Args:
         kv_index: For every query head that is left, the KV head it reads, as the cache counts them.
@@ -75,7 +68,6 @@ class HeadGather(nn.Module):
     query_index: Tensor | None
 
     def __init__(self, kv_index: Sequence[int], query_index: Sequence[int] | None = None) -> None:
-        """Keep the two lists as int64 buffers, which are part of a checkpoint."""
         super().__init__()
         self.register_buffer("kv_index", torch.tensor(kv_index, dtype=torch.int64))
         picked = None if query_index is None else torch.tensor(query_index, dtype=torch.int64)
@@ -109,13 +101,7 @@ def _check_gather(attention: nn.Module, _args: tuple[Any, ...], _output: object)
 
 
 class HeadCounts:
-    """A configuration seen by one attention whose numbers of heads are its own; everything else is the model's.
-
-    Args:
-        base: The model's configuration.
-        num_attention_heads: Query heads of this attention.
-        num_key_value_heads: KV heads of this attention.
-    """
+    """The model's configuration, seen by one attention whose numbers of query and KV heads are its own."""
 
     def __init__(self, base: Any, num_attention_heads: int, num_key_value_heads: int) -> None:
         self.base = base
@@ -131,11 +117,7 @@ class HeadCounts:
 
 
 def check_attention(spec: BlockSpec) -> None:
-    """Check that an attention can be cut.
-
-    Raises:
-        UnsupportedModelError: If it has parameters whose heads are unknown, or a quantised projection.
-    """
+    """Raise UnsupportedModelError if an attention has parameters whose heads are unknown, or a quantised projection."""
     attention = spec.attention
     sizes = {1, attention.head_dim}
     if attention.q_norm == "width":
@@ -144,12 +126,7 @@ def check_attention(spec: BlockSpec) -> None:
 
 
 def check_ffn(spec: BlockSpec) -> None:
-    """Check that an FFN can be cut.
-
-    Raises:
-        UnsupportedModelError: If it is a mixture of experts, has parameters whose channels are unknown, or a
-            quantised projection.
-    """
+    """Raise UnsupportedModelError for a mixture of experts, parameters of unknown channels, or quantised ones."""
     _refuse_unknown(spec, feed_forward(spec), {1})
 
 
@@ -173,11 +150,8 @@ def cut(
 ) -> None:
     """Cut every layer's heads and channels to what is left, in place; the residual stream is not touched.
 
-    Args:
-        channels: Intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
-
-    Raises:
-        UnsupportedModelError: If the structure does not allow it.
+    `channels` are the intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
+    Raises UnsupportedModelError if the structure does not allow it.
     """
     config: Any = model.config
     kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
@@ -197,8 +171,7 @@ def cut(
 def cut_empty(model: nn.Module, shape: ModelShape) -> None:
     """Give a dense model of a family the shape of a checkpoint, in place; its values mean nothing afterwards.
 
-    Raises:
-        AdapterError: If the shape belongs to another model.
+    Raises AdapterError if the shape belongs to another model.
     """
     specs = discover(model)
     if len(shape.layers) != len(specs):

@@ -19,28 +19,19 @@ class LayerShape:
             all, an empty tuple for none but the output bias, None where the sublayer is left out.
         channels: Intermediate channels that are left; 'dense' for all, 0 for none but the output bias, None where the
             half is left out.
-
-    Raises:
-        ConfigError: If the query heads are not ascending.
     """
 
     query_heads: HeadsLeft = "dense"
     channels: ChannelsLeft = "dense"
 
     def __post_init__(self) -> None:
-        """Refuse heads that are named twice, or in another order than the dense layer has them."""
         if isinstance(self.query_heads, tuple) and list(self.query_heads) != sorted(set(self.query_heads)):
             raise ConfigError(f"query_heads must ascend, got {self.query_heads}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What is left of a model.
-
-    Args:
-        layers: The decoder layers that are left, first layer first.
-        stream: Dimensions of the residual stream that are left, D'; None for all.
-    """
+    """What is left of a model: its decoder layers, and dimensions of the residual stream, D', None for all."""
 
     layers: tuple[LayerShape, ...]
     stream: Positive | None = None

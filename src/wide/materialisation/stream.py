@@ -28,12 +28,7 @@ Bases = tuple[Tensor, Tensor, Tensor | None]
 
 
 class CutRMSNorm(nn.Module):
-    """An RMS norm without weight over the kept dimensions of a residual stream.
-
-    Args:
-        width: Dimensions of the whole stream, D, by which the sum of squares is divided.
-        eps: Added to the mean square.
-    """
+    """An RMS norm without weight over the kept dimensions of a stream; the sum of squares is divided by its width D."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -70,11 +65,7 @@ def bases_around(tensors: Mapping[str, Tensor], index: int, num_layers: int) -> 
 
 
 def check_lossless(spec: BlockSpec) -> None:
-    """Refuse a layer that drops values of its stream at random; what else a stream needs, `attach` has checked.
-
-    Raises:
-        UnsupportedModelError: If it does.
-    """
+    """Raise UnsupportedModelError if a layer drops values of its stream at random; `attach` has checked the rest."""
     for name, child in spec.layer.named_children():
         if isinstance(child, nn.Dropout) and child.p:
             raise UnsupportedModelError(
@@ -86,10 +77,8 @@ def check_lossless(spec: BlockSpec) -> None:
 def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | None = None) -> None:
     """Rotate and cut one layer's projections and norms, in place, and give it its two shortcuts.
 
-    Args:
-        spec: The layer; `check_plain` has passed.
-        scales: `norm_scales` of the layer, folded into the projections that read its norms; None leaves the
-            projections' values without meaning, where only the shapes are wanted.
+    `scales` are `norm_scales` of the layer, folded into the projections that read its norms; None leaves the
+    projections' values without meaning, where only the shapes are wanted.
     """
     layer, device = spec.layer, next(spec.layer.parameters()).device
     wide = [None if basis is None else basis.to(device=device, dtype=torch.float64) for basis in bases]
@@ -117,11 +106,7 @@ def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | 
 
 
 def rotate_embedding(model: nn.Module, basis: Tensor) -> None:
-    """Rotate and cut the embedding, in place, and untie the output head, which stays whole.
-
-    Args:
-        basis: `[D, D']`, orthonormal columns.
-    """
+    """Rotate and cut the embedding by orthonormal columns `[D, D']`, in place, and untie the output head from it."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     old = embedding.weight
@@ -149,8 +134,7 @@ def replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
 def norm_scales(spec: BlockSpec) -> tuple[Tensor, Tensor]:
     """Return the weights `[D]` of a layer's two norms, attention's first, as they multiply; float64.
 
-    Raises:
-        UnsupportedModelError: If one is not an RMS norm with a weight (as it is, or added to 1).
+    Raises UnsupportedModelError if one is not an RMS norm with a weight (as it is, or added to 1).
     """
     norms = spec.attention.pre_norm, feed_forward(spec).pre_norm
     assert norms[0] is not None

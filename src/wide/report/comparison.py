@@ -50,12 +50,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """A figure over the seeds of a cell.
+    """A figure over the seeds of a cell, and its error.
 
-    Args:
-        mean: Over seeds.
-        error: With one seed the standard error over windows of text, where there is one; with several the standard
-            deviation between seeds.
+    With one seed that is the standard error over windows of text, where there is one; with several the standard
+    deviation between seeds.
     """
 
     mean: float
@@ -113,12 +111,9 @@ class Comparison:
             yield from ((row, sparsity) for row in self.rows if not row.is_dense)
 
     def value(self, row: Row, sparsity: float, metric: str) -> Value | None:
-        """Return a figure of a row, None where nothing was measured.
+        """Return a figure of a row, None where nothing was measured; the dense rows are the same at all sparsities.
 
-        Args:
-            row: One of `rows`.
-            sparsity: One of `sparsities`; the dense rows are the same at all of them.
-            metric: As in the records, or `RATIO` or `RETENTION`, which are relative to the dense model.
+        `metric` is as in the records, or `RATIO` or `RETENTION`, which are relative to the dense model.
         """
         numbers = {stage: self._number(stage, metric) for stage in self.finished(row, sparsity)}
         found = {stage: number for stage, number in numbers.items() if number is not None}
@@ -209,13 +204,9 @@ class Comparison:
 
 
 def read_comparison(folder: Path | Folder) -> Comparison:
-    """Return the comparison in a folder, with the speeds of its cells.
+    """Return the comparison in a folder, or in what `read_folder` found there, with the speeds of its cells.
 
-    Args:
-        folder: Of a comparison, or one in the record file of a study, STUDY/NAME; or what `read_folder` found there.
-
-    Raises:
-        DataError: If there are no readable records, or not those of a comparison.
+    Raises DataError if there are no readable records, or not those of a comparison.
     """
     found = read_folder(folder) if isinstance(folder, Path) else folder
     speeds = [(cell, row) for cell, profile in found.cells.items() for row in profile.forwards() if is_own(row)]

@@ -145,11 +145,9 @@ def _over_layers(comparison: Comparison) -> list[Drawn]:
 
 
 def layer_rows(shares: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> list[Drawn]:
-    """Return the rows of a figure of skipped shares over layers.
+    """Return the rows of a figure of skipped shares over layers, from layers and shares by name and sublayer.
 
-    Args:
-        shares: Layers and shares by name and sublayer; a layer without a share is dense there, because models have all
-            layers.
+    A layer without a share is dense there, because models have all layers.
     """
     layers = sorted({layer for lines in shares.values() for points in lines.values() for layer, _ in points})
     return [

@@ -18,17 +18,12 @@ _TOLERANCE = 2e-3
 
 
 def merge(comparisons: Mapping[str, Comparison], rows: Sequence[str] = ()) -> Comparison:
-    """Return one comparison of all rows.
+    """Return one comparison of all rows, or of those named.
 
     Rows of one name are one row where settings, training and target are the same, seeds aside; others get the
     comparison's name added. Of equal cells the last comparison's counts, of dense ones the first's that has all stages;
-    notes say which cells do not count.
-
-    Args:
-        rows: Names of the rows that are kept; none means all.
-
-    Raises:
-        DataError: If they are not of one model, text and LoRA, their dense models disagree, or a row is in none.
+    notes say which cells do not count. Raises DataError if they are not of one model, text and LoRA, their dense models
+    disagree, or a row is in none.
     """
     _require_same(comparisons)
     shown = _row_names(comparisons, rows)

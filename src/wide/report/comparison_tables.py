@@ -11,12 +11,7 @@ from wide.report.table import Table, decimal, percent
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure of a row.
-
-    Args:
-        metric: As `Comparison.value` takes it.
-        show: Mean and error as text.
-    """
+    """One figure of a row: `metric` as `Comparison.value` takes it, and what shows mean and error as text."""
 
     title: str
     metric: str

@@ -55,11 +55,7 @@ def ink(share: float) -> str:
 
 
 def require_matplotlib() -> None:
-    """Refuse early where figures cannot be drawn.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
+    """Raise MissingExtraError early where figures cannot be drawn, because matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -71,8 +67,7 @@ def require_matplotlib() -> None:
 def save_figure(figure: Figure, source: Any, folder: Path) -> tuple[str, Sequence[Row]]:
     """Write a figure as SVG and PNG and its values as CSV, and return the SVG and the values.
 
-    Raises:
-        MissingRecordsError: If records that it needs are missing; nothing is written then.
+    Raises MissingRecordsError, and writes nothing, if records that it needs are missing.
     """
     place, rows, svg = folder / FOLDER / figure.name, figure.table(source), io.StringIO()
     with style(), replacing(place.with_suffix(".png")) as unfinished:

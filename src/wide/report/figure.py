@@ -85,8 +85,7 @@ class Figure:
     def table(self, source: Any) -> Sequence[Row]:
         """Return `rows`, one at least that can be drawn.
 
-        Raises:
-            MissingRecordsError: If records are missing or damaged: one bad record must not cost a whole page.
+        Raises MissingRecordsError if records are missing or damaged: one bad record must not cost a whole page.
         """
         try:
             rows = self.rows(source)
@@ -133,12 +132,10 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def to_csv(rows: Sequence[Row], *, exact: bool = False) -> str:
-    """Return rows as CSV, a zero without a sign; what there is not stays empty.
+    """Return rows with the same columns as CSV, a zero without a sign; what there is not stays empty.
 
-    Args:
-        rows: One at least, with the same columns.
-        exact: Keep all digits. Those after the twelfth are of a machine's order of summation: without them the same
-            records give the same file everywhere.
+    Unless it is to be `exact`, digits after the twelfth are left out: they are of a machine's order of summation, and
+    without them the same records give the same file everywhere.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

@@ -35,14 +35,9 @@ Drawn = tuple[list[Path], list[str]]
 
 
 def draw_folder(path: Path) -> Drawn:
-    """Draw the report of one folder into it.
+    """Draw the report of a run, a comparison or a bench into its folder, which may be a run of a study, STUDY/NAME.
 
-    Args:
-        path: Of a run, a comparison or a bench; or a run in the record file of a study, STUDY/NAME.
-
-    Raises:
-        DataError: If there is nothing to draw.
-        MissingExtraError: If matplotlib is not installed.
+    Raises DataError if there is nothing to draw, and MissingExtraError if matplotlib is not installed.
     """
     folder = read_folder(path)
     if folder.is_comparison:
@@ -59,10 +54,7 @@ def draw_folder(path: Path) -> Drawn:
 
 
 def draw_together(paths: Sequence[Path], output: Path, rows: Sequence[str] = ()) -> Drawn:
-    """Draw one page of several folders: runs and benches side by side, or comparisons as one.
-
-    Args:
-        rows: Of comparisons, the rows that are kept beside the dense ones; none means all.
+    """Draw one page of several folders: runs and benches side by side, or comparisons as one, of which `rows` are kept.
 
     Raises:
         DataError: If there is nothing to draw, the folders do not fit on one page, or the page would replace that of
@@ -88,11 +80,7 @@ def draw_together(paths: Sequence[Path], output: Path, rows: Sequence[str] = ())
 
 
 def read_folders(paths: Sequence[Path]) -> dict[str, Folder]:
-    """Return what folders hold, by short names that tell them apart.
-
-    Raises:
-        DataError: If a folder is named twice, or cannot be read.
-    """
+    """Return what folders hold, by short names that tell them apart; raises DataError if one is named twice."""
     resolved = [path.resolve() for path in paths]
     for parts in range(1, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-parts:]) for path in resolved]
@@ -115,10 +103,8 @@ def draw_comparison(comparison: Comparison, folder: Path, *, later: bool = False
     """Write `table.md`, `table.csv`, `report.html` and figures of a comparison.
 
     Each file is replaced whole, so that several processes that draw the same comparison do not mix their halves. Where
-    figures are not drawn, the page and a note say why.
-
-    Args:
-        later: Leave the figures to a process that goes on measuring.
+    figures are not drawn (with `later`, they are left to a process that goes on measuring), the page and a note say
+    why.
     """
     reason, shown = (_LATER, ()) if later else ("", COMPARISON_FIGURES)
     try:

@@ -19,16 +19,7 @@ from wide.report.table import Table, verdict
 
 _STEPS, _TITLE_LAYERS, _MOST_ROWS = 9, 48, 400
 _FACTS = (
-    "description",
-    "model",
-    "data",
-    "target",
-    "LoRA",
-    "held-out text",
-    "window",
-    "device",
-    "versions",
-    "date",
+    *("description", "model", "data", "target", "LoRA", "held-out text", "window", "device", "versions", "date"),
     "command",
 )
 _STATIC = "The plan is static: it prunes the same for every token, so there is no routing to show."
@@ -95,8 +86,7 @@ def figure_sections(
 ) -> Iterator[Section]:
     """Yield a section for each figure, drawn or with what is missing, and write the files of those drawn.
 
-    Args:
-        origins: The files that they are drawn from, and what of these is left out.
+    `origins` are the files that they are drawn from, and say what of these is left out.
     """
     for figure in figures:
         try:
@@ -165,11 +155,8 @@ def _sample(run: Selection) -> list[Section]:
 def _coloured(tokens: Sequence[str], percents: Sequence[Sequence[float | None]], name: str) -> dict[str, Any]:
     """Return a text in which the background of each token shows how much of the model it executes.
 
-    The scale runs from the token that executes least to the one that executes most, and a legend names both.
-
-    Args:
-        tokens: Texts of the tokens, which join to the whole.
-        percents: For each token the percentage of groups that each layer executes; None where not routed.
+    The scale runs from the token that executes least to the one that executes most, and a legend names both. Of each
+    token, `percents` has the percentage of groups that each layer executes; None where not routed.
     """
     known = [{layer: value for layer, value in enumerate(row) if value is not None} for row in percents]
     means = [statistics.fmean(row.values()) if row else 0.0 for row in known]

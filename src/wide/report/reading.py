@@ -18,11 +18,8 @@ _PLACES = (".", "coarse", "profile", "bench", "bench/coarse")
 class Folder:
     """What a folder holds, or a run in the record file of a study, which is named as if it were a folder beside it.
 
-    Args:
-        records: Of its run or comparison; None of benches alone.
-        is_comparison: Whether these are the records of a comparison.
-        profile: What was timed, but for the cells of a comparison.
-        cells: What was timed of these.
+    `records` are those of its run or comparison, None of benches alone. `profile` is what was timed, but for the cells
+    of a comparison, which `cells` has.
     """
 
     path: Path
@@ -40,13 +37,10 @@ class Folder:
 
 
 def read_folder(path: Path) -> Folder:
-    """Return what a folder holds; records of a comparison's cells are collected into one file first.
+    """Return what the folder of a run, a comparison or a bench holds, or a run in the file of a study, STUDY/NAME.
 
-    Args:
-        path: Folder of a run, a comparison or a bench; or a run in the record file of a study, STUDY/NAME.
-
-    Raises:
-        DataError: If there is nothing of these, or a file cannot be read.
+    Records of a comparison's cells are collected into one file first. Raises DataError if there is nothing of these, or
+    a file cannot be read.
     """
     study = _study_of(path)
     file: Path | None
@@ -83,8 +77,7 @@ def read_folder(path: Path) -> Folder:
 def expand(path: Path) -> list[Path]:
     """Return the runs in the record file of a study as STUDY/NAME each; any other folder as it is.
 
-    Raises:
-        DataError: If there is neither a folder nor a run of a study.
+    Raises DataError if there is neither a folder nor a run of a study.
     """
     study = _study_of(path)
     if not path.is_dir() and (study is None or study[1] not in _runs_of(study[0])):
@@ -97,8 +90,7 @@ def expand(path: Path) -> list[Path]:
 def read_profile(path: Path) -> Profile:
     """Return what benches left in a folder, in those that they make in it, or in the file of a study there.
 
-    Raises:
-        DataError: If a file is not one of a bench.
+    Raises DataError if a file is not one of a bench.
     """
     kept = _kept_profiles(path / STUDY).get(None, Profile()) if (path / STUDY).is_file() else Profile()
     files = [*kept.files]
@@ -117,11 +109,7 @@ def read_profile(path: Path) -> Profile:
 def collect(folder: Path) -> Path:
     """Write the records of a comparison's grid and of all its cells into one file and return its path.
 
-    Args:
-        folder: Of the comparison; some of its cells may be missing or still running.
-
-    Raises:
-        DataError: If it is not the folder of a comparison.
+    Some of its cells may be missing or still running. Raises DataError if it is not the folder of a comparison.
     """
     grid = folder / GRID
     if not grid.is_file():

@@ -51,10 +51,8 @@ def _is_usable(record: Record) -> bool:
 class Origin:
     """A file of records that a report is drawn from.
 
-    Args:
-        about: What it says of its measurement: device and date.
-        command: That measured, empty where it is not known.
-        notes: What was left out of it, in words.
+    It says what it knows of its measurement (device and date), the command that measured, and in words what was left
+    out.
     """
 
     path: str
@@ -71,10 +69,8 @@ def measure_of(target: str) -> tuple[str, str]:
 class Selection:
     """The records of one run, by subject and metric; of repeated measurements the latest counts.
 
-    Args:
-        records: In the order in which they were written.
-        notes: What was left out while reading them, in words.
-        path: The file that they lie in, empty where there is none.
+    They come in the order in which they were written, with notes on what was left out while reading them, in words, and
+    the path of the file that they lie in, empty where there is none.
     """
 
     def __init__(self, records: Sequence[Record], notes: Sequence[str] = (), path: str = "") -> None:

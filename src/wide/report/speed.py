@@ -76,10 +76,7 @@ def is_own(forward: Row) -> bool:
 def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFile:
     """Return the content of a bench's file with the records that can be drawn, and in words what was left out.
 
-    Args:
-        name: One of `BENCH_FILES`.
-        content: As the bench writes it, with a list of records.
-        path: Where it lies.
+    `name` is one of `BENCH_FILES`; `content` is what the bench writes, with a list of records.
     """
     head = {key: value for key, value in content.items() if isinstance(value, str | int)}
     read: Callable[[Any, Row], Row] = _as_row

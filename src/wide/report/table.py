@@ -25,12 +25,7 @@ _SHARES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Texts in rows and columns.
-
-    Args:
-        header: Names of the columns; the first column is text, the others are numbers.
-        rows: As many texts as the header has.
-    """
+    """Texts in rows and columns: the first column is text, the others are numbers; rows are as long as the header."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -63,9 +58,7 @@ def summary_table(
 ) -> Table:
     """Return quality, sparsity and speed of each measured model of runs; columns without any value are left out.
 
-    Args:
-        runs: Records by the name of the run, which is shown where there are several.
-        speeds: Returns further columns of a run's subject.
+    The name of a run is shown where there are several; `speeds` returns further columns of a run's subject.
     """
     rows: list[Row] = []
     for name, run in runs.items():
