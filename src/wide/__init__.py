@@ -1,8 +1,4 @@
-"""Token-wise dynamic width pruning of language models.
-
-    import wide
-
-    model = wide.prune("some/model", "some/text", sparsity=0.5, output="run")
+"""Token-wise dynamic width pruning of language models: `wide.prune("some/model", "some/text", sparsity=0.5)`.
 
 Names are looked up when they are first used, so that `import wide` is light. transformers' Auto classes, pipelines and
 whatever uses them open wide's checkpoints in a process that has imported wide, before or after transformers.

@@ -14,15 +14,9 @@ def divisors(number: int, *, of: int = 1) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A width cut into contiguous groups of equal size.
+    """A width of query or FFN channels cut into contiguous groups of equal size.
 
-    Args:
-        width: Number of channels that are grouped (query width or FFN width).
-        group_size: Channels in a group; must divide `width`.
-
-    Raises:
-        ShapeError: If `group_size` does not divide `width` (the message names the sizes that do), or no layer is that
-            wide.
+    Raises ShapeError if `group_size` does not divide `width` (it names the sizes that do), or no layer is that wide.
 
     Source: paper, section 3.1 (pruning units).
     """

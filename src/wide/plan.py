@@ -35,8 +35,8 @@ class Kept:
     Args:
         grouping: Query channels (attention, a unit is one query head) or intermediate channels (FFN, a unit is one
             channel or a group of them) cut into units.
-        kept: Units whose scale is not 0. None at all is allowed; unlike `Skipped`, a bias of the output projection
-            then remains.
+        kept: Units whose scale is not 0. None at all is allowed; unlike `Skipped`, a bias of the output projection then
+            remains.
     """
 
     grouping: Grouping
@@ -60,11 +60,7 @@ class Stream:
     """The residual stream is projected onto a subspace at the embedding and after every sublayer but the last.
 
     The bases have orthonormal columns, `[width, kept]` float32, in the tensors `stream.embedding` and
-    `layers.<i>.<half>.basis`.
-
-    Args:
-        width: Hidden size, D.
-        kept: Dimensions of the subspaces.
+    `layers.<i>.<half>.basis`; `width` is the hidden size, D.
     """
 
     width: int
@@ -78,17 +74,13 @@ class Routed(Checked):
     Args:
         grouping: Query channels (attention) or intermediate channels (FFN) cut into groups.
         rank: Width of the router's bottleneck, r in the paper.
-        router_input: What the router reads: 'normed' is the normed input of the sub-layer, 'residual' the raw
-            residual stream before that norm, 'layer_input' the stream before the layer, for both halves.
+        router_input: What the router reads: 'normed' is the normed input of the sub-layer, 'residual' the raw residual
+            stream before that norm, 'layer_input' the stream before the layer, for both halves.
         bias: Whether the router's second matrix has a bias; the other forms have theirs always.
-        form: 'bottleneck' is two matrices without anything in between (the paper's); 'linear' one matrix, rank
-            unused; 'mlp' two with a ReLU in between (SkipGPT); 'dllm' two with RMSNorm and SiLU in between (D-LLM).
+        form: 'bottleneck' is two matrices without anything in between (the paper's); 'linear' one matrix, rank unused;
+            'mlp' two with a ReLU in between (SkipGPT); 'dllm' two with RMSNorm and SiLU in between (D-LLM).
         evicts: For an attention of one group: later tokens do not see the keys and values of tokens that skip it.
         first_tokens: So many tokens at the start of each sequence always execute.
-
-    Raises:
-        ConfigError: If the input or the form is none of these, several groups are to evict, or the rank or the number
-            of first tokens is out of its range.
     """
 
     grouping: Grouping

@@ -10,12 +10,8 @@ from torch import Tensor
 class LayerRouting:
     """Which groups each token executes in one decoder layer.
 
-    Args:
-        attention: Mask `[B, T, N_G]`, True (or 1.0 in training) where the group executes; None where attention is
-            not routed.
-        ffn: The same for the FFN.
-        attention_margin: Router margin `[B, T, N_G]`, float32: execute logit minus skip logit.
-        ffn_margin: The same for the FFN.
+    Masks are `[B, T, N_G]`, True (or 1.0 in training) where the group executes; None where a sublayer is not routed.
+    Margins are `[B, T, N_G]`, float32: execute logit minus skip logit.
     """
 
     attention: Tensor | None = None

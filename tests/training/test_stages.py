@@ -13,7 +13,7 @@ from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
 from wide.models.dial import measure_sparsity
-from wide.training import inference_target, stages
+from wide.training import inference_target
 from wide.training.stages import prune, recover
 from wide.training.text_source import ShiftedSource, batch_source
 
@@ -182,16 +182,6 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
         prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2), output=tmp_path)
     with pytest.raises(ConfigError, match="other settings"):
         prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=3), output=tmp_path, resume=True)
-
-
-def test_settings_that_came_later_do_not_part_a_run_from_its_earlier_checkpoints(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(stages, "fingerprint", lambda facts: seen.append(json.dumps(facts)) or "same")
-    prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=1))
-    assert not any(f'"{name}": {json.dumps(value)}' in seen[0] for name, value in stages._LATER.items())
-    assert '"router_start"' not in seen[0]
-    prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=1, noise=0.5))
-    assert '"noise": 0.5' in seen[1]
 
 
 def test_groups_cannot_be_changed_on_a_model_that_has_routers():

@@ -1,11 +1,7 @@
-"""Full pruned checkpoints: generated classes for every family, known to transformers' Auto classes.
+"""Full pruned checkpoints: generated classes for every family, known to transformers' Auto classes after `import wide`.
 
-    wide.save_checkpoint(model, path)                  `Wide<Base>`: base weights (LoRA merged) and routers or scales
-    wide.materialise(model).save_pretrained(path)      `Sliced<Base>`: smaller matrices, built from the kept sizes
-    wide.load_checkpoint(path)                         the same logits, without the base model; so does
-    AutoModelForCausalLM.from_pretrained(path)         after `import wide`
-
-A process that has not imported wide refuses such a folder (unknown model type) instead of loading it dense.
+`Wide<Base>` has base weights (LoRA merged) and routers or scales; `Sliced<Base>` smaller matrices, built from the kept
+sizes. A process that has not imported wide refuses such a folder (unknown model type) instead of loading it dense.
 """
 
 import functools

@@ -57,23 +57,17 @@ def apply(
     resume: bool = False,
     seed: int,
 ) -> dict[str, Any]:
-    """Let a method decide or train, and leave the model attached accordingly.
+    """Let a method decide or train, and leave the model attached accordingly; if it fails, as it was found.
 
-    Saving, LoRA and evaluation then work as for any attached model. If the method fails, the model is left as it was
-    found.
+    Return what the row is and what it cost, JSON-ready. Its shares are those of `Sparsity` in units of the method, skip
+    rates measured on calibration text; its seconds are those of deciding or training, over all parts of a resumed run.
 
     Args:
-        model: A causal LM, nothing attached.
         settings: Of the method; None means the original's.
         stage: Steps, sizes and rates for methods that train routers; None means the paper's.
         objective: Loss of methods that train routers; the target comes from `target`.
         resume: Continue from the newest checkpoint in `output`.
         seed: Of everything random; the one in `settings` or `stage` does not count.
-
-    Returns:
-        What the row is and what it cost, JSON-ready. Its shares are those of `Sparsity` in units of the method, skip
-        rates measured on calibration text; its seconds are those of deciding or training, over all parts of a resumed
-        run, measurements left out.
 
     Raises:
         NotAttachedError: If the model carries a plan already.

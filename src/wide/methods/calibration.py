@@ -26,18 +26,10 @@ def windows(
     seed: int,
     settings: tuple[str, str] = ("num_windows", "window_length"),
 ) -> Tensor:
-    """Return windows that do not overlap, drawn at random; a block is used again only when every block has been.
+    """Return windows that do not overlap, int64 `[N, T]`, drawn at random; blocks are used again only after all were.
 
-    Args:
-        count: Windows, N.
-        length: Tokens in a window, T.
-        settings: Which settings ask for the number and for the length, for the messages.
-
-    Returns:
-        Token ids, int64 `[N, T]` on the CPU.
-
-    Raises:
-        ConfigError: If a window is longer than a block, shorter than two tokens, or the text holds fewer windows.
+    `settings` says which settings ask for the number and for the length, for the messages. Raises ConfigError if a
+    window is longer than a block, shorter than two tokens, or the text holds fewer windows.
     """
     of_count, of_length = settings
     if count < 1 or length < _SHORTEST_WINDOW:

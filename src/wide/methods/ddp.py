@@ -95,12 +95,10 @@ class Multipliers(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """Scales of one kind of unit, ready for a plan.
+    """Scales of one kind of unit, ready for a plan: per layer float32 `[units]`; 0 prunes.
 
-    Args:
-        scales: Per layer float32 `[units]`; 0 prunes.
-        relu_zeros: Share of the units whose magnitude was 0 before anything was forced.
-        forced: Layers in which a unit had to be kept, because all of them would have gone.
+    `relu_zeros` is the share of units whose magnitude was 0 before anything was forced; in layers that are `forced` a
+    unit had to be kept, because all of them would have gone.
     """
 
     scales: tuple[Tensor, ...]
@@ -277,7 +275,6 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
     Raises:
         ConfigError: If the sequences are longer than the blocks, or the target is out of reach.
         UnsupportedModelError: If a layer's FFN is not of the known kind.
-        NotAttachedError: If something is attached to the model already.
         TrainingError: If a loss is not finite.
     """
     specs = discover(model)

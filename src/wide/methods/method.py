@@ -135,11 +135,8 @@ def width_share(specs: Sequence[BlockSpec], target: Target) -> float:
 
     With match='linear_flops' keys and values count in the total, so the share is above the target; those that no head
     reads any more are taken off by `channels_share`. Where queries are normed over their whole width, the query
-    projection stays too.
-
-    Raises:
-        ConfigError: If the target cannot be reached by pruning heads and channels; the message gives the largest one.
-        UnsupportedModelError: If a layer has no FFN that can be pruned.
+    projection stays too. Raises ConfigError, with the largest target, if it cannot be reached, and
+    UnsupportedModelError if a layer has no FFN that can be pruned.
     """
     for spec in specs:
         feed_forward(spec)

@@ -32,10 +32,9 @@ _ROUTERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """What a dynamic method trains.
+    """What a dynamic method trains; a nominal target is a share of what has routers.
 
     Args:
-        target: The target, as a share of what has routers where it is nominal.
         objective: Weights and ramp; its sparsity and measure are replaced by the target's.
         uniform: Steer attention and FFN to the same share each.
         initialise: Draws the initial parameters of a router in place of those that it comes with.
@@ -69,13 +68,7 @@ def train(
 
     Return the text consumed (by all processes, over all parts of a resumed run, with what the start and the calibration
     of the threshold read), and sentences on how the row differs from its original and inference from argmax at the
-    target.
-
-    Raises:
-        ConfigError: If the target is out of reach, settings contradict, or `output` holds another run.
-        UnsupportedModelError: If the model cannot be routed.
-        NotAttachedError: If something is attached already.
-        TrainingError: If a loss is not finite.
+    target. Raises as `wide.prune`.
     """
     specs = discover(model)
     wanted = route(specs, settings, asked)

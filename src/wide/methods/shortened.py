@@ -143,9 +143,8 @@ def _layer_gradients(model: nn.Module, specs: Sequence[BlockSpec], take: Callabl
 def decide_by_perplexity(model: nn.Module, blocks: TokenBlocks, target: Target, settings: ShortenedConfig) -> Decision:
     """Decide which layers to leave out by the loss without each; both measures of the target are the same here.
 
-    Raises:
-        ConfigError: If more layers are to be removed than are not protected, or the text is too short.
-        EvaluationError: If the unpruned model's loss is not finite.
+    Raises ConfigError if more layers are to be removed than are not protected, or the text is too short, and
+    EvaluationError if the unpruned model's loss is not finite.
     """
     return _decide(model, blocks, target, settings, perplexity_scores)
 

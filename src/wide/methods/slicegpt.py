@@ -4,14 +4,12 @@ The original rotates the weights into the bases and cuts them. With bases B of D
 
     z_0 = embedding B_0,    z' = z B^T B' + out(z) B'
 
-where `out` is a sublayer whose input weights were multiplied by B and whose norms divide by the original D. Write
-`x = z B^T`, so |x| = |z|: a scale-free RMSNorm commutes with the rotation, and the sublayer computes in the original
-basis exactly what the untouched one computes on x. Hence, with P = B B^T,
+where `out` is a sublayer whose input weights were multiplied by B and whose norms divide by the original D. With `x = z
+B^T` and P = B B^T, because |x| = |z| and a scale-free RMSNorm commutes with the rotation, that is
 
     x_0 = embedding P_0,    x' = (x + out(x)) P'
 
-and the rotated model is the untouched one with its stream projected: what is decided here is bases, no weight. The last
-FFN is not cut, its output keeps all D dimensions. Cutting the weights physically gives the same function.
+the untouched model with its stream projected: what is decided here is bases, no weight. The last FFN is not cut.
 
 Source: Ashkboos et al., "SliceGPT: Compress Large Language Models by Deleting Rows and Columns", ICLR 2024.
 """

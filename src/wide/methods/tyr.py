@@ -5,8 +5,7 @@ its expected sparsity (`Supernet`); an evolutionary search (`evolve`, that of Ev
 with the totals of heads and of channels held, by the divergence from the dense model (`TopKDivergence`). The levels
 found are expected in the next iteration, whose levels lie half as far apart.
 
-Source: Li et al., "Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity Distribution Optimization", NeurIPS
-2025.
+Source: Li et al., "Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity Distribution Optimization", 2025.
 """
 
 import math
@@ -63,9 +62,8 @@ Fitness = Callable[[Allocation, int, int], float]
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrConfig) -> Decision:
     """Decide which heads and channels go in which layer, and what the output projections become.
 
-    Raises:
-        UnsupportedModelError: If an output projection is no plain linear layer, or a layer has no FFN to prune.
-        ConfigError: If the target cannot be reached, or a window does not fit the calibration text.
+    Raises UnsupportedModelError if an output projection is no plain linear layer, or a layer has no FFN to prune, and
+    ConfigError if the target cannot be reached, or a window does not fit the calibration text.
     """
     specs = discover(model)
     share = width_share(specs, target)

@@ -117,11 +117,8 @@ def prune_with_updates(
         weight: `[out, in]`, float32 or float64.
         gram: Sum or mean of `x^T x` over the inputs, `[in, in]`, in the same dtype.
         sparsity: Share of each block of columns that becomes zero, without a pattern.
-        damping: Share of the mean diagonal added to the diagonal.
+        damping: Share of the mean diagonal added to the diagonal; ConfigError if the products stay singular despite it.
         block_size: Columns whose zeros are chosen together, and after which the error is passed on.
-
-    Raises:
-        ConfigError: If the inputs' products are singular despite the damping.
     """
     weight, gram = weight.clone(), gram.clone()
     dead = gram.diagonal() == 0
@@ -163,10 +160,8 @@ _Seen = TypeVar("_Seen", InputEnergy, GramAccumulator)
 def decide_by_activation(model: nn.Module, blocks: TokenBlocks, target: Target, settings: WandaConfig) -> Decision:
     """Decide by Wanda which weights become zero; both measures of the target are the same here.
 
-    Raises:
-        UnsupportedModelError: If a projection is no plain linear layer.
-        ConfigError: If the pattern and the target contradict.
-        ShapeError: If a width is no multiple of the pattern.
+    Raises UnsupportedModelError if a projection is no plain linear layer, ConfigError if the pattern and the target
+    contradict, and ShapeError if a width is no multiple of the pattern.
     """
     pattern = parse_pattern(settings.pattern, target.sparsity)
 

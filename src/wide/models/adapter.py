@@ -1,13 +1,4 @@
-"""The adapter on disk: a small, self-describing folder that loads strictly.
-
-    wide_config.json            version, base model, plan, thresholds in force and calibrated (`dial`), provenance,
-                                sha256 of the files
-    wide_router.safetensors     router matrices, float32; only where the plan has routers
-    wide_static.safetensors     scales and bases of static plans, float32; only where it has any
-    wide_weights.safetensors    base weights that the method replaced; only if there are any
-    wide_order.safetensors      orders of FFN channels, int64; only where they are not those of the base
-    lora/                       PEFT's files, only after stage 2
-    README.md                   model card
+"""The adapter on disk: a small, self-describing folder that loads strictly; docs/reference/files.md lists its files.
 
 LoRA lies in a folder of its own, so that nothing loads base + LoRA without the routers.
 """

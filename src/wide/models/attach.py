@@ -68,12 +68,10 @@ class Attachment:
     Args:
         base: Fingerprint of the base model, taken before anything was changed.
         weights_seen: A sample of the base weights as `attach` left them, float32; None where they are not known.
-        replaced: Base weights that the plan's method replaced, and their originals.
         originals_lost: Whether the base weights were replaced before they were loaded, as in a full checkpoint, so that
             the dense model is not known.
-        regrouped: FFN channels that lie in another order than in the base model.
-        order_lost: Whether they lay so before they were loaded, as in a full checkpoint, so that their order in the
-            base model is not known; the dense model is.
+        order_lost: Whether FFN channels lay in another order before they were loaded, so that their order in the base
+            model is not known; the dense model is.
         handles: Hooks, removed by `detach`.
         parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).

@@ -18,12 +18,10 @@ class AttentionSpec:
     """The attention of a decoder layer.
 
     Args:
-        module: The attention module; its `forward` receives the normed hidden states `[B, T, D]`.
-        query: Projection with the query rows (fused QKV: they come first).
-        key: None when fused into `query`, as is `value`.
+        module: Its `forward` receives the normed hidden states `[B, T, D]`.
+        query: Projection with the query rows (fused QKV: they come first, and `key` and `value` are None).
         output: Projection back to the residual stream.
-        num_query_heads: H_q.
-        num_kv_heads: H_k.
+        num_query_heads: H_q; `num_kv_heads` is H_k.
         head_dim: Channels per head; H_q * head_dim need not equal the hidden size.
         q_norm: Whether queries are normed, per head or over the whole query width.
         pre_norm: The norm whose input is the residual stream that this sublayer reads; None when there is none.
@@ -62,11 +60,10 @@ class FeedForwardSpec:
     """The FFN of a decoder layer.
 
     Args:
-        module: The FFN module; its `forward` receives hidden states `[B, T, D]`.
+        module: Its `forward` receives hidden states `[B, T, D]`.
         up: Up projection; with `fused_gate` it holds the gate rows first, then the up rows.
         gate: Gate projection of a gated FFN; None when fused or when there is no gate.
         down: Projection back to the residual stream.
-        activation: The activation module, one per layer.
         width: Intermediate channels (of the activation's output).
     """
 

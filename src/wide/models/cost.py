@@ -154,12 +154,11 @@ class Sparsity:
         mean: Unweighted mean of the two (the paper's nominal sparsity).
         linear_flops: Skipped share of the prunable matrix-product work (Q, O, gate, up, down).
         linear_flops_with_fixed: The same over all matrix products, K, V and output head included.
-        linear_flops_layers: The same over all matrix products of the decoder layers, K and V included, the output head
-            not. A skipped attention saves its K and V, pruned heads those of KV heads that no head reads any more.
-            Zeros inside a matrix save nothing. A stream is counted with its shortcut matrices, of kept x kept
-            dimensions (kept x all in the last layer), so that it may be negative.
-        parameters_removed: Share of the decoder layers' parameters that a plan makes superfluous for every token,
-            zeros of replaced matrices included; it may be negative for the same reason. Routers are not counted.
+        linear_flops_layers: The same over those of the decoder layers, K and V included, the output head not. A skipped
+            attention saves its K and V, pruned heads those of KV heads that no head reads any more. Zeros inside a
+            matrix save nothing. A stream is counted with its shortcut matrices, so that it may be negative.
+        parameters_removed: Share of the decoder layers' parameters that a plan makes superfluous for every token, zeros
+            of replaced matrices included; it may be negative for the same reason. Routers are not counted.
         kv_cache_kept: Share of keys and values that must still be kept.
         layers: (attention, FFN) rates per layer, in units of the plan (dimensions for a stream, zeros for replaced
             matrices); None where a sublayer is neither routed nor pruned.

@@ -85,16 +85,10 @@ def calibrate_dial(
 ) -> list[tuple[float, float]]:
     """Measure which threshold gives which sparsity, store the table at `attachment(model).dial` and return it.
 
-    Each wanted point costs one pass over the batches; its threshold is guessed from the margins of its neighbour's
-    pass, and what is stored is the sparsity that was then measured. Between two measured points the table is filled
-    from the margins of both. The thresholds in force are put back.
-
-    Args:
-        measure: In which sparsity is counted, see `half_weights`.
-        sparsities: Wanted points, each in (0, 1); the argmax routing is always a point of the table.
-
-    Returns:
-        (sparsity, threshold) pairs, both strictly ascending.
+    Each wanted point, in (0, 1), costs one pass over the batches; its threshold is guessed from the margins of its
+    neighbour's pass, and what is stored is the sparsity that was then measured, as `half_weights` counts it. Between
+    two measured points the table is filled from the margins of both; argmax is always one of its points. Pairs are
+    (sparsity, threshold), both strictly ascending. The thresholds in force are put back.
 
     Raises:
         NotAttachedError: If the model carries no routers.

@@ -3,11 +3,8 @@
 What a token sees is `sum_j p_j g_j v_j / sum_j p_j g_j`, with p the attention over all keys and g the gate of each:
 softmax over the executing tokens alone, with a gradient that reaches the gates. Values carry their gate as one more
 channel, so that every attention function computes numerator and denominator in one pass, without a mask of T x T
-entries. The values of evicted tokens are zero, in the cache too, which is how later tokens know them.
-
-That channel makes values wider than queries and keys: at a head size of 256 they are beyond what the memory-saving
-attention kernels of CUDA take, and PyTorch runs attention with its T x T weights in memory. Nothing else changes; only
-long sequences cost more memory and time there.
+entries. The values of evicted tokens are zero, in the cache too, which is how later tokens know them. At a head size of
+256 the channel makes values wider than the memory-saving kernels of CUDA take, so long sequences cost more there.
 """
 
 from collections.abc import Callable

@@ -129,13 +129,10 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
 
 @contextmanager
 def bypass(*models: nn.Module) -> Iterator[None]:
-    """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation.
+    """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation but for LoRA.
 
     FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
-    LoRA stays active.
-
-    Raises:
-        NotAttachedError: If a model carries no plan, or the originals of replaced weights are not at hand.
+    Raises NotAttachedError if a model carries no plan, or the originals of replaced weights are not at hand.
     """
     states = [attachment(model) for model in models]
     for state in states:

@@ -27,10 +27,10 @@ def order_name(layer: int) -> str:
 
 
 class RegroupedChannels:
-    """Puts the channels of some routed FFNs into another order, and back, bit for bit.
+    """Puts the channels of some routed FFNs into another order, and back, bit for bit; parameters stay the same.
 
-    Parameters stay the same objects. Under `bypass` the channels stay where they are: the function is the dense one.
-    `orders` say by the names of `order_name`, int64 `[F]`, which old channel lies at each new place.
+    Under `bypass` the channels stay where they are: the function is the dense one. `orders` say by the names of
+    `order_name`, int64 `[F]`, which old channel lies at each new place.
 
     Raises:
         ShapeError: If a name is unknown, an order is no permutation of the layer's channels, or its FFN is not routed.

@@ -92,9 +92,9 @@ class Router(nn.Module):
     straight-through gradient (where `control.sampling.noise` is off, that of inference with the same gradient); in
     evaluation mode it is `margin >= threshold`, and a threshold of 0 is the paper's argmax with ties executing.
 
-    Source: paper, section 3.1 (routing components); initialisation: Kaiming-uniform with gain 1 on all matrices and
-    zero biases, with a ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers
-    do, with D-LLM's output bias.
+    Source: paper, section 3.1; initialisation: Kaiming-uniform with gain 1 on all matrices and zero biases, with a
+    ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers do, with D-LLM's
+    output bias.
     """
 
     def __init__(

@@ -62,19 +62,11 @@ class Value:
 
 
 class Comparison:
-    """The records of one comparison.
+    """The records of one comparison: those of all cells, and under the subject 'run' the grid that was asked for.
 
-    Args:
-        run: Its records: those of all cells, and under the subject 'run' the grid that was asked for.
-        speeds: How fast what a cell left is, calibrated only, at each size, as `Profile.forwards` says it.
-        origins: The files of records and speeds.
-
-    Attributes:
-        sparsities: Targets, ascending.
-        rows: All rows that were asked for, the dense ones first.
-
-    Raises:
-        DataError: If the records are not of a comparison.
+    `speeds` say how fast what a cell left is, calibrated only, at each size, as `Profile.forwards` says it.
+    `sparsities` are the targets, ascending, `rows` all rows that were asked for, the dense ones first. Raises DataError
+    if the records are not of a comparison.
     """
 
     def __init__(

@@ -25,25 +25,21 @@ class MissingRecordsError(WideError, LookupError):
 class Figure:
     """One figure of a report.
 
-    All that is drawn lies in `rows`, which are also its CSV file; the other arguments name their columns.
+    All that is drawn lies in `rows`, which are also its CSV file; the other arguments name their columns, or say how it
+    looks, as `figures.yaml` does.
 
     Args:
-        name: Of its files, without their endings.
         rows: Returns what is shown, each row with the same columns; it may raise `MissingRecordsError`.
         missing: Which records are missing where there are no rows: a sentence without its full stop.
         x: Column of the place: a number, or a name in the order of the rows.
         y: Column of the height; a row without it is in the table only.
         by: Column that tells lines or bars apart by colour, marker and hatch; empty for one of them.
         panel: Column that tells panels apart; empty for one panel.
-        kind: Lines with markers, bars beside each other, or an image with a cell for each `x` and `by`, coloured by
-            `y`.
-        x_label: Below each panel.
-        y_label: Beside the panels; of an image, what its colours mean.
+        kind: An image has a cell for each `x` and `by`, coloured by `y`.
         about: What there is to see, for those who cannot see it.
         error: Column of the error of the height.
         filled: Column that says whether LoRA was trained: points are filled and lines whole, else hollow and dashed.
-        ideal: Column of a second height, drawn dotted.
-        ideal_means: What dotted lines are called in the legend.
+        ideal: Column of a second height, drawn dotted, which the legend calls `ideal_means`.
         words: Column of what is written beside a point.
         even: Whether places stand at equal distances in their order, whatever their numbers.
         scale: Factor of the drawn heights; 100 draws shares in percent.

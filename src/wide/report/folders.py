@@ -56,11 +56,8 @@ def draw_folder(path: Path) -> Drawn:
 def draw_together(paths: Sequence[Path], output: Path, rows: Sequence[str] = ()) -> Drawn:
     """Draw one page of several folders: runs and benches side by side, or comparisons as one, of which `rows` are kept.
 
-    Raises:
-        DataError: If there is nothing to draw, the folders do not fit on one page, or the page would replace that of
-            one of them.
-        UsageError: If rows are named and there is no comparison.
-        MissingExtraError: If matplotlib is not installed.
+    Raises DataError if there is nothing to draw, or the folders do not fit on one page or would lose their own;
+    UsageError if rows are named and there is no comparison; and MissingExtraError if matplotlib is not installed.
     """
     if output.resolve() in [path.resolve() for path in paths]:
         raise DataError(f"{output} holds a report of its own; choose another --output for the common page")

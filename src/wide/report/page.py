@@ -36,7 +36,6 @@ class Section:
         folded: Whether tables are to be opened.
         runs: Name, place of its own page and facts of each run; one without a name is shown unfolded.
         figure: A drawn figure, as `figure_sections` makes it.
-        samples: Names and texts that are shown as they are.
         files: Place of each file of records, what it says of its measurement, and the command that measured.
     """
 

@@ -2,15 +2,8 @@
 
     trainer = Trainer(model, args, train_dataset=..., callbacks=[wide.RouterCallback(sparsity=0.5)])
 
-In a loop of your own, as one with accelerate, call the three methods that the Trainer's events lead to:
-
-    routers = wide.RouterCallback(sparsity=0.5)
-    routers.begin(model, steps=1000)
-    for step, batch in enumerate(loader):
-        routers.step(step)
-        model(**batch).loss.backward()      # with the sparsity term
-        ...
-    routers.end()
+A loop of your own, as one with accelerate, calls `begin(model, steps=...)`, `step(number)` before each optimiser step,
+and `end()`.
 """
 
 import base64
@@ -92,7 +85,15 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     What else is trained, and at which rate, is the loop's: freeze the base with `requires_grad_(False)` before the
     Trainer is made, or train it along. Afterwards thresholds are calibrated on the last batches, so that inference
     meets the target. The Trainer's checkpoints are full checkpoints; of a PEFT model they hold LoRA, and the routers
-    lie beside it in `wide/`, an adapter for `wide.load`.
+    lie beside it in `wide/`, an adapter for `wide.load`. A loop of your own, as one with accelerate:
+
+        routers = wide.RouterCallback(sparsity=0.5)
+        routers.begin(model, steps=1000)
+        for step, batch in enumerate(loader):
+            routers.step(step)
+            model(**batch).loss.backward()      # with the sparsity term
+            ...
+        routers.end()
 
     Args:
         sparsity: Wanted share of skipped work in [0, 1).

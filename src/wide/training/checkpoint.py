@@ -1,11 +1,5 @@
 """Resumable checkpoints: whole or not there, safetensors and JSON only.
 
-    checkpoints/step-00000500/
-        parameters.safetensors      what is trained, float32
-        optimizer.safetensors       its moments
-        checkpoint.json             step, what was measured, fingerprint of the run, size and hash of the other files;
-                                written last
-
 A checkpoint is written into a hidden folder, forced to the disk and renamed, so no crash leaves half of one under its
 name. Random numbers need no state: every step seeds its own noise, and its data follow from its number.
 """

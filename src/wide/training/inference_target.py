@@ -36,15 +36,10 @@ def meet_target(
     adjust: bool,
     parallel: DataParallel,
 ) -> dict[str, Any]:
-    """Calibrate thresholds, set one of them, and return JSON-ready facts about both.
+    """Calibrate thresholds on text, set one of them, and return JSON-ready facts about both.
 
-    A plan without routers has neither; the facts are then what it prunes.
-
-    Args:
-        batches: Calibration text; of several processes that of the first counts.
-        objective: Whose target is to be met.
-        adjust: Whether the thresholds are chosen here, 0 or what meets the target; otherwise they stay as they are.
-        parallel: The processes of the run; all end with the thresholds of the first.
+    A plan without routers has neither; the facts are then what it prunes. With `adjust` the thresholds are chosen here,
+    0 or what meets the objective's target; otherwise they stay as they are. All processes end with those of the first.
     """
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     if not attachment(model).plan.is_routed:

@@ -36,13 +36,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Bytes of one GPU, or of the host.
+    """Bytes of one GPU, or of the host: weights, activations that layers keep for the backward, and optimizer.
 
-    Args:
-        activations: That layers keep for the backward.
-        logits: Of a chunk of tokens, with what their loss takes; or what the backward of a layer takes, if that is
-            more.
-        optimizer: Routers and LoRA with gradients and moments.
+    `optimizer` is routers and LoRA with gradients and moments; `logits` those of a chunk of tokens, with what their
+    loss takes, or what the backward of a layer takes, if that is more.
     """
 
     weights: int
@@ -75,13 +72,12 @@ def needed(
     world: int = 1,
     shards: int | None = None,
 ) -> Need:
-    """Return what each of `world` processes needs of its GPU.
+    """Return what each of `world` processes that share a batch needs of its GPU.
 
     Args:
         model: Attached or not; may be without weights (`load_skeleton`).
         distils: Whether the loss compares with the dense model.
         dtype: Of the base, as for `load_pretrained`; 'auto' is that of the model's configuration.
-        world: Processes that share a batch.
         shards: Processes that share the base, 1 where each has the whole; None means all where FSDP shards the model.
     """
     stored = model.config.dtype if dtype == "auto" else dtype
@@ -267,14 +263,10 @@ def require_room(
     on_gpus: bool = False,
     **told: Any,
 ) -> None:
-    """Raise TrainingError, which says what would fit, if the memory of the host is too small for a stage.
+    """Raise TrainingError, which says what would fit, if the memory of the host is too small for a stage on `device`.
 
-    Args:
-        model: May be without weights. If they are quantised, their size is not known, and nothing is checked.
-        device: Where it would run.
-        shards: As for `needed`.
-        on_gpus: Whether GPUs are checked, too, which say themselves when they are full.
-        told: `distils`, `dtype` and `world` of `needed`.
+    A quantised model without weights has no size that is known, and is not checked. With `on_gpus` GPUs are checked,
+    too, which say themselves when they are full. `told` are `distils`, `dtype` and `world` of `needed`.
     """
     if (device.type == "cuda" and not on_gpus) or hasattr(model.config, "quantization_config"):
         return

@@ -158,8 +158,6 @@ def _fused_with_gradient(forward: Callable[..., Any], *, replays: bool) -> Calla
 
 
 class _LayerRun:
-    """Stands in for the forward of one decoder layer; its hooks stay outside."""
-
     def __init__(
         self, control: RoutingControl, spec: BlockSpec, run: Callable[..., Any], *, recompute: bool, fuse: bool
     ) -> None:

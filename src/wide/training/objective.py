@@ -1,11 +1,5 @@
 """What training minimises: language modelling, distance from the target sparsity, and optionally distillation.
 
-Plain torch, for any loop:
-
-    objective = Objective(model, ObjectiveConfig(sparsity=0.5))
-    loss, measured = objective(batch)
-    loss.backward()
-
 Several processes: token sums and skip counts are summed over all of them before anything is divided or compared, and
 the loss is scaled so that gradients *averaged* over processes are those of the joint batch.
 
@@ -57,18 +51,17 @@ class Measured:
 
 
 class Objective:
-    """The training loss of an attached model.
+    """The training loss of an attached model; plain torch, for any loop.
 
-    Args:
-        model: An attached model; its routers in training mode sample masks with straight-through gradient. Without
-            routers the rates that are reported are those of the static plan.
-        parallel: The processes that share a batch; None for a single one.
-        fuse: Whether `torch.compile` fuses the loss of a chunk of tokens.
+        loss, measured = Objective(model, ObjectiveConfig(sparsity=0.5))(batch)
+
+    Routers in training mode sample masks with straight-through gradient; without routers the rates that are reported
+    are those of the static plan. With `fuse`, `torch.compile` fuses the loss of a chunk of tokens.
 
     Raises:
-        NotAttachedError: If the model carries no routers.
-        ConfigError: If the target cannot be reached even by skipping everything that is routed, or there are no
-            routers and the sparsity term is on.
+        NotAttachedError: If the model carries no plan.
+        ConfigError: If the target cannot be reached even by skipping everything that is routed, or there are no routers
+            and the sparsity term is on.
 
     Source: paper, section 3.2 ('mean') and the appendix on uniform sparsity ('uniform').
     """
@@ -109,8 +102,7 @@ class Objective:
 
         Args:
             batch: This process's tokens, on the model's device; padding (`valid` False) counts nowhere.
-            target: Sparsity wanted at this step; None means that of the configuration.
-            weight: Of the sparsity term at this step; None means that of the configuration.
+            target: Sparsity wanted at this step; None means that of the configuration, as for `weight`.
             targets_in_step: Target tokens of the whole step over all processes, at least 1; None means this batch is
                 the step.
             micro_batches: Forwards in the step.

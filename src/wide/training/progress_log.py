@@ -55,13 +55,9 @@ class StageOptions:
 
     Args:
         title: Name of the stage, e.g. 'stage 1'.
-        output: Folder for checkpoints and metrics; None writes nothing.
-        resume: Continue from the newest checkpoint in `output`, if there is one.
         fingerprint: Hash of everything that the course of the run depends on.
         train_routers: Otherwise only LoRA is trained, on the routing of inference.
         anneal: Follow the temperature schedule; otherwise stay at its end.
-        tensorboard: Folder for TensorBoard's files; None writes none.
-        tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
     """
 
     title: str

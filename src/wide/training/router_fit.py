@@ -57,13 +57,8 @@ def fit_routers(
 ) -> None:
     """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
 
-    Routers must be bottlenecks with a bias; thresholds are 0 and uncalibrated after. Raises ConfigError if layers are
-    to be recomputed and cannot be.
-
-    Args:
-        batches: Text, on the CPU.
-        objective: Target and measure; 'uniform' is taken for the mean.
-        gradient_checkpointing: Whether layers are recomputed where gradients are taken, one sequence at a time.
+    Routers must be bottlenecks with a bias; thresholds are 0 and uncalibrated after. A target of 'uniform' is taken for
+    the mean. Layers may be recomputed where gradients are taken, one sequence at a time.
     """
     state = attachment(model)
     routers = dict(enumerate(state.routers()))

@@ -36,20 +36,6 @@ from wide.training.trainer import Trainer, micro_batch_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Settings that came later, and what they were before: left out of the hash at these values, so that a run from before
-# can still be continued.
-_LATER = {
-    "smoothing": 0.0,
-    "noise": 1.0,
-    "evicts": False,
-    "first_tokens": 0,
-    "compile": False,
-    "per_token": False,
-    "weight_ramp": False,
-    # Of stage 2; that of the objective is a number.
-    "distillation": None,
-}
-
 
 def prune(
     model: Any,
@@ -238,8 +224,7 @@ def _run(
     if options.train_routers:
         # What training samples has nothing to do with the threshold of an earlier calibration.
         set_sparsity(model, threshold=0.0)
-    # The 1 is from when runs were tied to their number of processes.
-    key = _fingerprint(name, model, objective, stage, [data, 1], settings)
+    key = _fingerprint(model, [name, data, settings, dataclasses.asdict(objective)], stage)
     options = dataclasses.replace(options, fingerprint=key)
     with saying_what_fits(options.title, model, stage, distils=objective.distillation > 0, world=parallel.world):
         outcome = Trainer(model, loss, source, stage, options, parallel=parallel).train()
@@ -268,36 +253,17 @@ def _run(
     parallel.barrier()
 
 
-def _fingerprint(
-    name: str,
-    model: nn.Module,
-    objective: ObjectiveConfig,
-    stage: StageConfig,
-    others: list[Any],
-    start: dict[str, Any],
-) -> str:
+def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
     """Return a hash of everything that the course of a run depends on."""
     state = attachment(model)
     base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
-    settings = dataclasses.asdict(stage)
     # How often checkpoints are written changes nothing.
-    settings.pop("checkpoint_every")
-    facts = [name, base, state.plan.to_json(), dataclasses.asdict(objective), settings, *others]
-    facts = _without_later(facts)
-    if start:
-        facts.append(start)
-    if state.regrouped is not None:
-        facts.append({name: order.tolist() for name, order in state.regrouped.orders().items()})
+    settings = dataclasses.asdict(dataclasses.replace(stage, checkpoint_every=0))
+    orders = {} if state.regrouped is None else state.regrouped.orders()
     static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
     zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
-    return fingerprint([*facts, static, zeros] if static or zeros else facts)
-
-
-def _without_later(value: Any) -> Any:
-    """Return JSON-ready facts without the settings of `_LATER` that say nothing new."""
-    if isinstance(value, dict):
-        return {k: _without_later(v) for k, v in value.items() if k not in _LATER or v != _LATER[k]}
-    return [_without_later(item) for item in value] if isinstance(value, list) else value
+    order_of = {name: order.tolist() for name, order in orders.items()}
+    return fingerprint([*facts, base, state.plan.to_json(), settings, order_of, static, zeros])
 
 
 def _check_ramp(config: WideConfig | Plan | None, objective: ObjectiveConfig) -> None:

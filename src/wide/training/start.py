@@ -55,18 +55,15 @@ def attach_started(
     """Attach routers, with channels clustered and routers fitted where the configuration says so.
 
     A run that continues from a checkpoint takes the channel permutations and the facts that lie beside it, and leaves
-    the routers to it.
+    the routers to it. All processes read the same text, the first batches of the source, and end with the permutations
+    of the first one. Return what was done, by this run or the one that it continues, JSON-ready; empty for the paper's
+    start.
 
     Args:
         plan: That `config` makes for the model.
         config: What is attached; a plan given as such begins as the paper does.
-        source: The training text, of which the first batches are read.
-        parallel: The processes of the run; all read the same text and end with the permutations of the first.
         folder: Where the run writes; None writes nothing.
         resume: Whether it continues from a checkpoint in `folder`, if there is one.
-
-    Returns:
-        What was done, by this run or the one that it continues, JSON-ready; empty for the paper's start.
 
     Raises:
         TrainingError: If a run is to be continued and its permutations, or the facts of its start, cannot be read.

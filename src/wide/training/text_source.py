@@ -45,8 +45,7 @@ def batch_source(
         data: Name or path of a source (`wide.data.corpus`), texts, or packed blocks, which keep their own length and
             order.
         tokenizer: None loads the one that lies beside the model.
-        stage: Length of the blocks and their order. Of a source that is streamed from a hub as much is read as two such
-            stages train on.
+        stage: Length of the blocks and their order; of what is streamed from a hub, two such stages' worth is read.
 
     Raises:
         DataError: If there is too little text, no tokenizer, or its ids do not fit the model.

@@ -35,11 +35,11 @@ def token_losses(
     """Return sums over target tokens, in nats.
 
     Args:
-        states: Logits `[B, T, V]`, any floating dtype, or what `head` makes logits of, `[B, T, D]`.
+        states: Logits `[B, T, V]`, any floating dtype, or what `head` makes logits of, `[B, T, D]`, without gradient of
+            its weights.
         labels: `[B, T]` int64 at the positions of their tokens (shifted here), `IGNORED` where there is no target.
         teacher: The same as `states` of the dense model; needed for distillation.
         distillation: Weight w of KL(teacher || model); the loss is (1 - w) CE + w KL.
-        head: Makes logits of states; None where they are logits. Its weights get no gradient.
         compute: `losses_of`, compiled; None runs it as it is.
 
     Returns:

@@ -43,13 +43,12 @@ _NAMES = (*_LOSSES, *_RATES.values(), "gradient_norm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a finished run was like.
+    """What a finished run was like; tokens and their rate are those of all processes.
 
     Args:
-        tokens: Tokens seen by all processes.
         seconds: Wall time of training, over all parts of a resumed run.
         seconds_before: What of it the earlier parts took, up to the checkpoint that the run was resumed from.
-        tokens_per_second: Over the part that the last process ran that ran a step, all processes together.
+        tokens_per_second: Over the part that the last process ran that ran a step.
         peak_memory_bytes: Of this device (CUDA only, else None).
         last: Means over the last steps that were looked at, by name.
     """
@@ -114,8 +113,7 @@ class Trainer:
         Raises:
             TrainingError: If a loss is not finite, or a checkpoint cannot be written.
             ConfigError: If the checkpoint to resume from belongs to another run.
-            KeyboardInterrupt: After Ctrl-C or SIGTERM, when the step was finished and a checkpoint written; after the
-                last step, too, so that whoever asked for the end need not wait for what comes after training.
+            KeyboardInterrupt: After Ctrl-C or SIGTERM, when the step was finished and a checkpoint written.
         """
         self._parallel.broadcast(self._parameters.values())
         first = self._resume()
