@@ -139,7 +139,7 @@ def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_dif
     assert evaluate(attached_model, DOCUMENTS[:1], window=32, compare_dense=False, fused=True).flip_rate == 1.0
 
 
-@pytest.mark.parametrize("name", ["batch_size", "max_documents", "max_windows", "limit"])
+@pytest.mark.parametrize("name", ["batch_size", "max_windows", "limit"])
 def test_a_count_below_one_fails_before_any_work(name, plain_model):
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         evaluate(plain_model, ["text"], **{name: 0})

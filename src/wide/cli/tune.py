@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments, build
 from wide.cli.measuring import require_gpu
@@ -111,6 +111,9 @@ def layers(options: TuneOptions) -> "list[TunedLayer]":
         from wide.runs.sources import find_adapter
 
         return tuned_layers(specs, read_config(find_adapter(options.adapter))["plan"])
-    given = {"ffn_group_size": options.ffn_group_size, "attention_group_size": options.attention_group_size}
+    given: dict[str, Any] = {
+        "ffn_group_size": options.ffn_group_size,
+        "attention_group_size": options.attention_group_size,
+    }
     config = WideConfig(**{name: size for name, size in given.items() if size is not None})
     return tuned_layers(specs, plan_for(config, specs))

@@ -7,10 +7,9 @@ document (its BOS) is never a target.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ IGNORED = -100
 """Label of a token that is no target (the value that PyTorch's cross-entropy ignores)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenBatch:
+class TokenBatch(NamedTuple):
     """One batch of blocks.
 
     Args:
@@ -47,20 +45,16 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """Return the batch on another device."""
-        moved = [part.to(device, non_blocking=True) for part in (self.input_ids, self.labels, self.valid)]
-        return TokenBatch(input_ids=moved[0], labels=moved[1], valid=moved[2])
+        return TokenBatch(*(part.to(device, non_blocking=True) for part in self))
 
     def split(self, size: int) -> "list[TokenBatch]":
         """Return the batch in pieces of at most `size` sequences."""
-        pieces = zip(self.input_ids.split(size), self.labels.split(size), self.valid.split(size), strict=True)
-        return [TokenBatch(input_ids=ids, labels=labels, valid=valid) for ids, labels, valid in pieces]
+        return [TokenBatch(*pieces) for pieces in zip(*(part.split(size) for part in self), strict=True)]
 
     @staticmethod
     def joined(pieces: "Sequence[TokenBatch]") -> "TokenBatch":
         """Return pieces of one length as a batch."""
-        parts = zip(*((piece.input_ids, piece.labels, piece.valid) for piece in pieces), strict=True)
-        ids, labels, valid = (torch.cat(part) for part in parts)
-        return TokenBatch(input_ids=ids, labels=labels, valid=valid)
+        return TokenBatch(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
     def attention_mask(self) -> Tensor | None:
         """Return the mask of padding for a model, int64 `[B, T]`; None without padding, for the fast kernels' sake.
@@ -87,10 +81,6 @@ def block_indices(
     num_blocks: int, seed: int, step: int, *, batch_size: int, rank: int = 0, world: int = 1
 ) -> list[int]:
     """Return the blocks of a rank's share of a step (`BatchSource.batch_at`); each epoch has a permutation of its own.
-
-    Args:
-        step: Optimiser step, from 0.
-        rank: Which share, in [0, world).
 
     Raises:
         ConfigError: If the batch cannot be shared equally or the rank does not exist.

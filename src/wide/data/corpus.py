@@ -120,21 +120,16 @@ def mixture(source: str | Path) -> dict[str, float]:
     if isinstance(source, Path) or "=" not in name or glob.has_magic(name) or Path(name).expanduser().exists():
         return {}
     parts = [part.strip().rpartition("=") for part in name.split(",")]
-    shares = {part[0]: _share(part[2]) for part in parts}
-    if len(shares) < len(parts) or not all(each and math.isfinite(share) for each, share in shares.items()):
+    try:
+        shares = {part[0]: float(part[2]) for part in parts}
+    except ValueError:
+        shares = {}
+    if len(shares) < len(parts) or not all(each and 0 < share < math.inf for each, share in shares.items()):
         raise DataError(
             f"{name!r} cannot be read as a mixture; wanted sources and positive shares, each source once, like "
             "texts/a.jsonl=0.7,texts/b=0.3"
         )
     return {each: share / sum(shares.values()) for each, share in shares.items()}
-
-
-def _share(word: str) -> float:
-    try:
-        share = float(word)
-    except ValueError:
-        return math.nan
-    return share if share > 0 else math.nan
 
 
 def source_fingerprint(source: str | Path, *, split: str | None = None, text_field: str = "text") -> str:

@@ -87,7 +87,7 @@ def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) ->
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or (Path(cache or constants.HF_HUB_CACHE) / _cached(name, kind)).is_dir():
+    if _is_cached(name, kind, cache):
         return None
     try:
         _ask_hub(name, kind)
@@ -99,19 +99,18 @@ def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) ->
     return None
 
 
-def _cached(name: str, kind: HubKind) -> str:
-    return f"{kind}s--{name.replace('/', '--')}"
+def _is_cached(name: str, kind: HubKind, cache: str | Path | None = None) -> bool:
+    from huggingface_hub import constants
+
+    # Offline nothing is retried: the loader itself looks into its cache and says what it misses.
+    folder = f"{kind}s--{name.replace('/', '--')}"
+    return bool(constants.HF_HUB_OFFLINE) or (Path(cache or constants.HF_HUB_CACHE) / folder).is_dir()
 
 
 def _is_on_hub(name: str, kind: HubKind) -> bool:
-    from huggingface_hub import constants
-
     name = name.partition(":")[0]
-    # Offline nothing is retried: the loader itself looks into its cache and says what it misses.
-    if constants.HF_HUB_OFFLINE or (Path(constants.HF_HUB_CACHE) / _cached(name, kind)).is_dir():
-        return True
     try:
-        return _ask_hub(name, kind)
+        return _is_cached(name, kind) or _ask_hub(name, kind)
     except OSError:
         return False
 

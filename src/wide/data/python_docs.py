@@ -10,6 +10,7 @@ import ast
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,19 +18,8 @@ from wide.data.documents import Document
 from wide.errors import DataError
 
 # Tests, other people's packages and build leftovers are not documentation of the library.
-_EXCLUDED = frozenset(
-    (
-        "test",
-        "tests",
-        "idlelib",
-        "site-packages",
-        "dist-packages",
-        "turtledemo",
-        "pydoc_data",
-        "_bundled",
-        "__pycache__",
-    )
-)
+_EXCLUDED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "turtledemo"}
+_EXCLUDED |= {"pydoc_data", "_bundled", "__pycache__"}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -81,14 +71,8 @@ def _sources(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _docstrings(path: Path) -> Iterator[str]:
-    try:
-        with tokenize.open(path) as file:
-            tree = ast.parse(file.read())
-    except (SyntaxError, UnicodeDecodeError, ValueError):
-        # The standard library holds deliberately broken files (fixtures of its own parsers).
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, _DOCUMENTED):
-            text = ast.get_docstring(node)
-            if text and text.strip():
-                yield text.strip()
+    # The standard library holds deliberately broken files (fixtures of its own parsers).
+    with suppress(SyntaxError, UnicodeDecodeError, ValueError), tokenize.open(path) as file:
+        for node in ast.walk(ast.parse(file.read())):
+            if isinstance(node, _DOCUMENTED) and (text := (ast.get_docstring(node) or "").strip()):
+                yield text

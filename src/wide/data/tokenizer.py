@@ -25,10 +25,12 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     """
     from transformers import AutoTokenizer
 
-    name = str(model) if isinstance(model, str | Path) else _origin(model)
+    is_live = not isinstance(model, str | Path)
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") if is_live else model)
+    if is_live and not name:
+        raise DataError("the model does not say which name or folder it was loaded from; pass tokenizer=")
     # A live model has been loaded already, from wherever its name stood for then, and a folder needs no model in it.
-    is_there = not isinstance(model, str | Path) or Path(name).exists()
-    wrong = None if is_there else missing_folder(name)
+    wrong = None if is_live or Path(name).exists() else missing_folder(name)
     if wrong is not None:
         raise DataError(wrong)
     place, options = as_transformers_takes(name)
@@ -44,13 +46,6 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
             f"no tokenizer can be loaded from {name!r}: {reason}{nowhere}; {cure} (in Python, pass tokenizer=)"
         ) from error
     return tokenizer
-
-
-def _origin(model: "nn.Module") -> str:
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if not name:
-        raise DataError("the model does not say which name or folder it was loaded from; pass tokenizer=")
-    return str(name)
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

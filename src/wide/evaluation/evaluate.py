@@ -12,7 +12,7 @@ from wide.data.batches import TokenBlocks
 from wide.data.corpus import PYTHON_DOCS, is_data_set, is_same_source, load_documents, mixture
 from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, load_tokenizer, longest_input
-from wide.errors import ConfigError, EvaluationError
+from wide.errors import ConfigError
 from wide.evaluation.harness import run_harness
 from wide.evaluation.inference import RoutingTape, dense, has_merged_lora
 from wide.evaluation.perplexity import token_perplexity
@@ -41,7 +41,6 @@ def evaluate(
     window: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
-    max_documents: int | None = None,
     max_windows: int | None = None,
     limit: int | None = None,
     compare_dense: bool = True,
@@ -75,16 +74,22 @@ def evaluate(
     require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
     require(Callable | None, tokenizer, "tokenizer", "a tokenizer that is loaded")
     check_tasks(tasks, local_data)
-    _check_counts(
-        window=window, batch_size=batch_size, max_documents=max_documents, max_windows=max_windows, limit=limit
-    )
+    counts = {"window": window, "batch_size": batch_size, "max_windows": max_windows, "limit": limit}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
     if data is None and not tasks:
         data = PYTHON_DOCS
     if tokenizer is None and not (isinstance(data, TokenBlocks) and not tasks):
         tokenizer = load_tokenizer(model)
-    if isinstance(data, str | Path) and split is None:
-        split = scored_split(data, attachment(model).provenance if is_attached(model) else {})
-    text, title = _text(data, split, text_field, max_documents, tokenizer)
+    text: TokenBlocks | Sequence[Document | str] | None
+    if isinstance(data, str | Path):
+        split = split or scored_split(data, attachment(model).provenance if is_attached(model) else {})
+        text = list(load_documents(data, split=split, text_field=text_field, tokenizer=tokenizer))
+        title: str | None = str(data) if split is None else f"{data} ({split})"
+    else:
+        kind = "packed blocks" if isinstance(data, TokenBlocks) else "documents"
+        text, title = data, None if data is None else f"{len(data)} {kind}"
     window = window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW)
     if text is not None and not isinstance(text, TokenBlocks):
         check_positions("window", window, model)
@@ -139,12 +144,6 @@ def scored_split(source: str | Path, provenance: Mapping[str, Any]) -> str | Non
     return "heldout" if has_split or splits else None
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
-
-
 @contextmanager
 def _fused(model: nn.Module) -> Iterator[None]:
     """Run the fused operators inside the block."""
@@ -154,25 +153,3 @@ def _fused(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         deoptimize(model).train(training)
-
-
-def _text(
-    data: TokenBlocks | Sequence[Document | str] | str | Path | None,
-    split: str | None,
-    text_field: str,
-    max_documents: int | None,
-    tokenizer: "PreTrainedTokenizerBase | None",
-) -> tuple[TokenBlocks | Sequence[Document | str] | None, str | None]:
-    """Return what is scored, and what to call it."""
-    if data is None:
-        return None, None
-    if isinstance(data, str | Path):
-        documents = load_documents(
-            data, split=split, text_field=text_field, max_documents=max_documents, tokenizer=tokenizer
-        )
-        return list(documents), str(data) if split is None else f"{data} ({split})"
-    if not isinstance(data, TokenBlocks):
-        return data[:max_documents], f"{len(data)} documents"
-    if max_documents is not None:
-        raise EvaluationError("packed blocks have no documents to count; use max_windows instead of max_documents")
-    return data, f"{len(data)} packed blocks"

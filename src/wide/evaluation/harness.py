@@ -9,15 +9,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wide.errors import EvaluationError, MissingExtraError
+from wide.errors import EvaluationError
 from wide.evaluation.inference import model_device, watching
 from wide.evaluation.likelihood import log_likelihoods
 from wide.evaluation.perplexity import exp_or_infinity
@@ -134,7 +135,6 @@ def run_harness(
 
     Raises:
         EvaluationError: If a task is unknown or its data cannot be had.
-        MissingExtraError: If lm-evaluation-harness is not installed.
     """
     chosen = [find_task(name) for name in tasks]
     # Options follow a context; a document's first token follows BOS, or EOS, or nothing that a model could score.
@@ -145,7 +145,11 @@ def run_harness(
             f"the task {whole[0]} begins documents with BOS or EOS, and this tokenizer has neither; score text with "
             "--data (in Python, data=) instead, or give the tokenizer one"
         )
-    lm_eval = _import_lm_eval()
+    import lm_eval
+    import lm_eval.evaluator
+
+    # Its progress and warnings are about its own command line.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     results = []
     # The harness seeds every generator.
     own = own_randomness(model_device(model))
@@ -153,31 +157,17 @@ def run_harness(
         manager, names = _task_manager(lm_eval, chosen, local_data, Path(scratch))
         for task, name in zip(chosen, names, strict=True):
             meter = SkipCounter(model) if count_skips and is_attached(model) else None
-            lm = _counting_lm()(
-                meter,
-                pretrained=model,
-                tokenizer=copy.deepcopy(tokenizer),
-                max_length=max_length,
-                batch_size=batch_size,
-                # Any: the harness only looks whether a text begins with it.
-                prefix_token_id=None if has_start else 0,
-            )
-            with watching(meter), _bars_on_terminals_only(), _without_waste(lm_eval):
+            told: dict[str, Any] = {"tokenizer": copy.deepcopy(tokenizer), "batch_size": batch_size}
+            # Any: the harness only looks whether a text begins with it.
+            told |= {"max_length": max_length, "prefix_token_id": None if has_start else 0}
+            lm = _counting_lm()(meter, pretrained=model, **told)
+            # The harness's progress bars, which cannot be turned off, are kept out of files; logging is not affected.
+            bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+            with watching(meter), bars, _without_waste(lm_eval):
                 # Single documents are needed for the error of a perplexity only.
                 raw = _evaluate(lm_eval, lm, name, manager, limit, log_samples=task.metric == PER_WORD)
             results.append(_task_result(task, name, raw, meter, lm))
     return HarnessResult(tasks=tuple(results), max_length=max_length, harness_version=str(lm_eval.__version__))
-
-
-def _import_lm_eval() -> Any:
-    # Its progress and warnings are about its own command line.
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    try:
-        import lm_eval
-        import lm_eval.evaluator
-    except ImportError as error:
-        raise MissingExtraError("task evaluation needs lm-evaluation-harness: pip install 'wide[eval]'") from error
-    return lm_eval
 
 
 def _task_manager(lm_eval: Any, tasks: Sequence[Task], local_data: Path | None, scratch: Path) -> tuple[Any, list[str]]:
@@ -204,7 +194,8 @@ def _evaluate(
         )
     except (OSError, ValueError, RuntimeError) as error:
         # Data sets that cannot be reached raise any of these; so does a model that fails, whose error says more.
-        if not _is_about_data(error):
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+        if not any(module.startswith("datasets.") for module in modules):
             raise
         raise EvaluationError(
             f"the data of the task {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}; "
@@ -214,15 +205,6 @@ def _evaluate(
         if rank is not None:
             os.environ["LOCAL_RANK"] = rank
     return result
-
-
-def _is_about_data(error: BaseException) -> bool:
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").startswith("datasets."):
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipCounter | None, lm: Any) -> TaskResult:
@@ -248,11 +230,6 @@ def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipCounter 
         token_stderr=token_stderr,
         other_metrics={k: v for k, v in numbers.items() if k not in (task.metric, f"{task.metric}_stderr")},
     )
-
-
-def _bars_on_terminals_only() -> AbstractContextManager[object]:
-    """Keep the harness's progress bars, which cannot be turned off, out of files (logging is not affected)."""
-    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from wide.data.progress import progress
 from wide.errors import EvaluationError
@@ -60,10 +61,10 @@ def log_likelihoods(
     found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
     batches = list(_batches(_rows(requests, max_length), batch_size))
     for batch in progress(batches, title="likelihoods", total=len(batches), unit="batch"):
-        ids, lengths = _padded(batch)
+        ids = pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True, padding_value=_PAD_ID)
         logits = model(input_ids=ids.to(device), use_cache=False).logits
         if after_forward is not None:
-            valid = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+            valid = torch.arange(ids.shape[1]) < torch.tensor([[len(row.tokens)] for row in batch])
             after_forward(valid.to(device))
         for request, value in _scored(batch, logits):
             found[request] = value
@@ -92,30 +93,16 @@ def _batches(rows: Sequence[Row], batch_size: int) -> Iterator[Sequence[Row]]:
         begin += count
 
 
-def _padded(batch: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Return ids padded on the right, int64 `[B, T]`, and lengths, int64 `[B]`, both on the host."""
-    width = len(batch[0].tokens)
-    ids = torch.tensor([[*row.tokens, *[_PAD_ID] * (width - len(row.tokens))] for row in batch])
-    return ids, torch.tensor([len(row.tokens) for row in batch])
-
-
 def _scored(batch: Sequence[Row], logits: Tensor) -> Iterable[tuple[int, tuple[float, bool]]]:
     """Yield (request, (log-likelihood, is greedy)); waits for the device once a batch."""
-    requests: list[int] = []
-    owners: list[int] = []
-    rows: list[int] = []
-    positions: list[int] = []
-    targets: list[int] = []
+    requests, places = list[int](), list[tuple[int, int, int, int]]()
     for index, row in enumerate(batch):
         for request, continuation in row.continuations:
-            owners += [len(requests)] * len(continuation)
-            rows += [index] * len(continuation)
-            positions += range(len(row.tokens) - len(continuation), len(row.tokens))
-            targets += continuation
+            first = len(row.tokens) - len(continuation)
+            places += [(len(requests), index, first + place, token) for place, token in enumerate(continuation)]
             requests.append(request)
-    where = torch.tensor([rows, positions, targets], device=logits.device)
+    owner, *where = torch.tensor(places).unbind(1)
     chosen, best = (torch.cat(parts) for parts in zip(*_chosen(logits, where), strict=True))
-    owner = torch.tensor(owners)
     sums = torch.zeros(len(requests), dtype=torch.float64).index_add_(0, owner, chosen.cpu().double())
     # Accuracies of a broken model look like bad accuracies.
     if bool(sums.isnan().any()):
@@ -127,8 +114,9 @@ def _scored(batch: Sequence[Row], logits: Tensor) -> Iterable[tuple[int, tuple[f
     return zip(requests, zip(sums.tolist(), (misses == 0).tolist(), strict=True), strict=True)
 
 
-def _chosen(logits: Tensor, where: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _chosen(logits: Tensor, where: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log-probabilities of the targets, float32, and whether they are the most likely, a chunk at a time."""
-    for row, position, target in zip(*(part.split(_POSITIONS_PER_CHUNK) for part in where), strict=True):
+    moved = [part.to(logits.device).split(_POSITIONS_PER_CHUNK) for part in where]
+    for row, position, target in zip(*moved, strict=True):
         chunk = logits[row, position].float()
         yield chunk.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1), chunk.argmax(-1) == target

@@ -101,7 +101,14 @@ def token_perplexity(
         short = sum(begin + window > len(ids) for begin in begins)
         num_batches = math.ceil((len(begins) - short) / batch_size) + short
         batches = _windows(ids, begins, window, stride, batch_size)
-    losses = _score(model, batches, num_batches, meter)
+    device, losses = model_device(model), []
+    with judging(model), watching(meter):
+        for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
+            moved = batch.to(device)
+            logits = model(input_ids=moved.input_ids, use_cache=False).logits
+            if meter is not None:
+                meter.add_latest(moved.valid)
+            losses.append(window_losses(logits, moved.labels))
     return _result(losses, window, stride)
 
 
@@ -146,22 +153,6 @@ def _windows(ids: Tensor, begins: list[int], window: int, stride: int, batch_siz
         yield TokenBatch(input_ids=input_ids, labels=input_ids.masked_fill(~is_new, IGNORED), valid=is_new)
 
 
-def _score(
-    model: nn.Module, batches: Iterable[TokenBatch], num_batches: int, meter: SkipCounter | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return per batch the summed loss and the number of scored tokens of each window, float64 `[B]`."""
-    device = model_device(model)
-    losses = []
-    with judging(model), watching(meter):
-        for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
-            moved = batch.to(device)
-            logits = model(input_ids=moved.input_ids, use_cache=False).logits
-            if meter is not None:
-                meter.add_latest(moved.valid)
-            losses.append(window_losses(logits, moved.labels))
-    return losses
-
-
 def window_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss and the number of scored tokens of each row.
 
@@ -185,8 +176,7 @@ def window_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _result(losses: list[tuple[Tensor, Tensor]], window: int, stride: int) -> PerplexityResult:
-    sums = torch.cat([total for total, _ in losses]).cpu()
-    counts = torch.cat([count for _, count in losses]).cpu().double()
+    sums, counts = (torch.cat(each).cpu().double() for each in zip(*losses, strict=True))
     tokens = int(counts.sum())
     if not tokens:
         raise EvaluationError("no token can be scored: every token starts a document; give longer documents")

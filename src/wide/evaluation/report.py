@@ -26,10 +26,7 @@ class Scores:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return {
-            "perplexity": None if self.perplexity is None else self.perplexity.to_json(),
-            "tasks": None if self.tasks is None else self.tasks.to_json(),
-        }
+        return {"perplexity": _json(self.perplexity), "tasks": _json(self.tasks)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +63,7 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        found = {name: getattr(self, name) for name in ("model", "dense", "masked", "sparsity")}
-        nested = {name: None if value is None else value.to_json() for name, value in found.items()}
+        nested = {name: _json(getattr(self, name)) for name in ("model", "dense", "masked", "sparsity")}
         return asdict(self) | nested | {"retention": self.retention}
 
     def save(self, path: Path) -> None:
@@ -121,6 +117,10 @@ class EvaluationReport:
             yield "average accuracy", _score("acc", self.model.tasks.average, error), other
         if self.retention is not None:
             yield "retention", f"{self.retention:.2%}", ""
+
+
+def _json(found: Any) -> Any:
+    return None if found is None else found.to_json()
 
 
 def _task_scores(task: TaskResult) -> Iterator[tuple[str, str]]:

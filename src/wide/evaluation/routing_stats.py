@@ -97,9 +97,7 @@ class RoutingStats:
 
     def __repr__(self) -> str:
         """Return the rates by layer: what a notebook shows."""
-        rates = {
-            half: " ".join(f"{1 - entry.execute_rate:.0%}" for entry in self.of(half)) for half in ("attention", "ffn")
-        }
+        rates = {half: " ".join(f"{1 - entry.execute_rate:.0%}" for entry in self.of(half)) for half in HALVES}
         layers = "".join(f"\n  {half}: {found}" for half, found in rates.items() if found)
         return f"RoutingStats of {self.tokens} tokens, {self.sparsity.mean:.1%} of the groups skipped; by layer{layers}"
 

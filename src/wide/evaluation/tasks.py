@@ -50,44 +50,19 @@ def _hellaswag_row(row: Row) -> Row:
     return row if "ctx_a" in row or "ctx" not in row else {**row, "ctx_a": row["ctx"], "ctx_b": ""}
 
 
-_ANSWER = ("question", "choices", "answerKey")
+_ANSWER, _OPENBOOKQA = ("question", "choices", "answerKey"), ("question_stem", "choices", "answerKey")
+_BOOLQ, _WINOGRANDE = ("passage", "question", "label"), ("sentence", "option1", "option2", "answer")
 _ALL = (
     Task("wikitext", PER_WORD, "wikitext/wikitext.yaml", 62, ("wikitext*.test", "test.pages"), ("page",)),
     Task("arc_easy", "acc_norm", "arc/arc_easy.yaml", 2376, ("arc_easy.test",), _ANSWER),
     Task("arc_challenge", "acc_norm", "arc/arc_challenge.yaml", 1172, ("arc_challenge.test",), _ANSWER),
-    Task(
-        "boolq",
-        "acc",
-        "super_glue/boolq/default.yaml",
-        3270,
-        ("boolq.validation",),
-        ("passage", "question", "label"),
-        convert=_boolq_row,
-    ),
-    Task(
-        "winogrande",
-        "acc",
-        "winogrande/default.yaml",
-        1267,
-        ("winogrande*.validation",),
-        ("sentence", "option1", "option2", "answer"),
-    ),
+    Task("boolq", "acc", "super_glue/boolq/default.yaml", 3270, ("boolq.validation",), _BOOLQ, convert=_boolq_row),
+    Task("winogrande", "acc", "winogrande/default.yaml", 1267, ("winogrande*.validation",), _WINOGRANDE),
     Task("piqa", "acc_norm", "piqa/piqa.yaml", 1838, ("piqa.validation",), ("goal", "sol1", "sol2", "label")),
+    Task("openbookqa", "acc_norm", "openbookqa/openbookqa.yaml", 500, ("openbookqa.test",), _OPENBOOKQA),
     Task(
-        "openbookqa",
-        "acc_norm",
-        "openbookqa/openbookqa.yaml",
-        500,
-        ("openbookqa.test",),
-        ("question_stem", "choices", "answerKey"),
-    ),
-    Task(
-        "hellaswag",
-        "acc_norm",
-        "hellaswag/hellaswag.yaml",
-        10042,
-        ("hellaswag.validation",),
-        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+        *("hellaswag", "acc_norm", "hellaswag/hellaswag.yaml", 10042, ("hellaswag.validation",)),
+        fields=("activity_label", "ctx_a", "ctx_b", "endings", "label"),
         convert=_hellaswag_row,
     ),
 )
@@ -97,11 +72,7 @@ ZERO_SHOT_TASKS = tuple(task.name for task in _ALL if task.name != "wikitext")
 
 
 def find_task(name: str) -> Task:
-    """Return a task by name.
-
-    Raises:
-        EvaluationError: If there is none of that name.
-    """
+    """Return a task by name; EvaluationError says which there are."""
     if name not in TASKS:
         raise EvaluationError(f"there is no task {name!r}; tasks: {', '.join(TASKS)}")
     return TASKS[name]
@@ -137,15 +108,14 @@ def _data_set(definition: Path) -> str:
 
 
 def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Path) -> str:
-    """Write a task definition that reads a local copy of the data; prompts and metrics stay the harness's own.
+    """Write a task definition that reads a local copy of the data, and return its name for the harness.
+
+    Prompts and metrics stay the harness's own.
 
     Args:
         local_data: Folder that holds the copy, itself or in a folder directly below.
         stock_tasks: The harness's folder of tasks.
         folder: Where the definition, the converted rows and the harness's cache of them go.
-
-    Returns:
-        The name under which the harness knows the local task.
 
     Raises:
         EvaluationError: If there is no such file, or its rows lack a field.
