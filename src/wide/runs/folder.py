@@ -44,8 +44,8 @@ class RunFolder:
     Raises:
         UsageError: If both are asked for.
         ConfigError: If the folder cannot be written to, is not empty and neither was asked for, holds something else
-            than a run, another process writes there, or the run to be continued had other settings. Nothing has been
-            written or removed then.
+            than a run, another process writes there, or the run to be continued had other settings. Nothing is written
+            or removed then.
     """
 
     def __init__(
@@ -87,10 +87,8 @@ class RunFolder:
     def claim(self) -> None:
         """Remove the earlier run where it is to be replaced, and save the resolved configuration.
 
-        To be called when everything that can be checked has been checked.
-
-        Raises:
-            ConfigError: If another process has begun to write there since, or has written.
+        To be called when everything that can be checked has been checked. If another process has begun to write there
+        since, or has written, that is a ConfigError.
         """
         self.is_claimed = True
         if not is_main_process():
@@ -204,8 +202,7 @@ class RunFolder:
             )
 
     def _remove_products(self) -> None:
-        for name in _PRODUCTS:
-            path = self.path / name
+        for path in (self.path / name for name in _PRODUCTS):
             if path.is_dir():
                 shutil.rmtree(path)
             else:

@@ -98,9 +98,7 @@ class Materials:
     def blocks(self, stage: StageConfig) -> TokenBlocks:
         """Return the text packed for a stage; the last packing is kept.
 
-        Raises:
-            DataError: If there is too little text.
-            ConfigError: If its sequences are longer than the model has positions for.
+        Too little text is a DataError, and sequences that are longer than the model has positions for a ConfigError.
         """
         with flags_named("recover" if isinstance(stage, RecoverConfig) else "train", of=("sequence_length",)):
             check_positions("sequence_length", stage.sequence_length, self.model)
@@ -112,8 +110,7 @@ class Materials:
     def check_text(self, stage: StageConfig) -> TokenBlocks:
         """Say which text is trained on, read the held-out text, and return the packed one.
 
-        Raises:
-            DataError: If ids of the text are beyond the model's vocabulary, or there is no held-out text.
+        Ids of the text beyond the model's vocabulary, and no held-out text, are a DataError.
         """
         blocks = self.blocks(stage)
         check_vocabulary(blocks.largest_id, self.model)
@@ -125,29 +122,17 @@ class Materials:
 
     def run_records(self, target: str, command: str, **more: Content) -> Iterator[Record]:
         """Yield what is run, on what and toward what, as records."""
-        facts: dict[str, Content] = {
-            "description": self._run.description,
-            "model": self._run.model,
-            "data": self._run.data,
-            "target": target,
-            "held-out text": self.held_out[1],
-            "window": f"at most {self._scoring.window} tokens at once, in text and tasks",
-            "command": command,
-        }
+        facts: dict[str, Content] = {name: getattr(self._run, name) for name in ("description", "model", "data")}
+        facts |= {"target": target, "held-out text": self.held_out[1], "command": command}
+        facts["window"] = f"at most {self._scoring.window} tokens at once, in text and tasks"
         for name, value in (facts | more).items():
             yield Record(subject="run", metric=name, value=value, unit="text" if isinstance(value, str) else "")
 
     def measure(self, subject: Subject) -> tuple[EvaluationReport, Iterator[Record]]:
         """Score the model as it is now, and return what was found, as the records of `subject`, too."""
         documents, name = self.held_out
-        report = evaluate(
-            self.model,
-            documents,
-            tokenizer=self.tokenizer,
-            compare_dense=False,
-            **self._scoring.protocol,
-            **self._tasks.protocol,
-        )
+        told = {"tokenizer": self.tokenizer, **self._scoring.protocol, **self._tasks.protocol}
+        report = evaluate(self.model, documents, compare_dense=False, **told)
         return report, evaluation_records(subject, report.model, report.sparsity, name)
 
     def measure_routing(self, subject: str, *, blocks: int | None = None) -> Iterator[Record]:

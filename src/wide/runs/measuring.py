@@ -20,22 +20,14 @@ _SHARES = (
     "parameters_removed",
     "kv_cache_kept",
 )
-_METRICS_FILE = "metrics.jsonl"
-_MOST_POINTS = 200
-_SUMMARY = {
-    "tokens_per_second": "token/s",
-    "seconds": "s",
-    "steps": "step",
-    "tokens": "token",
-    "peak_memory_bytes": "B",
-}
+_METRICS_FILE, _MOST_POINTS = "metrics.jsonl", 200
+_UNITS = {"tokens_per_second": "token/s", "seconds": "s", "steps": "step", "tokens": "token", "peak_memory_bytes": "B"}
 
 
 def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | None, data: str) -> Iterator[Record]:
     """Yield the records of one evaluated model."""
     where = data
-    if scores.perplexity is not None:
-        found = scores.perplexity
+    if (found := scores.perplexity) is not None:
         where = f"{data}, {found.tokens} tokens, window {found.window}, stride {found.stride}"
         yield Record(subject=subject, metric="token_perplexity", value=found.perplexity, unit="", where=where)
         windows = [[round(loss, 4), tokens] for loss, tokens in found.windows]
@@ -72,18 +64,12 @@ def sparsity_records(subject: Subject, sparsity: Sparsity, where: str) -> Iterat
         yield Record(subject=subject, metric=f"sparsity.{name}", value=value, unit="share", where=where)
     # Tells a static plan from routers, also where no router was measured.
     yield Record(subject=subject, metric="sparsity.tokens", value=sparsity.tokens, unit="token", where=where)
-    known = {place for rates in sparsity.layers for place, rate in enumerate(rates) if rate is not None}
-    for layer, rates in enumerate(sparsity.layers):
-        for place, half in enumerate(("attention", "ffn")):
-            if place in known:
-                yield Record(
-                    subject=subject,
-                    metric=f"sparsity.{half}",
-                    value=rates[place] or 0.0,
-                    unit="share",
-                    where=where,
-                    layer=layer,
-                )
+    halves = zip(("attention", "ffn"), zip(*sparsity.layers, strict=True), strict=False)
+    known = {half: rates for half, rates in halves if set(rates) != {None}}
+    for layer in range(len(sparsity.layers)):
+        for half, rates in known.items():
+            value, metric = rates[layer] or 0.0, f"sparsity.{half}"
+            yield Record(subject=subject, metric=metric, value=value, unit="share", where=where, layer=layer)
 
 
 def training_records(subject: str, summary: Mapping[str, Any], folder: Path) -> Iterator[Record]:
@@ -93,7 +79,6 @@ def training_records(subject: str, summary: Mapping[str, Any], folder: Path) -> 
     steps = sorted({record.step for record in points if record.step is not None})
     shown = {*steps[:: max(1, len(steps) // _MOST_POINTS)], *steps[-1:]}
     yield from (replace(record, subject=subject) for record in points if record.step in shown)
-    for name, unit in _SUMMARY.items():
-        value = summary.get(name)
-        if isinstance(value, int | float):
+    for name, unit in _UNITS.items():
+        if isinstance(value := summary.get(name), int | float):
             yield Record(subject=subject, metric=f"training.{name}", value=value, unit=unit, where="training")

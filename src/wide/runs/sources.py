@@ -173,21 +173,13 @@ def find_adapter(name: str) -> Path:
 
 
 def check_window(options: EvalOptions, model: Any) -> None:
-    """Refuse windows of held-out text that a model has no positions for.
-
-    Raises:
-        ConfigError: If they are longer.
-    """
+    """Refuse windows of held-out text that a model has no positions for (ConfigError)."""
     if options.tokens != 0:
         check_positions("window", options.window, model)
 
 
 def require_lora() -> None:
-    """Refuse stage 2 before stage 1 has been trained in vain.
-
-    Raises:
-        MissingExtraError: If PEFT is not installed.
-    """
+    """Refuse stage 2 without PEFT (MissingExtraError), before stage 1 has been trained in vain."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("stage 2 needs PEFT: pip install 'wide[lora]', or leave it out with --recover.steps 0")
 
@@ -197,10 +189,7 @@ def training_blocks(
 ) -> TokenBlocks:
     """Return the packed training text, without the documents that are held out of it for the evaluation.
 
-    A source that is streamed from a hub is read up to `max_tokens`.
-
-    Raises:
-        DataError: If there is too little text.
+    A source that is streamed from a hub is read up to `max_tokens`. Too little text is a DataError.
     """
     holds_out = held_out.tokens != 0 and held_out.data is None
     return load_blocks(

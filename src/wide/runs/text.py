@@ -113,8 +113,12 @@ def continue_prompt(
     """
     output, prompt_tokens, times = _generated(model, tokenizer, prompt, options, streams, warms_up)
     new = output[0, prompt_tokens:]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    return text, f"[{_speed(prompt_tokens, len(new), times)}; {_skipped(model, output[:, :-1])}]"
+    read, made = f"prompt {prompt_tokens} tokens", f"text {len(new)} tokens"
+    if len(times) > 1:
+        read += f", {prompt_tokens / (times[1] - times[0]):.1f}/s"
+    if len(times) > 2:
+        made += f", {1 / median(after - before for before, after in pairwise(times[1:])):.1f}/s"
+    return tokenizer.decode(new, skip_special_tokens=True), f"[{read}; {made}; {_skipped(model, output[:, :-1])}]"
 
 
 def generate(
@@ -212,19 +216,16 @@ def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]
         encoded = tokenizer.apply_chat_template(
             list(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    _check_length(model, int(encoded["input_ids"].shape[1]), options)
+    longest, count = longest_input(model), int(encoded["input_ids"].shape[1])
+    if not count:
+        raise ConfigError("the prompt has no tokens; give some text")
+    if longest and count + options.max_new_tokens > longest:
+        raise ConfigError(
+            f"{count} tokens of prompt and {options.max_new_tokens} new ones exceed the {longest} positions of the "
+            "model; shorten the prompt, or ask for fewer new ones"
+        )
     check_vocabulary(int(encoded["input_ids"].max()), model)
     return encoded
-
-
-def _speed(prompt_tokens: int, tokens: int, times: Sequence[float]) -> str:
-    """Return sizes and tokens per second in words, as far as moments are known: of the prompt, then of each token."""
-    prompt, text = f"prompt {prompt_tokens} tokens", f"text {tokens} tokens"
-    if len(times) > 1:
-        prompt += f", {prompt_tokens / (times[1] - times[0]):.1f}/s"
-    if len(times) > 2:
-        text += f", {1 / median(after - before for before, after in pairwise(times[1:])):.1f}/s"
-    return f"{prompt}; {text}"
 
 
 def _skipped(model: Any, ids: Tensor) -> str:
@@ -240,14 +241,3 @@ def _skipped(model: Any, ids: Tensor) -> str:
         f"skipped groups on prompt and text: attention {found.attention:.1%}, FFN {found.ffn:.1%}, mean "
         f"{found.mean:.1%}; {found.linear_flops:.1%} of the prunable work"
     )
-
-
-def _check_length(model: Any, prompt_tokens: int, options: GenerationOptions) -> None:
-    longest = longest_input(model)
-    if not prompt_tokens:
-        raise ConfigError("the prompt has no tokens; give some text")
-    if longest and prompt_tokens + options.max_new_tokens > longest:
-        raise ConfigError(
-            f"{prompt_tokens} tokens of prompt and {options.max_new_tokens} new ones exceed the {longest} positions of "
-            "the model; shorten the prompt, or ask for fewer new ones"
-        )
