@@ -28,10 +28,7 @@ class Grouping:
         if not 1 <= self.width <= _WIDEST:
             raise ShapeError(f"a width of {self.width} channels is not one of 1 to {_WIDEST}")
         if self.group_size < 1 or self.width % self.group_size:
-            raise ShapeError(
-                f"a group size of {self.group_size} does not divide the width {self.width}; "
-                f"sizes that do: {divisors(self.width)}"
-            )
+            raise ShapeError(f"group size {self.group_size} does not divide {self.width}; use {divisors(self.width)}")
 
     @property
     def num_groups(self) -> int:

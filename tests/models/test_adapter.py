@@ -176,7 +176,7 @@ FFN = "plan__layers__0__ffn__"
         ({FFN + "grouping__width": 10**20}, r"ffn\.grouping: a width of 100000000000000000000 channels"),
         ({FFN + "rank": True}, r"plan\.layers\[0\]\.ffn\.rank is True, wanted a whole number"),
         ({FFN + "kind": "gone"}, r"plan\.layers\[0\]\.ffn is .*wanted an object \(Dense\) or"),
-        ({FFN + "grouping__group_size": 0}, r"ffn\.grouping: a group size of 0"),
+        ({FFN + "grouping__group_size": 0}, r"ffn\.grouping: group size 0"),
         ({FFN + "sise": 1}, r"ffn: missing keys \[\], unknown keys \['sise'\]"),
         ({"plan__layers": []}, "4 thresholds for 0 routers"),
     ],
@@ -263,7 +263,7 @@ def test_damaged_files_are_clear_errors(adapter):
 def test_a_folder_that_is_missing_is_told_from_one_that_is_no_adapter(tmp_path):
     with pytest.raises(AdapterError, match=r"there is no folder '.*nodir'; check the path"):
         load(make("llama"), tmp_path / "nodir")
-    with pytest.raises(AdapterError, match=r"is not an adapter: wide_config.json is missing; name the folder"):
+    with pytest.raises(AdapterError, match=r"is not an adapter: wide_config.json is missing; name what"):
         load(make("llama"), tmp_path)
 
 

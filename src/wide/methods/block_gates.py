@@ -117,10 +117,7 @@ class BlockGates:
         """Return the mean loss of the whole model, nats per predicted token; raises EvaluationError if not finite."""
         nll = float(self.mean_nll(np.ones((1, 2 * self.num_layers), dtype=np.bool_), title="the whole model")[0])
         if not math.isfinite(nll):
-            raise EvaluationError(
-                f"the unpruned model's loss on the calibration text is {nll}, not a finite number; its weights or its "
-                "dtype are at fault: try bfloat16 or float32"
-            )
+            raise EvaluationError(f"the unpruned model's loss on the text is {nll}: try bfloat16 or float32")
         return nll
 
     def mean_nll(self, keeps: KeptSets, title: str) -> npt.NDArray[np.float64]:

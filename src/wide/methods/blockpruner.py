@@ -61,10 +61,7 @@ def greedy_steps(gates: BlockGates, shares: Sequence[float] | None = None, spars
         nlls = undefined_as_worst(gates.mean_nll(keeps, title=f"blockpruner: {removed} sublayers removed"))
         best = int(nlls.argmin())
         if not np.isfinite(nlls[best]):
-            raise EvaluationError(
-                f"after {removed} removed sublayers the loss is not finite whichever is removed next; the model's "
-                "dtype overflows: try bfloat16 or float32"
-            )
+            raise EvaluationError(f"after {removed} removed sublayers no loss is finite: try bfloat16 or float32")
         keep[left[best]] = False
         yield Step(int(left[best]), float(nlls[best]))
 

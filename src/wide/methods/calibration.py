@@ -10,8 +10,6 @@ from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
 from wide.methods.catalogue import Calibrated
 
-_SHORTEST_WINDOW = 2
-
 
 def calibration_windows(blocks: TokenBlocks, settings: Calibrated) -> Tensor:
     """Return the windows that a method's settings ask for, int64 `[N, T]`; see `windows`."""
@@ -32,17 +30,10 @@ def windows(
     window is longer than a block, shorter than two tokens, or the text holds fewer windows.
     """
     of_count, of_length = settings
-    if count < 1 or length < _SHORTEST_WINDOW:
-        raise ConfigError(
-            f"{of_count}={count} and {of_length}={length}: wanted at least 1 window of at least {_SHORTEST_WINDOW} "
-            "tokens, because the first token of a window is not predicted"
-        )
-    if length > blocks.sequence_length:
-        raise ConfigError(
-            f"{of_length} {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
-            f"text; pack the text with --train.sequence_length {length} or more, or set {of_length} to "
-            f"{blocks.sequence_length} or less"
-        )
+    # The first token of a window is not predicted.
+    if count < 1 or length < 2:
+        raise ConfigError(f"{of_count}={count}, {of_length}={length}: wanted at least 1 window, of at least 2 tokens")
+    require_length(blocks, length, of_length)
     per_block = blocks.sequence_length // length
     if count > len(blocks) * per_block:
         raise ConfigError(
@@ -57,6 +48,15 @@ def windows(
     begins = torch.from_numpy(shifts[block] + length * places[block, tour])
     ids = blocks.batch(visited[block].tolist()).input_ids
     return ids.gather(1, begins.unsqueeze(1) + torch.arange(length))
+
+
+def require_length(blocks: TokenBlocks, length: int, setting: str) -> None:
+    """Raise ConfigError if the tokens that a setting asks for are more than a block of calibration text has."""
+    if length > blocks.sequence_length:
+        raise ConfigError(
+            f"{setting} {length} is longer than the {blocks.sequence_length} tokens of a block of the text; pack "
+            f"it with --train.sequence_length {length} or more, or set {setting} to {blocks.sequence_length} or less"
+        )
 
 
 def num_predicted(ids: Tensor) -> int:

@@ -7,7 +7,7 @@ no torch, so that help and parsing are quick; a method's code is imported when i
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from wide.config import AboveZero, NotNegative, WideConfig
 from wide.errors import ConfigError, UsageError, nearest
@@ -16,7 +16,7 @@ from wide.schema import Between, Checked, Count, Positive, Share
 Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
 Match = Literal["nominal", "linear_flops"]
 """What a sparsity may count: what each method's paper does, or the matrix-product work of all decoder layers."""
-_Settings = TypeVar("_Settings", bound=type)
+_Settings = TypeVar("_Settings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +60,17 @@ class Method:
 _ROWS: dict[str, Method] = {}
 
 
-def method(name: str, **options: Any) -> Callable[[_Settings], _Settings]:
-    """Register a row of the table with the decorated dataclass as its settings; `options` are those of `Method`."""
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def method(name: str, **options: Any) -> Callable[[type[_Settings]], type[_Settings]]:
+    """Register a row of the table whose settings the decorated class has; it becomes a frozen dataclass.
+
+    `options` are those of `Method`. A class may be that of several rows.
+    """
     options.setdefault("duration", "long" if options["kind"] == "dynamic" else "short")
 
-    def register(settings: _Settings) -> _Settings:
+    def register(settings: type[_Settings]) -> type[_Settings]:
+        if "__dataclass_fields__" not in vars(settings):
+            settings = dataclass(frozen=True, kw_only=True, slots=True)(settings)
         _ROWS[name] = Method(name=name, settings=settings, **options)
         return settings
 
@@ -110,7 +116,6 @@ class Calibrated(Checked):
 
 
 @method("dense", kind="dense", summary="the model as it is, whatever the target", source="the model's authors")
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DenseConfig:
     """The dense model has no settings."""
 
@@ -129,7 +134,6 @@ class DenseConfig:
     source="Kim et al., Shortened LLaMA: Depth Pruning for Large Language Models, 2024",
     code="shortened:decide_by_perplexity",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShortenedConfig(Calibrated):
     """Settings of both rows of Shortened LLaMA.
 
@@ -159,7 +163,6 @@ class ShortenedConfig(Calibrated):
     source="Pruning as a Cooperative Game: Surrogate-Assisted Layer Contribution Estimation for LLMs, 2026",
     code="cooppruner:decide",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CoopPrunerConfig(Calibrated):
     """Settings of CoopPruner.
 
@@ -202,7 +205,6 @@ class CoopPrunerConfig(Calibrated):
     source="Zhong et al., BlockPruner: Fine-grained Pruning for Large Language Models, 2024",
     code="blockpruner:decide",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPrunerConfig(Calibrated):
     """Settings of BlockPruner.
 
@@ -226,7 +228,6 @@ class BlockPrunerConfig(Calibrated):
     source="Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows and Columns, ICLR 2024",
     code="slicegpt:decide",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SliceGPTConfig(Calibrated):
     """Settings of SliceGPT.
 
@@ -246,7 +247,6 @@ class SliceGPTConfig(Calibrated):
     code="tyr:decide",
     duration="longest",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TyrConfig(Calibrated):
     """Settings of Týr-the-Pruner.
 
@@ -304,10 +304,7 @@ class TyrConfig(Calibrated):
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if len(self.survivors) != len(self.stage_tokens) - 1:
-            raise ConfigError(
-                f"survivors {self.survivors} must have one entry fewer than stage_tokens {self.stage_tokens}: how many "
-                "mutants go on to each stage after the first"
-            )
+            raise ConfigError(f"survivors {self.survivors} must be one fewer than stage_tokens {self.stage_tokens}")
 
     def num_tokens(self, num_layers: int, sparsity: float) -> float:
         """Return those of making the copies and of the search; solving for the copies comes on top."""
@@ -326,7 +323,6 @@ class TyrConfig(Calibrated):
     takes_sharded=True,
     duration="long",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DDPConfig(Checked):
     """Settings of DDP.
 
@@ -399,7 +395,6 @@ class TokenRouters(Checked):
     source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; token routers of the WIDE authors' code",
     code="skipgpt:route",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SkipGPTConfig(TokenRouters):
     """Settings of token-wise skipping of sublayers as the WIDE paper runs SkipGPT.
 
@@ -419,7 +414,6 @@ class SkipGPTConfig(TokenRouters):
     source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; github.com/EIT-NLP/SkipGPT",
     code="skipgpt:route_original",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SkipGPTOriginalConfig(Checked):
     """Settings of SkipGPT as its authors released it.
 
@@ -450,7 +444,6 @@ class SkipGPTOriginalConfig(Checked):
     source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE authors' code",
     code="dllm:route",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DLLMConfig(TokenRouters):
     """Settings of layer skipping in D-LLM's manner: one router for both sublayers of a layer."""
 
@@ -462,7 +455,6 @@ class DLLMConfig(TokenRouters):
     source="Jiang et al., D-LLM, NeurIPS 2024; github.com/Jyk-122/D-LLM",
     code="dllm:route_original",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DLLMOriginalConfig(TokenRouters):
     """Settings of D-LLM as its authors released it.
 
@@ -493,7 +485,6 @@ class DLLMOriginalConfig(TokenRouters):
     source="WIDE, sections 3.1 and 3.2; the paper's equations where its authors' code differs",
     code="routed:route_wide",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WideMethodConfig(WideConfig):
     """Settings of the row 'wide': those of `WideConfig`, and how the target is met.
 
@@ -513,7 +504,6 @@ class WideMethodConfig(WideConfig):
     source="Sun et al., A Simple and Effective Pruning Approach for Large Language Models, ICLR 2024",
     code="unstructured:decide_by_activation",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WandaConfig(Calibrated):
     """Settings of Wanda.
 
@@ -537,7 +527,6 @@ class WandaConfig(Calibrated):
     source="Frantar and Alistarh, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot, ICML 2023",
     code="unstructured:decide_with_updates",
 )
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SparseGPTConfig(WandaConfig):
     """Settings of SparseGPT, Wanda's among them.
 

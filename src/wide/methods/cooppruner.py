@@ -69,10 +69,7 @@ def finite_pairs(kept: KeptSets, utilities: npt.NDArray[np.float64]) -> tuple[Ke
     """Return the sets whose utility is finite, together with it; raises EvaluationError if there is none."""
     finite = np.isfinite(utilities)
     if not finite.any():
-        raise EvaluationError(
-            f"the loss is not finite for any of {len(kept)} sets of layers; the model's dtype overflows: try bfloat16 "
-            "or float32"
-        )
+        raise EvaluationError(f"no loss of {len(kept)} sets of layers is finite: try bfloat16 or float32")
     return kept[finite], utilities[finite]
 
 

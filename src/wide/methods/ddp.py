@@ -20,16 +20,17 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBatch, TokenBlocks
 from wide.data.progress import progress
-from wide.errors import ConfigError, TrainingError
+from wide.errors import TrainingError
 from wide.grouping import Grouping
+from wide.methods.calibration import require_length
 from wide.methods.catalogue import DDPConfig
 from wide.methods.method import Decision, Effort, Target, channels_share, width_share
-from wide.models.attach import attach, detach
+from wide.models.attach import attach, detach, plan_of
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.discovery import discover
 from wide.models.gates import StaticGate
 from wide.models.observe import bypass
-from wide.plan import Kept, LayerPlan, Plan, scale_name
+from wide.plan import Kept, Plan, scale_name
 from wide.training.modes import training_mode
 from wide.training.objective import target_labels
 from wide.training.schedule import learning_rate
@@ -316,12 +317,7 @@ def _goals(specs: Sequence[BlockSpec], target: Target, kept: _Kept | None) -> di
 
 def _text(blocks: TokenBlocks, settings: DDPConfig) -> TokenBlocks:
     length = settings.sequence_length or blocks.sequence_length
-    if length > blocks.sequence_length:
-        raise ConfigError(
-            f"sequence_length {length} is longer than the {blocks.sequence_length} tokens of a block of calibration "
-            f"text; pack the text with --train.sequence_length {length} or more, or set sequence_length to null or to "
-            f"{blocks.sequence_length} or less"
-        )
+    require_length(blocks, length, "sequence_length")
     return blocks.cut(length, seed=settings.seed)
 
 
@@ -345,18 +341,12 @@ def _gated(model: nn.Module, specs: Sequence[BlockSpec], settings: DDPConfig) ->
 
 
 def _plan(specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> Plan:
-    def kept(spec: BlockSpec, kind: str, grouping: Grouping) -> Kept:
+    def kept(spec: BlockSpec, kind: str) -> Kept:
+        heads = Grouping(spec.attention.query_width, spec.attention.head_dim)
+        grouping = Grouping(feed_forward(spec).width, 1) if kind == "ffn" else heads
         return Kept(grouping=grouping, kept=int(tensors[scale_name(spec.index, kind)].count_nonzero()))
 
-    return Plan(
-        tuple(
-            LayerPlan(
-                attention=kept(spec, "attention", Grouping(spec.attention.query_width, spec.attention.head_dim)),
-                ffn=kept(spec, "ffn", Grouping(feed_forward(spec).width, 1)),
-            )
-            for spec in specs
-        )
-    )
+    return plan_of(specs, kept)
 
 
 def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.methods.catalogue import Match
+from wide.models.attach import plan_of
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.cost import costs
 from wide.plan import Dense, LayerPlan, Plan, Routed
@@ -78,18 +79,11 @@ def sublayer_plan(specs: Sequence[BlockSpec], **router: Any) -> Plan:
     An FFN that cannot be routed stays dense.
     """
 
-    def routed(width: int) -> Routed:
+    def routed(spec: BlockSpec, name: str) -> Routed:
+        width = feed_forward(spec).width if name == "ffn" else spec.attention.query_width
         return Routed(grouping=Grouping.whole(width), **router)
 
-    return Plan(
-        tuple(
-            LayerPlan(
-                attention=routed(spec.attention.query_width),
-                ffn=Dense() if spec.ffn is None else routed(spec.ffn.width),
-            )
-            for spec in specs
-        )
-    )
+    return plan_of(specs, routed)
 
 
 def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:

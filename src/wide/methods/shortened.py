@@ -105,10 +105,7 @@ def taylor_scores(gates: BlockGates) -> Scores:
     scores = np.array([sum(totals.get(p, 0.0) for p in spec.layer.parameters()) for spec in gates.specs])
     if not np.isfinite(scores).all():
         bad = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise EvaluationError(
-            f"the Taylor score of layer {bad} is {scores[bad]}, not a finite number; the gradients overflow in the "
-            "model's dtype: try bfloat16 or float32"
-        )
+        raise EvaluationError(f"the Taylor score of layer {bad} is {scores[bad]}, not finite: try bfloat16 or float32")
     return scores
 
 

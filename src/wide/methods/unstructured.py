@@ -178,10 +178,7 @@ def decide_with_updates(model: nn.Module, blocks: TokenBlocks, target: Target, s
     """
     pattern = parse_pattern(settings.pattern, target.sparsity)
     if pattern is not None and settings.block_size != 1 and settings.block_size % pattern.of:
-        raise ConfigError(
-            f"block_size {settings.block_size} cuts runs of {pattern.of} inputs in two; choose a multiple of "
-            f"{pattern.of}, or 1"
-        )
+        raise ConfigError(f"block_size {settings.block_size} cuts runs; use a multiple of {pattern.of}, or 1")
 
     def prune(weight: Tensor, seen: GramAccumulator) -> Tensor:
         gram, size = seen.matrix * (2.0 / seen.rows), settings.block_size

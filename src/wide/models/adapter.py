@@ -240,10 +240,7 @@ def read_config(folder: Path) -> AdapterFacts:
     if not folder.exists():
         raise AdapterError(f"there is no folder {str(folder)!r}; check the path of the adapter, or of its run")
     if not file.is_file():
-        raise AdapterError(
-            f"{folder} is not an adapter: {CONFIG_FILE} is missing; name the folder that wide.save wrote, or that of a "
-            "run with an adapter in it"
-        )
+        raise AdapterError(f"{folder} is not an adapter: {CONFIG_FILE} is missing; name what wide.save wrote, or a run")
     try:
         found = read_json(file)
         config = check_config(found, f"{file}:")

@@ -1,6 +1,6 @@
 """Attach a plan to a live model in place, and take it off again without a trace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from os import PathLike
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping, divisors
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec
+from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, feed_forward
 from wide.models.discovery import discover
 from wide.models.eviction import EvictingGate, FirstTokens
 from wide.models.gates import (
@@ -133,21 +133,20 @@ def attachment(model: nn.Module) -> Attachment:
 
 def plan_for(config: WideConfig, specs: Sequence[BlockSpec]) -> Plan:
     """Return the plan that routes every layer as `config` says; raises ShapeError, with the sizes that fit."""
+    router: dict[str, Any] = {"router_input": config.router_input, "bias": config.router_bias}
 
-    def routed(grouping: Grouping) -> Routed:
-        return Routed(
-            grouping=grouping, rank=config.router_rank, router_input=config.router_input, bias=config.router_bias
-        )
+    def routed(spec: BlockSpec, name: str) -> Routed:
+        is_ffn = name == "ffn"
+        grouping = _ffn_grouping(config, feed_forward(spec)) if is_ffn else _attention_grouping(config, spec.attention)
+        return Routed(grouping=grouping, rank=config.router_rank, **router)
 
-    return Plan(
-        tuple(
-            LayerPlan(
-                attention=routed(_attention_grouping(config, spec.attention)),
-                ffn=Dense() if spec.ffn is None else routed(_ffn_grouping(config, spec.ffn)),
-            )
-            for spec in specs
-        )
-    )
+    return plan_of(specs, routed)
+
+
+def plan_of(specs: Sequence[BlockSpec], half: Callable[[BlockSpec, str], Half]) -> Plan:
+    """Return the plan of what `half` says of each layer's 'attention' and 'ffn'; FFNs of unknown kinds stay dense."""
+    known = [{name: half(spec, name) for name, _ in spec.sublayers()} for spec in specs]
+    return Plan(tuple(LayerPlan(**{"ffn": Dense()} | halves) for halves in known))
 
 
 def attach(
@@ -309,15 +308,9 @@ def _check_settings(config: WideConfig | None, *, has_orders: bool, has_weights:
     if config is None:
         return
     if config.ffn_grouping == "clustered" and not has_orders:
-        raise ConfigError(
-            "ffn_grouping='clustered' needs text to see which channels act together: wide.prune reads it, or give "
-            "orders= yourself"
-        )
+        raise ConfigError("ffn_grouping='clustered' needs text: use wide.prune, which reads it, or give orders=")
     if config.router_start == "fitted":
-        raise ConfigError(
-            "router_start='fitted' needs text to fit the routers to: wide.prune reads it and attaches by itself; use "
-            "router_start='random' to attach routers that know nothing yet"
-        )
+        raise ConfigError("router_start='fitted' needs text: use wide.prune, which reads it, or router_start='random'")
 
 
 def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:

@@ -232,10 +232,7 @@ def _set_thresholds(routers: Sequence[Router], thresholds: Sequence[float]) -> N
 
 def _require_routers(model: nn.Module) -> None:
     if not attachment(model).plan.is_routed:
-        raise NotAttachedError(
-            "the plan of this model has no routers, so its sparsity cannot be set or measured on text; "
-            "wide.models.cost.static_sparsity tells what it prunes"
-        )
+        raise NotAttachedError("the plan has no routers: its sparsity is fixed (wide.models.cost.static_sparsity)")
 
 
 def _bins(margin: Tensor) -> Tensor:
@@ -280,10 +277,7 @@ def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _interpolate(table: Sequence[tuple[float, float]], sparsity: float) -> float:
     if not table:
-        raise ConfigError(
-            "this adapter has no calibrated thresholds; leave --sparsity out, or in Python pass data= (calibration "
-            "batches) or threshold= in logits"
-        )
+        raise ConfigError("no calibrated thresholds in this adapter; leave --sparsity out, or pass data= or threshold=")
     # The ends may miss a round number by the noise of the calibration.
     low, high = table[0][0] - 0.01, table[-1][0] + 0.01
     if not low <= sparsity <= high:

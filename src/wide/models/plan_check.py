@@ -122,10 +122,7 @@ def _check_ffn(layer: LayerPlan, spec: BlockSpec, where: str) -> None:
     if isinstance(half, Following) and not isinstance(attention, Routed):
         raise ShapeError(f"{where} follows the attention, which has no router; make it Routed")
     if isinstance(half, Following) and isinstance(attention, Routed) and attention.grouping.num_groups != 1:
-        raise ShapeError(
-            f"{where} follows an attention router of {attention.grouping.num_groups} groups; it needs one, "
-            f"Grouping.whole({attention.grouping.width})"
-        )
+        raise ShapeError(f"{where} follows {attention.grouping.num_groups} groups; it needs one (Grouping.whole)")
 
 
 def _check_width(planned: int, width: int, where: str) -> None:

@@ -98,10 +98,7 @@ def _fitting(name: str, by_name: Mapping[str, nn.Parameter], value: Tensor) -> n
     if value.shape != parameter.shape:
         raise ShapeError(f"the weight {name} has shape {tuple(value.shape)}, the model needs {tuple(parameter.shape)}")
     if not (value.is_floating_point() and parameter.is_floating_point()):
-        raise ShapeError(
-            f"the weight {name} is {value.dtype}, the model's {parameter.dtype}; only floating-point weights can be "
-            "replaced: load the model unquantised"
-        )
+        raise ShapeError(f"{name} is {value.dtype}, the model's {parameter.dtype}; wanted floating-point ones")
     if not value.is_meta and not torch.isfinite(value).all():
         raise ShapeError(f"the weight {name} holds values that are not finite")
     return parameter

@@ -205,10 +205,7 @@ class Objective:
     def _weights(self) -> tuple[int, Tensor]:
         if not self._routers:
             if self.config.weight:
-                raise ConfigError(
-                    "this plan has no routers that a sparsity term could steer; set objective.weight=0 (recover does "
-                    "so by itself)"
-                )
+                raise ConfigError("this plan has no routers that a sparsity term could steer; set objective.weight=0")
             return 1, torch.zeros(3, 0)
         by_kind = [half_weights(self._model, "attention"), half_weights(self._model, "ffn")]
         config = self.config

@@ -268,10 +268,7 @@ def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
 
 def _check_ramp(config: WideConfig | Plan | None, objective: ObjectiveConfig) -> None:
     if isinstance(config, WideConfig) and config.router_start == "fitted" and objective.ramp:
-        raise ConfigError(
-            f"router_start='fitted' begins at the target, and objective.ramp={objective.ramp:g} begins at 0; set "
-            "objective.ramp=0, or router_start='random'"
-        )
+        raise ConfigError(f"router_start='fitted' begins at the target; set objective.ramp={objective.ramp:g} to 0")
 
 
 def _check_reach(model: nn.Module, plan: Plan, objective: ObjectiveConfig) -> None:

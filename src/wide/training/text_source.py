@@ -89,10 +89,7 @@ def _texts(data: Any) -> Sequence[str]:
     texts = list(data) if isinstance(data, Iterable) else [data]
     for item in texts:
         if not isinstance(item, str):
-            raise DataError(
-                f"data holds {type(item).__name__}, text was wanted; give texts, packed blocks, a path, or the name "
-                "of a source such as 'python-docs'"
-            )
+            raise DataError(f"data holds {type(item).__name__}, not text; give texts, packed blocks or a source")
     return texts
 
 
