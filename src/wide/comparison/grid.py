@@ -59,19 +59,14 @@ class GridOptions:
     table: str | None = None
 
     def __post_init__(self) -> None:
-        variants = self.variants or {}
-        check_variants(variants)
+        check_variants(self.variants or {})
         for name in self.method_names:
-            if name not in variants:
-                get(name)
+            get(self.method_of(name))
         for sparsity in self.sparsity_values:
             if not 0.0 < sparsity < 1.0:
                 raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
-        for name, values in (
-            ("methods", self.method_names),
-            ("sparsities", self.sparsity_values),
-            ("seeds", self.seed_values),
-        ):
+        found = {"methods": self.method_names, "sparsities": self.sparsity_values, "seeds": self.seed_values}
+        for name, values in found.items():
             if len(set(values)) < len(values) or not values:
                 raise UsageError(f"{name} must be different values separated by commas, got {getattr(self, name)!r}")
         _ = self.part
@@ -88,18 +83,20 @@ class GridOptions:
         needed = {DENSE, *map(self.method_of, self.method_names)}
         return [name for name in names() if name in needed]
 
+    def _variant(self, name: str) -> Mapping[str, Any]:
+        return (self.variants or {}).get(name, {})
+
     def method_of(self, name: str) -> str:
         """Return the method of a row."""
-        return str((self.variants or {}).get(name, {}).get("method", name))
+        return str(self._variant(name).get("method", name))
 
     def changes_of(self, name: str) -> dict[str, Any]:
         """Return the settings in which a row differs from its method's own."""
-        return {key: value for key, value in (self.variants or {}).get(name, {}).items() if key not in VARIANT_KEYS}
+        return {key: value for key, value in self._variant(name).items() if key not in VARIANT_KEYS}
 
     def match_of(self, name: str) -> Match:
         """Return what the sparsity of a row counts."""
-        own: Match = (self.variants or {}).get(name, {}).get("match", self.match)
-        return own
+        return self._variant(name).get("match", self.match)  # type: ignore[no-any-return]
 
     @property
     def sparsity_values(self) -> list[float]:
@@ -169,13 +166,7 @@ class Budget(Checked):
         return replace(stage, steps=_scaled(stage.steps, self.budget_scale))
 
     def of_method(self, settings: Any, stage: StageConfig, num_tokens: int) -> Any:
-        """Return a method's settings with this budget.
-
-        Args:
-            settings: Of the method.
-            stage: The training of routers, not scaled.
-            num_tokens: Tokens of the whole text.
-        """
+        """Return a method's settings with this budget; `stage` is not scaled, the whole text has `num_tokens`."""
         names = {field.name for field in fields(settings)}
         if self.budget == "equal":
             wanted = int(min(self.budget_scale * stage.num_tokens, num_tokens))
@@ -248,15 +239,7 @@ class CompareRequest:
 
 
 def check_variants(variants: Mapping[str, Any]) -> None:
-    """Refuse variants that name no method that prunes, or have the name of a method.
-
-    Args:
-        variants: By name, a mapping with the key 'method', perhaps 'match', and the settings in which the variant
-            differs.
-
-    Raises:
-        UsageError: If a name, a method or a setting is not one.
-    """
+    """Refuse variants (see `GridOptions`) that name no method that prunes, or have the name of a method."""
     for name, entry in variants.items():
         where = f"variants: {name}"
         if name in names() or name == "all" or not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
@@ -271,11 +254,7 @@ def check_variants(variants: Mapping[str, Any]) -> None:
 
 
 def method_settings(method: str, changes: Mapping[str, Any], where: str, settings: Any = None) -> Any:
-    """Return the settings of a method with some of them changed, whose types are checked and converted as flags are.
-
-    Args:
-        changes: Values by setting, as YAML or Python have them.
-        settings: What is changed; None means the original's.
+    """Return settings of a method (None: the original's) with some changed, whose types are checked as flags' are.
 
     Raises:
         UsageError: If there is no such method or setting, or a value has a wrong type.
@@ -307,19 +286,14 @@ def _check_settings(method: str, changes: Collection[str], where: str) -> None:
 
 
 def request(values: Mapping[str, Any]) -> CompareRequest:
-    """Return the comparison that values describe: flags by name, groups of them as mappings.
-
-    Raises:
-        UsageError: If there is nothing to compare by, or a value cannot be understood.
-        ConfigError: If a value is out of its range.
-    """
+    """Return the comparison that values describe: flags by name, groups of them as mappings."""
     grid, lora = build(GridOptions, values), build(LoraOptions, values, group="recover")
-    own = {name: build(get(name).settings, values, group=name) for name in grid.methods_needed}
-    # A variant's own settings stand on top of those of its method.
-    settings = {
-        name: method_settings(method, grid.changes_of(name), f"variants: {name}", own[method])
-        for name, method in ((name, grid.method_of(name)) for name in (DENSE, *grid.method_names))
-    }
+    settings = {}
+    for name in (DENSE, *grid.method_names):
+        method = grid.method_of(name)
+        own = build(get(method).settings, values, group=method)
+        # A variant's own settings stand on top of those of its method.
+        settings[name] = method_settings(method, grid.changes_of(name), f"variants: {name}", own)
     return CompareRequest(
         run=build(RunOptions, values),
         grid=grid,

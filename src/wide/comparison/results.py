@@ -1,10 +1,9 @@
 """What a comparison leaves behind: the records of all cells in one file, and the tables drawn from them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from wide.report.comparison import PERPLEXITY, RATIO, Comparison, read_comparison
+from wide.report.comparison import PERPLEXITY, RATIO, read_comparison
 from wide.report.comparison_tables import to_text
 from wide.report.folders import draw_comparison
 from wide.report.reading import collect
@@ -64,21 +63,14 @@ def read_results(folder: str | Path) -> ComparisonResult:
     Raises:
         DataError: If it is not the folder of a comparison.
     """
-    comparison = read_comparison(Path(folder))
-    return ComparisonResult(folder=Path(folder), rows=tuple(_rows(comparison)), table=to_text(comparison))
-
-
-def _rows(comparison: Comparison) -> Iterator[ComparisonRow]:
+    comparison, rows = read_comparison(Path(folder)), []
     for row, sparsity in comparison.points():
         values = {name: comparison.value(row, sparsity, metric) for name, metric in _FIGURES.items()}
-        yield ComparisonRow(
-            method=row.method,
-            recovered=row.recovered,
-            sparsity=sparsity,
-            seeds=tuple(comparison.seeds(row, sparsity)),
-            failure=next(iter(comparison.failures(row, sparsity).values()), ""),
-            **{name: None if value is None else value.mean for name, value in values.items()},
-        )
+        figures = {name: None if value is None else value.mean for name, value in values.items()}
+        facts = {"method": row.method, "recovered": row.recovered, "seeds": tuple(comparison.seeds(row, sparsity))}
+        failure = next(iter(comparison.failures(row, sparsity).values()), "")
+        rows.append(ComparisonRow(sparsity=sparsity, failure=failure, **facts, **figures))
+    return ComparisonResult(folder=Path(folder), rows=tuple(rows), table=to_text(comparison))
 
 
 def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
@@ -95,11 +87,6 @@ def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
     if not quiet and not later:
         say(f"drawing  {folder}")
     paths, notes = draw_comparison(comparison, folder, later=later)
-    if quiet:
-        return
-    say(to_text(comparison))
-    say("\nwritten:")
-    for path in (records, *paths):
-        say(f"  {path}")
-    for note in dict.fromkeys(notes):
-        say(f"note     {note}")
+    if not quiet:
+        written = [f"  {path}" for path in (records, *paths)]
+        say("\n".join([to_text(comparison), "\nwritten:", *written, *(f"note     {n}" for n in dict.fromkeys(notes))]))

@@ -62,10 +62,8 @@ class ComparisonRun:
         self, request: CompareRequest, folder: RunFolder, *, command: Sequence[str], debug: bool = False
     ) -> None:
         """Keep what was asked for; nothing is loaded yet."""
-        self._request = request
-        self._folder = folder
-        self._command = shlex.join(command)
-        self._debug = debug
+        self._request, self._folder = request, folder
+        self._command, self._debug = shlex.join(command), debug
         self._cells = CellFolders(request, folder)
 
     @cached_property
@@ -190,8 +188,7 @@ class ComparisonRun:
             )
             if self._debug:
                 raise
-            found = f"FAILED, {error}"
-            failed = True
+            found, failed = f"FAILED, {error}", True
         say(f"{name}: {found}, {time.monotonic() - began:.0f} s")
         if failed:
             # Only now the error's frames hold none of its memory any more.
@@ -237,18 +234,9 @@ class ComparisonRun:
             stage = replace(stage, compile=False)
         elif expected := expected_time(model, method, blocks, cell.sparsity, settings, stage):
             say(f"{cell.title}: {expected}")
-        apply(
-            model,
-            method,
-            blocks,
-            Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method)),
-            settings,
-            stage=stage,
-            objective=request.objective,
-            output=output,
-            resume=output is not None,
-            seed=cell.seed,
-        )
+        target = Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method))
+        how: dict[str, Any] = {"stage": stage, "objective": request.objective, "seed": cell.seed}
+        apply(model, method, blocks, target, settings, output=output, resume=output is not None, **how)
 
 
 def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) -> Iterator[Record]:

@@ -169,19 +169,11 @@ class Run:
             load(self._model, self._folder.adapter)
             return
         own = {field.name for field in fields(asked.settings)}
+        target = Target(sparsity=asked.objective.sparsity, match=asked.match)
+        how: dict[str, Any] = {"stage": asked.stage, "objective": asked.objective, "seed": asked.stage.seed}
+        how |= {"output": places.get("output"), "resume": places.get("resume", False)}
         with flags_named("" if isinstance(asked.settings, WideConfig) else asked.method, of=own, not_of=("sparsity",)):
-            apply(
-                self._model,
-                get(asked.method),
-                blocks,
-                Target(sparsity=asked.objective.sparsity, match=asked.match),
-                asked.settings,
-                stage=asked.stage,
-                objective=asked.objective,
-                output=places.get("output"),
-                resume=places.get("resume", False),
-                seed=asked.stage.seed,
-            )
+            apply(self._model, get(asked.method), blocks, target, asked.settings, **how)
         if places:
             # At once: what took hours to decide must not wait for the evaluation.
             save(self._model, self._folder.adapter)
@@ -273,12 +265,8 @@ class Run:
 
 
 def _in_words(objective: ObjectiveConfig) -> str:
-    counted = (
-        "of all work"
-        if (objective.target, objective.include_fixed) == ("linear_flops", True)
-        else _TARGETS[objective.target]
-    )
-    return f"skip {objective.sparsity:.0%} {counted}"
+    is_all = objective.target == "linear_flops" and objective.include_fixed
+    return f"skip {objective.sparsity:.0%} {'of all work' if is_all else _TARGETS[objective.target]}"
 
 
 def _check_batch(group: str, stage: StageConfig) -> None:
