@@ -77,7 +77,9 @@ def apply(
         raise NotAttachedError(
             f"this model carries a plan already; call wide.detach(model) before method {method.name}"
         )
-    settings = _with_seed(method.settings() if settings is None else settings, seed)
+    settings = method.settings() if settings is None else settings
+    if hasattr(settings, "seed"):
+        settings = dataclasses.replace(settings, seed=seed)
     stage = dataclasses.replace(stage or StageConfig(), seed=seed)
     try:
         began = now(model_device(model))
@@ -154,11 +156,6 @@ def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Targe
         require_unsharded(model, f"method {method.name}")
     decision: Decision = method.function()(model, blocks, target, settings)
     return decision
-
-
-def _with_seed(settings: Any, seed: int) -> Any:
-    has_seed = any(entry.name == "seed" for entry in dataclasses.fields(settings))
-    return dataclasses.replace(settings, seed=seed) if has_seed else settings
 
 
 def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:

@@ -110,7 +110,7 @@ class BlockGates:
         with ExitStack() as stack:
             for number in np.flatnonzero(~keep):
                 _, part = self.specs[number // 2].sublayers()[number % 2]
-                stack.enter_context(standing_in(part.module, _no_ffn if number % 2 else _no_attention))
+                stack.enter_context(standing_in(part.module, torch.zeros_like if number % 2 else _no_attention))
             yield
 
     def dense_nll(self) -> float:
@@ -160,10 +160,6 @@ class BlockGates:
 
 def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return torch.zeros_like(input_of(args, kwargs)), None
-
-
-def _no_ffn(hidden: Tensor) -> Tensor:
-    return torch.zeros_like(hidden)
 
 
 def undefined_as_worst(nlls: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

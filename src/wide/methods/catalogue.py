@@ -40,7 +40,7 @@ class Method:
     source: str
     settings: type[Any]
     code: str | Callable[..., Any] = ""
-    duration: Literal["short", "long", "longest"]
+    duration: Literal["short", "long", "longest"] = "short"
     takes_sharded: bool = False
 
     @property

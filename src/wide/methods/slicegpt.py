@@ -53,7 +53,10 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: Slic
     specs = discover(model)
     kept = kept_dimensions(specs, target, settings.round_to)
     plan = _plan(specs, kept)
-    check_stream(specs, plan)
+    # Before there are bases: on the meta device only the structure is looked at.
+    check_plan(plan, specs, {name: torch.empty(size, device="meta") for name, size in plan.tensor_shapes().items()})
+    for spec in specs:
+        norm_scales(spec)
     ids = calibration_windows(blocks, settings)
     tensors, dropped = stream_bases(model, specs, ids, kept=kept, batch_size=settings.batch_size)
     return Decision(
@@ -136,17 +139,6 @@ def stream_bases(
                 runner.inputs[batch] = stream + ffn.module(ffn.pre_norm(stream))
             cut(runner.inputs, f"layers.{spec.index}.ffn.basis")
     return tensors, dropped
-
-
-def check_stream(specs: Sequence[BlockSpec], plan: Plan) -> None:
-    """Refuse a model whose stream cannot be cut without changing what its sublayers compute on it.
-
-    Raises UnsupportedModelError if a norm is no RMSNorm, or the stream is not the plain sum of its sublayers.
-    """
-    # Before there are bases: on the meta device only the structure is looked at.
-    check_plan(plan, specs, {name: torch.empty(size, device="meta") for name, size in plan.tensor_shapes().items()})
-    for spec in specs:
-        norm_scales(spec)
 
 
 def principal_basis(signals: Sequence[Tensor], kept: int) -> tuple[Tensor, float]:

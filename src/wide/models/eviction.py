@@ -39,7 +39,7 @@ class EvictingGate(Gate):
         self._gates_cache.value = cache is not None and mask is not None
         if cache is None or mask is None:
             return None
-        return args, kwargs | {cache_name(kwargs): _GatedCache(cache, _per_key(mask))}
+        return args, kwargs | {cache_name(kwargs): _GatedCache(cache, mask.unsqueeze(1))}
 
     def attend(
         self, function: Callable[..., Any], module: nn.Module, heads: tuple[Tensor, ...], *args: Any, **kwargs: Any
@@ -57,7 +57,7 @@ class EvictingGate(Gate):
             raise UnsupportedModelError(f"layer {self.layer_index}: attention with sinks cannot evict keys and values")
         if key.shape[2] == mask.shape[1]:
             # The router's own mask, which has a gradient in training.
-            gate = _per_key(mask).to(value.dtype).expand(-1, value.shape[1], -1, -1)
+            gate = mask.unsqueeze(1).to(value.dtype).expand(-1, value.shape[1], -1, -1)
             value = value * gate
         elif self._gates_cache.value:
             gate = (value != 0).any(-1, keepdim=True).to(value.dtype)
@@ -103,7 +103,7 @@ class FirstTokens:
 
 
 class _GatedCache:
-    """A cache that receives the values of one layer times their gates; everything else is the cache's own."""
+    """A cache that receives the values of one layer times their gates `[B, 1, T, 1]`; all else is the cache's own."""
 
     def __init__(self, cache: Any, gate: Tensor) -> None:
         self._cache = cache
@@ -114,8 +114,3 @@ class _GatedCache:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
-
-
-def _per_key(mask: Tensor) -> Tensor:
-    """Return `[B, T, 1]` as `[B, 1, T, 1]`."""
-    return mask.unsqueeze(1)

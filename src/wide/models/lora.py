@@ -237,7 +237,11 @@ def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor],
 
 
 def _configuration(model: nn.Module, *, rank: int, alpha: float, dropout: float) -> Any:
-    return _import_peft().LoraConfig(
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingExtraError("LoRA needs PEFT; install it with: pip install 'wide[lora]'") from error
+    return LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
@@ -348,14 +352,6 @@ def _untouched(model: nn.Module) -> str | None:
     if state.plan.is_routed:
         names.append(r".*wide_router.*")
     return "|".join(names) or None
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError("LoRA needs PEFT; install it with: pip install 'wide[lora]'") from error
-    return peft
 
 
 def _listed(value: object) -> object:

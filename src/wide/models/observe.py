@@ -5,7 +5,7 @@ Blocks act on the calls of the thread that entered them; other threads that shar
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -100,8 +100,12 @@ def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list
 
         def copy(*_: object) -> None:
             # Other threads run forwards of this model, too.
-            if control.observed is routing:
-                _copy_detached(routing, captured)
+            for layer, found in zip(routing, captured, strict=True) if control.observed is routing else ():
+                for name in ("attention", "ffn", "attention_margin", "ffn_margin"):
+                    value = getattr(layer, name)
+                    if value is not None:
+                        value = value.detach() if name.endswith("_margin") else value.detach().bool()
+                    setattr(found, name, value)
 
         with model.register_forward_hook(copy):
             yield captured
@@ -161,12 +165,3 @@ def _require_continuation(
             f"history=True has masks of {collected} tokens, and the cache of this forward holds {cached}: it "
             "follows one generate() with a cache, without assisted decoding; open a new block for the next text"
         )
-
-
-def _copy_detached(source: Sequence[LayerRouting], target: list[LayerRouting]) -> None:
-    for layer, copy in zip(source, target, strict=True):
-        for name in ("attention", "ffn", "attention_margin", "ffn_margin"):
-            value = getattr(layer, name)
-            if value is not None:
-                value = value.detach() if name.endswith("_margin") else value.detach().bool()
-            setattr(copy, name, value)

@@ -312,7 +312,8 @@ def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> BaseFacts:
     """
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    attention = specs[0].attention
+    attention, values = specs[0].attention, sampled_values(model)
+    rounded = [] if values is None else values.to(torch.bfloat16).float().tolist()
     return {
         "model_type": str(getattr(text_config, "model_type", type(model).__name__)).removeprefix(PRUNED_PREFIX),
         "name_or_path": str(getattr(config, "_name_or_path", "") or ""),
@@ -324,7 +325,7 @@ def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> BaseFacts:
         "head_dim": attention.head_dim,
         "ffn_width": None if specs[0].ffn is None else specs[0].ffn.width,
         "vocab_size": getattr(text_config, "vocab_size", None),
-        "weight_sample": _weight_sample(model),
+        "weight_sample": [None if math.isnan(value) else value for value in rounded],
     }
 
 
@@ -421,9 +422,3 @@ def _stored(model: nn.Module, name: str) -> Tensor | None:
     place, _, key = name.rpartition(".")
     values = getattr(getattr(model.get_submodule(place), "_hf_hook", None), "weights_map", None)
     return None if values is None else values[key]
-
-
-def _weight_sample(model: nn.Module) -> list[float | None]:
-    values = sampled_values(model)
-    rounded = [] if values is None else values.to(torch.bfloat16).float().tolist()
-    return [None if math.isnan(value) else value for value in rounded]

@@ -35,8 +35,11 @@ class Table:
         """Return a table of rows of values, to four digits; columns without any value are left out."""
         every = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in every if any(row.get(name) not in (None, "") for row in rows)]
-        lines = (tuple(nothing if row.get(name) is None else _plain(row[name]) for name in names) for row in rows)
-        return cls(header=tuple(names), rows=tuple(lines))
+
+        def text(value: Any) -> str:
+            return nothing if value is None else f"{value:z.4g}" if isinstance(value, float) else str(value)
+
+        return cls(header=tuple(names), rows=tuple(tuple(text(row.get(name)) for name in names) for row in rows))
 
     def to_text(self) -> str:
         """Return the table in aligned columns, for a terminal."""
@@ -139,10 +142,6 @@ def decimal(value: float, error: float | None = None) -> str:
 def percent(value: float, error: float | None = None) -> str:
     """Return a share in percent as text, with its error where there is one."""
     return f"{100 * value:z.1f}" if error is None else f"{100 * value:z.1f} ± {100 * error:.1f}"
-
-
-def _plain(value: Any) -> str:
-    return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
 def _ratio(value: float | None, of: float | None) -> float | None:

@@ -69,23 +69,19 @@ def cluster_channels(
     for indices in in_passes(sizes):
         own = indices[parallel.rank :: parallel.world]
         inputs = read_inputs(model, {i: wanted[i][0].down for i in own}, batches, title="activations of the FFNs")
-        columns = {i: _column_sizes(wanted[i][0].down) for i in indices}
+        # The norm of what each channel is multiplied by, `[F]`.
+        weights: dict[int, Any] = {i: wanted[i][0].down.weight for i in indices}
+        columns = {i: whole(weight.detach()).float().norm(dim=0) for i, weight in weights.items()}
         for index in progress(own, title="clustering channels", unit="layer"):
-            energy = _energy(thinned(inputs.pop(index)), columns[index])
+            # The squared size of what each channel adds to the output, `[tokens, F]`.
+            read = thinned(inputs.pop(index)).to(columns[index].device).float()
+            energy = torch.square(read * columns[index])
             orders[index] = channel_order(energy, num_groups=wanted[index][1], skipped=skipped, seed=seed)
         for place, index in enumerate(indices):
             order = orders.get(index, torch.empty(wanted[index][0].width, dtype=torch.int64)).to(parallel.device)
             parallel.broadcast([order], source=place % parallel.world)
             orders[index] = order.cpu()
     return {order_name(index): orders[index] for index in wanted}
-
-
-def _column_sizes(down: Any) -> Tensor:
-    return whole(down.weight.detach()).float().norm(dim=0)
-
-
-def _energy(activations: Tensor, columns: Tensor) -> Tensor:
-    return torch.square(activations.to(columns.device).float() * columns)
 
 
 def thinned(values: Tensor) -> Tensor:
