@@ -101,7 +101,6 @@ def arguments() -> Arguments:
         first=("output", "operators", "sparsity", "quick"),
     )
     flags.add_fields(BenchOptions)
-    flags.also_called({"out": "output", "ffn_group_size": "group_size"})
     return flags
 
 

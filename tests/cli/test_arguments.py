@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from benchmarks import bench
-from wide.cli import compare, evaluate, profile, prune, recover, tune
+from wide.cli import compare, evaluate, profile, prune, recover
 from wide.cli.arguments import build, field_texts
 from wide.cli.main import main
 from wide.cli.recipes import recipe_command, recipe_names, recipe_path
@@ -69,9 +69,6 @@ def test_a_flag_is_known_by_the_name_that_it_has_in_the_other_command():
         (recover, [*EVERYDAY, "--adapter=A", "--steps=7"], ("recover", "steps"), 7),
         (recover, [*EVERYDAY, "--adapter=A", "--lora_rank", "4"], ("recover", "lora_rank"), 4),
         (prune, [*EVERYDAY, "--window", "64"], ("eval", "window"), 64),
-        (bench, ["--out=O", "--ffn_group_size=64"], ("group_size",), 64),
-        (profile, ["--out", "O"], ("output",), "O"),
-        (tune, ["--model=M", "--out=O"], ("output",), "O"),
     ],
 )
 def test_a_flag_may_be_spelled_as_in_other_commands_where_only_one_is_meant(command, given, key, value):

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 COMPLETING = "_ARGCOMPLETE"
 """Set where a shell asks how a line goes on (argcomplete): the number of words before what is completed."""
-
-
 _NOT_DESCRIBED = {"model", "data", "dtype", "device", "output", "cache", "report"}
 """Keys that no description of a recipe speaks of."""
 
@@ -68,7 +66,6 @@ class Arguments:
         self._refused: dict[str, str] = {}
         self._only_in_files: set[str] = set()
         self._never_null: list[str] = []
-        self._other_names: dict[str, str] = {}
         self._parser = ArgumentParser(
             prog=f"wide {command}",
             usage=f"wide {command} {usage}",
@@ -92,10 +89,6 @@ class Arguments:
         self._refused |= dict.fromkeys(names, reason)
         if even_known:
             self._only_in_files |= set(names)
-
-    def also_called(self, names: Mapping[str, str]) -> None:
-        """Take further names of flags, by which other commands know them: name -> flag, without dashes."""
-        self._other_names |= {f"--{name}": f"--{flag}" for name, flag in names.items()}
 
     def add_switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""
@@ -199,7 +192,7 @@ class Arguments:
 
     def _is_described(self, configs: Sequence[Path], flags: Sequence[str]) -> bool:
         """Return whether nothing that a description was written for has been overridden since."""
-        groups = sorted({name.rpartition(".")[0] for name in self.known_keys() if "." in name})
+        groups = self._group_names()
         given = [name.partition("=")[0].removeprefix("--") for name in flags if name.startswith("--")]
         described: set[str] = set()
         for keys in (*(_dotted(_read_yaml(path), groups) for path in configs), given):
@@ -232,22 +225,22 @@ class Arguments:
         """Return every key in dotted form."""
         return _keys(self._parser)
 
+    def _group_names(self) -> list[str]:
+        return sorted({name.rpartition(".")[0] for name in self.known_keys() if "." in name})
+
     def _known_flags(self) -> list[str]:
         return [name for action in self._parser._actions for name in action.option_strings]
 
     def _spelled_here(self, flag: str) -> str:
-        """Return a flag as this command spells it; others have it with a group, or without, or by another name."""
-        known = self._known_flags()
-        name = flag.removeprefix("--")
-        if name == flag or flag in known or name in self._refused:
-            return flag
-        if flag in self._other_names:
-            return self._other_names[flag]
+        """Return a flag as this command spells it; others have it with a group, or without."""
+        known, name = self._known_flags(), flag.removeprefix("--")
         group, _, leaf = name.rpartition(".")
-        same = [
-            each for each in known if (each if group == self._command else each.rpartition(".")[2]).lstrip("-") == leaf
-        ]
-        return same[0] if len(same) == 1 and group in ("", self._command) else flag
+        # The settings of method wide are everyday flags of wide prune.
+        if name == flag or flag in known or name in self._refused or group not in ("", self._command, "wide"):
+            return flag
+        same = [each for each in known if (each if group else each.rpartition(".")[2]).lstrip("-") == leaf]
+        mine = [each for each in same if each == f"--wide.{leaf}"] or same
+        return mine[0] if len(mine) == 1 else flag
 
     def _refuse_unknown_flags(self, flags: Sequence[str]) -> None:
         known = self._known_flags()
@@ -268,21 +261,15 @@ class Arguments:
             if each in self._refused:
                 raise UsageError(f"{shown} {self._refused[each]}")
 
-    def _refuse_recipe_of_another(self, path: Path) -> None:
-        command = recipe_command(_read_yaml(path))
-        if is_recipe(path) and command != self._command:
-            raise UsageError(
-                f"{path.stem} is a recipe of wide {command}, not of {self._parser.prog}: run wide {command} --config "
-                f"{path.stem}"
-            )
-
     def _refuse_unknown_keys(self, path: Path) -> None:
-        known = self.known_keys()
-        groups = sorted({name.rpartition(".")[0] for name in known if "." in name})
-        for key in _dotted(_read_yaml(path), groups):
+        known, found, groups = self.known_keys(), _read_yaml(path), self._group_names()
+        command = recipe_command(found)
+        for key in _dotted(found, groups):
             # A key may be written as its flag is, and groups that are methods have dashes.
             if key.replace("-", "_") not in known:
-                self._refuse_recipe_of_another(path)
+                if is_recipe(path) and command != self._command:
+                    words = f"{path.stem} is a recipe of wide {command}, not of {self._parser.prog}"
+                    raise UsageError(f"{words}: run wide {command} --config {path.stem}")
                 self._refuse_misplaced(f"{path}: {key}", key)
                 if key.replace("-", "_") in groups:
                     raise UsageError(f"{path}: {key} is a group of settings; write them below it, or leave it out")
@@ -375,7 +362,6 @@ def _title(cls: type) -> str:
 
 
 def _split_configs(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the configuration files, in order, and all other arguments."""
     configs, others = [], []
     remaining = iter(arguments)
     for argument in remaining:

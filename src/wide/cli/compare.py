@@ -1,7 +1,6 @@
 """`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import yaml
 
 from wide.cli.arguments import Arguments, look_ahead
 from wide.comparison.grid import DENSE, OBJECTIVE, Budget, GridOptions, request
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import UsageError
 from wide.methods.catalogue import names
 from wide.runs.process import num_processes, say
@@ -33,20 +32,15 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     flags.add_fields(Budget)
     flags.add_run_switches()
     flags.add_methods(methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
-    if "wide" in methods:
-        flags.also_called({field.name: f"wide.{field.name}" for field in fields(WideConfig)})
     flags.add_fields(StageConfig, prefix="train", skip=("seed",))
     flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
     flags.add_fields(LoraOptions, prefix="recover", only=("steps",))
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps", "seed"))
     flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
     flags.add_fields(ScoredTasks, prefix="eval")
-    flags.refuse(
-        ["report", "tensorboard", "tracker"],
-        "is a flag of wide prune; a comparison always writes its tables and its page",
-    )
-    for group in ("train", "recover"):
-        flags.refuse([f"{group}.seed"], "is not for this command: --seeds are those of every stage")
+    reason = "is a flag of wide prune; a comparison always writes its tables and its page"
+    flags.refuse(["report", "tensorboard", "tracker"], reason)
+    flags.refuse(["train.seed", "recover.seed"], "is not for this command: --seeds are those of every stage")
     return flags
 
 
@@ -84,7 +78,6 @@ def run(given: Sequence[str]) -> None:
 
 
 def _variants(given: Any) -> dict[str, Any]:
-    """Return the variants that a file or the flag, which is text, describes."""
     try:
         given = yaml.safe_load(given) if isinstance(given, str) else given
     except yaml.YAMLError as error:

@@ -78,7 +78,6 @@ def run(given: Sequence[str]) -> None:
 def _evaluate(
     options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
 ) -> "tuple[EvaluationReport, str]":
-    """Return the report, and what it ran on."""
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.tasks import check_tasks

@@ -26,7 +26,6 @@ def arguments() -> Arguments:
         first=("model", "adapter", "prompt", "generate", "batched", "output"),
     )
     flags.add_fields(ProfileOptions)
-    flags.also_called({"out": "output"})
     return flags
 
 

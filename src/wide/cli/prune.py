@@ -69,7 +69,6 @@ def _add_settings(flags: Arguments, method: str, in_files: Collection[str]) -> N
         flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",))
         # The settings of this method are the everyday flags.
         flags.add_methods((), asked_by=asked_by, only_in_files=others)
-        flags.also_called({f"{_DEFAULT}.{name}": name for name in everyday})
         flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
     else:
         reason = f"is a flag of method wide, and the command runs {asked_by}"
@@ -85,8 +84,8 @@ def _add_settings(flags: Arguments, method: str, in_files: Collection[str]) -> N
     flags.add_fields(StageConfig, prefix="train", only=() if trains or "train" in in_files else _TEXT)
     if trains and method != _DEFAULT:
         flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
-        for name in ("target", "include_fixed"):
-            flags.refuse([f"objective.{name}"], f"is a flag of method wide; {method} takes --match")
+        reason = f"is a flag of method wide; {method} takes --match"
+        flags.refuse(["objective.target", "objective.include_fixed"], reason)
 
 
 def request(values: Mapping[str, Any]) -> PruneRequest:

@@ -68,7 +68,6 @@ def arguments() -> Arguments:
         "wide eval --fused follow it.",
     )
     flags.add_fields(TuneOptions)
-    flags.also_called({"out": "output"})
     return flags
 
 

@@ -65,7 +65,11 @@ class GridOptions:
         for sparsity in self.sparsity_values:
             if not 0.0 < sparsity < 1.0:
                 raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
-        found = {"methods": self.method_names, "sparsities": self.sparsity_values, "seeds": self.seed_values}
+        found: dict[str, list[Any]] = {
+            "methods": self.method_names,
+            "sparsities": self.sparsity_values,
+            "seeds": self.seed_values,
+        }
         for name, values in found.items():
             if len(set(values)) < len(values) or not values:
                 raise UsageError(f"{name} must be different values separated by commas, got {getattr(self, name)!r}")
@@ -203,7 +207,6 @@ class CompareRequest:
     tasks: ScoredTasks
 
     def __post_init__(self) -> None:
-        """Refuse a comparison by nothing, and windows that do not fit into sequences."""
         if self.scoring.tokens == 0 and not self.tasks.names:
             raise UsageError("nothing to compare by: let --eval.tokens be above 0, or name tasks with --eval.tasks")
         longest = self.stage.sequence_length

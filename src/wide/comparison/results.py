@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wide.report.comparison import PERPLEXITY, RATIO, read_comparison
 from wide.report.comparison_tables import to_text
@@ -66,10 +67,10 @@ def read_results(folder: str | Path) -> ComparisonResult:
     comparison, rows = read_comparison(Path(folder)), []
     for row, sparsity in comparison.points():
         values = {name: comparison.value(row, sparsity, metric) for name, metric in _FIGURES.items()}
-        figures = {name: None if value is None else value.mean for name, value in values.items()}
-        facts = {"method": row.method, "recovered": row.recovered, "seeds": tuple(comparison.seeds(row, sparsity))}
+        told: dict[str, Any] = {name: None if value is None else value.mean for name, value in values.items()}
+        told |= {"method": row.method, "recovered": row.recovered, "seeds": tuple(comparison.seeds(row, sparsity))}
         failure = next(iter(comparison.failures(row, sparsity).values()), "")
-        rows.append(ComparisonRow(sparsity=sparsity, failure=failure, **facts, **figures))
+        rows.append(ComparisonRow(sparsity=sparsity, failure=failure, **told))
     return ComparisonResult(folder=Path(folder), rows=tuple(rows), table=to_text(comparison))
 
 

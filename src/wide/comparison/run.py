@@ -61,14 +61,12 @@ class ComparisonRun:
     def __init__(
         self, request: CompareRequest, folder: RunFolder, *, command: Sequence[str], debug: bool = False
     ) -> None:
-        """Keep what was asked for; nothing is loaded yet."""
         self._request, self._folder = request, folder
         self._command, self._debug = shlex.join(command), debug
         self._cells = CellFolders(request, folder)
 
     @cached_property
     def _materials(self) -> Materials:
-        """Model and texts, the same for all cells."""
         asked = self._request
         return Materials(asked.run, asked.scoring, asked.tasks, max_tokens=asked.max_tokens)
 

@@ -124,7 +124,6 @@ class TokenBlocks:
         name: str | None = None,
         split: str | None = None,
     ) -> None:
-        """Cut the stream; nothing is copied."""
         self.name, self.split = name, split
         self.sequence_length = sequence_length
         self.largest_id = stream.largest_id

@@ -146,7 +146,6 @@ def scored_split(source: str | Path, provenance: Mapping[str, Any]) -> str | Non
 
 @contextmanager
 def _fused(model: nn.Module) -> Iterator[None]:
-    """Run the fused operators inside the block."""
     training = model.training
     optimize(model.eval())
     try:

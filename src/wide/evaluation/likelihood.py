@@ -72,7 +72,6 @@ def log_likelihoods(
 
 
 def _rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], max_length: int) -> list[Row]:
-    """Return the inputs without repetition, longest first."""
     rows: dict[tuple[int, ...], Row] = {}
     for request, (context, continuation) in enumerate(requests):
         if not context or not continuation or len(continuation) > max_length:

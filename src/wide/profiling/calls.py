@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,14 +72,6 @@ class _FirstToken(StoppingCriteria):
         return self._never
 
 
-@torch.no_grad()
-def forward_us(model: Any, ids: Tensor) -> float:
-    """Return the microseconds of `model(...)` of prompts [B, T], without a cache, for the last logits."""
-    began = now(ids.device)
-    model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    return 1e6 * (now(ids.device) - began)
-
-
 def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tensor]:
     """Return the microseconds of a greedy `generate()` to the first token and of each further one, and all tokens.
 
@@ -90,16 +83,14 @@ def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tens
     Raises:
         EvaluationError: If it made another number of tokens.
     """
-    first, mask = _FirstToken(), torch.ones_like(ids)
+    first = _FirstToken()
+    told = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "stopping_criteria": StoppingCriteriaList([first]),
+    }
     began = now(ids.device)
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([first]),
-    )
+    out = model.generate(**told, max_new_tokens=count, do_sample=False, pad_token_id=0)
     ended = now(ids.device)
     if out.shape[1] != ids.shape[1] + count:
         raise EvaluationError(f"generate() made {out.shape[1] - ids.shape[1]} tokens instead of {count}")
@@ -130,7 +121,10 @@ def race_calls(
         found: dict[str, float] = {}
         with candidate.within():
             if "forward" in calls:
-                found[FORWARD] = forward_us(candidate.model, ids)
+                began = now(ids.device)
+                with torch.no_grad():
+                    candidate.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+                found[FORWARD] = 1e6 * (now(ids.device) - began)
             if "generate" in calls:
                 found[FIRST], found[STEP], _ = generate_us(candidate.model, ids, count)
         peaks[candidate.name] = max(peaks.get(candidate.name, 0), torch.cuda.max_memory_allocated() - held)
@@ -186,7 +180,6 @@ def _batching(model: Any, requests: int, prompt: int, new: int) -> Iterator[Any]
 
 
 def _batch(manager: Any, prompts: Sequence[list[int]], new: int) -> tuple[float, list[list[int]]]:
-    """Return the seconds that a batch takes, and its tokens."""
     began = now(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     names = manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=new)
     found: dict[str, list[int]] = {}
@@ -296,9 +289,8 @@ def captured_race(
         ids: Tokens of each sequence, [B, T] for a prefill and [B, 1] for a step.
         length: Tokens of a prompt, or cached before the step.
     """
-    calls: dict[str, Call] = {}
-    for name, model in models.items():
-        calls[name] = prefill_call(model, ids) if what == "prefill" else step_call(model, ids, length=length)
+    opened = prefill_call if what == "prefill" else partial(step_call, length=length)
+    calls = {name: opened(model, ids) for name, model in models.items()}
     times = time_interleaved(calls, rounds=6 if quick else 20)
     found = {}
     for name, call in calls.items():
@@ -354,5 +346,4 @@ def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
 
 
 def _over(model: Any, cache: Any) -> dict[str, Any]:
-    """Return arguments of a call that reads and fills a cache."""
     return {"use_cache": True, cache_name(inspect.signature(type(model).forward).parameters): cache}

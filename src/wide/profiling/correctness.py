@@ -4,7 +4,9 @@ Gates run at the sizes that are claimed, where the tables choose the kernels tha
 operator and which kernels ran. Logits are compared at some places of the prompt, its last ones among them.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,15 +75,14 @@ def reference(model: Any, ids: Tensor) -> Reference:
         masks=[(layer.attention, layer.ffn) for layer in routing],
         masked=masked,
         own=own,
-        decisions=[_pair(layer) for layer in decisions],
+        decisions=_each(lambda mask: mask[0], decisions),
     )
 
 
-def _pair(layer: LayerRouting) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        None if layer.attention is None else layer.attention[0],
-        None if layer.ffn is None else layer.ffn[0],
-    )
+def _each(change: Callable[[Tensor], Tensor], masks: Iterable[LayerRouting | tuple[Any, Any]]) -> LayerMasks:
+    """Return the masks of layers, each changed where a sublayer has one."""
+    pairs = [(each.attention, each.ffn) if isinstance(each, LayerRouting) else each for each in masks]
+    return [(None if a is None else change(a), None if f is None else change(f)) for a, f in pairs]
 
 
 def _half_masks(model: Any, ids: Tensor) -> list[LayerRouting]:
@@ -119,7 +120,8 @@ def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
     found: Gate = {"tokens": length, "dense_error": relative(prompt(ForwardOptions(routed=False)), wanted.dense)}
     forced = _forced(decoder, wanted.masks, 0, length)
     found["routed_error"] = relative(prompt(forced), wanted.masked)
-    found["decode_error"], step_kernels = _check_steps(decoder, wanted)
+    stepped, step_kernels = _stepped(decoder, ids, wanted.masks)
+    found["decode_error"] = relative(stepped[0], wanted.masked[-stepped.shape[1] :])
     found["limit"] = _ALLOWED * found["dense_error"] + _SLACK
     first = decoder.tables[0]
     found["operators"] = {"prefill": _operators(first, length), "decode": _operators(first, 1)}
@@ -141,10 +143,7 @@ def _logits(model: Any, ids: Tensor, at: Tensor) -> Tensor:
 
 def _forced(decoder: Decoder, masks: LayerMasks, first: int, last: int) -> ForwardOptions:
     """Return options for the tokens from `first` to before `last` of each sequence under masks [B, T, N_G]."""
-    cut: LayerMasks = [
-        (None if a is None else a[:, first:last].flatten(0, 1), None if f is None else f[:, first:last].flatten(0, 1))
-        for a, f in masks
-    ]
+    cut = _each(lambda mask: mask[:, first:last].flatten(0, 1), masks)
     return ForwardOptions(forced=force(decoder.layers, cut))
 
 
@@ -152,20 +151,14 @@ def _operators(table: OperatorTable, rows: int) -> dict[str, str]:
     """Return in words what a table runs for so many tokens."""
     found: dict[str, str] = {}
     for name in OPERATORS:
-        if name == "attention" and rows == 1:
-            found[name] = f"{table.backend} over the cache, {'pairs skip' if table.cache else 'every pair is read'}"
-            continue
         choice = table.choice(name, rows)
         backend = table.backend if choice.backend == "dense" else choice.backend
-        sparse = " ".join([backend, "x".join(map(str, choice.tile)) or "default tile"])
-        found[name] = "dense" if table.how(name, rows) == "dense" else sparse
+        found[name] = f"{backend} {'x'.join(map(str, choice.tile)) or 'default tile'}"
+        if name == "attention" and rows == 1:
+            found[name] = f"{table.backend} over the cache, {'pairs skip' if table.cache else 'every pair is read'}"
+        elif table.how(name, rows) == "dense":
+            found[name] = "dense"
     return found
-
-
-def _check_steps(decoder: Decoder, wanted: Reference) -> tuple[float, dict[str, int]]:
-    """Run the last tokens as steps after a prompt of the others; return the error and one step's kernels."""
-    found, kernels = _stepped(decoder, wanted.ids, wanted.masks)
-    return relative(found[0], wanted.masked[-found.shape[1] :]), kernels
 
 
 def _stepped(decoder: Decoder, ids: Tensor, masks: LayerMasks) -> tuple[Tensor, dict[str, int]]:
@@ -198,9 +191,8 @@ def check_batch(model: Any, decoder: Decoder, ids: Tensor) -> Gate:
     together, kernels = _stepped(decoder, ids, masks)
     errors = []
     for row in torch.linspace(0, len(ids) - 1, min(_ALONE, len(ids))).long().tolist():
-        one = slice(row, row + 1)
-        own: LayerMasks = [(None if a is None else a[one], None if f is None else f[one]) for a, f in masks]
-        errors.append(relative(together[row], _stepped(decoder, ids[one], own)[0][0]))
+        own = _each(partial(Tensor.narrow, dim=0, start=row, length=1), masks)
+        errors.append(relative(together[row], _stepped(decoder, ids[row : row + 1], own)[0][0]))
     found: Gate = {"sequences": len(ids), "batch_error": max(errors), "limit": LIMIT, "kernels": kernels}
     return found | {"operators": _operators(decoder.tables[0], len(ids)), "green": max(errors) <= LIMIT}
 

@@ -108,13 +108,11 @@ class _Job:
     backend: str
 
     def shapes(self) -> Iterator[tuple[int, int]]:
-        """Yield tokens of a prompt and sequences."""
         for batch in self.options.batches:
             yield from ((length, batch) for length in self.options.prompts)
 
     @property
     def method(self) -> str:
-        """Which method made the adapter."""
         return "wide" if self.options.adapter is None else method_of(Path(self.options.adapter))
 
     def dense_model(self) -> Any:
@@ -172,14 +170,9 @@ class _Report:
     def __init__(self, options: ProfileOptions, file: Path, say: Say) -> None:
         self._options, self._file, self.say = options, file, say
         self._began = time.perf_counter()
-        self.content: dict[str, Any] = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "torch": torch.__version__,
-            "model": options.name,
-            "quick": options.quick,
-            "adapter": options.adapter,
-            "records": [],
-        }
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.content: dict[str, Any] = {"device": device, "torch": torch.__version__, "model": options.name}
+        self.content |= {"quick": options.quick, "adapter": options.adapter, "records": []}
 
     def begin(self, name: str, gate: Mapping[str, Any], start: Mapping[str, Any], **facts: Any) -> bool:
         """Write a gate and what the beginning took, and return whether anything may be timed."""
@@ -195,7 +188,6 @@ class _Report:
         return bool(gate["green"])
 
     def add(self, kind: str, found: Sequence[Record]) -> None:
-        """Write records and print them."""
         self.content.setdefault(kind, []).extend(found)
         self._write()
         for record in found:
@@ -242,18 +234,10 @@ def summarise(content: Mapping[str, Any], generate: int) -> list[Record]:
         if first is None:
             continue
         ttft, tpot = first["median_us"] * _MILLI, step["median_us"] * _MILLI
-        found.append(
-            {
-                "candidate": step["candidate"],
-                "batch": step["batch"],
-                "prompt": prompt,
-                "generate": generate,
-                "ttft_ms": ttft,
-                "tpot_ms": tpot,
-                "ttlt_ms": ttft + (generate - 1) * tpot,
-                "peak_memory_bytes": max(first["peak_memory_bytes"], step["peak_memory_bytes"]),
-            }
-        )
+        times = {"ttft_ms": ttft, "tpot_ms": tpot, "ttlt_ms": ttft + (generate - 1) * tpot}
+        memory = max(first["peak_memory_bytes"], step["peak_memory_bytes"])
+        record = {"candidate": step["candidate"], "batch": step["batch"], "prompt": prompt, "generate": generate}
+        found.append(record | times | {"peak_memory_bytes": memory})
     return found
 
 
@@ -313,14 +297,8 @@ class _Routed:
         self.checked: set[tuple[Any, int]] = set()
 
     def run(self) -> bool:
-        """Check and time every sparsity."""
-        pairs: list[tuple[float, float] | None] = (
-            [None] if self.options.adapter is not None else [*self.options.skipped]
-        )
-        for wanted in pairs:
-            if not self._start(wanted):
-                return False
-            if not all(map(self._is_right, sorted({*self.options.batches} - {1}))):
+        for wanted in [None] if self.options.adapter is not None else self.options.skipped:
+            if not self._start(wanted) or not all(map(self._is_right, sorted({*self.options.batches} - {1}))):
                 return False
             for length, batch in self.job.shapes():
                 self._race(length, batch)

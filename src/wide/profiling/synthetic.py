@@ -11,14 +11,8 @@ from wide.models.attach import attachment
 from wide.models.cost import SkipCounter
 from wide.models.observe import capture_routing
 
-_LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+_LLAMA_ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "vocab_size": 128256,

@@ -59,7 +59,6 @@ class RunFolder:
         resumable: bool = True,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the folder without touching it."""
         self.path = Path(path)
         self.resume = resume or shared
         self.is_claimed = False

@@ -48,7 +48,6 @@ class Materials:
         stages: Sequence[StageConfig] = (),
         distils: bool = False,
     ) -> None:
-        """Load the tokenizer; nothing else yet."""
         self._run = run
         if scoring.data is not None and is_same_source(scoring.data, run.data):
             # What is scored is held out of the training then.

@@ -345,7 +345,6 @@ class Bounded:
             call.end("the request has ended")
 
     async def _admitted(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request that may come in."""
         limits, headers, body, more = self._limits, Headers(scope=scope), bytearray(), True
         key = f"Bearer {limits.api_key}" if limits.api_key is not None and scope["path"] != "/health" else ""
         if key and not secrets.compare_digest(headers.get("authorization", "").encode(), key.encode()):
@@ -363,7 +362,6 @@ class Bounded:
         return bytes(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, answer: Send) -> None:
-        """Have a request answered, unless its client leaves."""
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Message:

@@ -159,7 +159,6 @@ class Run:
         self._results.finish(time.monotonic() - self._began)
 
     def _train_routers(self, blocks: TokenBlocks, asked: PruneRequest, places: Mapping[str, Any]) -> None:
-        """Carry out stage 1 of the paper."""
         config, objective, stage = asked.settings, asked.objective, asked.stage
         prune(self._model, blocks, config=config, objective=objective, stage=stage, **places)
 

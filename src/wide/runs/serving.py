@@ -66,7 +66,6 @@ class _Model:
         self.generation_config = call.asked.sampled(one.base)
 
     def init_continuous_batching(self, **given: Any) -> Any:
-        """Return a manager of shared forwards, which the server ends."""
         self._one.managers.append(self._model.init_continuous_batching(**given))
         return self._one.managers[-1]
 
@@ -105,7 +104,6 @@ class _Tokenizer:
         return self._checked(self._own(*args, **given))
 
     def apply_chat_template(self, messages: Any, /, **given: Any) -> Any:
-        """Return the tokens of a chat."""
         template = self._own.chat_template
         if template is None:
             raise HTTPException(400, "the model's tokenizer has no chat template; ask /v1/completions")
@@ -143,11 +141,9 @@ class _OneModel:
             self.base.pad_token_id = tokenizer.eos_token_id
 
     def process_model_name(self, name: str) -> str:
-        """Return a name as it is."""
         return name
 
     def get_model_modality(self, *_: Any, **__: Any) -> Modality:
-        """Return that it is a language model."""
         return Modality.LLM
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
@@ -236,7 +232,6 @@ def _refuse(asked: Asked, one: _OneModel, options: ServerOptions) -> None:
 
 
 async def _in_words(request: Request, error: Exception) -> AnyResponse:
-    """Answer an error, in the form of OpenAI's."""
     if isinstance(error, RequestValidationError):
         return refusal(400, in_words(error.errors()))
     if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):

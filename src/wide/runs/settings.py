@@ -204,7 +204,6 @@ class AdapterOptions(ModelOptions):
     sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a sparsity without an adapter, or beyond its range."""
         Checked.__post_init__(self)
         if self.sparsity is not None and self.adapter is None:
             raise ConfigError("sparsity is set by an adapter's calibrated thresholds: give --adapter, too")

@@ -114,7 +114,6 @@ def _cpu_speed(half: str) -> float:
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    """Return how long a product of a layer's size takes."""
     rows, weight = (torch.full((count, 1024), 0.5, dtype=dtype) for count in (256, 1024))
     start = time.perf_counter()
     torch.nn.functional.linear(rows, weight)
