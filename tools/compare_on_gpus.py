@@ -12,7 +12,7 @@ After `--seconds`, on SIGTERM and on Ctrl-C all processes are told to end: train
 are kept, and the same command goes on from there. A second signal, or the end of `--grace`, kills. What the processes
 say is in RUNS/logs; at the end a list says what is finished and what failed. Exit codes: 0 all is finished, 1 something
 is not, 2 the command line or a configuration was not understood, 130 ended before its time. The tables of what is there
-are drawn by `wide compare --table RUNS/<name>`.
+are drawn by `wide report RUNS/<name>`.
 """
 
 import argparse

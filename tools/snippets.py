@@ -83,7 +83,7 @@ def check_command(arguments: list[str]) -> str | None:
 
     if not arguments or arguments[0] not in COMMANDS:
         return f"there is no command {arguments[:1]}"
-    if arguments[0] in _WITHOUT_CONFIG or "--table" in arguments or "--version" in arguments:
+    if arguments[0] in _WITHOUT_CONFIG or "--version" in arguments:
         return None
     said, errors = StringIO(), StringIO()
     before, sys.stderr = sys.stderr, errors

@@ -61,11 +61,11 @@ class Checked:
         kind: Any = type(self)
         for field, hint in _hints(kind).items():
             value = getattr(self, field)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                words = " or ".join(repr(word) for word in get_args(hint))
-                raise ConfigError(f"{field} must be {words}, got {value!r}")
             if value is None and (hint is Any or NoneType in get_args(hint)):
                 continue
+            choices = next((get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), None)
+            if choices and value not in choices:
+                raise ConfigError(f"{field} must be {' or '.join(map(repr, choices))}, got {value!r}")
             for part in (hint, *get_args(hint)):
                 for bound in getattr(part, "__metadata__", ()):
                     number, null = get_args(part)[0], " or null" if NoneType in get_args(hint) else ""

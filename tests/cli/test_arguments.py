@@ -169,7 +169,7 @@ def test_values_out_of_range_are_named_as_their_flags_are(more, words):
         ("bench", "operators: null"),
         ("tune", "executed: null"),
         ("profile", "calls: null"),
-        ("compare", "table: [1]"),
+        ("compare", "shard: [1]"),
         ("prune", "train: 5"),
         ("report", "folders: {a: 1}"),
     ],

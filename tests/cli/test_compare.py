@@ -2,6 +2,7 @@
 
 import csv
 import json
+from contextlib import ExitStack
 
 import pytest
 import yaml
@@ -9,9 +10,12 @@ import yaml
 import wide
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
-from wide.errors import ConfigError
+from wide.comparison.results import draw
+from wide.errors import ConfigError, DataError
 from wide.records import Cell, Stage, read_records
 from wide.report.selection import Selection
+from wide.runs.folder import RunFolder
+from wide.runs.process import held
 
 SHORT = [
     *("--dtype=float32", "--device=cpu", "--sparsities=0.5"),
@@ -188,8 +192,7 @@ def test_tables_and_page_say_the_same(finished, capsys):
     assert "1 steps of 2 x 32 tokens" in page
     for name in ("table.md", "table.csv"):
         (finished / name).unlink()
-    assert main(["compare", "--table", str(finished)]) == 0
-    assert "wanda + LoRA" in capsys.readouterr().out
+    assert main(["report", str(finished)]) == 0
     assert (finished / "table.md").read_text() == table
 
 
@@ -332,16 +335,20 @@ def test_an_interrupted_comparison_says_what_is_kept(where, words, everyday, tmp
     assert (tmp_path / "run").exists() == (where != "held_out_documents")
 
 
-def test_shards_share_a_folder(everyday, tmp_path, capsys):
-    output = ["--output", str(tmp_path / "run")]
-    assert main([*everyday, *output, "--shard=2/2", "--keep_adapters=false"]) == 0
-    assert sorted(path.name for path in (tmp_path / "run" / "cells").iterdir()) == ["wanda-0.5-seed17"]
-    assert not (tmp_path / "run/cells/wanda-0.5-seed17/adapter").exists()
+def test_processes_share_a_folder(everyday, tmp_path, monkeypatch, capsys):
+    given, claim, cells = [*everyday, "--output", str(tmp_path / "run")], RunFolder.claim, tmp_path / "run/cells"
+    given += ["--shard=next", "--keep_adapters=false"]
+    others = [cells / name for name in ("dense-0-seed17", "wide-0.5-seed17")]
+    with ExitStack() as other, monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "claim", lambda self: (claim(self), *(other.enter_context(held(o)) for o in others)))
+        assert main(given) == 0
+    assert [path.parent.name for path in cells.glob("*/records.jsonl")] == ["wanda-0.5-seed17"]
+    assert not (cells / "wanda-0.5-seed17/adapter").exists()
     # Nothing is known about the dense model yet, so nothing is relative to it.
     assert rows(tmp_path / "run")["wanda", False]["token_perplexity.ratio"] == ""
-    assert main([*everyday, *output, "--shard=1/2", "--keep_adapters=false"]) == 0
+    assert main(given) == 0
     assert {line["seeds"] for line in rows(tmp_path / "run").values()} == {"1"}
-    assert main([*everyday, *output, "--shard=1/2", "--keep_adapters=false", "--train.steps=3"]) == 1
+    assert main([*given, "--train.steps=3"]) == 1
     assert "train.steps 2 -> 3" in capsys.readouterr().err
 
 
@@ -380,8 +387,8 @@ def test_bad_input_writes_nothing(changes, words, everyday, tmp_path, capsys):
 
 
 def test_folders_that_hold_no_comparison_are_refused(tmp_path, capsys):
-    assert main(["compare", "--table", str(tmp_path)]) == 1
-    assert "holds no comparison" in capsys.readouterr().err
+    with pytest.raises(DataError, match="holds no comparison"):
+        draw(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["wanda", "skipgpt"])

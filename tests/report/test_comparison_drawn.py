@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import ExitStack
 
 import pytest
 import yaml
@@ -12,6 +13,8 @@ from wide.cli.main import main
 from wide.comparison import run as cell_runner
 from wide.comparison.results import draw
 from wide.records import Cell, RecordFile
+from wide.runs.folder import RunFolder
+from wide.runs.process import held
 
 FIGURE = "quality-sparsity"
 SHORT = [
@@ -52,7 +55,7 @@ def test_tables_are_drawn_with_the_figures_of_wide_report(finished, capsys):
     page = (finished / "report.html").read_text()
     assert pictures(finished) == 2
     capsys.readouterr()
-    assert main(["compare", "--table", str(finished)]) == 0
+    draw(finished)
     assert (finished / "report.html").read_text() == page
     assert f"  {finished / 'figures'}\n" in capsys.readouterr().out
     assert not list(finished.glob("**/.*"))
@@ -60,7 +63,7 @@ def test_tables_are_drawn_with_the_figures_of_wide_report(finished, capsys):
 
 def test_without_matplotlib_the_page_says_how_to_draw_figures(finished, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["compare", "--table", str(finished)]) == 0
+    draw(finished)
     words = "figures need matplotlib: pip install 'wide[report]', then wide report FOLDER"
     assert f"note     {words}" in capsys.readouterr().out
     page = (finished / "report.html").read_text().replace("&#39;", "'")
@@ -78,7 +81,7 @@ def test_figures_that_are_left_to_another_process_are_announced(finished, capsys
 def test_pictures_are_replaced_whole(finished, monkeypatch):
     from matplotlib.figure import Figure
 
-    assert main(["compare", "--table", str(finished)]) == 0
+    assert main(["report", str(finished)]) == 0
     picture = finished / f"figures/{FIGURE}.png"
     before, real = picture.read_bytes(), Figure.savefig
 
@@ -89,7 +92,7 @@ def test_pictures_are_replaced_whole(finished, monkeypatch):
         return real(self, file, **how)
 
     monkeypatch.setattr(Figure, "savefig", stop_half_way)
-    assert main(["compare", "--table", str(finished)]) == 130
+    assert main(["report", str(finished)]) == 130
     assert picture.read_bytes() == before
     assert not list(finished.glob("**/.*"))
 
@@ -101,12 +104,15 @@ def test_a_comparison_ends_with_figures(everyday, tmp_path, capsys):
     assert "note  " not in capsys.readouterr().out
 
 
-def test_of_processes_that_share_a_comparison_the_last_draws_figures(everyday, tmp_path):
-    given = [*everyday, "--output", str(tmp_path / "run")]
-    assert main([*given, "--shard=1/2"]) == 0
+def test_of_processes_that_share_a_comparison_the_last_draws_figures(everyday, tmp_path, monkeypatch):
+    given, claim = [*everyday, "--output", str(tmp_path / "run"), "--shard=next"], RunFolder.claim
+    with ExitStack() as other, monkeypatch.context() as patch:
+        place = tmp_path / "run/cells/dense-0-seed17"
+        patch.setattr(RunFolder, "claim", lambda self: (claim(self), other.enter_context(held(place))))
+        assert main(given) == 0
     assert "the process that ends last draws them" in (tmp_path / "run/report.html").read_text()
     assert not (tmp_path / "run/figures").exists()
-    assert main([*given, "--shard=2/2"]) == 0
+    assert main(given) == 0
     assert pictures(tmp_path / "run") == 2
 
 

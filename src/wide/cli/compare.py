@@ -1,7 +1,6 @@
 """`wide compare`: a grid of methods, sparsities and seeds on one model and one text, as one table."""
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -46,11 +45,6 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
 
 def run(given: Sequence[str]) -> None:
     ahead = look_ahead(given)
-    if isinstance(ahead.get("table"), str):
-        from wide.comparison.results import draw
-
-        draw(Path(ahead["table"]))
-        return
     rows = str(ahead.get("methods") or "")
     needed = GridOptions(methods=rows, variants=_variants(ahead.get("variants"))).methods_needed if rows else []
     methods = [name for name in needed if name != DENSE]

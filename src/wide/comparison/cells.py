@@ -125,6 +125,6 @@ def _takes(own: ExitStack, folder: Path) -> bool:
         return own.enter_context(held(folder))
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be locked ({error.strerror or error}), and --shard next shares cells by locks; give each "
-            "process its part with --shard I/N, or let --output lie on a file system that has locks"
+            f"{folder} cannot be locked ({error.strerror or error}), and --shard next shares cells by locks; let "
+            "--output lie on a file system that has locks, or give each process rows and a folder of its own"
         ) from error

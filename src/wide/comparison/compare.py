@@ -39,7 +39,7 @@ def compare(
     limit: int | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     device: str = "auto",
-    shard: str | None = None,
+    shard: Literal["next"] | None = None,
     keep_adapters: bool = True,
     resume: bool = False,
     overwrite: bool = False,
@@ -70,7 +70,7 @@ def compare(
         tasks: Tasks of lm-evaluation-harness, e.g. ('piqa', 'wikitext').
         local_data: Folder with copies of the tasks' data; None loads them from the Hugging Face hub.
         device: 'auto' is the GPU where there is one, else the CPU.
-        shard: How processes share the grid: 'next' takes the next free cell, 'I/N' every N-th; None runs all.
+        shard: How processes share the grid: 'next' takes the next free cell; None runs all.
         keep_adapters: Whether adapters and checkpoints of finished cells stay.
         resume: Go on with the comparison that lies in `output`.
         overwrite: Replace the comparison that lies in `output`.

@@ -19,8 +19,6 @@ OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
 VARIANT_KEYS = ("method", "match")
 """What a variant may say beside settings of its method."""
 DENSE = "dense"
-NEXT = "next"
-"""The shard of a process that takes one free cell after the other."""
 _TURNS = {"longest": 1, "long": 2, "short": 3}
 # The settings that say how much of a sequence a method reads at once.
 _LENGTHS = ("window_length", "search_window_length", "sequence_length")
@@ -29,7 +27,7 @@ _SIZES = ("steps", "num_masks", "num_windows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GridOptions:
+class GridOptions(Checked):
     """What is compared.
 
     Args:
@@ -42,11 +40,9 @@ class GridOptions:
             work of all decoder layers, keys and values included, the output head not.
         seeds: Seeds separated by commas; with several, the table shows means and standard deviations.
         shard: How processes share a grid and a folder: 'next' takes the next cell that is not finished and that no
-            living process holds, expensive methods first, until none is free; 'I/N' runs only every N-th cell beginning
-            with the I-th; null runs all. Cells that are finished are left alone.
+            living process holds, expensive methods first, until none is free; null runs all.
         keep_adapters: Whether adapters and checkpoints of finished cells stay; those of some methods are as large as
             the model.
-        table: Folder of a comparison whose tables are drawn anew; nothing is run, and other flags are not needed.
     """
 
     methods: str
@@ -54,11 +50,11 @@ class GridOptions:
     sparsities: float | str = "0.25,0.5"
     match: Match = "nominal"
     seeds: int | str = 17
-    shard: str | None = None
+    shard: Literal["next"] | None = None
     keep_adapters: bool = True
-    table: str | None = None
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         check_variants(self.variants or {})
         for name in self.method_names:
             get(self.method_of(name))
@@ -73,7 +69,6 @@ class GridOptions:
         for name, values in found.items():
             if len(set(values)) < len(values) or not values:
                 raise UsageError(f"{name} must be different values separated by commas, got {getattr(self, name)!r}")
-        _ = self.part
 
     @property
     def method_names(self) -> list[str]:
@@ -115,17 +110,6 @@ class GridOptions:
             raise UsageError(f"seeds must be whole numbers in [0, 2**63) separated by commas, got {self.seeds!r}")
         return [int(number) for number in numbers]
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which share of the cells may be run, (I, N), from (1, 1)."""
-        if self.shard in (None, NEXT):
-            return 1, 1
-        assert self.shard is not None
-        index, _, count = self.shard.partition("/")
-        if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-            raise UsageError(f"shard must be 'next', or I/N with 1 <= I <= N, such as 1/4, got {self.shard!r}")
-        return int(index), int(count)
-
     def cells(self, *, recovers: bool) -> list[Cell]:
         """Return all cells of the grid: the dense model first, then sparsity by sparsity.
 
@@ -139,11 +123,8 @@ class GridOptions:
         return cells
 
     def own(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells that this process runs; those that it shares one by one, in the order to take them in."""
-        if self.shard == NEXT:
-            return sorted(cells, key=self._rank)
-        index, count = self.part
-        return list(cells[index - 1 :: count])
+        """Return the cells that this process may run, in the order to take them in."""
+        return list(cells) if self.shard is None else sorted(cells, key=self._rank)
 
     def _rank(self, cell: Cell) -> int:
         """Return when a cell's turn is: what takes longest begins early, lest one process be left alone with it."""

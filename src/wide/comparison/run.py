@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.comparison.cells import RECOVERED, TRAINING, CellFolders, free_cells
-from wide.comparison.grid import DENSE, NEXT, CompareRequest, GridOptions
+from wide.comparison.grid import DENSE, CompareRequest, GridOptions
 from wide.comparison.results import draw
 from wide.config import ObjectiveConfig, StageConfig
 from wide.errors import EvaluationError, WideError
@@ -144,7 +144,7 @@ class ComparisonRun:
         """Run the cells of this process, and return of each whether it is complete now."""
         own = self._request.own_cells()
         titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
-        if self._request.grid.shard != NEXT:
+        if self._request.grid.shard is None:
             say(f"cells    {len(own)} of this process\n")
             return [self._run_cell(cell, titles[cell]) for cell in own]
         say(f"cells    {len(own)}, of which this process takes one after the other that is free\n")
