@@ -142,12 +142,7 @@ def _refuse_unknown(spec: BlockSpec, part: Any, sizes: set[int]) -> None:
             )
 
 
-def cut(
-    model: nn.Module,
-    specs: Sequence[BlockSpec],
-    shape: ModelShape,
-    channels: Mapping[int, Tensor],
-) -> None:
+def cut(model: nn.Module, specs: Sequence[BlockSpec], shape: ModelShape, channels: Mapping[int, Tensor]) -> None:
     """Cut every layer's heads and channels to what is left, in place; the residual stream is not touched.
 
     `channels` are the intermediate channels that are left, int64, by layer; the first ones where a layer is not named.

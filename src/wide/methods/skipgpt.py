@@ -43,9 +43,7 @@ def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, 
         asked,
         config=sublayer_plan(specs, rank=rank, router_input="layer_input", bias=True, form=settings.router_form),
         stage=dataclasses.replace(
-            asked.stage,
-            temperature_start=settings.temperature_start,
-            temperature_end=settings.temperature_end,
+            asked.stage, temperature_start=settings.temperature_start, temperature_end=settings.temperature_end
         ),
         objective=dataclasses.replace(asked.objective, weight=settings.weight),
         initialise=None if settings.router_init == "kaiming" else _initialise_uniformly,

@@ -114,12 +114,7 @@ def _block(index: int, layer: nn.Module, config: Any) -> BlockSpec:
         ffn, reason = _feed_forward(index, layer, ffn_module)
     spec = _attention(index, layer, attention, config)
     return BlockSpec(
-        index=index,
-        layer=layer,
-        hidden_size=_features(spec.query)[0],
-        attention=spec,
-        ffn=ffn,
-        ffn_reason=reason,
+        index=index, layer=layer, hidden_size=_features(spec.query)[0], attention=spec, ffn=ffn, ffn_reason=reason
     )
 
 

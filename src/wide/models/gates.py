@@ -35,13 +35,7 @@ class StaticGate(nn.Module):
     """
 
     def __init__(
-        self,
-        scale: Tensor,
-        *,
-        control: RoutingControl,
-        layer_index: int,
-        half: str,
-        device: torch.device | None = None,
+        self, scale: Tensor, *, control: RoutingControl, layer_index: int, half: str, device: torch.device | None = None
     ) -> None:
         super().__init__()
         values = scale.detach().to(device=device, dtype=torch.float32, copy=True)

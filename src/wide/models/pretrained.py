@@ -45,12 +45,7 @@ _ADDED = re.compile(r"wide_(router|gate|stream)\b|\.lora_")
 
 
 def load_pretrained(
-    name: str,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device: str | None = None,
-    sharded: bool = False,
-    **options: Any,
+    name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None, sharded: bool = False, **options: Any
 ) -> Any:
     """Return a Hugging Face causal LM in evaluation mode.
 

@@ -111,12 +111,7 @@ def draw_comparison(comparison: Comparison, folder: Path, *, later: bool = False
     drawn = drawn or [Section(title="Figures", missing=reason)]
     write_whole(folder / TABLE, to_markdown(comparison))
     write_whole(folder / SHEET, to_sheet(comparison))
-    parts = [
-        facts_section(comparison.run),
-        *comparison_sections(comparison),
-        *drawn,
-        *notes_section(comparison.notes),
-    ]
+    parts = [facts_section(comparison.run), *comparison_sections(comparison), *drawn, *notes_section(comparison.notes)]
     page = _write(comparison_title(comparison), parts, folder)
     pictures = [folder / FOLDER] if not reason and (folder / FOLDER).is_dir() else []
     return [folder / TABLE, folder / SHEET, page, *pictures], [*comparison.notes, *filter(None, [reason])]

@@ -29,12 +29,7 @@ _TOLERANCE = 0.002
 
 
 def meet_target(
-    model: nn.Module,
-    batches: list[TokenBatch],
-    objective: ObjectiveConfig,
-    *,
-    adjust: bool,
-    parallel: DataParallel,
+    model: nn.Module, batches: list[TokenBatch], objective: ObjectiveConfig, *, adjust: bool, parallel: DataParallel
 ) -> dict[str, Any]:
     """Calibrate thresholds on text, set one of them, and return JSON-ready facts about both.
 
@@ -70,11 +65,7 @@ def meet_target(
 
 
 def _chosen(
-    model: nn.Module,
-    batches: list[TokenBatch],
-    objective: ObjectiveConfig,
-    argmax: float,
-    ends: tuple[float, float],
+    model: nn.Module, batches: list[TokenBatch], objective: ObjectiveConfig, argmax: float, ends: tuple[float, float]
 ) -> list[float]:
     """Return the threshold of each router with which inference meets the target."""
     target, routers = objective.sparsity, attachment(model).routers()

@@ -194,13 +194,7 @@ def _host_memory() -> int:
 
 
 def way_out(
-    model: Any,
-    stage: StageConfig,
-    device: torch.device,
-    *,
-    distils: bool = False,
-    dtype: str = "auto",
-    world: int = 1,
+    model: Any, stage: StageConfig, device: torch.device, *, distils: bool = False, dtype: str = "auto", world: int = 1
 ) -> str:
     """Return in a sentence what a stage needs and which settings fit `available` bytes; arguments as for `needed`.
 

@@ -117,12 +117,7 @@ class Objective:
             states, head = self._head.states(self._model, **inputs, use_cache=False)
         labels = target_labels(batch)
         token_sum, entropy, divergence = token_losses(
-            states,
-            labels,
-            teacher=teacher,
-            distillation=self.config.distillation,
-            head=head,
-            compute=self._compute,
+            states, labels, teacher=teacher, distillation=self.config.distillation, head=head, compute=self._compute
         )
         if targets_in_step is None:
             targets_in_step = self._parallel.sum((labels[:, 1:] != IGNORED).sum().float())

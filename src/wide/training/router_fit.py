@@ -49,11 +49,7 @@ _BYTES_PER_FLOAT = 4
 
 
 def fit_routers(
-    model: nn.Module,
-    batches: Sequence[TokenBatch],
-    objective: ObjectiveConfig,
-    *,
-    gradient_checkpointing: bool = False,
+    model: nn.Module, batches: Sequence[TokenBatch], objective: ObjectiveConfig, *, gradient_checkpointing: bool = False
 ) -> None:
     """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
 
@@ -182,11 +178,7 @@ def _gram_bytes(output: nn.Module, num_groups: int) -> int:
 
 
 def _gradient_sizes(
-    model: nn.Module,
-    outputs: dict[int, nn.Module],
-    batches: Sequence[TokenBatch],
-    *,
-    recompute: bool,
+    model: nn.Module, outputs: dict[int, nn.Module], batches: Sequence[TokenBatch], *, recompute: bool
 ) -> dict[int, float]:
     """Return the logarithm of the median size of the loss's gradient at the output of each sublayer, per token."""
     found: dict[int, list[Tensor]] = {key: [] for key in outputs}

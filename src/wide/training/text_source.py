@@ -33,11 +33,7 @@ class ShiftedSource:
 
 
 def batch_source(
-    data: TrainingData,
-    model: nn.Module,
-    *,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    stage: StageConfig,
+    data: TrainingData, model: nn.Module, *, tokenizer: "PreTrainedTokenizerBase | None", stage: StageConfig
 ) -> BatchSource:
     """Return batches by step of whatever the caller gave as data.
 
