@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from wide.data.batches import TokenBlocks
 from wide.data.corpus import PYTHON_DOCS, is_data_set, is_same_source, load_documents, mixture
@@ -23,9 +24,6 @@ from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter
 from wide.schema import require
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _LONGEST_WINDOW = 4096
 
 
@@ -33,7 +31,7 @@ def evaluate(
     model: nn.Module,
     data: TokenBlocks | Sequence[Document | str] | str | Path | None = None,
     *,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     tasks: Sequence[str] = (),
     local_data: str | Path | None = None,
     split: str | None = None,

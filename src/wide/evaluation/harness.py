@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from wide.errors import EvaluationError
 from wide.evaluation.inference import model_device, watching
@@ -27,9 +28,6 @@ from wide.models.attach import is_attached
 from wide.models.cost import SkipCounter, Sparsity
 from wide.models.observe import judging, own_randomness
 from wide.standard_error import perplexity_stderr
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +113,7 @@ def run_harness(
     model: nn.Module,
     tasks: Sequence[str],
     *,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     local_data: Path | None = None,
     max_length: int = 4096,
     batch_size: int = 8,

@@ -7,11 +7,12 @@ comes out higher (7.71 words against 5.84 tokens for Llama-3.1-8B on WikiText-2)
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
 
 from wide.data.batches import IGNORED, TokenBatch, TokenBlocks
 from wide.data.documents import Document
@@ -22,9 +23,6 @@ from wide.evaluation.inference import model_device, watching
 from wide.models.cost import SkipCounter
 from wide.models.observe import judging
 from wide.standard_error import ratio_stderr
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Rows of logits that are turned to float32 at a time: 512 MiB for a vocabulary of 128k.
 _ROWS_PER_CHUNK = 1024
@@ -61,7 +59,7 @@ def token_perplexity(
     model: nn.Module,
     data: TokenBlocks | str | Iterable[Document | str],
     *,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     window: int = 2048,
     stride: int | None = None,
     batch_size: int = 1,
@@ -118,7 +116,7 @@ def exp_or_infinity(nll: float) -> float:
 
 
 def _stream_ids(
-    data: str | Iterable[Document | str], tokenizer: "PreTrainedTokenizerBase | None", window: int, stride: int
+    data: str | Iterable[Document | str], tokenizer: PreTrainedTokenizerBase | None, window: int, stride: int
 ) -> Tensor:
     if tokenizer is None:
         raise EvaluationError("scoring text needs its tokenizer: pass tokenizer=, or packed blocks")

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from wide.data.batches import TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
 from wide.data.progress import progress
@@ -22,9 +23,6 @@ from wide.models.observe import judging, observe
 from wide.models.router import EXECUTE, SKIP, Router
 from wide.records import Record
 from wide.routing import Routing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_LAG = 16
 """Furthest token that a decision is compared with, in tokens."""
@@ -225,7 +223,7 @@ def routing_stats(
     model: nn.Module,
     data: TokenBlocks | Iterable[TokenBatch] | Sequence[str] | str | Path,
     *,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     sequence_length: int = 1024,
     split: str | None = None,
     batch_size: int = 8,
@@ -304,7 +302,7 @@ def _sample(batch: TokenBatch, routing: Routing) -> tuple[tuple[int, ...], dict[
     return tuple(batch.input_ids[0, places].tolist()), shares
 
 
-def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return what each token adds to the text.
 
     Returns:
@@ -373,7 +371,7 @@ def _numbers(values: Tensor) -> tuple[float | None, ...]:
 
 
 def routing_records(
-    subject: str, found: RoutingStats, where: str, tokenizer: "PreTrainedTokenizerBase"
+    subject: str, found: RoutingStats, where: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Record]:
     """Yield the records of a model's routing: figures as numbers, series and tables as compact JSON of bounded size.
 
