@@ -8,10 +8,10 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -145,6 +145,7 @@ def run_harness(
         )
     import lm_eval
     import lm_eval.evaluator
+    from lm_eval.models.huggingface import HFLM
 
     # Its progress and warnings are about its own command line.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -158,7 +159,11 @@ def run_harness(
             told: dict[str, Any] = {"tokenizer": copy.deepcopy(tokenizer), "batch_size": batch_size}
             # Any: the harness only looks whether a text begins with it.
             told |= {"max_length": max_length, "prefix_token_id": None if has_start else 0}
-            lm = _counting_lm()(meter, pretrained=model, **told)
+            lm = HFLM(pretrained=model, **told)
+            # The options of an item share their context.
+            lm.tok_encode = cache(lm.tok_encode)
+            after = None if meter is None else meter.add_latest
+            lm._loglikelihood_tokens = partial(_likelihoods, model, max_length, batch_size, after)
             # The harness's progress bars, which cannot be turned off, are kept out of files; logging is not affected.
             bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
             with watching(meter), bars, _without_waste(lm_eval):
@@ -230,6 +235,14 @@ def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipCounter 
     )
 
 
+def _likelihoods(
+    model: nn.Module, length: int, batch_size: int, after: Callable[..., None] | None, requests: Sequence[Any], **_: Any
+) -> list[tuple[float, bool]]:
+    """Stand for the harness's own: the log-softmax is in float32, short requests share forwards, skips are counted."""
+    pairs = [(context, continuation) for _, context, continuation in requests]
+    return log_likelihoods(model, pairs, max_length=length, batch_size=batch_size, after_forward=after)
+
+
 @contextmanager
 def _without_waste(lm_eval: Any) -> Iterator[None]:
     """Keep the harness from what takes it minutes and serves nobody here; scores are the same.
@@ -249,33 +262,3 @@ def _without_waste(lm_eval: Any) -> Iterator[None]:
     finally:
         evaluator.add_env_info, evaluator.get_git_commit_hash = describe, find_commit
         del env.from_string
-
-
-@cache
-def _counting_lm() -> type[Any]:
-    """Return the harness's model class with forwards of wide's own, which count skips."""
-    from lm_eval.models.huggingface import HFLM
-
-    class CountingLM(HFLM):
-        def __init__(self, meter: SkipCounter | None, **settings: Any) -> None:
-            super().__init__(**settings)
-            self._meter = meter
-            self._encoded: dict[Any, list[int]] = {}
-
-        def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
-            # The options of an item share their context.
-            key = string, args, tuple(sorted(kwargs.items()))
-            if key not in self._encoded:
-                self._encoded[key] = super().tok_encode(string, *args, **kwargs)
-            return self._encoded[key]
-
-        def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            return log_likelihoods(
-                self.model,
-                [(context, continuation) for _, context, continuation in requests],
-                max_length=self.max_length,
-                batch_size=self.batch_size,
-                after_forward=None if self._meter is None else self._meter.add_latest,
-            )
-
-    return CountingLM
