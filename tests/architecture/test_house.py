@@ -1,10 +1,13 @@
 """Rules of the package that no linter checks: light imports, documented names, nothing read by pickle."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from wide.methods.catalogue import get, names
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "wide").rglob("*.py"))
@@ -13,6 +16,13 @@ SOURCES = sorted((ROOT / "src" / "wide").rglob("*.py"))
 def test_what_a_sparsity_may_count_is_written_once():
     found = [file for file in SOURCES if 'Literal["nominal", "linear_flops"]' in file.read_text()]
     assert found == [ROOT / "src" / "wide" / "methods" / "catalogue.py"]
+
+
+def test_methods_do_not_know_each_other():
+    files = {get(name).code.partition(":")[0] for name in names()} - {"", "routed"}
+    for file in files:
+        text = (ROOT / "src" / "wide" / "methods" / f"{file}.py").read_text()
+        assert not re.findall(rf"wide\.methods\.(?:{'|'.join(files - {file})})\b", text), file
 
 
 def test_no_file_is_a_drawer():
