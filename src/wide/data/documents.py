@@ -8,7 +8,7 @@ import io
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -130,8 +130,9 @@ def read_file(path: Path, text_field: str, tokenizer: "PreTrainedTokenizerBase |
     Raises:
         DataError: If the file is damaged, not UTF-8, or has no such field.
     """
-    rows = _READERS[file_type(path)](path, text_field)
-    return documents_of_rows(rows, path.name, where=str(path), text_field=text_field, tokenizer=tokenizer)
+    return documents_of_rows(
+        _rows(path, text_field), path.name, where=str(path), text_field=text_field, tokenizer=tokenizer
+    )
 
 
 def documents_of_rows(
@@ -194,12 +195,22 @@ def _row_text(row: object, text_field: str, where: str, tokenizer: "PreTrainedTo
     return value
 
 
-def _read_text(path: Path, _text_field: str) -> Iterator[tuple[int, str]]:
-    with _opened(path) as file:
-        yield 0, _decode(file.read(), str(path))
+def _rows(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
+    """Yield the numbered rows of a file; a text is row 0."""
+    kind = file_type(path)
+    if kind == ".jsonl":
+        yield from read_json_lines(path)
+    elif kind == ".parquet":
+        yield from enumerate(_parquet_rows(path, text_field), start=1)
+    elif kind in (".csv", ".tsv"):
+        yield from enumerate(_table_rows(path, "," if kind == ".csv" else "\t"), start=1)
+    else:
+        with _opened(path) as file:
+            text = _decode(file.read(), str(path))
+        yield from [(0, text)] if kind in (".txt", ".md") else _json_rows(path, text)
 
 
-def read_json_lines(path: Path, _text_field: str = "") -> Iterator[tuple[int, object]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
     """Yield line number and value of each line that is not blank.
 
     Raises:
@@ -216,32 +227,28 @@ def read_json_lines(path: Path, _text_field: str = "") -> Iterator[tuple[int, ob
                 yield number, value
 
 
-def _read_json(path: Path, _text_field: str) -> Iterator[tuple[int, object]]:
-    with _opened(path) as file:
-        text = _decode(file.read(), str(path))
+def _json_rows(path: Path, text: str) -> Iterable[tuple[int, object]]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         # Many data sets call JSON lines .json.
-        if error.msg != "Extra data":
-            raise DataError(f"{path} is not valid JSON: {error}") from error
-        yield from read_json_lines(path)
-        return
-    yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
+        if error.msg == "Extra data":
+            return read_json_lines(path)
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    return enumerate(rows if isinstance(rows, list) else [rows], start=1)
 
 
-def _read_table(path: Path, _text_field: str) -> Iterator[tuple[int, object]]:
+def _table_rows(path: Path, delimiter: str) -> Iterator[object]:
     csv.field_size_limit(_LONGEST_CELL)
-    delimiter = "\t" if file_type(path) == ".tsv" else ","
     with _opened(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         try:
-            yield from enumerate(csv.DictReader(lines, delimiter=delimiter, strict=True), start=1)
+            yield from csv.DictReader(lines, delimiter=delimiter, strict=True)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read as {file_type(path)[1:].upper()} in UTF-8: {error}") from error
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
+def _parquet_rows(path: Path, text_field: str) -> Iterator[object]:
     pa = _pyarrow(path)
     import pyarrow.parquet as pq
 
@@ -250,21 +257,10 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
             table = pq.ParquetFile(pa.BufferReader(file.read()) if path.suffix.lower() in _COMPRESSIONS else file)
             # The other columns may be large.
             columns = [text_field] if text_field in table.schema_arrow.names else None
-            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(columns=columns))
-            yield from enumerate(rows, start=1)
+            for batch in table.iter_batches(columns=columns):
+                yield from batch.to_pylist()
         except pa.ArrowException as error:
             raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, object]]]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".csv": _read_table,
-    ".tsv": _read_table,
-    ".json": _read_json,
-    ".jsonl": read_json_lines,
-    ".parquet": _read_parquet,
-}
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -1,12 +1,11 @@
 """What an evaluation found: pruned and dense figures side by side, as JSON and as a table."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.evaluation.harness import HarnessResult, TaskResult
+from wide.evaluation.harness import HarnessResult
 from wide.evaluation.perplexity import PerplexityResult
 from wide.models.cost import Sparsity
 from wide.writing import write_whole
@@ -76,11 +75,17 @@ class EvaluationReport:
 
     def table(self) -> str:
         """Return the report as readable text."""
-        dense = "dense + LoRA" if self.dense_has_lora else "dense"
-        rows = [("", "pruned" if self.sparsities() else "model", dense), *self._score_rows()]
-        if self.dense is None:
-            rows = [(name, value, "") for name, value, _ in rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        own, dense = (_figures(scores, self.data) for scores in (self.model, self.dense or Scores()))
+        rows = [(name, value, dense.get(name, "")) for name, value in own.items()]
+        if self.masked is not None and self.masked.perplexity is not None:
+            rows.insert(1, ("the same, dense layers and masks", f"{self.masked.perplexity.perplexity:.3f}", ""))
+        if self.flip_rate is not None:
+            rows.insert(2, ("decisions that differ between the two", f"{self.flip_rate:.3%}", ""))
+        if self.retention is not None:
+            rows.append(("retention", f"{self.retention:.2%}", ""))
+        title = "" if self.dense is None else "dense + LoRA" if self.dense_has_lora else "dense"
+        rows.insert(0, ("", "pruned" if self.sparsities() else "model", title))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
         for name, sparsity in self.sparsities():
             lines += ["", *_sparsity_lines(name, sparsity)]
@@ -92,41 +97,26 @@ class EvaluationReport:
         tasks = () if self.model.tasks is None else self.model.tasks.tasks
         return found + [(task.label, task.sparsity) for task in tasks if task.sparsity is not None]
 
-    def _score_rows(self) -> Iterator[tuple[str, str, str]]:
-        dense = self.dense or Scores()
-        if self.model.perplexity is not None:
-            found = self.model.perplexity
-            name = f"token perplexity, {self.data} (window {found.window}, stride {found.stride})"
-            other = "" if dense.perplexity is None else f"{dense.perplexity.perplexity:.3f}"
-            yield name, f"{found.perplexity:.3f}", other
-        if self.masked is not None and self.masked.perplexity is not None:
-            yield "the same, dense layers and masks", f"{self.masked.perplexity.perplexity:.3f}", ""
-        if self.flip_rate is not None:
-            yield "decisions that differ between the two", f"{self.flip_rate:.3%}", ""
-        if self.model.tasks is None:
-            return
-        others = (None,) * len(self.model.tasks.tasks) if dense.tasks is None else dense.tasks.tasks
-        for task, other_task in zip(self.model.tasks.tasks, others, strict=True):
-            theirs = {} if other_task is None else dict(_task_scores(other_task))
-            for metric, score in _task_scores(task):
-                yield f"{task.label}, {metric}", score, theirs.get(metric, "")
-        if self.model.tasks.average is not None:
-            error = self.model.tasks.average_stderr
-            dense_average = None if dense.tasks is None else dense.tasks.average
-            other = "" if dense_average is None else f"{dense_average:.2%}"
-            yield "average accuracy", _score("acc", self.model.tasks.average, error), other
-        if self.retention is not None:
-            yield "retention", f"{self.retention:.2%}", ""
-
 
 def _json(found: Any) -> Any:
     return None if found is None else found.to_json()
 
 
-def _task_scores(task: TaskResult) -> Iterator[tuple[str, str]]:
-    yield task.metric, _score(task.metric, task.value, task.stderr)
-    if task.token_perplexity is not None:
-        yield "token_perplexity", _score("token_perplexity", task.token_perplexity, task.token_stderr)
+def _figures(scores: Scores, data: str | None) -> dict[str, str]:
+    """Return the figures of one model by name, in words."""
+    found = {}
+    if (text := scores.perplexity) is not None:
+        found[f"token perplexity, {data} (window {text.window}, stride {text.stride})"] = f"{text.perplexity:.3f}"
+    if (tasks := scores.tasks) is None:
+        return found
+    for task in tasks.tasks:
+        found[f"{task.label}, {task.metric}"] = _score(task.metric, task.value, task.stderr)
+        if task.token_perplexity is not None:
+            value = _score("token_perplexity", task.token_perplexity, task.token_stderr)
+            found[f"{task.label}, token_perplexity"] = value
+    if tasks.average is not None:
+        found["average accuracy"] = _score("acc", tasks.average, tasks.average_stderr)
+    return found
 
 
 def _score(metric: str, value: float, stderr: float | None) -> str:
