@@ -158,9 +158,8 @@ class Arguments:
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return all values by key, groups as nested dictionaries.
 
-        Raises:
-            UsageError: If a flag or key is unknown (the message names the nearest), a value has a wrong type, or a
-                required one is missing.
+        Raises UsageError if a flag or key is unknown (the message names the nearest), a value has a wrong type, or a
+        required one is missing.
         """
         if COMPLETING in os.environ:
             _complete(self._parser._actions)
@@ -326,12 +325,11 @@ def _explain(parser: ArgumentParser, first: Sequence[str], groups: Mapping[str, 
 def look_ahead(arguments: Sequence[str]) -> dict[str, Any]:
     """Return what a command line says, unchecked, before all flags are known because some depend on it.
 
+    Raises UsageError if a configuration file cannot be read.
+
     Args:
         arguments: The command line. Keys of its files stand as they are written, groups as mappings; flags win over
             them and are text.
-
-    Raises:
-        UsageError: If a configuration file cannot be read.
     """
     configs, flags = _split_configs(arguments)
     found: dict[str, Any] = {}

@@ -13,11 +13,7 @@ from wide.writing import write_whole
 
 
 def require_gpu(command: str) -> None:
-    """Refuse a machine without a CUDA device.
-
-    Raises:
-        UnsupportedBackendError: If there is none.
-    """
+    """Refuse a machine without a CUDA device; raises UnsupportedBackendError if there is none."""
     import torch
 
     if not torch.cuda.is_available():

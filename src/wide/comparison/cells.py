@@ -100,15 +100,12 @@ def free_cells(
 ) -> Generator[Cell, None, None]:
     """Yield the cells that are left and that no other process works on; each is held until the next is asked for.
 
-    The search begins anew for each, so that a cell whose process has died is taken up by the next one that is free.
-    No cell is yielded twice.
+    The search begins anew for each, so that a cell whose process has died is taken up by the next one that is free. No
+    cell is yielded twice. Raises ConfigError if the file system has no locks.
 
     Args:
         cells: In the order in which they are wanted.
         is_over: Whether nothing of a cell is left to do.
-
-    Raises:
-        ConfigError: If the file system has no locks.
     """
     left = list(cells)
     with ExitStack() as own:

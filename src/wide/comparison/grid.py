@@ -240,9 +240,8 @@ def check_variants(variants: Mapping[str, Any]) -> None:
 def method_settings(method: str, changes: Mapping[str, Any], where: str, settings: Any = None) -> Any:
     """Return settings of a method (None: the original's) with some changed, whose types are checked as flags' are.
 
-    Raises:
-        UsageError: If there is no such method or setting, or a value has a wrong type.
-        ConfigError: If a value is out of its range.
+    Raises UsageError if there is no such method or setting, or a value has a wrong type; ConfigError if a value is out
+    of its range.
     """
     _check_settings(method, changes, where)
     cls = get(method).settings

@@ -61,8 +61,7 @@ class ComparisonResult:
 def read_results(folder: str | Path) -> ComparisonResult:
     """Return what has been measured in the folder of a comparison, finished or not.
 
-    Raises:
-        DataError: If it is not the folder of a comparison.
+    Raises DataError if it is not the folder of a comparison.
     """
     comparison, rows = read_comparison(Path(folder)), []
     for row, sparsity in comparison.points():
@@ -77,11 +76,10 @@ def read_results(folder: str | Path) -> ComparisonResult:
 def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
     """Write tables, page and figures of whatever has been measured, and print the tables.
 
+    Raises DataError if it is not the folder of a comparison.
+
     Args:
         later: Leave the figures to a process that goes on measuring; the page says so.
-
-    Raises:
-        DataError: If it is not the folder of a comparison.
     """
     records = collect(folder)
     comparison = read_comparison(folder)

@@ -82,8 +82,7 @@ def block_indices(
 ) -> list[int]:
     """Return the blocks of a rank's share of a step (`BatchSource.batch_at`); each epoch has a permutation of its own.
 
-    Raises:
-        ConfigError: If the batch cannot be shared equally or the rank does not exist.
+    Raises ConfigError if the batch cannot be shared equally or the rank does not exist.
     """
     if batch_size % world or not 0 <= rank < world:
         raise ConfigError(
@@ -104,15 +103,14 @@ def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 class TokenBlocks:
     """Blocks of a token stream, by index.
 
+    Raises DataError if the stream is too short for one block.
+
     Args:
         stream: Tokens and document starts.
         sequence_length: Tokens in a block, T; what is left at the end of the stream is not used.
         seed: Of the order in which `batch_at` visits the blocks.
         name: Of the source, None if it has none.
         split: Of the source that the text is, None if it is all of it.
-
-    Raises:
-        DataError: If the stream is too short for one block.
     """
 
     def __init__(
@@ -149,8 +147,7 @@ class TokenBlocks:
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.
 
-        Raises:
-            IndexError: If an index lies outside [0, len).
+        Raises IndexError if an index lies outside [0, len).
         """
         length, tokens, starts = self.sequence_length, self._stream.tokens, self._stream.starts
         input_ids = torch.empty(len(indices), length, dtype=torch.int64)
@@ -189,13 +186,12 @@ def blocks_of_texts(
 ) -> TokenBlocks:
     """Return the packed blocks of texts that are in memory already.
 
+    Raises DataError if there is no text, or too little for one block.
+
     Args:
         texts: One text a document; blank ones are left out.
         seed: Of the order in which `batch_at` visits the blocks.
         shorten: Whether texts too short for one block are a block by themselves.
-
-    Raises:
-        DataError: If there is no text, or too little for one block.
     """
     documents = [Document(name=f"text:{i}", text=text) for i, text in enumerate(texts) if text.strip()]
     if not documents:
@@ -218,15 +214,14 @@ def load_blocks(
 ) -> TokenBlocks:
     """Return the packed blocks of a source.
 
+    Raises DataError if the source cannot be read or is too short for one block.
+
     Args:
         source: See `load_documents`, for `split` and `text_field`, too.
         max_tokens: Of a source that is streamed from a hub, read no document after so many tokens.
         cache: Folder of token caches; the ids are then built once, kept there and memory-mapped. None keeps them in
             memory.
         seed: Of the order in which `batch_at` visits the blocks.
-
-    Raises:
-        DataError: If the source cannot be read or is too short for one block.
     """
     documents = load_documents(
         source, split=split, text_field=text_field, max_documents=max_documents, tokenizer=tokenizer

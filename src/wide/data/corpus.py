@@ -43,6 +43,9 @@ def load_documents(
 ) -> Iterator[Document]:
     """Yield the documents of a source, in an order that never changes.
 
+    Raises ConfigError if `max_documents` is less than 1; DataError if the source is missing, empty, damaged or of a
+    wrong type.
+
     Args:
         source: 'python-docs'; a local file, folder or glob pattern (.txt .md .csv .tsv .json .jsonl .parquet, also .gz
             and .zst); a folder that `save_to_disk` of Hugging Face's datasets wrote; the name of a Hugging Face data
@@ -56,10 +59,6 @@ def load_documents(
             have 'messages' are chats.
         max_documents: Stop after so many.
         tokenizer: Whose template turns chats into text.
-
-    Raises:
-        ConfigError: If `max_documents` is less than 1.
-        DataError: If the source is missing, empty, damaged or of a wrong type.
     """
     if max_documents is not None and max_documents < 1:
         raise ConfigError(f"max_documents must be at least 1, got {max_documents}; leave it out to read everything")
@@ -74,8 +73,7 @@ def load_documents(
 def require_found(source: str | Path) -> None:
     """Refuse text that can be read from nowhere, before seconds go into importing what would read it.
 
-    Raises:
-        DataError: If a file or folder is missing or of a wrong type, or the hub does not answer.
+    Raises DataError if a file or folder is missing or of a wrong type, or the hub does not answer.
     """
     for name in mixture(source) or (source,):
         if not _is_local(name) and name != PYTHON_DOCS:
@@ -113,8 +111,7 @@ def is_streamed(source: str | Path) -> bool:
 def mixture(source: str | Path) -> dict[str, float]:
     """Return the shares of a mixture by source, which sum up to 1; empty if it is none.
 
-    Raises:
-        DataError: If it looks like a mixture, and a share is no positive number or a source is named twice.
+    Raises DataError if it looks like a mixture, and a share is no positive number or a source is named twice.
     """
     name = str(source)
     if isinstance(source, Path) or "=" not in name or glob.has_magic(name) or Path(name).expanduser().exists():

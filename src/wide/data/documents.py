@@ -32,12 +32,11 @@ _LONGEST_CELL = 1 << 30
 class Document:
     """One text.
 
+    Raises DataError if the text holds half of a character.
+
     Args:
         name: Says where it comes from; stable, because the split depends on it.
         text: The text, never blank.
-
-    Raises:
-        DataError: If the text holds half of a character.
     """
 
     name: str
@@ -55,10 +54,8 @@ def is_held_out(name: str) -> bool:
 def split_documents(documents: Iterable[Document], split: str) -> Iterator[Document]:
     """Yield the documents that are trained on, or those that are held out.
 
-    One document in ten is held out. Of few documents that may be none, or all; then the last tenth of each is.
-
-    Raises:
-        DataError: If there is no such split.
+    One document in ten is held out. Of few documents that may be none, or all; then the last tenth of each is. Raises
+    DataError if there is no such split.
     """
     if split not in ("train", "heldout"):
         raise DataError(f"there is no split {split!r} here; choose 'train' or 'heldout'")
@@ -85,10 +82,8 @@ def split_documents(documents: Iterable[Document], split: str) -> Iterator[Docum
 def find_files(source: str | Path) -> list[Path]:
     """Return the files that a path, folder or glob pattern stands for, ordered by name.
 
-    A folder stands for all files of a readable type below it.
-
-    Raises:
-        DataError: If nothing is there, or no file has a type that can be read.
+    A folder stands for all files of a readable type below it. Raises DataError if nothing is there, or no file has a
+    type that can be read.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -125,10 +120,8 @@ def file_type(path: Path) -> str:
 def read_file(path: Path, text_field: str, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[Document]:
     """Yield the documents of one file, without blank ones; see `documents_of_rows`.
 
-    Text and Markdown files are one document each, of the others each row is.
-
-    Raises:
-        DataError: If the file is damaged, not UTF-8, or has no such field.
+    Text and Markdown files are one document each, of the others each row is. Raises DataError if the file is damaged,
+    not UTF-8, or has no such field.
     """
     return documents_of_rows(
         _rows(path, text_field), path.name, where=str(path), text_field=text_field, tokenizer=tokenizer
@@ -145,6 +138,8 @@ def documents_of_rows(
 ) -> Iterator[Document]:
     """Yield the documents of numbered rows, without blank ones; row 0 is the whole of its source.
 
+    Raises DataError if a row has no such field (the message names those it has), or neither a text nor a chat in it.
+
     Args:
         rows: Texts, or mappings with fields.
         name: What the documents are called, before their numbers.
@@ -152,9 +147,6 @@ def documents_of_rows(
         text_field: Field of a text, or of a chat: a list of messages with role and content. Rows without 'text' that
             have 'messages' are chats.
         tokenizer: Whose template turns chats into text.
-
-    Raises:
-        DataError: If a row has no such field (the message names those it has), or neither a text nor a chat in it.
 
     Warns:
         UserWarning: If rows hold null instead of text; whoever reads only the first rows is told of those.
@@ -213,8 +205,7 @@ def _rows(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
 def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
     """Yield line number and value of each line that is not blank.
 
-    Raises:
-        DataError: If the file is damaged, not UTF-8 or not JSON.
+    Raises DataError if the file is damaged, not UTF-8 or not JSON.
     """
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):

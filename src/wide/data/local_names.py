@@ -36,8 +36,7 @@ def is_gguf(name: str) -> bool:
 def as_transformers_takes(name: str) -> tuple[str, dict[str, str]]:
     """Return the name of a model, its configuration or its tokenizer, and options, for `from_pretrained`.
 
-    Raises:
-        MissingExtraError: If it is a GGUF file, and what reads them is not installed.
+    Raises MissingExtraError if it is a GGUF file, and what reads them is not installed.
     """
     if not is_gguf(name):
         return name, {}
@@ -118,11 +117,7 @@ def _is_on_hub(name: str, kind: HubKind) -> bool:
 # Exceptions are not kept: the network may come back.
 @functools.lru_cache(maxsize=64)
 def _ask_hub(name: str, kind: HubKind) -> bool:
-    """Return whether the hub has a name.
-
-    Raises:
-        OSError: If it does not answer.
-    """
+    """Return whether the hub has a name; raises OSError if it does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -27,8 +27,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def python_docs() -> tuple[Document, ...]:
     """Return all documents, topics first, each group ordered by name.
 
-    Raises:
-        DataError: If this interpreter was installed without topics or without sources.
+    Raises DataError if this interpreter was installed without topics or without sources.
     """
     documents = (*_topics(), *_modules(Path(sysconfig.get_paths()["stdlib"])))
     if not any(document.name.startswith("module:") for document in documents):

@@ -59,10 +59,8 @@ def stream_on_disk(
     No document is read after `max_tokens` tokens.
 
     The folder appears under its name only when it is complete, so a crash leaves nothing that looks finished, and
-    several processes may build it at once: the first one to finish wins.
-
-    Raises:
-        DataError: If the folder exists and its content does not fit what it says of itself.
+    several processes may build it at once: the first one to finish wins. Raises DataError if the folder exists and its
+    content does not fit what it says of itself.
     """
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

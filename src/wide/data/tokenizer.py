@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a model, without remote code.
 
+    Raises DataError if there is no tokenizer, or the name is a path to nothing, of which no hub is asked.
+
     Args:
         model: Hub name, folder, GGUF file, or a live Hugging Face model, whose configuration says where it came from.
-
-    Raises:
-        DataError: If there is no tokenizer, or the name is a path to nothing, of which no hub is asked.
     """
     from transformers import AutoTokenizer
 
@@ -69,8 +68,7 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None", where: str) -> str:
     """Return a chat as the text that the tokenizer's template makes of it, without the BOS and EOS of a document.
 
-    Raises:
-        DataError: If the tokenizer has no template, or the template refuses the chat.
+    Raises DataError if the tokenizer has no template, or the template refuses the chat.
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise DataError(
@@ -104,8 +102,7 @@ def require_characters(text: str, where: str) -> None:
 def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
     """Refuse token ids that a model has no embedding for.
 
-    Raises:
-        DataError: If the id lies outside the model's vocabulary.
+    Raises DataError if the id lies outside the model's vocabulary.
     """
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     vocab_size = int(embeddings.weight.shape[0])
@@ -126,8 +123,7 @@ def longest_input(model: "nn.Module") -> int | None:
 def check_positions(name: str, length: int, model: "nn.Module") -> None:
     """Refuse more tokens at once than a model has positions for; where its configuration names none, all may be.
 
-    Raises:
-        ConfigError: If they are more.
+    Raises ConfigError if they are more.
     """
     longest = longest_input(model)
     if longest is not None and length > longest:

@@ -123,16 +123,13 @@ def run_harness(
     """Evaluate a live model, zero-shot, with the harness's own prompts and metrics.
 
     Likelihoods are `wide.evaluation.likelihood`'s: the log-softmax is taken in float32 whatever the model's dtype (the
-    harness's default is the model's).
+    harness's default is the model's). Raises EvaluationError if a task is unknown or its data cannot be had.
 
     Args:
         local_data: Folder with copies of the data; None loads them from the Hugging Face hub.
         max_length: Tokens that the model sees at most at once; 4096 in the paper.
         batch_size: Sequences per forward; short ones are more, see `log_likelihoods`.
         limit: Evaluate only so many items of each task; the result is labelled a subset.
-
-    Raises:
-        EvaluationError: If a task is unknown or its data cannot be had.
     """
     chosen = [find_task(name) for name in tasks]
     # Options follow a context; a document's first token follows BOS, or EOS, or nothing that a model could score.

@@ -74,8 +74,7 @@ class RoutingTape(SkipCounter):
     def flip_rate(self, other: "RoutingTape") -> float:
         """Return the share of decisions that differ from those of another run over the same tokens.
 
-        Raises:
-            EvaluationError: If the two did not see the same number of decisions.
+        Raises EvaluationError if the two did not see the same number of decisions.
         """
         if [len(bits) for bits in self._bits] != [len(bits) for bits in other._bits]:
             raise EvaluationError("the two runs routed different tokens or groups; compare runs over the same text")

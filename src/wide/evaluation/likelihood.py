@@ -43,7 +43,7 @@ def log_likelihoods(
     """Return the log-likelihood of each continuation, and whether greedy decoding yields it.
 
     Requests that differ in the last token only (the options of many tasks) are one row. The log-softmax is taken in
-    float32 and summed in float64 whatever the model's dtype.
+    float32 and summed in float64 whatever the model's dtype. Raises EvaluationError if logits are not numbers.
 
     Args:
         requests: (context ids, continuation ids), neither empty.
@@ -53,9 +53,6 @@ def log_likelihoods(
 
     Returns:
         (nats, whether every token is the most likely one), in the order of the requests.
-
-    Raises:
-        EvaluationError: If logits are not numbers.
     """
     device = model_device(model)
     found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)

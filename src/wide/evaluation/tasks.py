@@ -81,9 +81,8 @@ def find_task(name: str) -> Task:
 def check_tasks(names: Sequence[str], local_data: str | Path | None) -> None:
     """Refuse tasks that cannot be scored here, before anything that takes long.
 
-    Raises:
-        EvaluationError: If there is no such task, or neither the hub nor its cache gives the data.
-        MissingExtraError: If lm-evaluation-harness is not installed.
+    Raises EvaluationError if there is no such task, or neither the hub nor its cache gives the data; MissingExtraError
+    if lm-evaluation-harness is not installed.
     """
     tasks = [find_task(name) for name in names]
     harness = find_spec("lm_eval")
@@ -110,15 +109,13 @@ def _data_set(definition: Path) -> str:
 def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Path) -> str:
     """Write a task definition that reads a local copy of the data, and return its name for the harness.
 
-    Prompts and metrics stay the harness's own.
+    Prompts and metrics stay the harness's own. Raises EvaluationError if there is no such file, or its rows lack a
+    field.
 
     Args:
         local_data: Folder that holds the copy, itself or in a folder directly below.
         stock_tasks: The harness's folder of tasks.
         folder: Where the definition, the converted rows and the harness's cache of them go.
-
-    Raises:
-        EvaluationError: If there is no such file, or its rows lack a field.
     """
     rows = _local_rows(task, _local_file(task, local_data))
     data = folder / f"{task.name}.jsonl"

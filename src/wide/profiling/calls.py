@@ -75,13 +75,12 @@ class _FirstToken(StoppingCriteria):
 def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tensor]:
     """Return the microseconds of a greedy `generate()` to the first token and of each further one, and all tokens.
 
+    Raises EvaluationError if it made another number of tokens.
+
     Args:
         model: Without an end-of-sequence token in its generation config.
         ids: Prompts without padding, [B, T].
         count: New tokens, at least 2.
-
-    Raises:
-        EvaluationError: If it made another number of tokens.
     """
     first = _FirstToken()
     told = {

@@ -80,14 +80,13 @@ Record = dict[str, Any]
 def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say: Say, backend: str = "auto") -> bool:
     """Check and time a model, write endtoend.json after every shape, and return whether all gates were green.
 
+    Raises ConfigError if batches of requests are asked of a static plan; EvaluationError if `generate()` or a batch
+    fails.
+
     Args:
         options: What is timed; `comparison` is not read.
         say: Takes tables and verdicts as they come.
         backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
-
-    Raises:
-        ConfigError: If batches of requests are asked of a static plan.
-        EvaluationError: If `generate()` or a batch fails.
     """
     static = options.adapter is not None and is_static(Path(options.adapter))
     if static and options.requests:

@@ -27,11 +27,7 @@ class Pair:
 
 
 def is_static(adapter: Path) -> bool:
-    """Return whether an adapter's plan prunes the same for every token.
-
-    Raises:
-        AdapterError: If it is not an adapter.
-    """
+    """Return whether an adapter's plan prunes the same for every token; raises AdapterError if it is not an adapter."""
     from wide.models.adapter import read_config
 
     config = read_config(adapter)

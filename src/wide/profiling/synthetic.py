@@ -45,12 +45,11 @@ _PASSES = 4
 def random_model(shape: str, *, num_layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
     """Return a Llama of a known shape with random weights, in evaluation mode.
 
+    Raises ConfigError if the shape is unknown.
+
     Args:
         shape: Key of `SHAPES`.
         num_layers: Decoder layers; None = as the shape says.
-
-    Raises:
-        ConfigError: If the shape is unknown.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 

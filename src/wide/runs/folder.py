@@ -30,7 +30,10 @@ _NOT_SAVED |= {"parallel"}
 class RunFolder:
     """The output folder of one run, locked from `claim` to the end of the block that it is the context of.
 
-    The system gives the lock back when the process ends, by `kill -9` too.
+    The system gives the lock back when the process ends, by `kill -9` too. Raises UsageError if both are asked for;
+    ConfigError if the folder cannot be written to, is not empty and neither was asked for, holds something else than a
+    run, another process writes there, or the run to be continued had other settings. Nothing is written or removed
+    then.
 
     Args:
         path: The folder; need not exist.
@@ -40,12 +43,6 @@ class RunFolder:
         resumable: Whether the command has --resume, for messages.
         defaults: What keys mean that the run to be continued does not know, having been saved before they were there;
             nested as `config` is. None means null for all.
-
-    Raises:
-        UsageError: If both are asked for.
-        ConfigError: If the folder cannot be written to, is not empty and neither was asked for, holds something else
-            than a run, another process writes there, or the run to be continued had other settings. Nothing is written
-            or removed then.
     """
 
     def __init__(

@@ -164,13 +164,12 @@ def check_fits(
 ) -> None:
     """Refuse a stage that the memory is too small for, before the base is loaded.
 
+    Raises TrainingError if it does not fit; the message says what would.
+
     Args:
         model: Without weights.
         distils: Whether the loss compares with the dense model.
         may_shard: Whether the processes of the run may share the base.
-
-    Raises:
-        TrainingError: If it does not fit; the message says what would.
     """
     world = num_processes()
     told: dict[str, Any] = {"distils": distils, "dtype": dtype, "world": world}

@@ -24,8 +24,7 @@ _PERPLEXITY = "token_perplexity"
 class RunResults:
     """The records of a run, subject by subject: the dense model, and what each stage leaves.
 
-    Raises:
-        ConfigError: If the prompt of the sample does not fit into the model.
+    Raises ConfigError if the prompt of the sample does not fit into the model.
     """
 
     def __init__(self, request: RunRequest, folder: RunFolder, materials: Materials, processes: DataParallel) -> None:

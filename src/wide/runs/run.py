@@ -54,11 +54,10 @@ _STAGES = {
 class Run:
     """One run of `wide prune` or `wide recover`.
 
+    Raises TrainingError if the memory of the host is too small, or a dry run finds that of the GPU to be.
+
     Args:
         dry_run: Whether to refuse what can be refused and say what the run costs, and end there.
-
-    Raises:
-        TrainingError: If the memory of the host is too small, or a dry run finds that of the GPU to be.
     """
 
     def __init__(

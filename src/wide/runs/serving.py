@@ -271,8 +271,7 @@ class _Server(uvicorn.Server):
 def listening(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen at an address, so that nobody else takes it while a model is loaded.
 
-    Raises:
-        ConfigError: If it cannot be had.
+    Raises ConfigError if it cannot be had.
     """
     bound: list[socket.socket] = []
     try:
@@ -292,14 +291,12 @@ def serve(
 ) -> None:
     """Answer requests until Ctrl-C or SIGTERM, which ends within ten seconds.
 
+    Raises ConfigError if the address cannot be had; KeyboardInterrupt when it was stopped.
+
     Args:
         model: A causal LM in evaluation mode, attached, optimised or neither.
         name: What clients call it; they may leave it out.
         sockets: Bound ones; None binds them.
-
-    Raises:
-        ConfigError: If the address cannot be had.
-        KeyboardInterrupt: When it was stopped.
     """
     sockets = list(sockets or listening(options.host, options.port))
     longest = longest_input(model)

@@ -37,8 +37,7 @@ class ModelOptions(Checked):
     def require_found(self) -> None:
         """Refuse a model that can be loaded from nowhere, before seconds go into importing what would load it.
 
-        Raises:
-            ConfigError: If there is no such folder, and the hub does not have the name or does not answer.
+        Raises ConfigError if there is no such folder, and the hub does not have the name or does not answer.
         """
         wrong = missing_folder(self.model)
         if wrong is not None:
@@ -81,9 +80,8 @@ class RunOptions(ModelOptions):
     def require_found(self) -> None:
         """Refuse a model or text that can be loaded from nowhere, and folders that would become part of the text.
 
-        Raises:
-            ConfigError: If there is no such model, or `output` or `cache` lies in a folder that `data` reads.
-            DataError: If there is no such text.
+        Raises ConfigError if there is no such model, or `output` or `cache` lies in a folder that `data` reads;
+        DataError if there is no such text.
         """
         ModelOptions.require_found(self)
         for name in ("output", "cache"):
@@ -131,11 +129,7 @@ class EvalOptions(Checked):
             )
 
     def require_found(self) -> None:
-        """Refuse text that can be read from nowhere.
-
-        Raises:
-            DataError: If there is no such text.
-        """
+        """Refuse text that can be read from nowhere; raises DataError if there is no such text."""
         if self.data is not None and self.tokens != 0:
             require_found(self.data)
 
@@ -267,11 +261,7 @@ class ServerOptions(Checked):
         return list(_THIS_MACHINE) if self.host in _THIS_MACHINE else ["*"]
 
     def template_values(self) -> dict[str, Any]:
-        """Return further values for the chat template.
-
-        Raises:
-            ConfigError: If they are no JSON object.
-        """
+        """Return further values for the chat template; raises ConfigError if they are no JSON object."""
         try:
             found = json.loads(self.chat_template_kwargs or "{}")
         except ValueError:
@@ -402,12 +392,11 @@ def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) 
 def build(cls: type[T], values: Mapping[str, Any], *, group: str = "", **changes: Any) -> T:
     """Return a dataclass from the parsed values of its fields; keys that are not its fields are ignored.
 
+    Raises ConfigError if a value is out of its range; the message names it as its flag does.
+
     Args:
         group: Prefix of its flags, e.g. 'train'; empty for everyday flags.
         changes: Values that win.
-
-    Raises:
-        ConfigError: If a value is out of its range; the message names it as its flag does.
     """
     if group:
         values = values.get(group.replace("-", "_"), {})

@@ -155,9 +155,8 @@ def load_routed(options: AdapterOptions, *, keeps_dtype: bool = False) -> Any:
 def attach_adapter(model: Any, options: AdapterOptions) -> None:
     """Attach the adapter that is named, and set the threshold, if asked for.
 
-    Raises:
-        AdapterError: If the adapter is incomplete or damaged, or does not fit the model.
-        NotAttachedError: If the model is attached already.
+    Raises AdapterError if the adapter is incomplete or damaged, or does not fit the model; NotAttachedError if the
+    model is attached already.
     """
     assert options.adapter is not None
     load(model, find_adapter(options.adapter))
@@ -214,12 +213,11 @@ def held_out_documents(
 ) -> tuple[list[Document], str]:
     """Return as many held-out documents as the evaluation needs, and what to call them.
 
+    Raises DataError if there is no held-out text; the message says how to name some.
+
     Args:
         source: The training source, for an evaluation that names no source of its own.
         provenance: Of a model that was trained before, which says on what.
-
-    Raises:
-        DataError: If there is no held-out text; the message says how to name some.
     """
     name, split = options.data or source, options.split
     if split is None:

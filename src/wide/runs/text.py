@@ -70,8 +70,7 @@ def stops(tokenizer: Any, strings: str | Sequence[str] | None) -> StoppingCriter
 def install_operators(model: Any, backend: str) -> str:
     """Merge LoRA and let an attached model run operators that skip, where it can; return in words how it runs.
 
-    Raises:
-        WideError: If a backend is insisted on and the model cannot run it.
+    Raises WideError if a backend is insisted on and the model cannot run it.
     """
     if not is_attached(model):
         return "dense: there are no routers, so nothing is skipped"
@@ -99,17 +98,14 @@ def continue_prompt(
     """Return the text that follows a prompt, and a line with sizes, tokens per second and what was skipped.
 
     Of the prompt's tokens per second count the seconds until the first token, of the text's the median step; both need
-    a stream.
+    a stream. Raises ConfigError if prompt and text do not fit into the model, or there is no template for a chat;
+    DataError if the tokenizer is not the model's.
 
     Args:
         model: A causal LM, attached or not, in evaluation mode.
         prompt: A text to continue, or the messages of a chat to answer.
         streams: Print prompt and text, or the answer alone, while it is generated.
         warms_up: Let an optimised model capture its graphs before it is timed.
-
-    Raises:
-        ConfigError: If prompt and text do not fit into the model, or there is no template for a chat.
-        DataError: If the tokenizer is not the model's.
     """
     output, prompt_tokens, times = _generated(model, tokenizer, prompt, options, streams, warms_up)
     new = output[0, prompt_tokens:]
@@ -198,10 +194,8 @@ def _generated(
 def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], options: GenerationOptions) -> Any:
     """Return the tokens of a prompt, or of the messages of a chat, as the tokenizer gives them.
 
-    Raises:
-        ConfigError: If there are none, they and the new ones do not fit into the model, or there is no template for a
-            chat.
-        DataError: If the tokenizer is not the model's.
+    Raises ConfigError if there are none, they and the new ones do not fit into the model, or there is no template for a
+    chat; DataError if the tokenizer is not the model's.
     """
     for said in [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]:
         require_characters(said, "the prompt")
