@@ -54,8 +54,6 @@ class Arguments:
     """The flags of one command, which are also the keys of its YAML files.
 
     Args:
-        description: What it does, for `--help`.
-        usage: The words after the command, for `--help`.
         first: The flags that `--help` explains, without dashes; all others are explained by `--help_all`. Empty
             explains all.
     """
@@ -83,7 +81,6 @@ class Arguments:
 
         Args:
             names: Flags without dashes; the name of a group stands for all its flags.
-            reason: What comes after the flag in the message.
             even_known: Refuse groups that are known, too, on the command line; files may have them.
         """
         self._refused |= dict.fromkeys(names, reason)

@@ -104,7 +104,6 @@ def free_cells(
     cell is yielded twice. Raises ConfigError if the file system has no locks.
 
     Args:
-        cells: In the order in which they are wanted.
         is_over: Whether nothing of a cell is left to do.
     """
     left = list(cells)

@@ -170,9 +170,7 @@ class CompareRequest:
     """Everything that one comparison is told.
 
     Args:
-        budget: Calibration text of all methods.
         settings: Of every row, the dense model's included, by name.
-        objective: Loss of methods that train routers.
         stage: Training of routers; its sequence length packs the calibration text of all methods.
         recover: LoRA for all rows; None leaves it out.
     """

@@ -48,7 +48,6 @@ class ComparisonResult:
     """What `wide.compare` found.
 
     Args:
-        folder: Where its cells, records, tables and page lie.
         rows: One entry for each row and sparsity, the dense model first.
         table: The tables as text, for a terminal.
     """

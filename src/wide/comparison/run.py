@@ -53,8 +53,6 @@ class ComparisonRun:
     """One `wide compare`.
 
     Args:
-        folder: Where everything goes; it holds a folder for each cell.
-        command: The command line, for the records.
         debug: Whether a cell that fails ends the run with its error.
     """
 

@@ -106,10 +106,8 @@ class TokenBlocks:
     Raises DataError if the stream is too short for one block.
 
     Args:
-        stream: Tokens and document starts.
         sequence_length: Tokens in a block, T; what is left at the end of the stream is not used.
         seed: Of the order in which `batch_at` visits the blocks.
-        name: Of the source, None if it has none.
         split: Of the source that the text is, None if it is all of it.
     """
 

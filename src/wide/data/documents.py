@@ -143,10 +143,8 @@ def documents_of_rows(
     Args:
         rows: Texts, or mappings with fields.
         name: What the documents are called, before their numbers.
-        where: What the source is called in messages.
         text_field: Field of a text, or of a chat: a list of messages with role and content. Rows without 'text' that
             have 'messages' are chats.
-        tokenizer: Whose template turns chats into text.
 
     Warns:
         UserWarning: If rows hold null instead of text; whoever reads only the first rows is told of those.

@@ -50,7 +50,6 @@ def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str
     """Return what is wrong with the name of a model that can be loaded from nowhere; None if it may be loaded.
 
     Args:
-        name: A folder, or of the hub.
         cache: Folder of the hub's cache; None means the usual one.
     """
     if is_gguf(name):

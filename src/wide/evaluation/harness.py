@@ -36,7 +36,6 @@ class TaskResult:
 
     Args:
         metric: The metric that the paper reports: accuracies lie in [0, 1]; `word_perplexity` is per whitespace word.
-        value: Of that metric.
         stderr: Its standard error: the harness's over items, and of `word_perplexity`, for which it has none, the ratio
             estimator's over documents; None for a single document.
         full_items: Items of the full evaluation split.
@@ -44,7 +43,6 @@ class TaskResult:
         token_perplexity: Perplexity per token of the same text in the same windows, where `metric` is one per word;
             else None.
         token_stderr: Standard error of `token_perplexity` over documents; None where there is none.
-        other_metrics: Whatever else the harness reports for the task.
     """
 
     task: str
@@ -78,7 +76,6 @@ class HarnessResult:
     """Scores of several tasks.
 
     Args:
-        tasks: In the order asked for.
         max_length: Tokens that the model saw at most at once.
     """
 

@@ -13,12 +13,7 @@ from wide.writing import write_whole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Figures of one model.
-
-    Args:
-        perplexity: Token perplexity on the text, None if none was asked for.
-        tasks: Scores of the tasks, None if none were asked for.
-    """
+    """Figures of one model, as far as they were asked for."""
 
     perplexity: PerplexityResult | None = None
     tasks: HarnessResult | None = None

@@ -77,8 +77,6 @@ class RoutingStats:
 
     Args:
         halves: One entry per routed sublayer, first layer first, attention before FFN.
-        sparsity: The summary over all of them.
-        tokens: Tokens that were counted.
         sample: Ids of the first real tokens of the text.
         sample_shares: By kind, 'attention' or 'ffn': for each token of the sample the share of groups that each layer
             executes; None in layers where that sublayer is not routed.

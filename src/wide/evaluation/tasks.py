@@ -23,11 +23,9 @@ class Task:
     """One task of lm-evaluation-harness, as the paper reports it.
 
     Args:
-        metric: That the paper reports.
         stock: The harness's own definition, relative to its folder of tasks.
         num_items: Items of the full evaluation split; a run over fewer is a subset and is labelled so.
         files: How the names of a local copy may begin, as glob patterns, best first.
-        fields: That the stock prompt reads.
         convert: Turns a row of another common layout into those fields.
     """
 
@@ -114,7 +112,6 @@ def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Pa
 
     Args:
         local_data: Folder that holds the copy, itself or in a folder directly below.
-        stock_tasks: The harness's folder of tasks.
         folder: Where the definition, the converted rows and the harness's cache of them go.
     """
     rows = _local_rows(task, _local_file(task, local_data))

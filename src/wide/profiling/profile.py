@@ -84,8 +84,6 @@ def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say
     fails.
 
     Args:
-        options: What is timed; `comparison` is not read.
-        say: Takes tables and verdicts as they come.
         backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
     """
     static = options.adapter is not None and is_static(Path(options.adapter))

@@ -36,7 +36,6 @@ class RunFolder:
     then.
 
     Args:
-        path: The folder; need not exist.
         config: The values of all keys of the command, JSON-ready; those that say how a run is carried out are not kept.
         shared: Let other processes that share it write there, too; each continues what it finds.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.

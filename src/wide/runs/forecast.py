@@ -55,11 +55,7 @@ class _Clocked:
 
 
 class Forecast:
-    """Says what the parts of a run cost, each on the model as its stage would find it; the model is changed.
-
-    Args:
-        settings: The resolved ones, as the run would save them.
-    """
+    """Says what the parts of a run cost, each on the model as its stage would find it; the model is changed."""
 
     def __init__(self, request: RunRequest, materials: Materials, settings: Mapping[str, Any]) -> None:
         self._request, self._materials, self._model = request, materials, materials.model

@@ -32,7 +32,6 @@ class Materials:
 
     Args:
         scoring: How much of the held-out text is scored, and how; with 0 tokens there is none.
-        tasks: Tasks of lm-evaluation-harness that are scored beside the text.
         max_tokens: How much of a text that is streamed from a hub is read, at most.
         stages: What will be trained, for what it needs of a GPU's memory.
         distils: Whether the loss compares with the dense model, for the same.

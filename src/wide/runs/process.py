@@ -59,7 +59,6 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     locks.
 
     Args:
-        folder: Made if it is missing.
         shared: Whether others may hold it as well, as far as they share it, too.
     """
     folder.mkdir(parents=True, exist_ok=True)

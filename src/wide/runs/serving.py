@@ -295,7 +295,6 @@ def serve(
 
     Args:
         model: A causal LM in evaluation mode, attached, optimised or neither.
-        name: What clients call it; they may leave it out.
         sockets: Bound ones; None binds them.
     """
     sockets = list(sockets or listening(options.host, options.port))

@@ -307,12 +307,7 @@ class RunRequest:
     """What any run is told.
 
     Args:
-        run: Model, data, output.
-        objective: Sparsity and loss.
         recover: Stage 2; None leaves it out.
-        dense_baseline: Whether the dense model is given the same LoRA, for comparison.
-        scoring: Evaluation on held-out text.
-        sample: Generated text for the report.
     """
 
     run: RunOptions
@@ -333,9 +328,7 @@ class PruneRequest(RunRequest):
     """What one `wide prune` is told.
 
     Args:
-        method: Name of the method that decides.
         match: What the sparsity counts, for methods other than 'wide' at 'nominal', which counts by the objective.
-        settings: Of the method; for 'wide' at 'nominal' its groups and routers.
         stage: Stage 1; of methods that train nothing, the length of calibration text and the seed.
     """
 
@@ -357,11 +350,7 @@ class PruneRequest(RunRequest):
 
 
 def calibration_tokens(settings: Any, stage: StageConfig) -> int:
-    """Return how many tokens of text a method's settings ask for, at most.
-
-    Args:
-        stage: Whose sequence length packs the text.
-    """
+    """Return how many tokens of text a method's settings ask for, at most."""
     blocks = getattr(settings, "num_windows", None) or getattr(settings, "steps", 0) * getattr(
         settings, "batch_size", 0
     )
