@@ -372,9 +372,9 @@ def test_gradient_of_a_followed_router_comes_through_both_halves(checkpointing):
         router = attachment(model).routers()[1]
         if cut is not None:
             # Without the gradient of one sublayer's gate only the other sublayer steers the router.
-            gate = gate_of(getattr(attachment(model).specs[1], cut).module)
-            taken = gate.take
-            gate.take = lambda: None if (mask := taken()) is None else mask.detach()
+            pending = gate_of(getattr(attachment(model).specs[1], cut).module).mask
+            taken = pending.take
+            pending.take = lambda: None if (mask := taken()) is None else mask.detach()
         torch.manual_seed(1)
         model(ids, labels=ids, use_cache=False).loss.backward()
         return router.up.grad

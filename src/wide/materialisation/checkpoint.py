@@ -49,7 +49,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{PLACE}")"""
 
 
-class PrunedMixin:
+class PrunedMixin(nn.Module):
     """What every generated model class adds to its base: tensors that do not fit are an error.
 
     A kind of checkpoint has a prefix before the family's model type, one before the names of the family's classes, and
@@ -92,7 +92,6 @@ class PrunedMixin:
             self._finish(Path(place), name)
             return upload(place, name, *args, **more)
 
-        assert isinstance(self, nn.Module)
         if is_sharded(self):
             if options.get("push_to_hub"):
                 raise ConfigError(
@@ -129,7 +128,6 @@ class WideMixin(PrunedMixin):
         """Build the base model, then attach the routers that the configuration describes."""
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         facts = check_config(config.wide, "config.json: wide")
-        assert isinstance(self, nn.Module)
         attach(self, facts["plan"], tensors=placeholder_tensors(facts["plan"]))
         apply_config(self, facts)
         state = attachment(self)
@@ -150,7 +148,6 @@ class WideMixin(PrunedMixin):
 
         Raises NotAttachedError if LoRA is not merged yet, or scales are still being trained.
         """
-        assert isinstance(self, nn.Module)
         state, config = attachment(self), self.config
         require_final_scales(state)
         _require_merged(self)
@@ -167,10 +164,9 @@ class WideMixin(PrunedMixin):
 
     def _finish(self, folder: Path, name: str = PLACE) -> None:
         super()._finish(folder)
-        finish_folder(folder, self.config.wide, HOW_TO_LOAD.replace(PLACE, name))  # type: ignore[attr-defined]
+        finish_folder(folder, self.config.wide, HOW_TO_LOAD.replace(PLACE, name))  # type: ignore[union-attr, arg-type]
 
     def _check_loaded(self) -> None:
-        assert isinstance(self, nn.Module)
         state = attachment(self)
         check_tensors(state.plan, state.static_parameters())
 
@@ -187,7 +183,6 @@ class SlicedMixin(PrunedMixin):
             raise AdapterError(
                 f"the configuration of a {type(self).__name__} needs wide_shape, the sizes that are left"
             )
-        assert isinstance(self, nn.Module)
         cut_empty(self, typed(ModelShape, config.wide_shape, "wide_shape"))
         self.post_init()  # type: ignore[operator]
 

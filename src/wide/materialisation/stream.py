@@ -136,10 +136,7 @@ def norm_scales(spec: BlockSpec) -> tuple[Tensor, Tensor]:
 
     Raises UnsupportedModelError if one is not an RMS norm with a weight (as it is, or added to 1).
     """
-    norms = spec.attention.pre_norm, feed_forward(spec).pre_norm
-    assert norms[0] is not None
-    assert norms[1] is not None
-    return _norm_scale(spec, norms[0]), _norm_scale(spec, norms[1])
+    return _norm_scale(spec, spec.attention.pre_norm), _norm_scale(spec, feed_forward(spec).pre_norm)
 
 
 def _linear(weight: Tensor, dtype: torch.dtype) -> nn.Linear:
@@ -164,7 +161,7 @@ def _eps(norm: nn.Module, index: int) -> float:
     raise UnsupportedModelError(f"layer {index}: {type(norm).__name__} names no eps")
 
 
-def _norm_scale(spec: BlockSpec, norm: nn.Module) -> Tensor:
+def _norm_scale(spec: BlockSpec, norm: Any) -> Tensor:
     weight = getattr(norm, "weight", None)
     eps = _eps(norm, spec.index)
     if isinstance(weight, Tensor) and weight.dim() == 1 and not weight.is_meta and getattr(norm, "bias", None) is None:

@@ -25,7 +25,6 @@ from wide.models.gates import (
     check_after,
     install_attention_gates,
     prepare_before,
-    routed_gate,
     skip_output,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
@@ -352,7 +351,7 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             state.handles.append(part.module.register_forward_hook(partial(skip_output, state.control)))
             continue
         if isinstance(half, Following):
-            gate: Gate = FollowingGate(routed_gate(spec.attention.module)[0])
+            gate: Gate = FollowingGate(getattr(spec.attention.module, PENDING_NAME))
         else:
             kind = EvictingGate if isinstance(half, Routed) and half.evicts else Gate
             gate = kind(_source(spec, part.module, half, name, tensors, state))

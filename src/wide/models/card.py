@@ -1,6 +1,7 @@
 """The README of an adapter, a checkpoint or an export, in the Hub's format: metadata for machines, facts for people."""
 
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def finish_folder(folder: Path, config: Mapping[str, Any], how: str, library: st
 def model_card(config: Mapping[str, Any], how: str, library: str = "wide") -> str:
     """Return the card as Markdown with the Hub's metadata; arguments are those of `finish_folder`."""
     from huggingface_hub import EvalResult, ModelCardData
+    from jinja2 import Environment
 
     base, provenance = config["base"], config["provenance"]
     name = base.get("name_or_path") or "the base model"
@@ -40,7 +42,8 @@ def model_card(config: Mapping[str, Any], how: str, library: str = "wide") -> st
         lines.append("every token chooses which of these groups of attention heads and FFN channels it executes")
     texts = {str(stage.get("text")) for key in ("prune", "recover") if (stage := provenance.get(key))}
     scored = provenance.get("held_out", {})
-    perplexity = scored.get("token_perplexity", {}).get("perplexity")
+    measured = scored.get("token_perplexity", {})
+    perplexity = measured.get("perplexity")
     result = EvalResult(
         task_type="text-generation",
         dataset_type=str(scored.get("data")),
@@ -61,79 +64,38 @@ def model_card(config: Mapping[str, Any], how: str, library: str = "wide") -> st
         model_name=f"{what} of {name}",
         eval_results=None if perplexity is None else [result],
     )
-    install = "pip install 'wide[lora]'    # in a copy of the repository: pip install '.[lora]'"
-    return f"""---
-{metadata.to_yaml()}
----
-# {what} of {name}
-
-{" and ".join(held)} for a {base["model_type"]} model of {base["num_layers"]} layers.
-{chr(10).join(f"- {line}" for line in lines)}
-
-{chr(10).join(_results(provenance)) or "What it skips and what that costs was not recorded."}
-
-```bash
-{"pip install transformers" if library == "transformers" else install}
-```
-
-```python
-{how}
-```
-
-The licence of the base model holds for what is derived from it; wide is Apache-2.0. Written by wide
-{config["wide_version"]}{"" if library == "transformers" else "; `wide inspect` prints all settings"}.
-"""
+    field, target, last = _asked(provenance)
+    stages = [(title, provenance[key]) for key, title in _STAGES.items() if "stage" in provenance.get(key, {})]
+    text = (resources.files("wide.models") / "card.md").read_text(encoding="utf-8")
+    template = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(text)
+    return template.render(
+        metadata=metadata.to_yaml(),
+        perplexity=measured,
+        protocol=[f"{key} {measured[key]}" for key in ("tokens", "window", "stride") if key in measured],
+        skipped=scored.get("sparsity", {}).get(field),
+        counted=_COUNTED[field],
+        trained=last.get("inference", {}).get("sparsity"),
+        version=config["wide_version"],
+        **{"what": what, "name": name, "held": held, "base": base, "lines": lines, "scored": scored, "target": target},
+        **{"stages": stages, "library": library, "how": how},
+    )
 
 
-def _results(provenance: Mapping[str, Any]) -> list[str]:
-    """Return lines with perplexity and sparsity, in the measure that was asked for, beside the dense model's."""
-    field, words, target, last = _asked(provenance)
-    scored = provenance.get("held_out", {})
-    perplexity, skipped = scored.get("token_perplexity", {}), scored.get("sparsity", {}).get(field)
-    lines = []
-    if perplexity:
-        how = ", ".join(f"{key} {perplexity[key]}" for key in _PROTOCOL if key in perplexity)
-        shown = f"{perplexity['perplexity']:.2f}"
-        if perplexity.get("stderr"):
-            # Of the mean loss, which its exponential multiplies.
-            shown += f" ± {perplexity['perplexity'] * perplexity['stderr']:.2f}"
-        cell = "" if skipped is None else f"{skipped:.1%}"
-        lines += ["| | token perplexity | skipped |", "|---|---|---|"]
-        lines += [f"| this model | {shown} | {cell} |"]
-        lines += [f"| {_DENSE.get(name, name)} | {value:.2f} | |" for name, value in scored.get("of_dense", {}).items()]
-        lines += ["", f"On {scored['data']} ({how}); ± is the standard error over windows."]
-    trained = last.get("inference", {}).get("sparsity")
-    facts = [f"asked {target:.1%} {words}"] if target is not None else []
-    facts += [f"measured on training text {trained:.1%}"] if trained is not None else []
-    lines += [f"Skipped: {', '.join(facts)}."] if facts else []
-    return lines + [
-        _training(provenance[key], name) for key, name in _STAGES.items() if "stage" in provenance.get(key, {})
-    ]
-
-
-def _training(facts: Mapping[str, Any], name: str) -> str:
-    stage, text = facts["stage"], facts.get("text")
-    sizes = f"{stage.get('steps')} steps of {stage.get('batch_size')} x {stage.get('sequence_length')} tokens"
-    return f"{name}: {sizes}{f' of {text}' if text else ''}."
-
-
-def _asked(provenance: Mapping[str, Any]) -> tuple[str, str, float | None, Mapping[str, Any]]:
-    """Return what was asked for: field of `Sparsity`, in words, share; and the last stage that had that target."""
+def _asked(provenance: Mapping[str, Any]) -> tuple[str, float | None, Mapping[str, Any]]:
+    """Return what was asked for: field of `Sparsity`, and share; and the last stage that had that target."""
     if "method" in provenance:
         method = provenance["method"]
         field = "linear_flops_layers" if method.get("match") == "linear_flops" else "mean"
-        return field, _COUNTED[field], method.get("target"), {}
+        return field, method.get("target"), {}
     prune = provenance.get("prune", {})
     objective = prune.get("objective", {})
     field = {"linear_flops": "linear_flops"}.get(objective.get("target"), "mean")
     if field == "linear_flops" and objective.get("include_fixed"):
         field = "linear_flops_with_fixed"
-    return field, _COUNTED[field], objective.get("sparsity"), provenance.get("recover", prune)
+    return field, objective.get("sparsity"), provenance.get("recover", prune)
 
 
-_PROTOCOL = ("tokens", "window", "stride")
 _STAGES = {"prune": "Stage 1 (routers)", "recover": "Stage 2 (LoRA)"}
-_DENSE = {"dense": "dense", "dense + LoRA": "dense, with the same LoRA"}
 _COUNTED = {
     "mean": "of the groups (mean of attention and FFN)",
     "linear_flops": "of the prunable work",

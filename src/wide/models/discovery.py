@@ -129,10 +129,8 @@ def _attention(index: int, layer: nn.Module, module: nn.Module, config: Any) -> 
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{where} looks at later tokens, too: it is an encoder's; wide routes causal LMs")
     _refuse_sub_norms(where, module)
-    query = _find(module, "q_proj", "qkv_proj")
-    output = _find(module, "o_proj", "dense", "out_proj")
-    assert query is not None
-    assert output is not None
+    query: Any = _find(module, "q_proj", "qkv_proj")
+    output: Any = _find(module, "o_proj", "dense", "out_proj")
     num_heads = int(getattr(module, "num_heads", None) or _setting(config, "num_attention_heads", where))
     num_kv_heads = int(getattr(module, "num_key_value_heads", None) or _setting(config, "num_key_value_heads", where))
     head_dim = int(getattr(module, "head_dim", None) or _setting(config, "hidden_size", where) // num_heads)

@@ -49,7 +49,7 @@ class EvictingGate(Gate):
         Cached values are zero where they were evicted. The attention weights are also of keys that are evicted. Raises
         UnsupportedModelError if the attention has sinks, or a cache that this does not know of.
         """
-        mask, (query, key, value) = self.take(), heads
+        mask, (query, key, value) = self.mask.take(), heads
         if mask is None:
             output, weights = function(module, query, key, value, *args, **kwargs)
             return output, weights

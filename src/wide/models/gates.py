@@ -109,11 +109,6 @@ class Gate:
         """Keep the input of a norm or a layer, the residual stream, until the sublayer runs (a forward pre-hook)."""
         self.residual.value = input_of(args, kwargs)
 
-    def take(self) -> Tensor | None:
-        """Hand the factors over, once."""
-        mask: Tensor | None = self.mask.take()
-        return mask
-
     def attend(
         self, function: Callable[..., Any], module: nn.Module, heads: tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
@@ -122,12 +117,12 @@ class Gate:
         `heads` are queries, keys and values, `[B, H, T, d]`.
         """
         output, weights = function(module, *heads, *args, **kwargs)
-        mask = self.take()
+        mask = self.mask.take()
         return (output if mask is None else gate_heads(output, mask)), weights
 
     def gate_activation(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Set skipped groups of an FFN's activation to zero (a forward hook): phi(g) * m * u is (phi(g) * u) * m."""
-        mask = self.take()
+        mask = self.mask.take()
         return output if mask is None else gate_groups(output, mask)
 
 
@@ -156,14 +151,6 @@ def gate_of(module: nn.Module) -> Gate | None:
     return getattr(module, PENDING_NAME, None)
 
 
-def routed_gate(module: nn.Module) -> tuple[Gate, Router]:
-    """Return the gate of a sublayer with a router, and the router."""
-    gate = gate_of(module)
-    assert gate is not None
-    assert isinstance(gate.source, Router)
-    return gate, gate.source
-
-
 def gate_groups(values: Tensor, mask: Tensor) -> Tensor:
     """Multiply `values` `[..., C]` by `mask` `[..., N_G]` or `[N_G]`, a factor per contiguous group of channels."""
     grouped = values.unflatten(-1, (mask.shape[-1], -1))
@@ -184,15 +171,13 @@ def _factors(mask: Tensor, like: Tensor) -> Tensor:
 
 def prepare_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the sublayer's gate decide on its hidden states (a forward pre-hook with keyword arguments)."""
-    gate = gate_of(module)
-    assert gate is not None
-    gate.prepare(input_of(args, kwargs))
+    getattr(module, PENDING_NAME).prepare(input_of(args, kwargs))
 
 
 def check_after(module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
     """Raise UnsupportedModelError if the sublayer finished without anything having taken the mask (a forward hook)."""
     gate = gate_of(module)
-    if gate is not None and gate.take() is not None:
+    if gate is not None and gate.mask.take() is not None:
         raise bypassed(module, f"layer {gate.layer_index}: the {gate.half_layer} mask was not applied")
 
 

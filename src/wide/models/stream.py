@@ -97,6 +97,5 @@ def attach_stream(
 
 def basis_of(module: nn.Module) -> StreamBasis:
     """Return the basis that `attach_stream` put on a sublayer or on the first layer."""
-    basis = getattr(module, STREAM_NAME)
-    assert isinstance(basis, StreamBasis)
+    basis: StreamBasis = getattr(module, STREAM_NAME)
     return basis

@@ -58,7 +58,8 @@ def fit_routers(
     """
     state = attachment(model)
     routers = dict(enumerate(state.routers()))
-    outputs = {key: _output_of(model, router) for key, router in routers.items()}
+    sublayers = {key: dict(state.specs[r.layer_index].sublayers())[r.half_layer] for key, r in routers.items()}
+    outputs = {key: part.linears()[-1] for key, part in sublayers.items()}
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     weights = half_weights(model, measure, include_fixed=objective.include_fixed)
     gradients = _gradient_sizes(model, outputs, batches, recompute=gradient_checkpointing)
@@ -111,14 +112,6 @@ def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Ten
     certain = (mean_surplus * (_LOGISTIC / error)).clamp(-_CERTAIN, _CERTAIN)
     bias = certain - mixing @ (directions @ mean.double())
     return directions.float(), mixing.float(), bias.float()
-
-
-def _output_of(model: nn.Module, router: Router) -> nn.Module:
-    spec = attachment(model).specs[router.layer_index]
-    if router.half_layer == "attention":
-        return spec.attention.output
-    assert spec.ffn is not None
-    return spec.ffn.down
 
 
 def _importance(
