@@ -65,7 +65,6 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, importing its module at the first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'wide' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
     value = getattr(import_module(_HOMES[name]), name)
@@ -74,7 +73,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for completion."""
     return sorted({*globals(), *__all__})
 
 

@@ -122,7 +122,6 @@ class Plan:
     stream: Stream | None = None
 
     def __repr__(self) -> str:
-        """Return a line for each kind of layer: what a notebook shows."""
         return "\n  ".join(["Plan", *self.in_words()])
 
     @property

@@ -20,7 +20,6 @@ class LayerRouting:
     ffn_margin: Tensor | None = None
 
     def __repr__(self) -> str:
-        """Return shapes and executed shares: what a notebook shows."""
         masks = {"attention": self.attention, "ffn": self.ffn}
         told = (
             f"{name} {list(mask.shape)}, {mask.float().mean().item():.0%} executed"

@@ -38,7 +38,6 @@ class Between:
         return inside and not (self.without != "neither" and value == getattr(self, self.without))
 
     def __str__(self) -> str:
-        """Return in words where a number must lie."""
         if self.high == math.inf:
             return f"be {'above' if self.without == 'low' else 'at least'} {self.low:.10g}"
         if self.low == -math.inf:

@@ -125,7 +125,6 @@ class WideMixin(PrunedMixin):
     _keep_in_fp32_modules_strict = {ROUTER_NAME, GATE_NAME, STREAM_NAME}  # noqa: RUF012  transformers reads a plain class attribute
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Build the base model, then attach the routers that the configuration describes."""
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         facts = check_config(config.wide, "config.json: wide")
         attach(self, facts["plan"], tensors=placeholder_tensors(facts["plan"]))
@@ -177,7 +176,6 @@ class SlicedMixin(PrunedMixin):
     wide_type_prefix, wide_class_prefix, wide_field = f"{PRUNED_PREFIX}sliced_", "Sliced", "wide_shape"
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Build the base model, then cut it."""
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if config.wide_shape is None:
             raise AdapterError(

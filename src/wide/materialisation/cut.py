@@ -83,7 +83,6 @@ class HeadGather(nn.Module):
 
 
 def _add_gather(attention: nn.Module, gather: HeadGather) -> None:
-    """Let an attention module see the picked heads, whatever attention function it calls."""
     install_attention_gates()
     attention.add_module(GATHER_NAME, gather)
     attention.num_key_value_groups = 1  # type: ignore[assignment]
@@ -109,7 +108,6 @@ class HeadCounts:
         self.num_key_value_heads = num_key_value_heads
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model's configuration says."""
         if name == "base" or name.startswith("__"):
             # A copy is built before its attributes are set.
             raise AttributeError(name)

@@ -176,7 +176,6 @@ def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
 
 
 def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:
-    """Return a sentence on the settings that are not the original's, if any."""
     pairs = [(settings, method.settings())]
     if method.trains:
         pairs.append((stage, StageConfig()))

@@ -71,7 +71,6 @@ class _Prefix:
         self.keep = keep
 
     def note(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Keep what a layer returned (a forward hook but for the index)."""
         self.outputs[index] = output
 
 
@@ -143,8 +142,7 @@ class BlockGates:
                 # A model spread over devices returns its logits on another one than it reads from.
                 sums[index] += window_losses(logits, moved.to(logits.device))[0].sum().to(device)
         self.effort.tokens_forward += len(different) * self.ids.numel()
-        means: npt.NDArray[np.float64] = sums.cpu().numpy() / num_predicted(self.ids)
-        return means[place.reshape(-1)]
+        return (sums.cpu().numpy() / num_predicted(self.ids))[place.reshape(-1)]
 
     @contextmanager
     def _resuming(self, prefix: _Prefix) -> Iterator[None]:

@@ -50,8 +50,7 @@ def sample_kept_layers(num_layers: int, removed: Sequence[int], count: int, gene
     """
     rank = generator.random((count, num_layers)).argsort(axis=1).argsort(axis=1)
     dropped = np.resize(np.asarray(removed, dtype=np.int64), count)
-    kept: KeptSets = rank >= dropped[:, None]
-    return kept
+    return rank >= dropped[:, None]
 
 
 def measured_utilities(gates: BlockGates, kept: KeptSets, *, dense: float) -> npt.NDArray[np.float64]:
@@ -130,8 +129,7 @@ def contributions(utility: Utility, kept: KeptSets, dtype: torch.dtype = torch.f
             both[:, layer] = 0
             gain -= utility(both).double()
             sums[layer] += float(gain.sum())
-    means: npt.NDArray[np.float64] = sums / len(sets)
-    return means
+    return sums / len(sets)
 
 
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: CoopPrunerConfig) -> Decision:

@@ -11,9 +11,8 @@ midpoint of the score, S the target.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +93,7 @@ class Multipliers(nn.Module):
         return self.linear * distance + self.quadratic * distance.square() + self.binary * indecision
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class Exported(NamedTuple):
     """Scales of one kind of unit, ready for a plan: per layer float32 `[units]`; 0 prunes.
 
     `relu_zeros` is the share of units whose magnitude was 0 before anything was forced; in layers that are `forced` a
@@ -129,15 +127,11 @@ def export(raw: Sequence[Tensor], *, pruned: int | None) -> Exported:
             best = int(z.argmax())
             layer[best] = max(float(z[best].detach()), _SMALLEST)
             forced.append(index)
-    return Exported(
-        scales=tuple(layer.clone() for layer in layers),
-        relu_zeros=float((magnitudes == 0).float().mean()),
-        forced=tuple(forced),
-    )
+    relu_zeros = float((magnitudes == 0).float().mean())
+    return Exported(tuple(layer.clone() for layer in layers), relu_zeros, tuple(forced))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Goal:
+class _Goal(NamedTuple):
     """Share and number of units of one kind to prune, over all layers."""
 
     sparsity: float
@@ -170,7 +164,6 @@ class _Course:
         self._losses: list[tuple[float, float]] = []
 
     def train(self) -> dict[str, Any]:
-        """Run all steps and return JSON-ready facts."""
         settings = self._settings
         with training_mode(self._model, routers=False, gradient_checkpointing=settings.gradient_checkpointing):
             for scale in self._scales:
@@ -183,7 +176,6 @@ class _Course:
         return self._facts()
 
     def exported(self, kind: str) -> Exported:
-        """Return the scales of a kind of unit as they are now."""
         exact = self._settings.export == "topk_exact"
         scales = [gate.scale for gate in self._gates[kind]]
         return export(scales, pruned=self.goals[kind].pruned if exact else None)
@@ -279,12 +271,14 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
         TrainingError: If a loss is not finite.
     """
     specs = discover(model)
-    text = _text(blocks, settings)
+    length = settings.sequence_length or blocks.sequence_length
+    require_length(blocks, length, "sequence_length")
+    text = blocks.cut(length, seed=settings.seed)
     with _gated(model, specs, settings) as gates:
         course = _Course(model, gates, partial(_goals, specs, target), text, settings)
         facts = course.train()
         exported = {kind: course.exported(kind) for kind in _KINDS}
-    seen = settings.steps * settings.batch_size * text.sequence_length
+    seen = settings.steps * settings.batch_size * length
     effort = Effort(tokens_forward=seen if settings.distillation else 0, tokens_backward=seen)
     tensors = {scale_name(index, kind): scale for kind in _KINDS for index, scale in enumerate(exported[kind].scales)}
     return Decision(
@@ -309,16 +303,7 @@ def _goals(specs: Sequence[BlockSpec], target: Target, kept: _Kept | None) -> di
         attention_share = attention / sum(heads)
     else:
         attention, attention_share = round(share * sum(heads)), share
-    return {
-        "attention": _Goal(sparsity=attention_share, pruned=attention),
-        "ffn": _Goal(sparsity=of_channels, pruned=round(of_channels * channels)),
-    }
-
-
-def _text(blocks: TokenBlocks, settings: DDPConfig) -> TokenBlocks:
-    length = settings.sequence_length or blocks.sequence_length
-    require_length(blocks, length, "sequence_length")
-    return blocks.cut(length, seed=settings.seed)
+    return {"attention": _Goal(attention_share, attention), "ffn": _Goal(of_channels, round(of_channels * channels))}
 
 
 @contextmanager

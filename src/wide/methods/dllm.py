@@ -71,7 +71,6 @@ def route_original(specs: Sequence[BlockSpec], settings: DLLMOriginalConfig, ask
 
 
 def _layer(spec: BlockSpec, **router: Any) -> LayerPlan:
-    """Return a layer whose one router decides for both sublayers."""
     feed_forward(spec)
     whole = Grouping.whole(spec.attention.query_width)
     return LayerPlan(attention=Routed(grouping=whole, router_input="layer_input", bias=True, **router), ffn=Following())

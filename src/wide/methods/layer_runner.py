@@ -37,7 +37,6 @@ class LayerRunner:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, specs: Sequence[BlockSpec], ids: Tensor, *, batch_size: int) -> None:
-        """Embed the windows and note the arguments of every layer."""
         if not ids.numel():
             raise DataError(f"calibration needs at least one window of tokens, got ids of shape {tuple(ids.shape)}")
         self.specs = tuple(specs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from wide.config import ObjectiveConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, SparsityTarget, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
 from wide.methods.catalogue import WideMethodConfig
 from wide.methods.method import Effort, Target, share_of_routed
@@ -108,12 +108,9 @@ def objective_for(
     With `uniform`, attention and FFN are steered to that share each, instead of their mean. Raises ConfigError, with
     the largest target, if it cannot be reached by skipping all that is routed.
     """
-    changes: dict[str, Any] = {
-        "sparsity": share_of_routed(specs, plan, target, "skipping what this plan routes"),
-        "target": "uniform" if uniform else "mean" if target.match == "nominal" else "linear_flops",
-        "include_fixed": False,
-    }
-    return dataclasses.replace(objective, **changes)
+    share = share_of_routed(specs, plan, target, "skipping what this plan routes")
+    counted: SparsityTarget = "uniform" if uniform else "mean" if target.match == "nominal" else "linear_flops"
+    return dataclasses.replace(objective, sparsity=share, target=counted, include_fixed=False)
 
 
 def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:

@@ -339,12 +339,12 @@ class TopKDivergence:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, ids: Tensor, *, top_k: int, batch_size: int) -> None:
-        self._ids = ids.to(next(model.parameters()).device)
+        self.ids = ids.to(next(model.parameters()).device)
         self._batch_size = batch_size
         self.tokens = 0
         values: list[Tensor] = []
         indices: list[Tensor] = []
-        for rows in self._ids.split(batch_size):
+        for rows in self.ids.split(batch_size):
             # The last token predicts nothing that is in the window.
             logits = self._logits(model, rows)[:, :-1]
             top = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
@@ -356,22 +356,17 @@ class TopKDivergence:
         self.tokens += rows.numel()
         return model(input_ids=rows, use_cache=False).logits
 
-    @property
-    def num_windows(self) -> int:
-        """Windows of text, N."""
-        return len(self._ids)
-
     @torch.no_grad()
     def of(self, model: nn.Module, rows: list[int] | None = None, length: int | None = None) -> float:
         """Return the divergence of the model with other weights, nats per token.
 
         `rows` are the windows to judge on, and `length` how many tokens of each count; None means all.
         """
-        chosen = torch.tensor(range(self.num_windows) if rows is None else rows, device=self._ids.device)
-        length = self._ids.shape[1] if length is None else min(length, self._ids.shape[1])
-        total = torch.zeros((), dtype=torch.float64, device=self._ids.device)
+        chosen = torch.tensor(range(len(self.ids)) if rows is None else rows, device=self.ids.device)
+        length = self.ids.shape[1] if length is None else min(length, self.ids.shape[1])
+        total = torch.zeros((), dtype=torch.float64, device=self.ids.device)
         for part in chosen.split(self._batch_size):
-            logits = self._logits(model, self._ids[part, :length])[:, :-1].flatten(0, 1)
+            logits = self._logits(model, self.ids[part, :length])[:, :-1].flatten(0, 1)
             values = self._values[part, : length - 1].flatten(0, 1)
             indices = self._indices[part, : length - 1].flatten(0, 1)
             for begin in range(0, len(logits), _ROWS_PER_CHUNK):
@@ -409,7 +404,7 @@ def _search(
             return judge.of(model)
         # Every mutant of a generation is judged on the same windows, those of another generation on others.
         draw = random.Random(f"{settings.seed}/{iteration}/{generation}/{stage}")
-        rows = draw.sample(range(judge.num_windows), max(1, tokens // length))
+        rows = draw.sample(range(len(judge.ids)), max(1, tokens // length))
         return judge.of(model, rows, min(tokens, length))
 
     try:

@@ -231,7 +231,6 @@ def _prune_matrices(
 
 
 def _matrices(spec: BlockSpec, pattern: SemiStructured | None) -> list[list[nn.Linear]]:
-    """Return the matrices of a layer, those that read the same input together."""
     attention, ffn = spec.attention, feed_forward(spec)
     groups: list[list[nn.Module | None]] = [
         [attention.query, attention.key, attention.value],

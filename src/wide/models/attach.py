@@ -373,7 +373,6 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
 def _source(
     spec: BlockSpec, module: nn.Module, half: Routed | Kept, name: str, tensors: Mapping[str, Tensor], state: Attachment
 ) -> Router | StaticGate:
-    """Put a router or constants on a sublayer."""
     device = computing_device(spec.layer)
     source: Router | StaticGate
     if isinstance(half, Routed):

@@ -258,7 +258,6 @@ class SkipCounter:
         )
 
     def _work(self, skipped: Sequence[tuple[float | None, float | None]]) -> dict[str, float]:
-        """Return the shares of work that are saved."""
         layers = self._costs.layers
         routed = sum(
             (a or 0.0) * layer.attention + (f or 0.0) * layer.ffn for (a, f), layer in zip(skipped, layers, strict=True)
@@ -276,7 +275,6 @@ class SkipCounter:
         }
 
     def _mean(self, rates: Sequence[float | None]) -> float | None:
-        """Return the mean rate of a kind of sublayer; None if none counts."""
         counted = [rate or 0.0 for rate in rates if rate is not None or self._counts_dense]
         return sum(counted) / len(counted) if counted else None
 

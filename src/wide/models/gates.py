@@ -130,7 +130,6 @@ class FollowingGate(Gate):
     """Executes an FFN for the tokens that the attention of its layer, whose router has one group, executes for."""
 
     def __init__(self, attention: Gate) -> None:
-        """Ask the attention to keep its masks for a second use."""
         super().__init__(attention.source)
         assert isinstance(attention.source, Router)
         attention.source.is_followed = True

@@ -38,7 +38,6 @@ class RegroupedChannels:
     """
 
     def __init__(self, specs: Sequence[BlockSpec], plan: Plan, orders: Mapping[str, Tensor]) -> None:
-        """Check everything, then move."""
         # Those whose channels have moved.
         self._layers: list[tuple[FeedForwardSpec, str]] = []
         self._orders: dict[str, Tensor] = {}

@@ -28,7 +28,6 @@ class ReplacedWeights:
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], control: RoutingControl) -> None:
-        """Check everything, then replace."""
         require_unsharded(model, "replacing base weights")
         require_in_memory(model, "replacing base weights")
         by_name = dict(model.named_parameters(remove_duplicate=False))

@@ -283,7 +283,6 @@ def _pieces(values: Tensor, *, dim: int) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the float32 product of two bfloat16 matrices."""
     return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
 
 

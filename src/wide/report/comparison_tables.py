@@ -212,6 +212,5 @@ def _numbers(comparison: Comparison) -> dict[Row, int]:
 
 
 def _names(comparison: Comparison) -> dict[Row, str]:
-    """Return the names of rows, with the number of their footnotes."""
     numbers = _numbers(comparison)
     return {row: f"{row.name} [{numbers[row]}]" if row in numbers else row.name for row in comparison.rows}

@@ -127,7 +127,6 @@ def _notes(folders: Sequence[Folder]) -> list[str]:
 
 
 def _evidence(folders: Mapping[str, Folder], output: Path) -> Iterator[Section]:
-    """Yield the sections of a page of runs and benches."""
     runs = {name: folder for name, folder in folders.items() if folder.records is not None}
     if runs:
         shown = []
@@ -170,7 +169,6 @@ def _speeds(folder: Folder, subject: str, what: str) -> list[float]:
 
 
 def _speed_in_words(folder: Folder) -> str:
-    """Return in a sentence what time the last model of a run saves."""
     last = (folder.records or Selection([])).subjects()[-1:]
     found = {what: _speeds(folder, subject, what) for subject in last for what in ("prefill", "decode")}
     known = {what: sorted(speeds) for what, speeds in found.items() if speeds}

@@ -137,7 +137,6 @@ def _results(run: Selection, table: Table) -> Section:
 
 
 def _sample(run: Selection) -> list[Section]:
-    """Return the section with the sample of a text, coloured; none where none was measured."""
     title, subject = "Execution by token", run.last_subject_with("routing.sample")
     try:
         sample = run.content(subject, "routing.sample") if subject else {}

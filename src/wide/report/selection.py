@@ -42,7 +42,6 @@ _NUMBERS = ("token_perplexity", "word_perplexity", "wikitext.", "accuracy.", "sp
 
 
 def _is_usable(record: Record) -> bool:
-    """Return whether a record has a value of the kind that its metric wants."""
     kind = _KINDS.get(record.metric, int | float if record.metric.startswith(_NUMBERS) else object)
     return record.value is not None and isinstance(record.value, kind)
 

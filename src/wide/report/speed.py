@@ -118,7 +118,6 @@ def _text(record: Row, name: str) -> str:
 
 
 def _optional(record: Row, *names: str) -> float | None:
-    """Return a number inside mappings, None where there is none."""
     value: Any = record
     for name in names:
         value = (value or {}).get(name)
@@ -163,7 +162,6 @@ def _as_row(record: Row, head: Row) -> Row:
 
 
 def _timed(record: Row, head: Row) -> Row:
-    """Return one candidate of a race of operators."""
     group = _text(record, "sweep" if "sweep" in record else "race")
     row = {"group": group, "candidate": _text(record, "candidate"), "median_us": _positive(record, "median_us")}
     if group.startswith("reorder"):

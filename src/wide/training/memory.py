@@ -57,7 +57,6 @@ class Need:
         return self.total <= USABLE * available
 
     def __str__(self) -> str:
-        """Return the sum and its parts in GiB."""
         names = ("weights", "activations", "logits", "optimizer")
         parts = ", ".join(f"{name} {getattr(self, name) / _GIB:.3g}" for name in names)
         return f"{self.total / _GIB:.3g} GiB ({parts})"
@@ -125,7 +124,6 @@ def _weight_bytes(module: torch.nn.Module, size: int) -> int:
 
 
 def _kept(spec: BlockSpec, stage: StageConfig, size: int) -> int:
-    """Return the bytes that a layer keeps of each token."""
     attention, ffn, hidden = spec.attention, 0 if spec.ffn is None else spec.ffn.width, spec.hidden_size
     heads = 2 * attention.query_width + 2 * attention.num_kv_heads * attention.head_dim
     if stage.compile:
@@ -141,7 +139,6 @@ def _kept(spec: BlockSpec, stage: StageConfig, size: int) -> int:
 
 
 def _sizes(spec: BlockSpec) -> list[tuple[int, int]]:
-    """Return inputs and outputs of the linears of a layer."""
     linears: list[Any] = [*spec.attention.linears(), *([] if spec.ffn is None else spec.ffn.linears())]
     return [(linear.in_features, linear.out_features) for linear in linears]
 

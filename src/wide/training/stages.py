@@ -254,7 +254,6 @@ def _run(
 
 
 def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
-    """Return a hash of everything that the course of a run depends on."""
     state = attachment(model)
     base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
     # How often checkpoints are written changes nothing.
@@ -282,7 +281,6 @@ def _check_reach(model: nn.Module, plan: Plan, objective: ObjectiveConfig) -> No
 
 
 def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:
-    """Return the plan that is to be attached, before anything expensive is done."""
     specs = discover(model)
     if not isinstance(config, Plan):
         return plan_for(config or WideConfig(), specs)
@@ -309,7 +307,6 @@ def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
 
 
 def _check_lora(found: dict[str, Any], stage: RecoverConfig) -> None:
-    """Refuse to go on with LoRA of another size than asked for."""
     if (found["r"], found["lora_alpha"]) != (stage.lora_rank, stage.lora_alpha):
         raise ConfigError(
             f"this model has LoRA of rank {found['r']} and alpha {found['lora_alpha']:g} already, and lora_rank "
