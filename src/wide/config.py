@@ -57,10 +57,7 @@ class WideConfig(Checked):
         if self.execute_bias != 0.0 and not self.router_bias:
             raise ConfigError(f"execute_bias={self.execute_bias} needs router_bias=true")
         if self.router_start == "fitted" and not (self.router_bias and self.execute_bias == 0.0):
-            raise ConfigError(
-                "router_start='fitted' needs router_bias=true and finds the bias itself (execute_bias=0); got "
-                f"router_bias={self.router_bias}, execute_bias={self.execute_bias}"
-            )
+            raise ConfigError(f"router_start='fitted' needs router_bias=true, execute_bias=0, not {self.execute_bias}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

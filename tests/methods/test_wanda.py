@@ -111,7 +111,7 @@ def test_a_malformed_pattern_is_refused(pattern):
 
 
 def test_a_pattern_against_its_target_or_width_is_refused():
-    with pytest.raises(ConfigError, match=r"prunes 0.5 of the weights, the target is 0.25"):
+    with pytest.raises(ConfigError, match=r"needs a target of 0.5, not 0.25"):
         parse_pattern("2:4", 0.25)
     settings = WandaConfig(pattern="8:16", num_windows=2, window_length=16)
     with pytest.raises(ShapeError, match="no multiple of 16"):

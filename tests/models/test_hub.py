@@ -118,7 +118,7 @@ def test_what_a_hub_does_not_have_or_take_is_said_in_words(hub, pruned, tmp_path
         wide.load(make("llama"), "user/nothing", cache_dir=tmp_path)
     with pytest.raises(AdapterError, match=r"the Hub did not take .* as 'user/adapter': .*401"):
         wide.push_to_hub(pruned, "user/adapter", token="hf_wrong")
-    with pytest.raises(AdapterError, match="neither an adapter nor a checkpoint"):
+    with pytest.raises(AdapterError, match=r"holds neither wide_config.json nor config.json"):
         wide.push_to_hub(tmp_path, "user/adapter")
     with pytest.raises(AdapterError, match="name the adapter"):
         wide.load(make("llama"))

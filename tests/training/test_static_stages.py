@@ -142,7 +142,7 @@ def test_a_run_on_a_static_plan_resumes_only_with_the_same_scales(blocks, tmp_pa
     other, _ = attached("kept")
     with torch.no_grad():
         attachment(other).static_gates()[0].scale *= 2
-    with pytest.raises(ConfigError, match="belongs to a run with other settings"):
+    with pytest.raises(ConfigError, match="other settings"):
         recover(other, blocks, stage=lora_stage(steps=4), output=tmp_path, resume=True)
     same, _ = attached("kept")
     recover(same, blocks, stage=lora_stage(steps=4), output=tmp_path, resume=True)

@@ -53,10 +53,7 @@ def parse_pattern(text: str, sparsity: float) -> SemiStructured | None:
         raise ConfigError(f"pattern must be 'unstructured' or 'N:M' with 0 < N < M such as '2:4', got {text!r}")
     pattern = SemiStructured(int(found[1]), int(found[2]))
     if abs(pattern.prune / pattern.of - sparsity) > 1e-9:
-        raise ConfigError(
-            f"pattern {text!r} prunes {pattern.prune / pattern.of:g} of the weights, the target is {sparsity:g}; set "
-            "the target to that, or the pattern to 'unstructured'"
-        )
+        raise ConfigError(f"pattern {text!r} needs a target of {pattern.prune / pattern.of:g}, not {sparsity:g}")
     return pattern
 
 

@@ -109,10 +109,7 @@ def save(
             "checkpoint with wide.save_checkpoint, or let PEFT save it and give ignore_base_changes=True"
         )
     if reason:
-        raise NotAttachedError(
-            f"{reason}, so an adapter cannot describe this model; save a full checkpoint with "
-            "wide.save_checkpoint(model, path)"
-        )
+        raise NotAttachedError(f"{reason}, so no adapter describes this model; use wide.save_checkpoint(model, path)")
     target = Path(path)
     if not is_first_process():
         return target
@@ -161,10 +158,7 @@ def push_to_hub(
             if not is_first_process():
                 return ""
         if not any((Path(folder) / name).is_file() for name in (CONFIG_FILE, "config.json")):
-            raise AdapterError(
-                f"{folder} holds neither {CONFIG_FILE} nor config.json, so it is neither an adapter nor a checkpoint; "
-                "name a folder that wide.save, wide.save_checkpoint or wide export wrote"
-            )
+            raise AdapterError(f"{folder} holds neither {CONFIG_FILE} nor config.json; name a folder that wide wrote")
         return upload(Path(folder), repo_id, private=private, token=token, revision=revision, message=message)
 
 

@@ -141,10 +141,7 @@ def bypass(*models: nn.Module) -> Iterator[None]:
     states = [attachment(model) for model in models]
     for state in states:
         if state.originals_lost:
-            raise NotAttachedError(
-                "the weights of this checkpoint are the pruned ones, so its dense form is not known; load the base "
-                "model by itself, or leave the comparison out (compare_dense=False)"
-            )
+            raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.control.having(enabled=False))

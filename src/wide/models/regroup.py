@@ -76,10 +76,7 @@ class RegroupedChannels:
 
 def _permutation(name: str, order: Tensor, width: int) -> Tensor:
     if order.dtype != torch.int64 or tuple(order.shape) != (width,):
-        raise ShapeError(
-            f"{name} is {order.dtype} of shape {tuple(order.shape)}; int64 of shape ({width},) is needed, an old "
-            "channel for each place"
-        )
+        raise ShapeError(f"{name} is {order.dtype} of shape {tuple(order.shape)}; int64 of shape ({width},) is needed")
     found = order.detach().to("cpu", copy=True)
     if not torch.equal(found.sort().values, torch.arange(width)):
         raise ShapeError(f"{name} is no permutation: each of the {width} channels must be named once")

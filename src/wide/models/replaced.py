@@ -109,7 +109,4 @@ def _refuse_half_of_a_tie(by_name: Mapping[str, nn.Parameter], weights: Mapping[
             if other == name or parameter is not by_name[name]:
                 continue
             if other not in weights or not torch.equal(weights[other], weights[name]):
-                raise ShapeError(
-                    f"{name} is tied to {other}, so replacing one alone changes both; give both the same values, or "
-                    "untie them first"
-                )
+                raise ShapeError(f"{name} is tied to {other}, so both change; give both the same values, or untie them")

@@ -79,7 +79,4 @@ def reshard(model: nn.Module) -> None:
 def require_unsharded(model: nn.Module, doing: str) -> None:
     """Raise UnsupportedModelError if a model is sharded; `doing` begins the message: what cannot be done with it."""
     if is_sharded(model):
-        raise UnsupportedModelError(
-            f"{doing} needs whole weights on every process, and FSDP shards those of this model; load it unsharded "
-            "(--parallel replicate)"
-        )
+        raise UnsupportedModelError(f"{doing} needs whole weights; load the model unsharded (--parallel replicate)")

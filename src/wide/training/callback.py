@@ -192,10 +192,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         ids = given.get("input_ids", args[0] if args else None)
         if ids is None:
             named = ", ".join(sorted(key for key, value in given.items() if value is not None))
-            raise ConfigError(
-                f"RouterCallback counts and calibrates on input_ids [B, T], and the model was called with {named}; "
-                "call it with token ids"
-            )
+            raise ConfigError(f"RouterCallback needs input_ids [B, T]; the model was called with {named}")
         mask = given.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
         distance, self.measured = self._term.distance(self._routing, valid, self._target)

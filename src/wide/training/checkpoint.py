@@ -148,10 +148,7 @@ class CheckpointFolder:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
         if fingerprint != self._fingerprint:
-            raise ConfigError(
-                f"{folder} belongs to a run with other settings, another model or other data, so it cannot be "
-                "continued; repeat the settings of that run, or choose another output folder"
-            )
+            raise ConfigError(f"{folder} is of other settings, model or data; repeat those, or choose another folder")
         return Checkpoint(
             step=step,
             seconds=seconds,
