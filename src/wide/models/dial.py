@@ -190,18 +190,32 @@ def set_sparsity(
     if (sparsity is None) == (threshold is None):
         raise ConfigError("give either a sparsity or a threshold")
     if threshold is None:
-        require(Real, sparsity, "sparsity", "a number in [0, 1)")
         assert sparsity is not None
-        if not 0.0 <= sparsity < 1.0:
-            raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
+        _require_share(sparsity)
         if data is not None:
             # The wish itself is measured too, so that nothing is left to interpolation.
             calibrate_dial(model, data, measure=measure, sparsities=sorted({*DEFAULT_POINTS, sparsity} - {0.0}))
-        threshold = -math.inf if sparsity == 0.0 else _interpolate(state.dial, sparsity)
+        threshold = threshold_of(state.dial, sparsity)
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
     _set_thresholds(state.routers(), [float(threshold)] * len(state.routers()))
     return float(threshold)
+
+
+def threshold_of(table: Sequence[tuple[float, float]], sparsity: float) -> float:
+    """Return the threshold that gives a sparsity by a table of (sparsity, threshold); 0 runs every group.
+
+    Raises:
+        ConfigError: If the table is empty, or the sparsity lies outside of what it reaches.
+    """
+    _require_share(sparsity)
+    return -math.inf if sparsity == 0.0 else _interpolate(table, sparsity)
+
+
+def _require_share(sparsity: float) -> None:
+    require(Real, sparsity, "sparsity", "a number in [0, 1)")
+    if not 0.0 <= sparsity < 1.0:
+        raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
 
 
 def _measure(

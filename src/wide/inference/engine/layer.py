@@ -7,7 +7,8 @@ from torch import Tensor
 
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import AttentionCall, CacheView
-from wide.inference.operators.table import DENSE, OperatorName, OperatorTable
+from wide.inference.operators.products import feed_forward
+from wide.inference.operators.table import OperatorName, OperatorTable
 from wide.inference.reading.weights import (
     AttentionWeights,
     EngineRouter,
@@ -206,10 +207,5 @@ def _project(
 
 def _feed_forward(weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     """Return the output of the FFN, [M, D]."""
-    table, rows = options.table, x.shape[0]
-    choice, down = DENSE if mask is None else table.choice("gate_up", rows), table.choice("down", rows)
     ready = options.wait if options.side is not None and options.side.runs else None
-    h, _ = weights.gated.output_groups(
-        x, mask, choice, sorts=table.backend, zeroed=down.backend == "dense", ready=ready
-    )
-    return weights.down.dense(h) if mask is None else weights.down.input_groups(h, mask, down, sorts=table.backend)
+    return feed_forward(weights.gated, weights.down, x, mask, options.table, ready=ready)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wide.inference.operators.table import DENSE
+from wide.inference.operators.table import DENSE, OperatorTable
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import dense_mn, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
@@ -135,6 +135,26 @@ class GatedWeights(NamedTuple):
             return gemv_mn(x, self.gate, mask, zero_skipped=zeroed, **options), None
         order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
         return gemm_mn(x, self.gate, order, mask=zeroing, **options), order
+
+
+def feed_forward(
+    gated: GatedWeights,
+    down: LinearWeights,
+    x: Tensor,
+    mask: Tensor | None,
+    table: OperatorTable,
+    *,
+    ready: Callable[[], None] | None = None,
+) -> Tensor:
+    """Return the output of an FFN, [M, D], of rows [M, D] under a mask bool [M, N_G]; None = everything executes.
+
+    Args:
+        ready: See `GatedWeights.output_groups`.
+    """
+    rows = x.shape[0]
+    choice, last = DENSE if mask is None else table.choice("gate_up", rows), table.choice("down", rows)
+    h, _ = gated.output_groups(x, mask, choice, sorts=table.backend, zeroed=last.backend == "dense", ready=ready)
+    return down.dense(h) if mask is None else down.input_groups(h, mask, last, sorts=table.backend)
 
 
 def _no_order(x: Tensor, num_groups: int) -> Reordering:

@@ -1,0 +1,10 @@
+"""wide's checkpoints in vLLM: `vllm serve CHECKPOINT`, where CHECKPOINT is a folder of `wide.save_checkpoint`.
+
+vLLM finds `plugin.register` through the entry point `vllm.general_plugins`. Nothing else in wide imports this package.
+
+    plugin      makes the checkpoints known: model types, model classes, what is refused at start
+    limits      what a checkpoint's configuration asks of vLLM, and what is refused
+    model       vLLM's dense classes, with modules exchanged after they have built themselves
+    sublayers   the modules that take their place: router, FFN, attention
+    operators   operators of torch that are opaque to vLLM's compiler: what runs depends on the number of rows
+"""

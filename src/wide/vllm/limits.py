@@ -1,0 +1,121 @@
+"""What a checkpoint asks of vLLM, read from its configuration; what vLLM's modules cannot do is refused at start."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wide.errors import ConfigError, UnsupportedModelError
+from wide.models.adapter import check_config
+from wide.models.dial import threshold_of
+from wide.plan import Dense, Plan, Routed
+
+SPARSITY = "wide_sparsity"
+"""Entry of the configuration that --hf-overrides sets: the sparsity at start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruning:
+    """What a checkpoint's configuration says of its routers.
+
+    Args:
+        thresholds: In force, by (layer, half); a half that is not routed has none.
+        executed: Expected share of (token, group) pairs that execute, by which tables of measurements are read.
+    """
+
+    plan: Plan
+    thresholds: dict[tuple[int, str], float]
+    executed: float
+
+
+def read_pruning(config: Any) -> Pruning:
+    """Return what the configuration of a checkpoint says of its routers.
+
+    Args:
+        config: Of Hugging Face, with the field `wide` and, where it was set at start, `wide_sparsity`.
+
+    Raises:
+        AdapterError: If the field is missing or malformed.
+        ConfigError: If the checkpoint has no calibrated threshold for the sparsity.
+        UnsupportedModelError: If the plan holds more than routers of the paper's form.
+    """
+    facts = check_config(config.wide, "config.json: wide")
+    routed = []
+    for index, layer in enumerate(facts["plan"].layers):
+        for name, half in layer.halves():
+            if isinstance(half, Routed):
+                routed.append((index, name))
+            wrong = _obstacle(half)
+            if wrong is not None:
+                raise UnsupportedModelError(
+                    f"layer {index}: the {name} {wrong}, which wide's modules for vLLM do not compute; use "
+                    "`wide serve`, or `wide export` for a static plan"
+                )
+    if facts["plan"].stream is not None:
+        raise UnsupportedModelError("the residual stream is projected, which vLLM cannot; use `wide export`")
+    values = [float(threshold) for threshold in facts["thresholds"]]
+    sparsity = getattr(config, SPARSITY, None)
+    if sparsity is not None:
+        values = [threshold_of([(share, float(at)) for share, at in facts["dial"]], sparsity)] * len(routed)
+    thresholds = dict(zip(routed, values, strict=True))
+    return Pruning(plan=facts["plan"], thresholds=thresholds, executed=1.0 - sparsity if sparsity else 0.5)
+
+
+def _obstacle(half: object) -> str | None:
+    """Return what of a half of a layer is neither dense nor a router that the modules compute, or None."""
+    if isinstance(half, Dense):
+        return None
+    if not isinstance(half, Routed):
+        return f"is {type(half).__name__.lower()}"
+    if half.form != "bottleneck" or half.router_input != "normed":
+        return f"has a router of form {half.form!r} that reads the input {half.router_input!r}"
+    if half.evicts or half.first_tokens:
+        return "evicts keys or protects first tokens"
+    return None
+
+
+class Limits:
+    """What vLLM calls with its configuration before a checkpoint of wide is loaded."""
+
+    @staticmethod
+    def verify_and_update_model_config(_model_config: Any) -> None:
+        """Leave the configuration of the model alone."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse what wide's modules do not do.
+
+        Raises:
+            ConfigError: If an option of vLLM does not go with them, or groups do not divide among the ranks.
+            UnsupportedModelError: As `read_pruning`.
+        """
+        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+        unsupported = {
+            "--quantization": vllm_config.model_config.quantization is not None,
+            "--kv-cache-dtype": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+            "--speculative-config": vllm_config.speculative_config is not None,
+            "--enable-lora": vllm_config.lora_config is not None,
+            "--enable-dbo": parallel.enable_dbo,
+            "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+            "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+            "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        }
+        wrong = [name for name, is_set in unsupported.items() if is_set]
+        if wrong:
+            raise ConfigError(f"a checkpoint of wide is served without {' and '.join(wrong)}; leave that out")
+        check_ranks(read_pruning(vllm_config.model_config.hf_config).plan, parallel.tensor_parallel_size)
+
+
+def check_ranks(plan: Plan, ranks: int) -> None:
+    """Refuse a number of ranks that does not divide the groups of every half.
+
+    Raises:
+        ConfigError: The message names the half and the numbers of ranks that would do.
+    """
+    for index, layer in enumerate(plan.layers):
+        for name, half in layer.halves():
+            if isinstance(half, Routed) and half.grouping.num_groups % ranks:
+                groups = half.grouping.num_groups
+                fitting = [size for size in range(1, groups + 1) if groups % size == 0]
+                raise ConfigError(
+                    f"--tensor-parallel-size {ranks} does not divide the {groups} groups of the {name} of layer "
+                    f"{index}; sizes that do: {fitting}"
+                )

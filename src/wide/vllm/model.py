@@ -1,0 +1,39 @@
+"""vLLM's dense classes of causal LMs, whose routed sublayers are exchanged when they have built themselves."""
+
+from typing import Any
+
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from wide.vllm.limits import read_pruning
+from wide.vllm.sublayers import exchange
+
+
+class _Pruned:
+    """What a pruned class adds to vLLM's dense one; names of parameters stay those of Hugging Face's checkpoint."""
+
+    # vLLM refuses adapters of LoRA and pipelines by these.
+    supports_lora = False
+    supports_pp = False
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        exchange(self.model.layers, read_pruning(vllm_config.model_config.hf_config))  # type: ignore[attr-defined]
+
+
+class WideLlamaForCausalLM(_Pruned, LlamaForCausalLM):
+    """Llama with routers."""
+
+
+class WideMistralForCausalLM(_Pruned, MistralForCausalLM):
+    """Mistral with routers."""
+
+
+class WideQwen2ForCausalLM(_Pruned, Qwen2ForCausalLM):
+    """Qwen2 with routers."""
+
+
+class WideQwen3ForCausalLM(_Pruned, Qwen3ForCausalLM):
+    """Qwen3 with routers."""

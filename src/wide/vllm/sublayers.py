@@ -1,0 +1,178 @@
+"""Modules that take the place of vLLM's FFN and attention: the same linear layers, and a router."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from wide.errors import UnsupportedModelError
+from wide.inference.choice.tuning.tune import TunedLayer
+from wide.kernels.device import triton_obstacle
+from wide.kernels.route import RouteWeights, split_weights
+from wide.plan import Routed
+from wide.vllm.limits import Pruning
+from wide.vllm.operators import ffn_sizes, measure_once
+
+
+def exchange(layers: Iterable[nn.Module], pruning: Pruning) -> None:
+    """Put wide's modules in the place of the routed sublayers of vLLM's decoder layers.
+
+    Raises:
+        UnsupportedModelError: If an attention scales its queries by position.
+    """
+    for index, (layer, plan) in enumerate(zip(layers, pruning.plan.layers, strict=True)):
+        known: Any = layer
+        for half, name, kind in (("attention", "self_attn", Attention), ("ffn", "mlp", FeedForward)):
+            routed = getattr(plan, half)
+            threshold = pruning.thresholds.get((index, half), -math.inf)
+            if isinstance(routed, Routed):
+                setattr(known, name, kind(getattr(known, name), routed, threshold, pruning.executed))
+
+
+class _AfterLoading(QuantizeMethodBase):
+    """Has vLLM call `prepare` of a router when weights have been read, or drawn."""
+
+    def create_weights(self, *_args: Any, **_options: Any) -> None:
+        """Create nothing: the router has made its parameters."""
+
+    def apply(self, *_args: Any, **_options: Any) -> Tensor:
+        """Refuse, since a router is no linear layer.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Make the weights of a router ready."""
+        assert isinstance(layer, Router)
+        layer.prepare()
+
+
+class Router(nn.Module):
+    """The weights of a router, whole on every rank, and those of this rank's groups as the operators take them."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, routed: Routed, threshold: float) -> None:
+        super().__init__()
+        # What is to be measured before the first step, if anything.
+        self.measured: tuple[TunedLayer, float] | None = None
+        groups, rank = routed.grouping.num_groups, routed.rank
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+
+        self.down, self.up = empty(rank, hidden_size), empty(2 * groups, rank)
+        self.register_parameter("bias", empty(2 * groups) if routed.bias else None)
+        self.threshold, self.dtype = threshold, torch.get_default_dtype()
+        self.num_groups = groups // get_tensor_model_parallel_world_size()
+        self.quant_method = _AfterLoading()
+
+    def prepare(self) -> None:
+        """Keep the weights of this rank's groups; offsets are less the threshold, so that 0 decides."""
+        weights = split_weights(self.down, self.up, self.bias, dtype=self.dtype)
+        own = slice(get_tensor_model_parallel_rank() * self.num_groups, None)
+        difference = weights.difference[own][: self.num_groups].contiguous()
+        offset = difference.new_zeros(self.num_groups)
+        if weights.offset is not None:
+            offset = weights.offset[own][: self.num_groups].clone()
+        parts = RouteWeights(weights.down, difference, offset - self.threshold, weights.counter)
+        for name, tensor in parts._asdict().items():
+            # Buffers, whose addresses graphs may keep; not persistent, so that no loader looks for them.
+            self.register_buffer(f"own_{name}", tensor, persistent=False)
+        if self.measured is not None:
+            measure_once(difference.device, *self.measured)
+
+    @property
+    def weights(self) -> RouteWeights:
+        """What the operators take."""
+        return RouteWeights(self.own_down, self.own_difference, self.own_offset, self.own_counter)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return which of this rank's groups each row [M, D] executes, bool [M, N_G]."""
+        backend = "triton" if x.is_cuda else "torch"
+        return torch.ops.wide.route(x, *self.weights, backend=backend)  # type: ignore[no-any-return]
+
+
+def _cleared(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values [M, C] with zeros in skipped groups, in plain torch: the compiler fuses it."""
+    grouped = values.unflatten(1, (mask.shape[1], values.shape[1] // mask.shape[1]))
+    return grouped.masked_fill(~mask.unsqueeze(2), 0).flatten(1)
+
+
+class FeedForward(nn.Module):
+    """vLLM's gated FFN under a router: one operator over all rows on a GPU, masked on a CPU."""
+
+    def __init__(self, dense: Any, routed: Routed, threshold: float, executed: float) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act_fn = dense.gate_up_proj, dense.down_proj, dense.act_fn
+        self.wide_router = Router(self.gate_up_proj.input_size, routed, threshold)
+        self.executed, self.decides = executed, threshold != -math.inf
+        # A CPU may have packed the weights into another form.
+        weight = self.gate_up_proj.weight
+        self.skips = weight.is_cuda and triton_obstacle(weight.device) is None
+        if self.skips and self.decides:
+            sizes = ffn_sizes(weight.shape[1], weight.shape[0] // 2, self.wide_router.num_groups)
+            self.wide_router.measured = TunedLayer(sizes=sizes, attention=False, ffn=True), executed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output [M, D] of normed rows [M, D], of all ranks together."""
+        if self.skips and self.decides:
+            first, last = self.gate_up_proj, self.down_proj
+            bias = None if last.tp_rank > 0 else last.bias
+            parts = (first.weight, first.bias, last.weight, bias, self.executed)
+            out = torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, *parts)
+            return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out
+        inner = self.act_fn(self.gate_up_proj(x)[0])
+        if self.decides:
+            inner = _cleared(inner, self.wide_router(x))
+        return self.down_proj(inner)[0]
+
+
+class Attention(nn.Module):
+    """vLLM's attention under a router: skipped heads are zeros before the output product."""
+
+    qkv_proj: Any
+    o_proj: Any
+    rotary_emb: Any
+    attn: Any
+    q_norm: Any
+    k_norm: Any
+
+    def __init__(self, dense: Any, routed: Routed, threshold: float, _executed: float) -> None:
+        super().__init__()
+        if getattr(dense, "do_llama_4_scaling", False) or getattr(dense, "dual_chunk_attention_config", None):
+            raise UnsupportedModelError(
+                "this attention scales its queries by position or chunk, which wide's modules for vLLM do not compute; "
+                "use `wide serve`"
+            )
+        for name in ("qkv_proj", "o_proj", "rotary_emb", "attn"):
+            setattr(self, name, getattr(dense, name))
+        norms = (getattr(dense, name, None) for name in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = norms
+        self.sizes, self.head_dim = (dense.q_size, dense.kv_size, dense.kv_size), dense.head_dim
+        self.wide_router = Router(self.qkv_proj.input_size, routed, threshold)
+        self.decides = threshold != -math.inf
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the output [M, D] of normed rows [M, D] at positions [M]."""
+        q, k, v = self.qkv_proj(hidden_states)[0].split(self.sizes, dim=-1)
+        if self.q_norm is not None:
+            q, k = (
+                norm(part.unflatten(1, (part.shape[1] // self.head_dim, self.head_dim))).flatten(1)
+                for norm, part in ((self.q_norm, q), (self.k_norm, k))
+            )
+        q, k = self.rotary_emb(positions, q, k)
+        heads = self.attn(q, k, v)
+        if self.decides:
+            heads = _cleared(heads, self.wide_router(hidden_states))
+        return self.o_proj(heads)[0]

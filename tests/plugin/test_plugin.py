@@ -1,0 +1,116 @@
+"""The plug-in for vLLM as far as it runs without vLLM: registration, what a configuration asks for, refusals."""
+
+import pickle
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from families import make
+from transformers import CONFIG_MAPPING
+
+import wide
+from wide.errors import ConfigError, UnsupportedModelError
+from wide.materialisation.checkpoint import generated_classes
+from wide.models.adapter import config_of
+from wide.models.attach import attachment
+from wide.vllm.limits import Limits, check_ranks, read_pruning
+from wide.vllm.plugin import FAMILIES, register, version_obstacle
+
+ROOT = Path(__file__).parents[2]
+
+
+def configuration(dial=((0.25, -1.0), (0.75, 1.0)), **changes):
+    """Return the configuration of a tiny Llama with two groups a half, as a checkpoint's config.json holds it."""
+    model = wide.attach(make("llama"), wide.WideConfig(ffn_group_size=32, attention_group_size=16))
+    attachment(model).dial = list(dial)
+    attachment(model).routers()[1].threshold = 0.25
+    facts = config_of(model)
+    facts["plan"]["layers"][0]["ffn"] |= changes
+    return SimpleNamespace(wide=facts)
+
+
+def engine(config, *, ranks=1, **changes):
+    """Return what of vLLM's configuration is read."""
+    parallel = {"enable_dbo": False, "pipeline_parallel_size": 1, "tensor_parallel_size": ranks}
+    parallel |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    found = {"quantization": None, "cache_dtype": "auto", "speculative_config": None, "lora_config": None}
+    found |= parallel | changes
+    parts = ("model_config", "cache_config", "parallel_config")
+    return SimpleNamespace(**found, **{part: SimpleNamespace(hf_config=config, **found) for part in parts})
+
+
+def test_the_entry_point_is_found_and_never_raises(caplog, monkeypatch):
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, name = points["wide"].partition(":")
+    assert getattr(import_module(module), name) is register
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    register()
+    assert "cannot be served" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.26.0", True), ("0.26.1+cu130", True), ("0.25.2", False), ("0.27.0", False), ("dev", True)]
+)
+def test_versions_are_checked_in_one_sentence(version, fits):
+    found = version_obstacle(version)
+    assert found is None if fits else "vllm>=0.26,<0.27" in found
+
+
+def test_thresholds_are_those_in_force_or_of_the_sparsity_at_start():
+    config = configuration()
+    halves = [(layer, half) for layer in (0, 1) for half in ("attention", "ffn")]
+    assert read_pruning(config).thresholds == dict.fromkeys(halves, 0.0) | {(0, "ffn"): 0.25}
+    config.wide_sparsity = 0.5
+    assert read_pruning(config).thresholds == dict.fromkeys(halves, 0.0)
+    config.wide_sparsity = 0
+    assert set(read_pruning(config).thresholds.values()) == {float("-inf")}
+    config.wide_sparsity = 0.9
+    with pytest.raises(ConfigError, match="outside"):
+        read_pruning(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"form": "mlp"}, "form 'mlp'"), ({"router_input": "residual"}, "'residual'"), ({"first_tokens": 2}, "first")],
+)
+def test_plans_that_vllm_cannot_run_are_refused(changes, words):
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_pruning(configuration(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization": "fp8"}, "--quantization"),
+        ({"cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"lora_config": 1, "enable_dbo": True}, "--enable-lora and --enable-dbo"),
+        ({"ranks": 4}, r"does not divide the 2 groups .* sizes that do: \[1, 2\]"),
+    ],
+)
+def test_options_that_do_not_go_with_routers_are_refused_by_name(changes, words):
+    config = configuration()
+    Limits.verify_and_update_config(engine(config, ranks=2))
+    with pytest.raises(ConfigError, match=words):
+        Limits.verify_and_update_config(engine(config, **changes))
+
+
+def test_ranks_are_checked_against_every_half():
+    check_ranks(wide.Plan.from_json(configuration().wide["plan"]), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_is_unpickled_where_its_class_has_not_been_made(family, tmp_path):
+    from wide.materialisation.checkpoint import WideMixin
+
+    config = generated_classes(family, WideMixin)[0](hidden_size=48, wide={"a": 1})
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    code = (
+        f"import pickle; c = pickle.load(open({str(tmp_path / 'config')!r}, 'rb')); "
+        "print(type(c).__name__, c.hidden_size, c.wide)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"Wide{CONFIG_MAPPING[family].__name__}", "48", "{'a':", "1}"]

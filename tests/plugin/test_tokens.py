@@ -1,0 +1,76 @@
+"""vLLM's engine gives the masked model's greedy tokens; `make test-vllm`, in an environment that has vLLM."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import make
+from transformers import AutoModelForCausalLM
+
+import wide
+from wide.models.attach import attachment
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+ROOT = Path(__file__).parents[2]
+FAMILY = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Return a maker of checkpoints with routers that skip about half, and three calibrated thresholds."""
+
+    def write(name):
+        torch.manual_seed(0)
+        if name == "nano":
+            model = AutoModelForCausalLM.from_pretrained(ROOT / "models/nano", dtype=torch.float32)
+            settings = wide.WideConfig(router_bias=True)
+        else:
+            biases = {"attention_bias": True, "mlp_bias": True} if name == "llama" else {}
+            model, settings = make(name, **FAMILY, **biases), wide.WideConfig(ffn_group_size=16)
+            for parameter in model.parameters():
+                parameter.data += torch.randn_like(parameter) * 0.1
+        state = attachment(wide.attach(model.eval(), settings))
+        state.dial = [(0.3, -0.2), (0.5, 0.0), (0.7, 0.2)]
+        for router in state.routers():
+            if router.bias is not None:
+                torch.nn.init.normal_(router.bias, std=0.1)
+        return wide.save_checkpoint(model, tmp_path_factory.mktemp(name))
+
+    return write
+
+
+def tokens(folder, **options):
+    """Return how many prompts gave the same tokens, of how many, and the shares that executed."""
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else os.environ
+    command = [sys.executable, str(Path(__file__).with_name("tokens.py")), str(folder), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    found = re.search(r"(\d+) of (\d+) alike; executed (\[.*\])", done.stdout)
+    assert found, done.stdout[-2000:] + done.stderr[-4000:]
+    return int(found[1]), int(found[2]), json.loads(found[3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True},
+        {},
+        {"enforce_eager": True, "hf_overrides": {"wide_sparsity": 0.3}, "enable_prefix_caching": False},
+        {"enforce_eager": True, "tensor_parallel_size": 2},
+    ],
+    ids=["eager", "compiled", "sparsity", "two-ranks"],
+)
+def test_nano_gives_the_tokens_of_the_masked_model(checkpoint, options):
+    same, total, executed = tokens(checkpoint("nano"), **options)
+    assert same == total
+    assert 0.1 < sum(executed) / len(executed) < 0.9
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_families_give_the_tokens_of_the_masked_model(checkpoint, family):
+    same, total, _ = tokens(checkpoint(family), enforce_eager=True)
+    assert same == total
