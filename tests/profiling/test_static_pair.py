@@ -97,7 +97,7 @@ def test_a_model_that_is_not_what_its_plan_says_is_not_timed(static, host, monke
     def wrong(model):
         model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
 
-    monkeypatch.setattr("wide.materialisation.materialise.materialise", wrong)
+    monkeypatch.setattr(static_pair, "materialise", wrong)
     assert not profiled(tmp_path / "o", model=base, adapter=adapter)
     assert json.loads((tmp_path / "o/endtoend.json").read_text())["records"] == []
 

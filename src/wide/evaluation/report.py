@@ -64,10 +64,6 @@ class EvaluationReport:
         """Write the report as JSON."""
         write_whole(path, json.dumps(self.to_json(), indent=2) + "\n")
 
-    def __repr__(self) -> str:
-        """Return the table: what a notebook shows."""
-        return self.table()
-
     def table(self) -> str:
         """Return the report as readable text."""
         own, dense = (_figures(scores, self.data) for scores in (self.model, self.dense or Scores()))
@@ -85,6 +81,9 @@ class EvaluationReport:
         for name, sparsity in self.sparsities():
             lines += ["", *_sparsity_lines(name, sparsity)]
         return "\n".join(lines)
+
+    # What a notebook shows.
+    __repr__ = table
 
     def sparsities(self) -> list[tuple[str, Sparsity]]:
         """Return what was skipped, by the name of the text or task."""

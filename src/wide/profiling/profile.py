@@ -39,11 +39,14 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from wide.config import WideConfig
+from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
 from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
+from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached
+from wide.models.lora import merge_lora
 from wide.models.observe import bypass, now
 from wide.models.pretrained import load_pretrained, load_skeleton
 from wide.profiling.calls import (
@@ -130,12 +133,8 @@ class _Job:
         """Return a copy of a model with the adapter's routers, or random ones."""
         model = copy.deepcopy(dense)
         if self.options.adapter is not None:
-            from wide.models.adapter import load
-
             model = load(model, self.options.adapter)
             if attachment(model).lora is not None:
-                from wide.models.lora import merge_lora
-
                 merge_lora(model)
         if not is_attached(model):
             attach(model, WideConfig(ffn_group_size=self.options.ffn_group_size or 128))
@@ -147,8 +146,6 @@ class _Job:
         options = self.options
         batch, count = max(options.batches), max(options.prompts)
         if options.text is not None and options.model is not None:
-            from wide.data.tokenizer import load_tokenizer
-
             text = Path(options.text).read_text(encoding="utf-8")
             ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=self.device)
             # Sequences that are alike would skip alike, which batches do not.
@@ -257,11 +254,10 @@ def _race_static(job: _Job, report: _Report) -> bool:
     name, dtype = str(options.model), str(_dtype(job.device)).removeprefix("torch.")
     vocabulary = int(load_skeleton(name).config.vocab_size)
     ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
-    pair = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
-    if not report.begin("gate", pair.gate(), {}, method=job.method):
+    dense, pruned, gate = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
+    if not report.begin("gate", gate, {}, method=job.method):
         return False
-    tokens = job.tokens(pair.dense)
-    models = {DENSE: pair.dense, PRUNED: pair.pruned}
+    tokens, models = job.tokens(dense), {DENSE: dense, PRUNED: pruned}
     for length, batch in job.shapes():
         cached = length + options.generate // 2
         for what, size, ids in (("prefill", length, tokens[:, :length]), ("decode", cached, tokens[:, :1])):

@@ -55,15 +55,10 @@ class RunFolder:
         resumable: bool = True,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path = Path(path)
-        self.resume = resume or shared
-        self.is_claimed = False
-        self._overwrite = overwrite
-        self._shared = shared
-        self._held = ExitStack()
-        self._config = resolved(config)
-        self._resumable = resumable
-        self._defaults = dict(defaults or {})
+        self.path, self.adapter = Path(path), Path(path) / ADAPTER
+        self.config, self.resume, self.is_claimed = resolved(config), resume or shared, False
+        self._overwrite, self._shared, self._resumable = overwrite, shared, resumable
+        self._defaults, self._held = dict(defaults or {}), ExitStack()
         if resume and overwrite:
             raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
         if is_main_process():
@@ -97,7 +92,7 @@ class RunFolder:
         (self.path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         if not self.resume:
             self._remove_products()
-        save_config(self.path / CONFIG, self._config)
+        save_config(self.path / CONFIG, self.config)
 
     def kept(self) -> str:
         """Say what lies here when a run is stopped, and how it goes on."""
@@ -110,17 +105,7 @@ class RunFolder:
 
     def new_records(self, name: str = RECORDS) -> RecordFile:
         """Return a file of records in this folder, which are marked with the configuration."""
-        return RecordFile(self.path / name, config_fingerprint=fingerprint(self._config), silent=not is_main_process())
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The resolved configuration, as it is saved."""
-        return self._config
-
-    @property
-    def adapter(self) -> Path:
-        """Where the adapter goes."""
-        return self.path / ADAPTER
+        return RecordFile(self.path / name, config_fingerprint=fingerprint(self.config), silent=not is_main_process())
 
     def _hold(self) -> None:
         try:
@@ -185,7 +170,7 @@ class RunFolder:
             before = flatten(yaml.safe_load(saved.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
-        now = _as_read_again(self._config)
+        now = _as_read_again(self.config)
         before = {key: value for key, value in _as_read_again(self._defaults).items() if key in now} | before
         # What a run is called changes nothing in it.
         keys = sorted(key for key in {*before, *now} - {"output", "description"} if before.get(key) != now.get(key))
