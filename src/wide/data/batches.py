@@ -158,9 +158,7 @@ class TokenBlocks:
             low, high = np.searchsorted(starts, [begin, begin + length])
             is_start[row, torch.from_numpy(starts[low:high] - begin)] = True
         return TokenBatch(
-            input_ids=input_ids,
-            labels=input_ids.masked_fill(is_start, IGNORED),
-            valid=torch.ones_like(is_start),
+            input_ids=input_ids, labels=input_ids.masked_fill(is_start, IGNORED), valid=torch.ones_like(is_start)
         )
 
     def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:

@@ -137,12 +137,7 @@ class EvalOptions(Checked):
     def protocol(self) -> dict[str, Any]:
         """How `wide.evaluate` is to read the text; all of it where `tokens` is None."""
         windows = None if self.tokens is None else max(1, self.tokens // (self.stride or self.window))
-        return {
-            "window": self.window,
-            "stride": self.stride,
-            "batch_size": self.batch_size,
-            "max_windows": windows,
-        }
+        return {"window": self.window, "stride": self.stride, "batch_size": self.batch_size, "max_windows": windows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -204,12 +204,7 @@ def training_blocks(
 
 
 def held_out_documents(
-    source: str,
-    options: EvalOptions,
-    *,
-    text_field: str,
-    tokenizer: Any,
-    provenance: Mapping[str, Any] | None = None,
+    source: str, options: EvalOptions, *, text_field: str, tokenizer: Any, provenance: Mapping[str, Any] | None = None
 ) -> tuple[list[Document], str]:
     """Return as many held-out documents as the evaluation needs, and what to call them.
 
