@@ -141,6 +141,13 @@ def test_bad_wishes_are_refused(model):
         set_sparsity(make("llama"), 0.5)
 
 
+@pytest.mark.parametrize("measure", ["mean", "linear_flops"])
+def test_a_model_that_skips_everything_skips_no_more_than_all(measure):
+    five = attach(make("llama", num_hidden_layers=5), WideConfig(ffn_group_size=8, router_rank=8))
+    found = [measure_sparsity(five, batches(2, seed=0, padding=n), math.inf, measure=measure) for n in range(4)]
+    assert all(1 - 1e-9 < sparsity <= 1 for sparsity in found)
+
+
 def test_weights_of_half_layers_sum_to_what_can_be_skipped(model):
     assert sum(half_weights(model)) == pytest.approx(1.0)
     assert sum(half_weights(model, "linear_flops")) == pytest.approx(1.0)

@@ -61,7 +61,8 @@ class MarginHistogram:
     @property
     def sparsity(self) -> float:
         """Skipped share of the decisions that were actually taken."""
-        return self._skipped / max(self._tokens, 1)
+        # Where everything is skipped, a sum of rounded weights may exceed 1, which no adapter admits.
+        return min(self._skipped / max(self._tokens, 1), 1.0)
 
     def threshold(self, sparsity: float) -> float:
         """Return the margin below which this weight of decisions lies, by linear interpolation inside a bin."""
