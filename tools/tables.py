@@ -50,7 +50,6 @@ _METHODS = {
     "skipgpt-original": "SkipGPT, original form",
     "dllm": "D-LLM, as the WIDE paper runs it",
 }
-_FEW = ("dense", "wide-fitted", "tyr", "wide", "ddp", "slicegpt")
 # Column -> target, and the runs that hold it: of several the first with a finished cell counts.
 _COLUMNS: dict[str, tuple[float, tuple[str, ...]]] = {
     "25 % nominal": (0.25, ("n25", "n25-fitted")),
@@ -103,52 +102,98 @@ def number(run: str, method: str, metric: str, target: float, *, seed: int = 17,
     return found.number(stage, metric) if found.text(stage, "status") == "finished" else None
 
 
-def quality(methods: Sequence[str], columns: Sequence[str], stages: Sequence[bool]) -> Table:
+def quality() -> Table:
     """Return perplexities by method; ± is the standard deviation over seeds 17, 18 and 19, where all were measured."""
-    lines = []
-    for method in methods:
-        cells = [_of_seeds(method, column, lora) for column in columns for lora in stages]
-        lines.append((_METHODS[method], *cells))
-    if len(stages) == 1:
-        return Table(header=("with LoRA", *columns), rows=tuple(lines))
-    titles = [title for column in columns for title in (column, "with LoRA")]
-    return Table(header=("method", *titles), rows=tuple(lines))
+    rows = [
+        (name, *(_of_seeds(method, column, lora) for column in _COLUMNS for lora in (False, True)))
+        for method, name in _METHODS.items()
+    ]
+    titles = [title for column in _COLUMNS for title in (column, "with LoRA")]
+    return Table(header=("method", *titles), rows=tuple(rows))
 
 
 def real() -> Table:
-    """Return what was measured of the public model: work, scores without LoRA, and the loss at the end of training."""
+    """Return the scores of the public model at half of the work, without and with LoRA."""
     lines = []
-    for run, method in _REAL_ROWS:
-        records, target = study("smollm2-135m")[run], 0.0 if method == "dense" else 0.5
-        bare, adapted = (Cell(method, target, 17).subject(recovered=lora) for lora in (False, True))
-        work = records.number(bare, _WORK) or 0.0
-        words, accuracy = (records.number(bare, name) for name in ("word_perplexity", "accuracy.average"))
-        lines.append(
-            (
-                _METHODS[method],
-                f"{100 * work:.1f}",
-                "-" if words is None else f"{words:,.1f}",
-                "-" if accuracy is None else f"{100 * accuracy:.1f}",
-                *(_at_the_end(records, stage) for stage in (bare, adapted)),
-            )
+    for title, (run, adapted_run, method) in _REAL_ROWS.items():
+        target = 0.0 if method == "dense" else 0.5
+        bare, adapted = (
+            (study("smollm2-135m")[name], Cell(method, target, 17).subject(recovered=lora))
+            for name, lora in ((run, False), (adapted_run, True))
         )
-    header = ("", "work left out, %", "word perplexity", "accuracy, %", "loss of routers' training", "loss with LoRA")
-    return Table(header=header, rows=tuple(lines))
+        work = bare[0].number(bare[1], _WORK) or 0.0
+        lines.append((title, f"{100 * work:.1f}", *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
+    titles = ("word perplexity", "accuracy, %", "word perplexity, LoRA", "accuracy, LoRA, %", "without BoolQ, LoRA, %")
+    return Table(header=("", "work left out, %", *titles), rows=tuple(lines))
 
 
-def _at_the_end(records: Selection, stage: Any) -> str:
-    """Return the mean loss over the last tenth of a training's steps."""
-    values = [float(value) for _, value in records.by_step(stage, "training.lm_loss")]
-    return f"{statistics.fmean(values[-(len(values) // 10) :]):.2f}" if values else "-"
+def real_short() -> Table:
+    """Return the main rows of the public model, with LoRA."""
+    header = ("half of the work, with LoRA", "word perplexity", "accuracy, %", "without BoolQ, %")
+    return Table(header=header, rows=tuple((r[0], *r[4:]) for r in real().rows if r[0] in _REAL_FEW))
 
 
-_REAL_ROWS = (
-    ("half", "dense"),
-    ("half-fitted", "wide-fitted"),
-    ("half", "tyr"),
-    ("half", "wide"),
-    ("half", "slicegpt"),
+def _scores(records: Selection, stage: Any) -> tuple[str, str]:
+    """Return word perplexity and accuracy of a stage, where it was scored."""
+    words, accuracy = (records.number(stage, name) for name in ("word_perplexity", "accuracy.average"))
+    shown = "-" if words is None else f"{words:.1e}" if words >= 1e6 else f"{words:,.1f}"
+    return shown, "-" if accuracy is None else f"{100 * accuracy:.1f}"
+
+
+def _without_boolq(records: Selection, stage: Any) -> str:
+    found = [records.number(stage, f"accuracy.{task}") for task in _SIX_TASKS]
+    return "-" if None in found else f"{100 * statistics.fmean(value for value in found if value is not None):.1f}"
+
+
+def real_losses() -> Table:
+    """Return the mean loss over the last tenth of the steps of LoRA, for each way to train it."""
+    lines = []
+    for title, (run, method) in _REAL_LOSSES.items():
+        stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=True)
+        found = [float(value) for _, value in study("smollm2-135m")[run].by_step(stage, "training.lm_loss")]
+        lines.append((title, f"{statistics.fmean(found[-(len(found) // 10) :]):.3f}"))
+    return Table(header=("", "loss of the text, nats"), rows=tuple(lines))
+
+
+_SIX_TASKS = ("arc_easy", "arc_challenge", "winogrande", "piqa", "openbookqa", "hellaswag (302-item subset)")
+# Title -> run of the scores without LoRA, run of those with it, and the method.
+_REAL_ROWS = {
+    "dense": ("half", "half", "dense"),
+    "dense, LoRA at 1e-3": ("half", "dense-faster", "dense"),
+    "WIDE, `fitted-50`, G = 128": ("half-fitted", "half-fitted", "wide-fitted"),
+    "the same, routers taught by the dense model": ("fitted-taught-all", "fitted-taught-all", "wide-fitted"),
+    "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
+    "WIDE, the paper's recipe, G = 64": ("half", "half", "wide-64"),
+    "WIDE-uniform, G = 128": ("half", "half", "wide-uniform"),
+    "Týr": ("half", "half", "tyr"),
+    "Týr, LoRA at 1e-3 that learns from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
+    "BlockPruner": ("half", "half", "blockpruner"),
+    "SliceGPT": ("half", "half", "slicegpt"),
+    "Shortened, Taylor": ("half", "half", "shortened-taylor"),
+    "CoopPruner": ("half", "half", "cooppruner"),
+    "DDP": ("half", "half", "ddp"),
+}
+_REAL_FEW = (
+    "dense",
+    "WIDE, `fitted-50`, G = 128",
+    "Týr",
+    "WIDE, the paper's recipe, G = 128",
+    "BlockPruner",
+    "SliceGPT",
 )
+_REAL_LOSSES = {
+    "`fitted-50`: text, 2e-4": ("half-fitted", "wide-fitted"),
+    "`fitted-50`: text, 1e-3": ("fitted-faster", "wide-fitted"),
+    "`fitted-50`: half text, half dense model, 1e-3": ("fitted-both-faster", "wide-fitted"),
+    "`fitted-50`: dense model, 1e-3": ("fitted-kl-faster", "wide-fitted"),
+    "`fitted-50`, routers taught by the dense model: text, 1e-3": ("fitted-taught-all", "wide-fitted"),
+    "Týr: text, 2e-4": ("half", "tyr"),
+    "Týr: dense model, 1e-3": ("half-tyr-kl-faster", "tyr"),
+    "paper's recipe: text, 2e-4": ("half", "wide"),
+    "DDP: text, 2e-4": ("half", "ddp"),
+    "dense: text, 2e-4": ("half", "dense"),
+    "dense: text, 1e-3": ("dense-faster", "dense"),
+}
 
 
 def _of_seeds(method: str, column: str, lora: bool) -> str:
@@ -332,11 +377,12 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    "quality": lambda: quality(_FEW, ("50 % nominal", "half of the work"), (True,)),
-    "quality-full": lambda: quality(list(_METHODS), list(_COLUMNS), (False, True)),
+    "quality-full": quality,
     "quality-parts": parts,
     "quality-groups": groups,
     "quality-real": real,
+    "quality-real-short": real_short,
+    "losses-real": real_losses,
     "speed": speed,
     "columns": columns,
     "columns-code": columns_code,
