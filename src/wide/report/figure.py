@@ -23,32 +23,11 @@ class MissingRecordsError(WideError, LookupError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One figure of a report.
+    """One figure of a report; `figures.yaml` says what its keys mean.
 
-    All that is drawn lies in `rows`, which are also its CSV file; the other arguments name their columns, or say how it
-    looks, as `figures.yaml` does.
-
-    Args:
-        rows: Returns what is shown, each row with the same columns; it may raise `MissingRecordsError`.
-        missing: Which records are missing where there are no rows: a sentence without its full stop.
-        x: Column of the place: a number, or a name in the order of the rows.
-        y: Column of the height; a row without it is in the table only.
-        by: Column that tells lines or bars apart by colour, marker and hatch; empty for one of them.
-        panel: Column that tells panels apart; empty for one panel.
-        kind: An image has a cell for each `x` and `by`, coloured by `y`.
-        about: What there is to see, for those who cannot see it.
-        error: Column of the error of the height.
-        filled: Column that says whether LoRA was trained: points are filled and lines whole, else hollow and dashed.
-        ideal: Column of a second height, drawn dotted, which the legend calls `ideal_means`.
-        words: Column of what is written beside a point.
-        even: Whether places stand at equal distances in their order, whatever their numbers.
-        scale: Factor of the drawn heights; 100 draws shares in percent.
-        top: Greatest height, in drawn units; None lets the values decide.
-        log: Whether heights are logarithmic; 'wide' where they span more than a factor of 2.5.
-        signed: Of an image: values lie in [-1, 1] instead of [0, 1].
-        line_at: Height of a black line across the panels, in drawn units.
-        lines: Returns further lines across: names with their heights by panel.
-        height: Of a row of panels, inches.
+    All that is drawn lies in `rows`, which are also its CSV file; other keys name their columns. `rows` returns what is
+    shown, each row with the same columns, and may raise `MissingRecordsError`; `lines` further lines across: names with
+    their heights by panel.
     """
 
     name: str
