@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from wide.errors import UnsupportedModelError
 from wide.grouping import Grouping
 from wide.materialisation.checkpoint import SlicedMixin
-from wide.materialisation.cut import check_ffn
+from wide.materialisation.cut import check_cuttable
 from wide.materialisation.materialise import materialise
 from wide.materialisation.stream import norm_scales
 from wide.models.attach import is_attached
@@ -147,7 +147,7 @@ def test_a_norm_that_is_no_rms_norm_is_refused():
     model.model.layers[1].input_layernorm = torch.nn.LayerNorm(32, bias=False)
     with pytest.raises(UnsupportedModelError, match="layer 1: LayerNorm is not an RMS norm"):
         norm_scales(discover(model)[1])
-    check_ffn(discover(model)[1])
+    check_cuttable(discover(model)[1], "ffn")
 
 
 def test_random_dropping_from_the_stream_is_refused():

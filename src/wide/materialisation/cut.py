@@ -114,21 +114,12 @@ class HeadCounts:
         return getattr(self.base, name)
 
 
-def check_attention(spec: BlockSpec) -> None:
-    """Raise UnsupportedModelError if an attention has parameters whose heads are unknown, or a quantised projection."""
-    attention = spec.attention
-    sizes = {1, attention.head_dim}
-    if attention.q_norm == "width":
-        sizes |= {attention.query_width, attention.num_kv_heads * attention.head_dim}
-    _refuse_unknown(spec, attention, sizes)
-
-
-def check_ffn(spec: BlockSpec) -> None:
-    """Raise UnsupportedModelError for a mixture of experts, parameters of unknown channels, or quantised ones."""
-    _refuse_unknown(spec, feed_forward(spec), {1})
-
-
-def _refuse_unknown(spec: BlockSpec, part: Any, sizes: set[int]) -> None:
+def check_cuttable(spec: BlockSpec, sublayer: str) -> None:
+    """Raise UnsupportedModelError if 'attention' or 'ffn' is of experts, quantised, or has unknown parameters."""
+    part: Any = spec.attention if sublayer == "attention" else feed_forward(spec)
+    sizes = {1, part.head_dim} if sublayer == "attention" else {1}
+    if sublayer == "attention" and part.q_norm == "width":
+        sizes |= {part.query_width, part.num_kv_heads * part.head_dim}
     known = {id(parameter) for linear in part.linears() for parameter in plain_linear(linear, spec.index).parameters()}
     for name, parameter in part.module.named_parameters():
         # What attach and LoRA added goes before anything is cut.
@@ -215,9 +206,8 @@ def _narrow_attention(spec: BlockSpec, heads: tuple[int, ...]) -> None:
         rows = torch.cat([columns, first_key + kv_rows, first_value + kv_rows])
         _select_rows(plain_linear(attention.query, spec.index), rows)
     else:
-        _select_rows(plain_linear(attention.query, spec.index), columns)
-        _select_rows(plain_linear(attention.key, spec.index), kv_rows)
-        _select_rows(plain_linear(attention.value, spec.index), kv_rows)
+        for linear, rows in ((attention.query, columns), (attention.key, kv_rows), (attention.value, kv_rows)):
+            _select_rows(plain_linear(linear, spec.index), rows)
     _set_head_counts(attention, len(heads), len(kv_heads))
     if len(set(readers.values())) == 1:
         attention.module.num_key_value_groups = len(heads) // len(kv_heads)  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from wide.materialisation.checkpoint import (
     generated_classes,
     ordinary_classes,
 )
-from wide.materialisation.cut import check_attention, check_ffn, cut
+from wide.materialisation.cut import check_cuttable, cut
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
 from wide.materialisation.stream import bases_around, check_lossless, norm_scales, rotate_embedding, rotate_layer
 from wide.models.attach import attachment, detach
@@ -116,10 +116,9 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
         if plan.stream is not None:
             check_lossless(spec)
             norm_scales(spec)
-        if plan.stream is not None or isinstance(layer.attention, Kept):
-            check_attention(spec)
-        if plan.stream is not None or isinstance(layer.ffn, Kept):
-            check_ffn(spec)
+        for name, half in layer.halves():
+            if plan.stream is not None or isinstance(half, Kept):
+                check_cuttable(spec, name)
     kept = _layers_left(plan)
     if len(kept) < len(specs):
         _check_deletable(model, len(specs), kept)

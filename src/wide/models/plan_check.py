@@ -65,11 +65,10 @@ def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
             _require_orthonormal(name, found)
     for index, layer in enumerate(plan.layers):
         for sublayer, half in layer.halves():
-            if not isinstance(half, Kept) or tensors[scale_name(index, sublayer)].is_meta:
-                continue
             name = scale_name(index, sublayer)
-            kept = int((tensors[name] != 0).sum())
-            if kept != half.kept:
+            if not isinstance(half, Kept) or tensors[name].is_meta:
+                continue
+            if (kept := int((tensors[name] != 0).sum())) != half.kept:
                 raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
 
 
