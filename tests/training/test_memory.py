@@ -151,8 +151,7 @@ def test_what_the_first_step_takes_once_does_not_grow_with_the_step(monkeypatch,
     monkeypatch.setattr(forecast, "_MOST_FLOPS_ON_CPU", 0)
     model, source, stage = routed_model(), RandomSource(), StageConfig(steps=11, batch_size=4, sequence_length=16)
     source.cut = lambda _length, seed: source
-    source.sequence_length = 16
-    monkeypatch.setattr(RandomSource, "__len__", lambda _: 100, raising=False)
+    source.num_tokens = 1600
 
     def train(clock):
         # 10 seconds once, and 2 for a step of a quarter of the work.
@@ -163,7 +162,7 @@ def test_what_the_first_step_takes_once_does_not_grow_with_the_step(monkeypatch,
     monkeypatch.setattr(
         forecast, "Trainer", lambda _model, _loss, clock, *_, **__: SimpleNamespace(train=lambda: train(clock))
     )
-    seconds = forecast.forecast(model, source, ObjectiveConfig(), stage, routers=True)
+    seconds = forecast.stage_seconds(model, source, ObjectiveConfig(), stage, routers=True)
     assert "the first step takes 18.0 s" in capsys.readouterr().out
     assert seconds == pytest.approx(18 + 10 * 8)
 

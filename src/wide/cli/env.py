@@ -9,6 +9,7 @@ from wide.errors import UsageError
 from wide.runs.process import say
 from wide.version import __version__
 
+USAGE = "usage: wide env          versions, GPUs and tables of measurements, one a line"
 _DISTRIBUTIONS = (
     *("torch", "triton", "transformers", "huggingface-hub", "tokenizers", "safetensors", "numpy", "jsonargparse"),
     *("peft", "datasets", "lm-eval", "matplotlib"),
@@ -17,12 +18,8 @@ _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET", "WI
 
 
 def run(arguments: Sequence[str]) -> None:
-    words = [word for word in arguments if word != "--debug"]
-    if words in (["-h"], ["--help"]):
-        print("usage: wide env          versions, GPUs and tables of measurements, one a line")
-        return
-    if words:
-        raise UsageError(f"cannot understand: wide env {' '.join(words)}; it takes no words")
+    if arguments:
+        raise UsageError(f"cannot understand: wide env {' '.join(arguments)}; it takes no words")
     for name, value in _facts():
         say(f"{name:<22}{value}")
 

@@ -90,7 +90,13 @@ def _guarded(command: str, arguments: list[str]) -> int:
     # Remarks of the library on configurations are noise beside what a command says.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        import_module(f"wide.cli.{_MODULES.get(command, command)}").run(arguments)
+        module = import_module(f"wide.cli.{_MODULES.get(command, command)}")
+        # Commands without flags take words, and have their help as text.
+        usage, words = getattr(module, "USAGE", None), [word for word in arguments if word != "--debug"]
+        if usage and {"-h", "--help"} & set(words):
+            print(usage)
+        else:
+            module.run(words if usage else arguments)
     except WideError as error:
         if debug:
             raise

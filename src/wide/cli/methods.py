@@ -6,19 +6,15 @@ from wide.errors import UsageError
 from wide.methods.catalogue import get, names
 from wide.runs.process import say
 
-_USAGE = """usage: wide methods          names, what is removed, summary, source
+USAGE = """usage: wide methods          names, what is removed, summary, source
 
 Run one with: wide prune --method NAME, several with: wide compare --methods NAME,NAME
 wide prune --method NAME --help lists its settings."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    words = [word for word in arguments if word != "--debug"]
-    if words in (["-h"], ["--help"]):
-        print(_USAGE)
-        return
-    if words not in ([], ["list"]):
-        raise UsageError(f"cannot understand: wide methods {' '.join(words)}\n{_USAGE}")
+    if list(arguments) not in ([], ["list"]):
+        raise UsageError(f"cannot understand: wide methods {' '.join(arguments)}\n{USAGE}")
     methods = [get(name) for name in names()]
     widths = [max(len(text) for text in texts) for texts in zip(*((m.name, m.kind) for m in methods), strict=True)]
     for method in methods:

@@ -9,18 +9,14 @@ import yaml
 
 from wide.errors import UsageError, nearest
 
-_USAGE = """usage: wide recipes list                  names and what they are for
+USAGE = """usage: wide recipes list                  names and what they are for
        wide recipes show NAME             print one; to change it: wide recipes show NAME > mine.yaml
 
 Run one with: wide COMMAND --config NAME [FLAGS], where the list says which command it is for."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    words = [word for word in arguments if word != "--debug"]
-    if "-h" in words or "--help" in words:
-        print(_USAGE)
-        return
-    match words:
+    match list(arguments):
         case ["list"] | []:
             found = {name: yaml.safe_load(recipe_path(name).read_text(encoding="utf-8")) for name in recipe_names()}
             width = max(map(len, found))
@@ -29,7 +25,7 @@ def run(arguments: Sequence[str]) -> None:
         case ["show", name]:
             print(recipe_path(name).read_text(encoding="utf-8"), end="")
         case _:
-            raise UsageError(f"cannot understand: wide recipes {' '.join(words)}\n{_USAGE}")
+            raise UsageError(f"cannot understand: wide recipes {' '.join(arguments)}\n{USAGE}")
 
 
 def recipe_names() -> list[str]:

@@ -155,14 +155,16 @@ class Budget(Checked):
         names = {field.name for field in fields(settings)}
         if self.budget == "equal":
             wanted = int(min(self.budget_scale * stage.num_tokens, num_tokens))
-            return _with_tokens(settings, names, wanted, stage.sequence_length)
-        name = next((size for size in _SIZES if size in names), None)
-        if name is None:
-            return settings
-        changed = replace(settings, **{name: _scaled(getattr(settings, name), self.budget_scale)})
-        if "stage_tokens" not in names:
-            return changed
-        return replace(changed, stage_tokens=tuple(_scaled(n, self.budget_scale) for n in settings.stage_tokens))
+            if "steps" in names:
+                length = settings.sequence_length or stage.sequence_length
+                return replace(settings, steps=max(1, wanted // (settings.batch_size * length)))
+            windows = {"num_windows": max(1, wanted // settings.window_length)} if "num_windows" in names else {}
+            return replace(settings, **windows)
+        sizes = [size for size in _SIZES if size in names][:1]
+        changed: dict[str, Any] = {size: _scaled(getattr(settings, size), self.budget_scale) for size in sizes}
+        if "stage_tokens" in names:
+            changed["stage_tokens"] = tuple(_scaled(n, self.budget_scale) for n in settings.stage_tokens)
+        return replace(settings, **changed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,16 +299,6 @@ def _number(word: str, name: str) -> float:
         return float(word)
     except ValueError as error:
         raise UsageError(f"{name} must be numbers separated by commas, got {word!r}") from error
-
-
-def _with_tokens(settings: Any, names: set[str], tokens: int, block_length: int) -> Any:
-    """Return settings under which a method reads so many tokens of text once."""
-    if "steps" in names:
-        length = settings.sequence_length or block_length
-        return replace(settings, steps=max(1, tokens // (settings.batch_size * length)))
-    if "num_windows" in names:
-        return replace(settings, num_windows=max(1, tokens // settings.window_length))
-    return settings
 
 
 def _scaled(size: int, factor: float) -> int:

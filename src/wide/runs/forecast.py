@@ -75,7 +75,7 @@ class Forecast:
             # What stage 1 begins with may read text, which takes a small share of it.
             attach(self._model, replace(asked.settings, ffn_grouping="adjacent", router_start="random"))
             self._say_groups()
-            parts["training"] = _stage_seconds(self._model, blocks, asked.objective, asked.stage, routers=True)
+            parts["training"] = stage_seconds(self._model, blocks, asked.objective, asked.stage, routers=True)
         else:
             say(f"\n{asked.method}: {expected or 'how long it takes is not known before'}")
             attach(self._model, dense_plan(len(discover(self._model))))
@@ -151,7 +151,7 @@ class Forecast:
             objective = replace(objective, weight=0.0)
         if stage.distillation is not None:
             objective = replace(objective, distillation=stage.distillation)
-        seconds = _stage_seconds(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
+        seconds = stage_seconds(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
         return seconds * (1 + self._request.dense_baseline)
 
 
@@ -172,7 +172,7 @@ def check_fits(
     require_room(_title(stage), model, stage, device, shards=world if may_shard else 1, on_gpus=True, **told)
 
 
-def _stage_seconds(
+def stage_seconds(
     model: Any, blocks: TokenBlocks, objective: ObjectiveConfig, stage: StageConfig, *, routers: bool
 ) -> float:
     """Print what a stage costs: tokens, memory, speed and hours, by a few of its steps; return its seconds.

@@ -4,12 +4,13 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from wide.config import RecoverConfig, StageConfig
-from wide.data.batches import TokenBlocks
+from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import is_same_source
 from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
@@ -22,7 +23,7 @@ from wide.records import Content, Record, Subject
 from wide.runs.measuring import evaluation_records
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
-from wide.runs.sources import check_window, held_out_documents, load_base, training_blocks
+from wide.runs.sources import check_window, held_out_documents, load_base
 
 ROUTING_TOKENS = 8192
 
@@ -100,9 +101,14 @@ class Materials:
         """
         with flags_named("recover" if isinstance(stage, RecoverConfig) else "train", of=("sequence_length",)):
             check_positions("sequence_length", stage.sequence_length, self.model)
-        key = stage.sequence_length, stage.seed
+        run, key = self._run, (stage.sequence_length, stage.seed)
         if self._packed is None or self._packed[0] != key:
-            self._packed = key, training_blocks(self._run, self._scoring, self.tokenizer, stage, self._max_tokens)
+            holds_out = self._scoring.tokens != 0 and self._scoring.data is None
+            told: dict[str, Any] = {"sequence_length": stage.sequence_length, "seed": stage.seed}
+            told |= {"text_field": run.text_field, "max_documents": run.max_documents, "max_tokens": self._max_tokens}
+            told |= {"cache": None if run.cache is None else Path(run.cache).expanduser()}
+            blocks = load_blocks(run.data, self.tokenizer, split="train" if holds_out else None, **told)
+            self._packed = key, blocks
         return self._packed[1]
 
     def check_text(self, stage: StageConfig) -> TokenBlocks:

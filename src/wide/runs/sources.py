@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from wide.config import StageConfig
-from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import load_documents
 from wide.data.documents import Document
 from wide.data.local_names import is_gguf
@@ -34,7 +33,7 @@ from wide.models.pretrained import (
 )
 from wide.runs.folder import ADAPTER
 from wide.runs.process import num_processes, say
-from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel, RunOptions
+from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel
 from wide.training.memory import needed
 from wide.training.parallel import DataParallel
 from wide.writing import write_whole
@@ -180,27 +179,6 @@ def require_lora() -> None:
     """Refuse stage 2 without PEFT (MissingExtraError), before stage 1 has been trained in vain."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("stage 2 needs PEFT: pip install 'wide[lora]', or leave it out with --recover.steps 0")
-
-
-def training_blocks(
-    options: RunOptions, held_out: EvalOptions, tokenizer: Any, stage: StageConfig, max_tokens: int
-) -> TokenBlocks:
-    """Return the packed training text, without the documents that are held out of it for the evaluation.
-
-    A source that is streamed from a hub is read up to `max_tokens`. Too little text is a DataError.
-    """
-    holds_out = held_out.tokens != 0 and held_out.data is None
-    return load_blocks(
-        options.data,
-        tokenizer,
-        sequence_length=stage.sequence_length,
-        split="train" if holds_out else None,
-        text_field=options.text_field,
-        max_documents=options.max_documents,
-        max_tokens=max_tokens,
-        cache=None if options.cache is None else Path(options.cache).expanduser(),
-        seed=stage.seed,
-    )
 
 
 def held_out_documents(
