@@ -64,9 +64,13 @@ _ROWS: dict[str, Method] = {}
 def method(name: str, **options: Any) -> Callable[[type[_Settings]], type[_Settings]]:
     """Register a row of the table whose settings the decorated class has; it becomes a frozen dataclass.
 
-    `options` are those of `Method`. A class may be that of several rows.
+    `options` are those of `Method`; the code is by default `decide`, or `route` of a dynamic one, in the row's module.
+    A class may be that of several rows.
     """
-    options.setdefault("duration", "long" if options["kind"] == "dynamic" else "short")
+    is_dynamic = options["kind"] == "dynamic"
+    options.setdefault("duration", "long" if is_dynamic else "short")
+    if options["kind"] != "dense":
+        options.setdefault("code", f"{name}:{'route' if is_dynamic else 'decide'}")
 
     def register(settings: type[_Settings]) -> type[_Settings]:
         if "__dataclass_fields__" not in vars(settings):
@@ -161,7 +165,6 @@ class ShortenedConfig(Calibrated):
     kind="depth",
     summary="leave out the layers that contribute least to the perplexity of sampled sets of layers",
     source="Pruning as a Cooperative Game: Surrogate-Assisted Layer Contribution Estimation for LLMs, 2026",
-    code="cooppruner:decide",
 )
 class CoopPrunerConfig(Calibrated):
     """Settings of CoopPruner.
@@ -203,7 +206,6 @@ class CoopPrunerConfig(Calibrated):
     kind="depth",
     summary="leave out attention and FFN sublayers one by one, each time the one the perplexity misses least",
     source="Zhong et al., BlockPruner: Fine-grained Pruning for Large Language Models, 2024",
-    code="blockpruner:decide",
 )
 class BlockPrunerConfig(Calibrated):
     """Settings of BlockPruner.
@@ -226,7 +228,6 @@ class BlockPrunerConfig(Calibrated):
     kind="stream",
     summary="cut the residual stream to its principal directions",
     source="Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows and Columns, ICLR 2024",
-    code="slicegpt:decide",
 )
 class SliceGPTConfig(Calibrated):
     """Settings of SliceGPT.
@@ -244,7 +245,6 @@ class SliceGPTConfig(Calibrated):
     kind="width",
     summary="prune heads and channels by second-order cost, and search the sparsity of each layer",
     source="Li et al., Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity Distribution Optimization, 2025",
-    code="tyr:decide",
     duration="longest",
 )
 class TyrConfig(Calibrated):
@@ -319,7 +319,6 @@ class TyrConfig(Calibrated):
     kind="width",
     summary="train a real gate per query head and FFN channel, without sampling, on frozen weights",
     source="Huang et al., Deterministic Differentiable Pruning, 2026",
-    code="ddp:decide",
     takes_sharded=True,
     duration="long",
 )
@@ -393,7 +392,6 @@ class TokenRouters(Checked):
     kind="dynamic",
     summary="each token executes or skips whole sublayers, as the WIDE paper runs SkipGPT",
     source="Zhao et al., SkipGPT: Each Token is One of a Kind, ICML 2025; token routers of the WIDE authors' code",
-    code="skipgpt:route",
 )
 class SkipGPTConfig(TokenRouters):
     """Settings of token-wise skipping of sublayers as the WIDE paper runs SkipGPT.
@@ -442,7 +440,6 @@ class SkipGPTOriginalConfig(Checked):
     kind="dynamic",
     summary="each token executes or skips whole layers, by one router for both sublayers",
     source="Jiang et al., D-LLM, NeurIPS 2024; layer_skip of the WIDE authors' code",
-    code="dllm:route",
 )
 class DLLMConfig(TokenRouters):
     """Settings of layer skipping in D-LLM's manner: one router for both sublayers of a layer."""
