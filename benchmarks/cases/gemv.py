@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.cases.contract import Operator, compare_all, random_mask, random_values, relative_error
 from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape, gemv_k, gemv_mn
+from wide.kernels.linear_int8 import quantise_int8
 from wide.kernels.tuning import Case
 
 
@@ -27,8 +28,12 @@ def _build_mn(case: Case, device: torch.device) -> dict[str, Any]:
         arguments["bias"] = random_values(case, (width,), device, salt=4)
         if is_gated:
             arguments["up_bias"] = random_values(case, (width,), device, salt=5)
+    if options.pop("weights", None) == "int8":
+        for name in ("weight", "up_weight")[: 1 + is_gated]:
+            scale = name.replace("weight", "scale")
+            arguments[name], arguments[scale] = quantise_int8(arguments[name])
     unused = ~mask.any(0).repeat_interleave(sizes["group_size"])
-    arguments["weight"][unused] = float("nan")
+    arguments["scale" if "scale" in arguments else "weight"][unused] = float("nan")
     return {**arguments, **options}
 
 
@@ -41,7 +46,8 @@ def _build_k(case: Case, device: torch.device) -> dict[str, Any]:
     weight = random_values(case, (width, num_groups * group_size), device, salt=2) * (num_groups * group_size) ** -0.5
     h[~mask.repeat_interleave(group_size, 1)] = float("nan")
     bias = random_values(case, (width,), device, salt=3) if options.pop("has_bias", False) else None
-    return {"h": h, "weight": weight, "mask": mask, "bias": bias}
+    weight, scale = quantise_int8(weight) if options.pop("weights", None) == "int8" else (weight, None)
+    return {"h": h, "weight": weight, "mask": mask, "bias": bias, "scale": scale}
 
 
 def _shape(case: Case) -> GemvShape:
@@ -76,6 +82,9 @@ GEMV_MN = Operator(
         _case(4, (6, 12), 0.3, width_in=64, activation="relu2", zero_skipped=True),
         _case(4, (3, 16), 0.0, width_in=64, zero_skipped=True),
         _case(1, (4, 7), 0.5, width_in=65, dtype=torch.float32),
+        _case(1, (5, 32), 0.5, width_in=100, has_bias=True, weights="int8"),
+        _case(3, (3, 16), 0.5, width_in=192, is_gated=True, activation="silu", has_bias=True, weights="int8"),
+        _case(4, (6, 12), 0.3, width_in=64, is_gated=True, activation="silu", zero_skipped=True, weights="int8"),
     ),
     build=_build_mn,
     compare=_compare_mn,
@@ -94,6 +103,9 @@ GEMV_K = Operator(
         _case(4, (3, 24), 0.3, width_out=9, has_bias=True),
         _case(4, (3, 16), 0.0, width_out=8),
         _case(1, (4, 6), 0.5, width_out=5, dtype=torch.float32),
+        _case(1, (7, 32), 0.5, width_out=33, has_bias=True, weights="int8"),
+        _case(3, (6, 16), 0.5, width_out=24, weights="int8"),
+        _case(4, (3, 24), 0.0, width_out=9, weights="int8"),
     ),
     build=_build_k,
     compare=compare_all,

@@ -376,6 +376,11 @@ def test_generate_streams_and_tells_speed_and_sparsity(finished, tiny_model_fold
     )
     # What is skipped does not depend on how it is run.
     assert last.partition("skipped")[2] == optimised.err.splitlines()[-1].partition("skipped")[2]
+    eight = ["--prompt", "The quick", "--max_new_tokens", "5", "--weights", "int8"]
+    assert main([*given, *eight, "--backend", "torch"]) == 0
+    assert "optimised: kernels avoid the skipped computation; weights in int8 take" in capsys.readouterr().err
+    assert main([*given, *eight]) == 1
+    assert "--weights int8 is for models that run optimised, and this one is masked" in capsys.readouterr().err
     assert main([*given, "--prompt", "The quick", "--max_new_tokens", "500"]) == 1
     assert "128 positions" in capsys.readouterr().err
 

@@ -134,6 +134,9 @@ def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_dif
     assert report.to_json()["flip_rate"] == report.flip_rate
     again = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
     assert again.model == masked.model
+    eight = evaluate(attached_model, DOCUMENTS, window=32, compare_dense=False, fused=True, weights="int8")
+    assert eight.masked.perplexity.perplexity == pytest.approx(masked.model.perplexity.perplexity, rel=1e-4)
+    assert 1e-5 < abs(eight.model.perplexity.perplexity / masked.model.perplexity.perplexity - 1) < 0.05
     # Decisions of the two paths are compared, not those of one with themselves.
     monkeypatch.setattr(evaluation.RoutingTape, "flip_rate", lambda self, other: float(self is not other))
     assert evaluate(attached_model, DOCUMENTS[:1], window=32, compare_dense=False, fused=True).flip_rate == 1.0

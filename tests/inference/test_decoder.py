@@ -104,7 +104,7 @@ def test_weights_are_shared_not_copied():
     layer, own = model.model.layers[0], decoder.layers[0]
     for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
         assert linear.weight.untyped_storage().data_ptr() == own.attention.qkv.weight.untyped_storage().data_ptr()
-    assert layer.mlp.up_proj.weight.data_ptr() == own.ffn.gated.up.data_ptr()
+    assert layer.mlp.up_proj.weight.data_ptr() == own.ffn.gated.up.weight.data_ptr()
     assert layer.mlp.down_proj.weight.data_ptr() == own.ffn.down.weight.data_ptr()
 
 

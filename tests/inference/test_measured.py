@@ -11,10 +11,10 @@ import torch
 from wide.errors import ConfigError
 from wide.inference.choice import measured
 from wide.inference.choice.layer_sizes import LayerSizes, operator_case
-from wide.inference.choice.measured import measured_table
+from wide.inference.choice.measured import is_measured, measured_table
 from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, OperatorTable
 from wide.kernels.dispatch import Backends
-from wide.kernels.tuning import Case, Choice, TuningTable, shipped_path, tuning_key
+from wide.kernels.tuning import Case, Choice, TuningTable, shape_key, shipped_path, tuning_key
 
 CPU = torch.device("cpu")
 LLAMA = LayerSizes(
@@ -187,6 +187,23 @@ def test_a_package_that_is_gone_since_is_named(tmp_path: Path, lacking: dict[str
     with pytest.warns(UserWarning, match="is missing; the Triton kernel runs instead"):
         found = _table(tuning)
     assert found.choice("down", 1).backend == found.choice("gate_up", 4096).backend == "triton"
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_steps_of_int8_weights_have_measurements_of_their_own_and_prompts_those_of_all(tmp_path: Path) -> None:
+    tuning, eight = _measured(tmp_path), dataclasses.replace(LLAMA, weights="int8")
+    assert is_measured(CPU, [LLAMA], tuning=tuning)
+    assert not is_measured(CPU, [eight], tuning=tuning)
+    for name in ("gate_up", "down", "query", "output"):
+        operator, case = operator_case(name, eight, 1, 0.5)
+        assert shape_key(operator, case).endswith(" | weights int8")
+        assert operator_case(name, eight, 4096, 0.5) == operator_case(name, LLAMA, 4096, 0.5)
+    found = Choice(backend="triton", tile=(2, 4096, 4))
+    tuning.store({tuning_key("gemv_k", CPU, operator_case("down", eight, 1, 0.5)[1]): found})
+    assert is_measured(CPU, [eight], tuning=tuning)
+    tables = [measured_table(sizes, device=CPU, dtype=torch.bfloat16, tuning=tuning) for sizes in (LLAMA, eight)]
+    assert [table.choice("down", 1) == found for table in tables] == [False, True]
+    assert tables[0].choice("gate_up", 4096) == tables[1].choice("gate_up", 4096) != DENSE
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -38,7 +38,9 @@ def test_choices_reach_the_products_over_output_groups(
     x, gate, up = (torch.randn(rows, DEPTH) for rows in (ROWS, GROUPS * SIZE, GROUPS * SIZE))
     mask = torch.rand(ROWS, GROUPS) < 0.5
     LinearWeights(gate).output_groups(x, mask, choice, sorts="torch")
-    GatedWeights(gate, up, None, None, "silu").output_groups(x, mask, choice, sorts="torch")
+    GatedWeights.of_rows(LinearWeights(torch.cat((gate, up))), len(gate), "silu").output_groups(
+        x, mask, choice, sorts="torch"
+    )
     assert asked == [(backend, tile, block_m)] * 2
 
 

@@ -20,7 +20,6 @@ FLOATS = dict.fromkeys(("scale", "cap_in", "cap_out"), "fp32") | dict.fromkeys(
 )
 INTS = dict.fromkeys(("STARTS", "LENGTHS", "ENDS", "RUNS", "PAGES"), "*i32")
 TYPES = VALUES | FLOATS | INTS
-WEIGHTS = dict.fromkeys(("WEIGHT", "UP_WEIGHT"), "*bf16")
 WEIGHT_STRIDES = ("stride_xm", "stride_hm", "stride_wn", "stride_un")
 STRIDES = (*(f"stride_{tensor}{dim}" for tensor in "qkv" for dim in "bth"), *WEIGHT_STRIDES)
 build = functools.partial(compile_kernels.build, divisible=STRIDES)
@@ -76,17 +75,19 @@ def merge_at(facts: DeviceFacts) -> dict[str, Any]:
     return build(decode._merge_parts, facts.capability, constants, 4, 3, **TYPES)
 
 
-def gemv_at(facts: DeviceFacts, rows: int) -> Iterator[dict[str, Any]]:
+def gemv_at(facts: DeviceFacts, rows: int, weights: str = "bf16") -> Iterator[dict[str, Any]]:
     """Compile both decode GEMMs for a number of rows."""
-    rows_of = {"ROWS": rows, "G": 128, "HAS_BIAS": False}
+    is_int8 = weights == "i8"
+    types = dict.fromkeys(("WEIGHT", "UP_WEIGHT"), f"*{weights}") | dict.fromkeys(("SCALE", "UP_SCALE"), "*fp32")
+    rows_of = {"ROWS": rows, "G": 128, "HAS_BIAS": False, "HAS_SCALE": is_int8}
     tile = gemv.default_mn_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
     constants = rows_of | wide | {"ZERO_SKIPPED": False, "ROWS_PAD": triton.next_power_of_2(rows)}
-    yield build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
+    yield build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **types)
     for is_long in (False, True):
         tile = gemv.default_k_tile(facts, is_long=is_long)
         constants = rows_of | {"SEGMENT": 128, "BLOCK_N": tile.block_n, "UNROLL": tile.block_k // 128}
-        yield build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **WEIGHTS)
+        yield build(gemv._gemv_k, facts.capability, constants, tile.num_warps, 3, **types)
 
 
 def kernels_at(target: int, head_dims: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -100,3 +101,5 @@ def kernels_at(target: int, head_dims: Sequence[int]) -> Iterator[dict[str, Any]
             for result in (prefill_at(facts, head_dim, edges=edges), decode_at(facts, head_dim, edges=edges)):
                 yield result | {"head_dim": head_dim, "edges": edges}
     yield from (merge_at(facts), *gemv_at(facts, 1), *gemv_at(facts, 4))
+    for rows in (1, 4):
+        yield from gemv_at(facts, rows, "i8")

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from wide.kernels.gemm_k import _triton as gemm_k
 from wide.kernels.gemm_mn import _triton as gemm_mn
+from wide.kernels.linear_int8 import _triton as linear_int8
 from wide.kernels.reorder import _triton as reorder
 
 INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "CHUNK_COUNTS", "HISTOGRAM")
@@ -142,6 +143,20 @@ def drain_at(target: int) -> dict[str, Any]:
     return build(gemm_k._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
 
 
+def int8_at(target: int) -> Iterator[dict[str, Any]]:
+    """Compile the dense products of int8 weights, of few rows and of many, and their expansion."""
+    types = {"WEIGHT": "*i8", "SCALE": "*fp32"}
+    for rows, width in ((1, 4096), (64, 4096), (64, 28672), (256, 28672)):
+        tile = linear_int8.default_tile(rows, width, 132)
+        constants = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        flags = {"EVEN_K": True, "HAS_BIAS": False}
+        strides = {"divisible": ("stride_xm", "stride_wn")}
+        yield build(
+            linear_int8._linear_int8, target, constants | flags, tile.num_warps, tile.num_stages, **strides, **types
+        )
+    yield build(linear_int8._expand_int8, target, {"BLOCK": 4096}, 4, 3, **types)
+
+
 def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile all of them."""
     yield gemm_mn_at(target)
@@ -150,3 +165,4 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     yield drain_at(target)
     yield from reorder_at(target)
     yield from items_at(target)
+    yield from int8_at(target)

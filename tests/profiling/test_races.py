@@ -171,10 +171,12 @@ def test_products_over_input_groups_read_nothing_that_is_skipped():
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("name", ["query", "gate_up", "down", "output"])
-def test_products_of_few_rows_agree_and_the_shipped_tile_is_tried_first(name):
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_products_of_few_rows_agree_and_the_shipped_tile_is_tried_first(name, weights):
     shipped = Choice(backend="triton", tile=(4, 1024, 2), median_us=7.0)
     tried = [Choice(backend="triton", tile=(2, 512, 1))]
-    race = product_race(name, SIZES, 2, 0.5, choices=tried, device=CPU, shipped=shipped)
+    sizes = dataclasses.replace(SIZES, weights=weights)
+    race = product_race(name, sizes, 2, 0.5, choices=tried, device=CPU, shipped=shipped)
     records = {record["candidate"]: record for record in measure(race, rounds=1)}
     assert all(record["error"] < 1.5e-2 for record in records.values())
     assert [name for name, record in records.items() if record["shipped"]] == ["tile 4-1024-2"]

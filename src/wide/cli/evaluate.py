@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wide.cli.arguments import Arguments, build
 from wide.errors import UsageError
 from wide.runs.process import is_main_process, say
-from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTasks
+from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTasks, WeightsFormat
 
 if TYPE_CHECKING:
     from wide.evaluation.report import EvaluationReport
@@ -23,11 +23,13 @@ class TaskOptions(ScoredTasks):
         text_field: Field that holds the text, where rows have fields.
         output: Folder for evaluation.json, records.jsonl and the resolved configuration; null writes nothing.
         parallel: As for wide prune; 'auto' counts the weights alone.
+        weights: With --fused, format of the linear layers' weights; 'int8' is made of the model's own.
     """
 
     text_field: str = "text"
     output: str | None = None
     parallel: Parallel = "auto"
+    weights: WeightsFormat = "model"
 
 
 def arguments() -> Arguments:
@@ -64,6 +66,8 @@ def run(given: Sequence[str]) -> None:
             raise UsageError(f"--{name} {value} {words}")
     if values["fused"] and options.adapter is None:
         raise UsageError("--fused runs an adapter's routers: give --adapter, too")
+    if tasks.weights != "model" and not values["fused"]:
+        raise UsageError(f"--weights {tasks.weights} is for the fused operators: give --fused, too")
     options.require_found()
     scoring.require_found()
     folder = None if tasks.output is None else flags.folder(values)
@@ -113,7 +117,9 @@ def _evaluate(
     attach_adapter(model, options)
     if fused and attachment(model).lora is not None:
         merge_lora(model)
-    report = replace(evaluate(model, documents, fused=fused, **settings), data=name, dense=dense.model)
+    report = replace(
+        evaluate(model, documents, fused=fused, weights=tasks.weights, **settings), data=name, dense=dense.model
+    )
     return report, device_name(model)
 
 

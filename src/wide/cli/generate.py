@@ -52,7 +52,7 @@ def run(given: Sequence[str]) -> None:
 
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)
-    print(f"[{install_operators(model, options.backend)}]", file=sys.stderr)
+    print(f"[{install_operators(model, options)}]", file=sys.stderr)
     if not chats:
         _, summary = continue_prompt(model, tokenizer, str(asked.prompt), how, streams=True, warms_up=True)
         print(summary, file=sys.stderr)

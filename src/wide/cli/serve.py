@@ -38,5 +38,5 @@ def run(given: Sequence[str]) -> None:
     tokenizer = load_tokenizer(options.model)
     model = load_routed(options)
     name = how.name or options.model
-    print(f"{name} is {install_operators(model, options.backend)}", flush=True)
+    print(f"{name} is {install_operators(model, options)}", flush=True)
     serve(model, tokenizer, name, how, sockets)

@@ -9,6 +9,7 @@ from wide.cli.arguments import Arguments, build
 from wide.cli.measuring import require_gpu
 from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
+from wide.runs.settings import WeightsFormat
 
 if TYPE_CHECKING:
     from wide.inference.choice.tuning.tune import TunedLayer
@@ -28,6 +29,7 @@ class TuneOptions:
             What pays at some number counts for all larger ones.
         executed: Expected shares of (token, group) pairs that execute, 'attention,FFN'; give `wide.optimize` the same.
         output: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
+        weights: Their format in steps; prompts multiply the same in both.
         quick: Fewer tiles and rounds.
         seconds: No tile is begun after so many seconds, and what was not measured stays dense; null takes its time.
     """
@@ -39,6 +41,7 @@ class TuneOptions:
     rows: str = "1024,4096,16384"
     executed: str = "0.5,0.5"
     output: str | None = None
+    weights: WeightsFormat = "model"
     quick: bool = False
     seconds: float | None = None
 
@@ -109,10 +112,10 @@ def layers(options: TuneOptions) -> "list[TunedLayer]":
         from wide.models.adapter import read_config
         from wide.runs.sources import find_adapter
 
-        return tuned_layers(specs, read_config(find_adapter(options.adapter))["plan"])
+        return tuned_layers(specs, read_config(find_adapter(options.adapter))["plan"], options.weights)
     given: dict[str, Any] = {
         "ffn_group_size": options.ffn_group_size,
         "attention_group_size": options.attention_group_size,
     }
     config = WideConfig(**{name: size for name, size in given.items() if size is not None})
-    return tuned_layers(specs, plan_for(config, specs))
+    return tuned_layers(specs, plan_for(config, specs), options.weights)

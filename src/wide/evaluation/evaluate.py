@@ -43,6 +43,7 @@ def evaluate(
     limit: int | None = None,
     compare_dense: bool = True,
     fused: bool = False,
+    weights: str = "model",
 ) -> EvaluationReport:
     """Score a model on text and tasks, and measure what it skips there.
 
@@ -61,6 +62,7 @@ def evaluate(
             was merged and cannot be.
         fused: Score the model through its fused operators (`wide.optimize`), and on the text also masked, with the
             share of decisions that differ between the two paths.
+        weights: Format of the linear layers' weights in the fused operators, as of `wide.optimize`.
 
     Raises:
         ConfigError: If a count is less than 1, or the window longer than the model's positions.
@@ -106,7 +108,7 @@ def evaluate(
     if tapes is not None and text is not None:
         masked = score(tapes[0], names=())
     meter = tapes[1] if tapes is not None else SkipCounter(model) if is_attached(model) else None
-    with _fused(model) if fused else nullcontext():
+    with _fused(model, weights) if fused else nullcontext():
         scores = score(meter, count_skips=True)
     if compare_dense and is_attached(model):
         with dense(model):
@@ -143,9 +145,9 @@ def scored_split(source: str | Path, provenance: Mapping[str, Any]) -> str | Non
 
 
 @contextmanager
-def _fused(model: nn.Module) -> Iterator[None]:
+def _fused(model: nn.Module, weights: str) -> Iterator[None]:
     training = model.training
-    optimize(model.eval())
+    optimize(model.eval(), weights=weights)
     try:
         yield
     finally:

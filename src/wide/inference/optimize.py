@@ -18,6 +18,7 @@ from wide.inference.engine.batching import PagedBatching
 from wide.inference.engine.engine import Engine
 from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.inference.reading.model import require_routing_alone
+from wide.inference.reading.quantising import WEIGHTS
 from wide.inference.reading.weights import require_plain
 from wide.kernels.device import device_facts
 from wide.models.attach import Attachment, attachment
@@ -33,6 +34,7 @@ def optimize(
     model: ModelT,
     *,
     backend: str = "auto",
+    weights: str = "model",
     table: OperatorTable | None = None,
     executed: tuple[float, float] = (0.5, 0.5),
     sample: Tensor | None = None,
@@ -59,6 +61,10 @@ def optimize(
         backend: 'auto' follows measurements of this kind of device, by shape and expected rates, with dense products
             as candidates (`wide tune` measures a model's own shapes); 'triton' skips from fixed numbers of tokens on;
             'torch' is the reference, for any device.
+        weights: 'model' takes the linear layers of attention and FFN as they are. 'int8' makes copies with a scale for
+            each output channel, from bfloat16 or float16 (on a CPU also float32), and the masked model computes with
+            them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. Of
+            these, too, what is written through `.data` is not seen.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of text like that to come and as long as its prompts,
@@ -69,8 +75,8 @@ def optimize(
             machine, kept in the cache folder. Otherwise dense products run there, with a warning.
 
     Raises:
-        ConfigError: If the backend is unknown, `executed` is not two shares, or a sample is given that nothing would
-            follow.
+        ConfigError: If the backend or the format of weights is unknown, `executed` is not two shares, or a sample is
+            given that nothing would follow.
         ShapeError: If the sample is not of token ids.
         NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
         UnsupportedModelError: If the engine does not know a part of the model or of its plan: a mixture of experts, an
@@ -81,6 +87,8 @@ def optimize(
     require_routing_alone(state.plan, is_replaced=state.replaced is not None)
     if backend not in _BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
+    if weights not in WEIGHTS:
+        raise ConfigError(f"unknown weights {weights!r}; choose one of {list(WEIGHTS)}")
     shares = executed if isinstance(executed, Sequence) else ()
     if len(shares) != 2 or not all(isinstance(share, Real) and 0 < share <= 1 for share in shares):
         raise ConfigError(f"executed must be two shares in (0, 1] like (0.34, 0.7), got {executed!r}")
@@ -108,11 +116,11 @@ def optimize(
         if sample is not None:
             known = sample_layers(model, sample)
             executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
-        _require_measurements(model, state, executed, tune=tune)
-    tables = [table or _measured(spec, state, index, known[index]) for index, spec in enumerate(state.specs)]
+        _require_measurements(model, state, executed, weights, tune=tune)
+    tables = [table or _measured(spec, state, index, known[index], weights) for index, spec in enumerate(state.specs)]
     if table is None and _weight(state).is_cuda and obstacle(_weight(state).device, _weight(state).dtype) is None:
         _warn_if_nothing_pays(tables)
-    state.engine = engine = Engine(model, state, tables)
+    state.engine = engine = Engine(model, state, tables, weights)
     if hasattr(model, "init_continuous_batching"):
         engine.batching = PagedBatching(model, engine.made_of)
     return model
@@ -137,7 +145,9 @@ def _weight(state: Attachment) -> Tensor:
     return weight  # type: ignore[no-any-return]
 
 
-def _require_measurements(model: nn.Module, state: Attachment, executed: tuple[float, float], *, tune: bool) -> None:
+def _require_measurements(
+    model: nn.Module, state: Attachment, executed: tuple[float, float], weights: str, *, tune: bool
+) -> None:
     """Measure a GPU or shapes that nothing is known of, or say what runs without."""
     device, dtype = _weight(state).device, _weight(state).dtype
     if device.type != "cuda":
@@ -153,10 +163,10 @@ def _require_measurements(model: nn.Module, state: Attachment, executed: tuple[f
         warnings.warn(f"{start} than without pruning: {reason}. Convert the model, or take another", stacklevel=3)
         return
     layers = list(zip(state.specs, state.plan.layers, strict=True))
-    if is_measured(device, [layer_sizes(*layer) for layer in layers], executed=executed):
+    if is_measured(device, [layer_sizes(*layer, weights) for layer in layers], executed=executed):
         return
     if not tune:
-        command = tune_command(model, layers, executed)
+        command = tune_command(model, layers, executed, weights)
         warnings.warn(
             f"{start} than without pruning: its shapes have not been measured there. Leave out tune=False, run "
             f"`{command}`, or choose backend='triton'",
@@ -165,7 +175,7 @@ def _require_measurements(model: nn.Module, state: Attachment, executed: tuple[f
         return
     with steps(f"measuring which operators pay on {device_facts(device).name}, once") as told:
         tune_layers(
-            tuned_layers(state.specs, state.plan),
+            tuned_layers(state.specs, state.plan, weights),
             device=device,
             executed=executed,
             quick=True,
@@ -184,8 +194,8 @@ def _warn_if_nothing_pays(tables: Sequence[OperatorTable]) -> None:
         )
 
 
-def _measured(spec: BlockSpec, state: Attachment, index: int, known: LayerSample) -> OperatorTable:
+def _measured(spec: BlockSpec, state: Attachment, index: int, known: LayerSample, weights: str) -> OperatorTable:
     """Return what measurements say of a layer's shapes and masks."""
     weight: Any = spec.attention.query.weight
-    sizes = layer_sizes(spec, state.plan.layers[index])
+    sizes = layer_sizes(spec, state.plan.layers[index], weights)
     return measured_table(sizes, device=weight.device, dtype=weight.dtype, executed=known.executed, left=known.left)

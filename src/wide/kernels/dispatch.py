@@ -86,14 +86,14 @@ class Backend:
         needs: Returns what a device or this installation lacks for tensors of a dtype, or None.
         supports: Returns why no device runs a shape, or None.
         candidates: Returns what tuning tries for a shape on a device; few of them if the third argument is True.
-        has_tiles: Whether `run` takes a tile.
+        takes: Names of what `run` takes.
     """
 
     run: Run
     needs: Callable[[torch.device, torch.dtype], str | None]
     supports: Callable[[Any], str | None]
     candidates: Callable[[Any, torch.device, bool], Iterable[Candidate]]
-    has_tiles: bool
+    takes: frozenset[str]
 
 
 class Backends:
@@ -120,10 +120,8 @@ class Backends:
         """Return a decorator that makes a function the backend of this name; arguments as of `Backend`."""
 
         def keep(run: RunT) -> RunT:
-            has_tiles = "tile" in inspect.signature(run).parameters
-            self._known[name] = Backend(
-                run=run, needs=needs, supports=supports, candidates=candidates, has_tiles=has_tiles
-            )
+            takes = frozenset(inspect.signature(run).parameters)
+            self._known[name] = Backend(run=run, needs=needs, supports=supports, candidates=candidates, takes=takes)
             return run
 
         return keep
@@ -182,8 +180,10 @@ class Backends:
         reason = found.needs(device, shape.dtype) or found.supports(shape)
         if tile:
             options["tile"] = tile
-            if not found.has_tiles:
+            if "tile" not in found.takes:
                 reason = reason or f"the backend {name!r} has no tiles, got {tuple(tile)}"
+        if "scale" in options and "scale" not in found.takes:
+            reason = reason or f"the backend {name!r} has no int8 weights"
         if reason is not None:
             raise self._refusal(name, reason, device, shape)
         try:

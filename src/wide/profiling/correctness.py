@@ -36,7 +36,7 @@ Gate = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What the masked model computes of one prompt, before `wide.optimize`.
+    """What the masked model computes of one prompt.
 
     Args:
         ids: The prompt, [1, T].
@@ -59,7 +59,7 @@ class Reference:
 
 @torch.no_grad()
 def reference(model: Any, ids: Tensor) -> Reference:
-    """Return what an attached model that is not optimised computes of a prompt [1, T]."""
+    """Return what an attached model computes masked of a prompt [1, T]; not through the engine."""
     at = places(ids.shape[1], ids.device)
     routing = _half_masks(model, ids)
     with bypass(model):

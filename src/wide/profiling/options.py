@@ -1,6 +1,7 @@
 """What `wide profile` is asked for; light, so that flags can be shown without torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from wide.errors import ConfigError
 
@@ -35,6 +36,8 @@ class ProfileOptions:
             everything executes. Adapters stay as they are.
         ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter or
             a comparison.
+        weights: Format of the linear layers' weights in the engine, pruned and dense: 'model' or 'int8'. Of no
+            matter to static plans.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
     """
@@ -54,6 +57,7 @@ class ProfileOptions:
     batched_generate: int = 256
     sparsities: float | str = "0.5"
     ffn_group_size: int | None = None
+    weights: Literal["model", "int8"] = "model"
     quick: bool = False
     description: str = ""
 

@@ -9,8 +9,8 @@ endtoend.json is written after every shape. Beside the facts of the run it holds
 - gate, and batch_gate of several sequences at once (the latest ones), starts: for each sparsity what the gate found
   (`wide.profiling.correctness`), and what the beginning takes: optimize_s and first_call_s (a first `generate()` of two
   tokens, compiling and capturing included), seconds; memory_beyond_dense_bytes, at that call, graphs included;
-  bare_step_us, a step replayed without `generate()` around it; skipped_prompt and skipped_steps, shares of attention
-  and FFN that were skipped, measured.
+  saved_bytes, by which weights in int8 are smaller; bare_step_us, a step replayed without `generate()` around it;
+  skipped_prompt and skipped_steps, shares of attention and FFN that were skipped, measured.
 - records: 'what' is 'prefill' (a call of the model) or 'decode' (a step of `generate()` with half of the new tokens
   cached), first_tokens: 'what' is 'first token'. Each has tokens, batch, candidate, median_us, low_us and high_us
   (tenth and ninetieth percentiles), num_samples, speedup (over 'dense'), speedup_as_loaded, skipped (wanted; of an
@@ -31,6 +31,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached
+from wide.models.block_spec import standing_in
 from wide.models.lora import merge_lora
 from wide.models.observe import bypass, now
 from wide.models.pretrained import load_pretrained, load_skeleton
@@ -166,6 +168,7 @@ class _Report:
         self._began = time.perf_counter()
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         self.content: dict[str, Any] = {"device": device, "torch": torch.__version__, "model": options.name}
+        self.content["weights"] = options.weights
         self.content |= {"quick": options.quick, "adapter": options.adapter, "records": []}
 
     def begin(self, name: str, gate: Mapping[str, Any], start: Mapping[str, Any], **facts: Any) -> bool:
@@ -309,10 +312,6 @@ class _Routed:
         measured = skipped_shares(self.model, calibrated)
         self.name = "own routing" if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
         self.skipped = measured if wanted is None else wanted
-        before = torch.cuda.memory_allocated()
-        known = reference(self.model, self.prompt)
-        held = torch.cuda.memory_allocated() - before
-        torch.cuda.empty_cache()
         start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
         executed = 1.0 - self.skipped[0], 1.0 - self.skipped[1]
         began = time.perf_counter()
@@ -320,8 +319,20 @@ class _Routed:
             if not any(self.skipped):
                 # There is nothing to measure, and that no operator pays is no news.
                 warnings.simplefilter("ignore")
-            optimize(self.model, backend=self.job.backend, executed=executed, tune=any(self.skipped))
+            optimize(
+                self.model,
+                backend=self.job.backend,
+                weights=self.options.weights,
+                executed=executed,
+                tune=any(self.skipped),
+            )
         start["optimize_s"] = now(self.job.device) - began
+        before = torch.cuda.memory_allocated()
+        # Masked, and already with the weights that the engine has.
+        with standing_in(self.model, partial(type(self.model).forward, self.model)):
+            known = reference(self.model, self.prompt)
+        held = torch.cuda.memory_allocated() - before
+        torch.cuda.empty_cache()
         reset_peak()
         began = time.perf_counter()
         generate_us(self.model, self.first_prompt, 2)
@@ -330,6 +341,7 @@ class _Routed:
         beyond = torch.cuda.max_memory_allocated() - held - self.weight_bytes - self.dense_peak
         start["memory_beyond_dense_bytes"] = beyond + _graph_bytes()
         decoder = state.engine.decoder
+        start["saved_bytes"] = decoder.saved_bytes
         start["bare_step_us"] = self._bare_step_us(decoder)
         gate = self.report.content.get("gate", {})
         if (decoder.tables, 1) not in self.checked:

@@ -16,6 +16,7 @@ from wide.methods.catalogue import Match, WideMethodConfig, get
 from wide.schema import Between, Checked, Positive
 
 T = TypeVar("T")
+WeightsFormat = Literal["model", "int8"]
 Parallel = Literal["auto", "replicate", "fsdp"]
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "[::1]")
 
@@ -205,9 +206,11 @@ class InferenceOptions(AdapterOptions):
     Args:
         backend: 'auto' installs operators that skip where there is a GPU, if the model can run them; 'triton' and
             'torch' (the reference, slow) insist on them; 'none' leaves the masks.
+        weights: Format of the linear layers' weights under the operators; 'int8' is made of the model's own.
     """
 
     backend: Literal["auto", "triton", "torch", "none"] = "auto"
+    weights: WeightsFormat = "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter
 from wide.models.lora import merge_lora
 from wide.models.observe import forward_without_head, judging, observe, own_randomness
-from wide.runs.settings import GenerationOptions
+from wide.runs.settings import GenerationOptions, InferenceOptions
 from wide.schema import require
 
 # The engine captures a step when it comes first, and a short prompt when its length comes again.
@@ -67,23 +67,32 @@ def stops(tokenizer: Any, strings: str | Sequence[str] | None) -> StoppingCriter
     return StoppingCriteriaList([StopStringCriteria(tokenizer, strings)] if strings else [])
 
 
-def install_operators(model: Any, backend: str) -> str:
+def install_operators(model: Any, options: InferenceOptions) -> str:
     """Merge LoRA and let an attached model run operators that skip, where it can; return in words how it runs.
 
-    Raises WideError if a backend is insisted on and the model cannot run it.
+    Raises WideError if a backend or a format of weights is insisted on and the model cannot run it.
     """
+    backend, weights = options.backend, options.weights
+    masked = ""
     if not is_attached(model):
-        return "dense: there are no routers, so nothing is skipped"
-    if backend == "none" or (backend == "auto" and model.device.type != "cuda"):
+        masked = "dense: there are no routers, so nothing is skipped"
+    elif backend == "none" or (backend == "auto" and model.device.type != "cuda"):
         why = "--backend none" if backend == "none" else f"operators that skip need a GPU, not {model.device}"
-        return f"masked, so no faster than dense: {why}"
+        masked = f"masked, so no faster than dense: {why}"
+    if masked and weights != "model":
+        raise ConfigError(f"--weights {weights} is for models that run optimised, and this one is {masked}")
+    if masked:
+        return masked
     try:
-        optimize(merge_lora(model), backend=backend)
+        optimize(merge_lora(model), backend=backend, weights=weights)
     except WideError as error:
-        if backend != "auto":
+        if backend != "auto" or weights != "model":
             raise
         return f"masked, so no faster than dense: {error}"
-    return "optimised: kernels avoid the skipped computation"
+    engine: Any = attachment(model).engine
+    spared = engine.decoder.saved_bytes / 2**30
+    words = f"; weights in {weights} take {spared:.2f} GiB less" if spared else ""
+    return f"optimised: kernels avoid the skipped computation{words}"
 
 
 def continue_prompt(

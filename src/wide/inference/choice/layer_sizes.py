@@ -40,6 +40,7 @@ class LayerSizes:
         ffn_width: F.
         ffn_groups: N_G of the FFN half.
         is_gated: Whether the FFN has a gate; the up weight then lies right behind the gate weight in memory.
+        weights: Their format: 'model' or 'int8', which only products of few rows read.
     """
 
     hidden_size: int
@@ -50,6 +51,7 @@ class LayerSizes:
     ffn_width: int
     ffn_groups: int
     is_gated: bool
+    weights: str = "model"
 
     def grouped(self, name: OperatorName) -> tuple[int, int, int]:
         """Return the channels of an operator that are grouped, the number of groups, and the channels of one."""
@@ -63,7 +65,7 @@ class LayerSizes:
         return name == "gate_up" and self.is_gated
 
 
-def layer_sizes(spec: BlockSpec, plan: LayerPlan) -> LayerSizes:
+def layer_sizes(spec: BlockSpec, plan: LayerPlan, weights: str = "model") -> LayerSizes:
     """Return what measurements of a layer's operators depend on; a half without a router counts as one group."""
     attention, ffn = spec.attention, spec.ffn
     groups = [half.grouping.num_groups if isinstance(half, Routed) else 1 for half in (plan.attention, plan.ffn)]
@@ -76,6 +78,7 @@ def layer_sizes(spec: BlockSpec, plan: LayerPlan) -> LayerSizes:
         ffn_width=groups[1] if ffn is None else ffn.width,
         ffn_groups=groups[1],
         is_gated=ffn is not None and (ffn.gate is not None or ffn.fused_gate),
+        weights=weights,
     )
 
 
@@ -98,6 +101,8 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
         other = "width_out" if few else "width"
     elif sizes.gates(name):
         options = {"is_gated": True} if few else {"gated": True, "stacked": True}
+    if few and sizes.weights != "model":
+        options |= {"weights": sizes.weights}
     extents = {"num_rows": rows, "num_groups": groups, "group_size": size, other: sizes.hidden_size}
     case = Case(sizes=extents, dtype=torch.bfloat16, active=active, options=options)
     return f"{operator}_{'k' if name in SUMS else 'mn'}", case
@@ -166,16 +171,19 @@ def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable) -> N
             )
 
 
-def tune_command(model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed: tuple[float, float]) -> str:
+def tune_command(
+    model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed: tuple[float, float], weights: str
+) -> str:
     """Return the command line that measures a model's own shapes on this machine."""
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
     shares = ",".join(f"{max(share, 0.01):.2g}" for share in executed)
+    executing = f"--executed {shares}" + ("" if weights == "model" else f" --weights {weights}")
     flags: list[str] = []
     for half in ("attention", "ffn"):
         found = {getattr(plan, half) for _, plan in layers}
         sizes = {each.grouping.group_size for each in found if isinstance(each, Routed)}
         if len(sizes) != 1 or not all(isinstance(each, Routed) for each in found):
             # Flags cannot say it, the plan in an adapter can.
-            return f"wide tune --model {name} --adapter ADAPTER --executed {shares}"
+            return f"wide tune --model {name} --adapter ADAPTER {executing}"
         flags.append(f"--{half}_group_size {sizes.pop()}")
-    return f"wide tune --model {name} {' '.join(flags)} --executed {shares}"
+    return f"wide tune --model {name} {' '.join(flags)} {executing}"

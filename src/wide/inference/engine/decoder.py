@@ -15,7 +15,7 @@ from wide.inference.engine.options import ForwardOptions
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import CacheView, PromptView, StepView
 from wide.inference.operators.table import OperatorTable
-from wide.inference.reading.model import read_model, require_same_outputs, unstack
+from wide.inference.reading.model import read_model, require_same_outputs
 from wide.inference.reading.weights import apply_norm
 
 
@@ -23,14 +23,16 @@ class Decoder:
     """Runs an attached (or plain) Hugging Face model whose parts it knows, dense or routed, over a cache.
 
     Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
-    each, which their modules then view, so that memory does not double and the model keeps working. Routers are read
-    once: call `follow` after changing thresholds, and make a new Decoder after changing weights.
+    each, which their modules then view, so that memory does not double and the model keeps working. In int8 the model
+    computes with the engine's, too. Routers are read once: call `follow` after changing thresholds, and make a new
+    Decoder after changing weights.
 
     Args:
         model: A causal LM in evaluation mode, LoRA merged.
         max_length: Largest position plus one.
         tables: Which operator skips at which size, for each layer; None = the defaults of `OperatorTable`.
         checked: Compare a short dense forward with the model's own and refuse a model that differs.
+        weights: Format of the layers' projections: 'model' or 'int8'.
 
     Raises:
         UnsupportedModelError: If a part of the model is none that the engine computes; the message names it.
@@ -43,10 +45,11 @@ class Decoder:
         max_length: int,
         tables: Sequence[OperatorTable] | None = None,
         checked: bool = True,
+        weights: str = "model",
     ) -> None:
         if model.training:
             raise UnsupportedModelError("the engine is for inference; call model.eval() first")
-        self._weights = read_model(model, max_length)
+        self._weights = read_model(model, max_length, weights)
         self.layers, self.embedding, self.head = self._weights.layers, self._weights.embedding, self._weights.head
         self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
         self.max_length = max_length
@@ -54,13 +57,23 @@ class Decoder:
         if checked:
             try:
                 require_same_outputs(model, self.probe, max_length)
-            except UnsupportedModelError:
-                self.unstack()
+            except BaseException:
+                self.give_back()
                 raise
 
-    def unstack(self) -> None:
-        """Give the projections that were moved into one buffer memory of their own again."""
-        unstack(self._weights.specs)
+    def give_back(self) -> None:
+        """Give the model's projections their own weights again, in memory of their own."""
+        self._weights.give_back()
+
+    @property
+    def quantised(self) -> Sequence[nn.Linear]:
+        """The model's layers of which int8 copies were made."""
+        return self._weights.taken.quantised
+
+    @property
+    def saved_bytes(self) -> int:
+        """Memory that int8 weights spare."""
+        return self._weights.taken.saved_bytes
 
     def follow(self) -> None:
         """Let all routers decide by the thresholds that the model's have now, in captured graphs, too."""

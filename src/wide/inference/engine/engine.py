@@ -27,6 +27,7 @@ from wide.inference.engine.inputs import KNOWN, read_padding
 from wide.inference.engine.memory import Memory
 from wide.inference.engine.snapshot import Snapshot
 from wide.inference.operators.table import OperatorTable
+from wide.inference.reading.quantising import refuse_gradients
 from wide.models.attach import Attachment
 from wide.models.gates import cache_of
 
@@ -40,15 +41,18 @@ class Engine:
 
     Args:
         tables: Which operator runs where, for each layer.
+        weights: Format of the layers' projections: 'model' or 'int8'.
 
     Raises:
         UnsupportedModelError: If the model has a part that the engine does not compute.
     """
 
-    def __init__(self, model: nn.Module, state: Attachment, tables: Sequence[OperatorTable]) -> None:
+    def __init__(
+        self, model: nn.Module, state: Attachment, tables: Sequence[OperatorTable], weights: str = "model"
+    ) -> None:
         """Read the model, and take the place of its forward."""
         self._model: Any = model
-        self._state, self._tables = state, tuple(tables)
+        self._state, self._tables, self._weights = state, tuple(tables), weights
         self._plain: Any = model.forward
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._lock = threading.RLock()
@@ -110,7 +114,7 @@ class Engine:
             memory, self._memory = self._memory, None
             if memory is not None:
                 memory.release()
-                memory.decoder.unstack()
+                memory.decoder.give_back()
 
     @property
     def _ready(self) -> Memory:
@@ -130,8 +134,11 @@ class Engine:
         Raises:
             UnsupportedModelError: If it has none; until the next reading everything runs masked.
         """
+        if self._memory is not None and self._memory.decoder.quantised:
+            self._memory.decoder.give_back()
         # Reading compares with the model's own forward, which must not come back here.
         self._memory, self._unreadable, self._is_reading = None, "", True
+        quantised: Sequence[nn.Linear] = ()
         config = self._model.config.get_text_config(decoder=True)
         length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
         rope = getattr(config, "rope_parameters", None) or {}
@@ -140,14 +147,15 @@ class Engine:
             length = min(length, int(rope["original_max_position_embeddings"]))
         try:
             with torch.inference_mode(False):
-                decoder = Decoder(self._model, max_length=length, tables=self._tables)
+                decoder = Decoder(self._model, max_length=length, tables=self._tables, weights=self._weights)
+            quantised = decoder.quantised
         except UnsupportedModelError as error:
             self._unreadable = str(error)
             raise
         finally:
             self._is_reading = False
             # Reading moves weights.
-            self._snapshot = Snapshot(self._model, self._state)
+            self._snapshot = Snapshot(self._model, self._state, quantised)
         self._memory = Memory(decoder, self._lock)
 
     @contextmanager
@@ -192,7 +200,7 @@ class Engine:
         if torch.is_grad_enabled() and self._snapshot.learns():
             # The operators have no gradients: whoever asks for one is told so.
             logits = logits.detach().requires_grad_()
-            logits.register_hook(_refuse_gradients)
+            logits.register_hook(refuse_gradients)
         out = CausalLMOutputWithPast(None, logits, cache)  # type: ignore[arg-type]
         return out.to_tuple() if given.get("return_dict") is False else out
 
@@ -295,9 +303,3 @@ class Engine:
                 "but slower, and nothing is skipped",
                 stacklevel=4,
             )
-
-
-def _refuse_gradients(_gradient: Tensor) -> None:
-    raise NotAttachedError(
-        "this model is optimised, and wide's operators have no gradients; call wide.deoptimize(model) before training"
-    )

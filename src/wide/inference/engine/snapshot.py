@@ -1,5 +1,6 @@
 """What the engine has read of a model, and whether the model is still that."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -15,11 +16,12 @@ class Snapshot:
     Args:
         model: Attached.
         state: What wide knows of it.
+        quantised: Layers of whose weights the engine has copies.
     """
 
-    def __init__(self, model: nn.Module, state: Attachment) -> None:
+    def __init__(self, model: nn.Module, state: Attachment, quantised: Sequence[nn.Linear]) -> None:
         """Look at all modules."""
-        self._model, self._state = model, state
+        self._model, self._state, self._quantised = model, state, quantised
         self._parts = [part for part in model.modules() if part is not model]
         self._forwards = [vars(part).get("forward") for part in self._parts]
         self._own_hooks = {handle.id for handle in state.handles}
@@ -28,7 +30,8 @@ class Snapshot:
     def now(self) -> tuple[Any, ...]:
         """Return what the engine has copied from the model, or points at; steps trust that it stays."""
         parameters = [each for part in self._parts for each in part._parameters.values() if each is not None]
-        matrices = [each for router in self._state.routers() for each in router._parameters.values()]
+        copied = [*self._state.routers(), *self._quantised]
+        matrices = [each for part in copied for each in part._parameters.values()]
         versions = [None if each is None or each.is_inference() else each._version for each in matrices]
         children = [child for part in (self._model, *self._parts) for child in part._modules.values()]
         return (*children, *(parameter.data_ptr() for parameter in parameters), *versions)

@@ -1,7 +1,6 @@
 """The matrix products of a layer under a mask, each dense or by the operator that was chosen; races time these, too.
 
-`LinearWeights` and `GatedWeights` are all that a layer knows of its weights: another format, such as eight bits with
-scales, is another class with the same methods (tables of measurements then need the format in their keys).
+`LinearWeights` and `GatedWeights` are all that a layer knows of its weights.
 """
 
 from collections.abc import Callable
@@ -12,19 +11,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from wide.inference.operators.table import DENSE, OperatorTable
+from wide.kernels.device import interprets_triton
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
-from wide.kernels.gemm_mn import dense_mn, gemm_mn
+from wide.kernels.gemm_mn import finish_dense, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
+from wide.kernels.linear_int8 import MAX_ROWS as MAX_INT8_ROWS
+from wide.kernels.linear_int8 import expand_int8, linear_int8
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
 from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, Reordering
 from wide.kernels.tuning import Choice
 
 
 class LinearWeights(NamedTuple):
-    """A linear layer in the model's dtype: weight [N, K] and bias [N] or None."""
+    """A linear layer: weight [N, K] in the model's dtype, or in int8 with scales; bias [N] or None.
+
+    Steps read int8 as it is. For products of many rows it is expanded, by each of them again, so that the kernels and
+    measurements of the model's dtype serve both.
+
+    Args:
+        scale: Of each output of int8 weights, float32 [N].
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -33,15 +43,26 @@ class LinearWeights(NamedTuple):
 
     def rows(self, first: int | None, last: int | None) -> "LinearWeights":
         """Return the layer of some outputs, as views."""
-        return LinearWeights(self.weight[first:last], None if self.bias is None else self.bias[first:last])
+        return LinearWeights(*(None if part is None else part[first:last] for part in self))  # type: ignore[arg-type]
+
+    def expanded(self, dtype: torch.dtype) -> "LinearWeights":
+        """Return the layer without scales: int8 weights in a floating-point dtype, others as they are."""
+        if self.scale is None:
+            return self
+        return LinearWeights(
+            expand_int8(self.weight, self.scale, dtype, backend=_plain_backend(self.weight)), self.bias
+        )
 
     def dense(self, x: Tensor) -> Tensor:
         """Return the whole product [M, N] of rows [M, K]."""
-        return functional.linear(x, self.weight, self.bias)
+        if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
+            return linear_int8(x, self.weight, self.scale, self.bias, backend=_plain_backend(x))
+        weight, bias, _ = self.expanded(x.dtype)
+        return functional.linear(x, weight, bias)
 
     def output_groups(self, x: Tensor, mask: Tensor, choice: Choice, *, sorts: str) -> tuple[Tensor, Reordering | None]:
         """Return the product [M, N] in groups of outputs; see `GatedWeights.output_groups`."""
-        return GatedWeights(self.weight, None, self.bias, None, "none").output_groups(x, mask, choice, sorts=sorts)
+        return GatedWeights(self, self, None, "none").output_groups(x, mask, choice, sorts=sorts)
 
     def input_groups(self, h: Tensor, mask: Tensor, choice: Choice, *, sorts: str) -> Tensor:
         """Return the product [M, N] over the groups of inputs that execute.
@@ -54,11 +75,13 @@ class LinearWeights(NamedTuple):
         if choice.backend == "dense":
             return self.dense(h)
         if h.shape[0] <= MAX_ROWS:
-            return gemv_k(h, self.weight, mask, bias=self.bias, backend=choice.backend, tile=choice.tile)
+            how: dict[str, Any] = {"scale": self.scale, "backend": choice.backend, "tile": choice.tile}
+            return gemv_k(h, self.weight, mask, bias=self.bias, **how)
         num_groups = mask.shape[1]
+        weight = self.expanded(h.dtype).weight
         options: dict[str, Any] = {"group_size": h.shape[1] // num_groups, "bias": self.bias, "backend": choice.backend}
         if num_groups > PATTERN_GROUPS and (choice.backend == "cuda" or choice.groups_per_block > PATTERN_GROUPS):
-            return gemm_k_rows(h, self.weight, reorder_rows(mask, backend="cuda"), **options)
+            return gemm_k_rows(h, weight, reorder_rows(mask, backend="cuda"), **options)
         per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
         order = reorder_patterns(
             mask,
@@ -67,37 +90,34 @@ class LinearWeights(NamedTuple):
             keeps_empty=per_block >= num_groups,
             backend=sorts,
         )
-        return gemm_k(h, self.weight, order, tile=choice.tile, **options)
+        return gemm_k(h, weight, order, tile=choice.tile, **options)
 
 
 class GatedWeights(NamedTuple):
-    """The first half of an FFN: gate (or the only projection) [F, D], up [F, D], biases [F].
+    """The first half of an FFN.
 
     Args:
-        gate: Of a gated FFN up lies right behind it in memory.
-        up: None without a gate.
-        gate_bias: None without biases.
+        both: Gate and below it up, N = 2 F, or the only projection, N = F.
+        gate: The gate's part of it, or all, as a view.
+        up: The rest of it, or None.
         activation: 'silu', 'gelu_tanh', 'relu2' or 'none'.
     """
 
-    gate: Tensor
-    up: Tensor | None
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
+    both: LinearWeights
+    gate: LinearWeights
+    up: LinearWeights | None
     activation: str
 
     @property
     def outputs(self) -> int:
         """Columns of the product, gate and up counted apart."""
-        return len(self.gate) * (1 if self.up is None else 2)
+        return self.both.outputs
 
     @classmethod
     def of_rows(cls, linear: LinearWeights, width: int, activation: str) -> "GatedWeights":
         """Return what one layer holds: gate and below it up, [2 F, D], or the only projection, [F, D]."""
-        gate, up = linear.rows(None, width), linear.rows(width, None) if linear.outputs > width else None
-        return cls(
-            gate.weight, None if up is None else up.weight, gate.bias, None if up is None else up.bias, activation
-        )
+        up = linear.rows(width, None) if linear.outputs > width else None
+        return cls(linear, linear.rows(None, width), up, activation)
 
     def output_groups(
         self,
@@ -118,23 +138,32 @@ class GatedWeights(NamedTuple):
             zeroed: Whether skipped channels are zero; otherwise they hold anything.
             ready: With a dense choice, called before the mask is read: a router on another stream may still write it.
         """
-        options: dict[str, Any] = {
-            "up_weight": self.up,
-            "bias": self.gate_bias,
-            "up_bias": self.up_bias,
-            "activation": self.activation,
-        }
         zeroing = mask if zeroed else None
         if mask is None or choice.backend == "dense":
+            values = self.both.dense(x)
             if ready is not None:
-                return dense_mn(x, self.gate, mask=zeroing, ready=ready, **options), None
-            unused = _no_order(x, 1 if mask is None else mask.shape[1])
-            return gemm_mn(x, self.gate, unused, mask=zeroing, backend=DENSE.backend, **options), None
-        options |= {"backend": choice.backend, "tile": choice.tile}
-        if x.shape[0] <= MAX_ROWS:
-            return gemv_mn(x, self.gate, mask, zero_skipped=zeroed, **options), None
+                ready()
+            return finish_dense(values, self.activation, zeroing, gated=self.up is not None), None
+        few = x.shape[0] <= MAX_ROWS
+        _, gate, up, activation = self if few else self._expanded(x.dtype)
+        options: dict[str, Any] = {
+            "up_weight": None if up is None else up.weight,
+            "bias": gate.bias,
+            "up_bias": None if up is None else up.bias,
+            "activation": activation,
+            "backend": choice.backend,
+            "tile": choice.tile,
+        }
+        if few:
+            scales: dict[str, Any] = {"scale": gate.scale, "up_scale": None if up is None else up.scale}
+            return gemv_mn(x, gate.weight, mask, zero_skipped=zeroed, **scales, **options), None
         order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
-        return gemm_mn(x, self.gate, order, mask=zeroing, **options), order
+        return gemm_mn(x, gate.weight, order, mask=zeroing, **options), order
+
+    def _expanded(self, dtype: torch.dtype) -> "GatedWeights":
+        if self.both.scale is None:
+            return self
+        return self.of_rows(self.both.expanded(dtype), self.gate.outputs, self.activation)
 
 
 def feed_forward(
@@ -157,9 +186,6 @@ def feed_forward(
     return down.dense(h) if mask is None else down.input_groups(h, mask, last, sorts=table.backend)
 
 
-def _no_order(x: Tensor, num_groups: int) -> Reordering:
-    """Return a reordering of the right shapes for a dense product, which reads none of it."""
-    one = torch.empty(1, dtype=torch.int32, device=x.device)
-    index = one.expand(num_groups, x.shape[0])
-    counts = one.expand(num_groups)
-    return Reordering(index, counts, counts, index, one, BLOCK_M)
+def _plain_backend(tensor: Tensor) -> str:
+    """Return which backend computes what is no choice."""
+    return "triton" if tensor.is_cuda and not interprets_triton() else "torch"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
+from wide.inference.reading.quantising import Weights
 from wide.inference.reading.stacking import unstack_linears
 from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known
 from wide.models.attach import attachment, is_attached
@@ -40,6 +41,7 @@ class ModelWeights:
         input_scale: Factor of what enters the first layer, embeddings of the caller's own included, or None.
         logit_scale: Factor of the logits, or None.
         logit_cap: Bound of the logits, or None.
+        taken: How the layers' projections were taken.
     """
 
     specs: tuple[BlockSpec, ...]
@@ -51,17 +53,23 @@ class ModelWeights:
     input_scale: float | None
     logit_scale: float | None
     logit_cap: float | None
+    taken: Weights
+
+    def give_back(self) -> None:
+        """Give all projections their own weights again, in memory of their own."""
+        _give_back(self.specs, self.taken)
 
 
-def read_model(model: nn.Module, max_length: int) -> ModelWeights:
-    """Return the weights of a model; separate projections that read one input are moved into one buffer each.
+def read_model(model: nn.Module, max_length: int, weights: str = "model") -> ModelWeights:
+    """Return the weights of a model.
 
     Args:
         max_length: Largest position plus one.
+        weights: Format of the layers' projections, one of `WEIGHTS`.
 
     Raises:
         UnsupportedModelError: If a part is missing, unknown or not at hand, or positions depend on the sequence's
-            length. Projections then have memory of their own again.
+            length. Projections then are as they were.
     """
     whole: Any = model
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):
@@ -89,11 +97,12 @@ def read_model(model: nn.Module, max_length: int) -> ModelWeights:
     embedding = embed.weight.detach()
     scale, cap = scale_and_cap(model)
     angles = _angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs])
+    taken = Weights(weights, embed.weight)
     try:
-        layers = tuple(map(read_layer, specs, angles))
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
             raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices, {devices}, not on one")
+        layers = tuple(read_layer(spec, each, taken) for spec, each in zip(specs, angles, strict=True))
         return ModelWeights(
             specs=specs,
             layers=layers,
@@ -104,14 +113,15 @@ def read_model(model: nn.Module, max_length: int) -> ModelWeights:
             input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
             logit_scale=_unless_one(scale),
             logit_cap=cap,
+            taken=taken,
         )
-    except UnsupportedModelError:
-        unstack(specs)
+    except BaseException:
+        _give_back(specs, taken)
         raise
 
 
-def unstack(specs: Sequence[BlockSpec]) -> None:
-    """Give the projections that were moved into one buffer memory of their own again."""
+def _give_back(specs: Sequence[BlockSpec], taken: Weights) -> None:
+    taken.give_back()
     for spec in specs:
         parts = [] if spec.ffn is None else [spec.ffn.gate, spec.ffn.up]
         parts += [spec.attention.query, spec.attention.key, spec.attention.value]

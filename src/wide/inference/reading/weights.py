@@ -12,7 +12,7 @@ from torch.nn import functional
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.reading.attention_form import AttentionForm, paired, read_form
-from wide.inference.reading.stacking import stack_linears
+from wide.inference.reading.quantising import Weights
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
 from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, plain_linear
@@ -140,11 +140,12 @@ class LayerWeights:
     parallel: bool
 
 
-def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
-    """Return a layer's weights; separate projections are moved into one buffer that their modules then view.
+def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights) -> LayerWeights:
+    """Return a layer's weights.
 
     Args:
         angles: Cosines and sines by position, [max_length, r].
+        weights: Takes the layer's projections.
 
     Raises:
         UnsupportedModelError: If the layer has a part that the engine does not know; the message names it.
@@ -155,8 +156,8 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> LayerWeights:
     require_known(spec.layer, (attention.module, ffn.module, *norms), where, _MULTIPLIER)
     return LayerWeights(
         index=spec.index,
-        attention=_attention(f"{where}: attention", spec, angles),
-        ffn=_feed_forward(f"{where}: FFN", spec, ffn),
+        attention=_attention(f"{where}: attention", spec, angles, weights),
+        ffn=_feed_forward(f"{where}: FFN", spec, ffn, weights),
         parallel=spec.shares_norm,
     )
 
@@ -251,12 +252,11 @@ def _around(spec: BlockSpec, part: AttentionSpec | FeedForwardSpec, where: str) 
     }
 
 
-def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> AttentionWeights:
+def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights) -> AttentionWeights:
     part = spec.attention
     head_norms = [getattr(part.module, name, None) for name in ("q_norm", "k_norm")]
     require_known(part.module, (*part.linears(), *head_norms), where, "scaling", "attn_logit_softcapping")
     reading = [each for each in (part.query, part.key, part.value) if each is not None]
-    qkv = LinearWeights(*stack_linears([plain_linear(each, spec.index) for each in reading], where))
     q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_norms)
     kinds = [None if norm is None else (norm.eps, norm.unit_offset, norm.centered) for norm in (q_norm, k_norm)]
     if any(norm is not None and norm.centered for norm in (q_norm, k_norm)):
@@ -267,12 +267,15 @@ def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> At
     cos, sin = (paired(each) if form.interleaved else each for each in angles)
     if not form.rotates:
         cos, sin = cos[:, :0], sin[:, :0]
+    # Last, since what tries the module needs its own weights.
+    qkv = weights.take([plain_linear(each, spec.index) for each in reading], where)
+    output = plain_linear(part.output, spec.index)
     return AttentionWeights(
         **_around(spec, part, where),
         qkv=qkv,
         query=qkv.rows(None, part.query_width),
         kv=qkv.rows(part.query_width, None),
-        output=_linear(part.output, spec),
+        output=weights.take([output], where),
         q_norm=q_norm,
         k_norm=k_norm,
         norms_width=part.q_norm == "width",
@@ -280,11 +283,11 @@ def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor]) -> At
         form=form,
         cos=cos,
         sin=sin,
-        router=_router(part.module, qkv.weight.dtype, part.query_width, 2 * part.num_kv_heads * part.head_dim),
+        router=_router(part.module, output.weight.dtype, part.query_width, 2 * part.num_kv_heads * part.head_dim),
     )
 
 
-def _feed_forward(where: str, spec: BlockSpec, part: FeedForwardSpec) -> FeedForwardWeights:
+def _feed_forward(where: str, spec: BlockSpec, part: FeedForwardSpec, weights: Weights) -> FeedForwardWeights:
     require_known(part.module, (*part.linears(), part.activation), where)
     activation = ACTIVATIONS.get(type(part.activation).__name__)
     if activation is None:
@@ -292,18 +295,13 @@ def _feed_forward(where: str, spec: BlockSpec, part: FeedForwardSpec) -> FeedFor
             f"{where}: no operator for the activation {type(part.activation).__name__}; there are {sorted(ACTIVATIONS)}"
         )
     reading = [plain_linear(each, spec.index) for each in (part.gate, part.up) if each is not None]
-    both = LinearWeights(*stack_linears(reading, where))
+    down = plain_linear(part.down, spec.index)
     return FeedForwardWeights(
         **_around(spec, part, where),
-        gated=GatedWeights.of_rows(both, part.width, activation),
-        down=_linear(part.down, spec),
-        router=_router(part.module, both.weight.dtype, part.width, 0),
+        gated=GatedWeights.of_rows(weights.take(reading, where), part.width, activation),
+        down=weights.take([down], where),
+        router=_router(part.module, down.weight.dtype, part.width, 0),
     )
-
-
-def _linear(module: nn.Module, spec: BlockSpec) -> LinearWeights:
-    linear = plain_linear(module, spec.index)
-    return LinearWeights(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
 def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> EngineRouter | None:

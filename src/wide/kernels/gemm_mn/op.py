@@ -1,7 +1,7 @@
 """GEMM-MN as an operator of torch."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +90,22 @@ BACKENDS.register("torch")(gemm_mn_reference)
 
 
 @BACKENDS.register("dense")
-def _dense(x: torch.Tensor, weight: torch.Tensor, _: Reordering, **options: Any) -> torch.Tensor:
-    return dense_mn(x, weight, **options)
+def _dense(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    _: Reordering,
+    *,
+    up_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute every channel with the library's GEMM; the candidate that skipping must beat."""
+    values = torch.nn.functional.linear(x, weight, bias)
+    if up_weight is not None:
+        values = torch.cat((values, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
+    return finish_dense(values, activation, mask, gated=up_weight is not None)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, num_groups: int, index: torch.Tensor) -> None:
@@ -123,37 +137,17 @@ def is_stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
 
 
 @functools.partial(on_device_of_tensors, "gemm_mn")
-def dense_mn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    up_weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    up_bias: torch.Tensor | None,
-    activation: str,
-    mask: torch.Tensor | None,
-    ready: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """Compute every channel with the library's GEMM; the candidate that skipping must beat.
+def finish_dense(values: torch.Tensor, activation: str, mask: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+    """Return what a dense product becomes: its activation [M, N], or that of [gate | up] [M, 2 N]; see `gemm_mn`.
 
-    Arguments are those of `gemm_mn`; `ready` is called between the product and the first look at `mask`, which may be
-    on its way until then.
+    Args:
+        values: May be changed.
     """
-    if up_weight is None:
-        values = torch.nn.functional.linear(x, weight, bias)
-    elif is_stacked(weight, up_weight) and bias is None and up_bias is None:
-        width, depth = weight.shape
-        values = x @ weight.as_strided((2 * width, depth), (depth, 1)).t()
-    else:
-        gate = torch.nn.functional.linear(x, weight, bias)
-        values = torch.cat((gate, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
-    if ready is not None:
-        ready()
-    if up_weight is not None:
-        backend = "triton" if x.is_cuda and not interprets_triton() else "torch"
-        return GATED_BACKENDS.run(backend, x.device, AnyShape(x.dtype), values, activation, mask)
+    if gated:
+        backend = "triton" if values.is_cuda and not interprets_triton() else "torch"
+        return GATED_BACKENDS.run(backend, values.device, AnyShape(values.dtype), values, activation, mask)
     if activation != "none":
-        values = activate(values.float(), activation).to(x.dtype)
+        values = activate(values.float(), activation).to(values.dtype)
     return values if mask is None else cleared(values, mask)
 
 

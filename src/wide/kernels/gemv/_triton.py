@@ -85,6 +85,8 @@ def _gemv_mn(
     UP_WEIGHT,
     BIAS,
     UP_BIAS,
+    SCALE,
+    UP_SCALE,
     MASK,
     OUT,
     stride_xm,
@@ -101,6 +103,7 @@ def _gemv_mn(
     EVEN_K: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ZERO_SKIPPED: tl.constexpr,
 ):
@@ -136,6 +139,10 @@ def _gemv_mn(
             acc += tl.where(here, tl.sum(w * x[None, :], 1)[:, None], 0.0)
             if IS_GATED:
                 up_acc += tl.where(here, tl.sum(u * x[None, :], 1)[:, None], 0.0)
+    if HAS_SCALE:
+        acc *= tl.load(SCALE + channels)[:, None]
+        if IS_GATED:
+            up_acc *= tl.load(UP_SCALE + channels)[:, None]
     if HAS_BIAS:
         acc += tl.load(BIAS + channels).to(tl.float32)[:, None]
     acc = _activate(acc, ACTIVATION)
@@ -169,6 +176,7 @@ def _gemv_k(
     H,
     WEIGHT,
     BIAS,
+    SCALE,
     MASK,
     OUT,
     stride_hm,
@@ -182,6 +190,7 @@ def _gemv_k(
     BLOCK_N: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_channel = channels < N
@@ -223,14 +232,17 @@ def _gemv_k(
     bias = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         bias += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)
+    scale = tl.full([BLOCK_N], 1.0, tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(SCALE + channels, mask=is_channel, other=0.0)
     out = OUT + channels
-    tl.store(out, (tl.sum(sums0, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+    tl.store(out, (tl.sum(sums0, 1) * scale + bias).to(OUT.dtype.element_ty), mask=is_channel)
     if ROWS > 1:
-        tl.store(out + N, (tl.sum(sums1, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+        tl.store(out + N, (tl.sum(sums1, 1) * scale + bias).to(OUT.dtype.element_ty), mask=is_channel)
     if ROWS > 2:
-        tl.store(out + 2 * N, (tl.sum(sums2, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+        tl.store(out + 2 * N, (tl.sum(sums2, 1) * scale + bias).to(OUT.dtype.element_ty), mask=is_channel)
     if ROWS > 3:
-        tl.store(out + 3 * N, (tl.sum(sums3, 1) + bias).to(OUT.dtype.element_ty), mask=is_channel)
+        tl.store(out + 3 * N, (tl.sum(sums3, 1) * scale + bias).to(OUT.dtype.element_ty), mask=is_channel)
 
 
 @MN_BACKENDS.register("triton", needs=elementwise_obstacle, supports=halves_only, candidates=candidates)
@@ -244,6 +256,8 @@ def gemv_mn(
     up_bias: torch.Tensor | None,
     activation: str,
     zero_skipped: bool,
+    scale: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Run `gemv_mn_reference` in one kernel; the tile is a `GemvTile`."""
@@ -261,6 +275,8 @@ def gemv_mn(
         up,
         weight if bias is None else bias,
         weight if up_bias is None else up_bias,
+        weight if scale is None else scale,
+        weight if up_scale is None else up_scale,
         mask.view(torch.uint8),
         out,
         x.stride(0),
@@ -277,6 +293,7 @@ def gemv_mn(
         EVEN_K=width_in % block_k == 0,
         IS_GATED=up_weight is not None,
         HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
         ACTIVATION=activation,
         ZERO_SKIPPED=zero_skipped,
         num_warps=chosen.num_warps,
@@ -291,6 +308,7 @@ def gemv_k(
     mask: torch.Tensor,
     *,
     bias: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Run `gemv_k_reference` in one kernel; the tile is a `GemvTile`."""
@@ -306,6 +324,7 @@ def gemv_k(
         h,
         weight,
         weight if bias is None else bias,
+        weight if scale is None else scale,
         mask.view(torch.uint8),
         out,
         h.stride(0),
@@ -319,6 +338,7 @@ def gemv_k(
         BLOCK_N=chosen.block_n,
         UNROLL=max(1, min(chosen.block_k // segment, num_segments)),
         HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
         num_warps=chosen.num_warps,
     )
     return out

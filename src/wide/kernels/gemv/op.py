@@ -42,6 +42,8 @@ def gemv_mn(
     up_bias: torch.Tensor | None = None,
     activation: str = "none",
     zero_skipped: bool = False,
+    scale: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
     backend: str,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -49,13 +51,15 @@ def gemv_mn(
 
     Args:
         x: [M, K] with M in 1..4; last stride 1.
-        weight: [N, K]; its rows g * G .. (g + 1) * G belong to group g; last stride 1.
+        weight: [N, K] in the dtype of `x`, or int8; its rows g * G .. (g + 1) * G belong to group g; last stride 1.
         mask: True = execute, bool [M, N_G] with N_G * G = N.
         up_weight: As `weight`, of gated FFNs.
         bias: [N], contiguous.
         up_bias: [N] of gated FFNs; given if and only if `bias` and `up_weight` are.
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         zero_skipped: Whether skipped channels hold zeros; otherwise they are unspecified memory.
+        scale: Of int8 weights, float32 [N].
+        up_scale: Of int8 weights of gated FFNs, float32 [N].
         tile: The backend's own, such as `GemvTile`; None takes a default for the device.
 
     Returns:
@@ -67,20 +71,18 @@ def gemv_mn(
     """
     _check("gemv_mn", x, mask, weight.shape[0])
     whole, column = (weight.shape[0], x.shape[1]), (weight.shape[0],)
-    parts = (
-        ("weight", weight, whole),
-        ("up_weight", up_weight, whole),
-        ("bias", bias, column),
-        ("up_bias", up_bias, column),
-    )
-    for name, tensor, shape in parts:
-        check_tensor("gemv_mn", name, tensor, x.dtype, shape, "last stride 1")
+    for start, part, offset, factor in (("", weight, bias, scale), ("up_", up_weight, up_bias, up_scale)):
+        if part is not None:
+            _check_weight("gemv_mn", f"{start}weight", part, whole, x.dtype, factor)
+        check_tensor("gemv_mn", f"{start}bias", offset, x.dtype, column)
     if (up_bias is not None) != (bias is not None and up_weight is not None):
         raise ShapeError("gemv_mn: up_bias goes with bias and up_weight; give zeros where the model has none")
     if activation not in ACTIVATIONS:
         raise ShapeError(f"gemv_mn: unknown activation {activation!r}; choose one of {list(ACTIVATIONS)}")
     options: dict[str, Any] = {"up_weight": up_weight, "bias": bias, "up_bias": up_bias, "activation": activation}
     options["zero_skipped"] = zero_skipped
+    if scale is not None:
+        options |= {"scale": scale, "up_scale": up_scale}
     return MN_BACKENDS.run(backend, x.device, GemvShape(x.dtype, x.shape[1]), x, weight, mask, tile=tile, **options)
 
 
@@ -91,6 +93,7 @@ def gemv_k(
     mask: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     backend: str,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -98,9 +101,10 @@ def gemv_k(
 
     Args:
         h: [M, K] with M in 1..4; skipped channels may hold anything; last stride 1.
-        weight: [N, K]; last stride 1.
+        weight: [N, K] in the dtype of `h`, or int8; last stride 1.
         mask: True = execute, bool [M, N_G] with N_G * G = K.
         bias: [N], contiguous; added to every row.
+        scale: Of int8 weights, float32 [N].
         tile: The backend's own, such as `GemvTile`; None takes a default for the device.
 
     Returns:
@@ -112,10 +116,21 @@ def gemv_k(
     """
     _check("gemv_k", h, mask, h.shape[-1])
     width = weight.shape[0]
-    check_tensor("gemv_k", "weight", weight, h.dtype, (width, h.shape[1]), "last stride 1")
+    _check_weight("gemv_k", "weight", weight, (width, h.shape[1]), h.dtype, scale)
     check_tensor("gemv_k", "bias", bias, h.dtype, (width,))
     shape = GemvShape(h.dtype, h.shape[1] // mask.shape[1])
-    return K_BACKENDS.run(backend, h.device, shape, h, weight, mask, bias=bias, tile=tile)
+    options = {} if scale is None else {"scale": scale}
+    return K_BACKENDS.run(backend, h.device, shape, h, weight, mask, bias=bias, tile=tile, **options)
+
+
+def _check_weight(
+    operator: str, name: str, weight: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, scale: torch.Tensor | None
+) -> None:
+    """Refuse weights that are of neither the dtype of the rows nor int8 with scales."""
+    if (weight.dtype == torch.int8) != (scale is not None):
+        raise ShapeError(f"{operator}: int8 weights go with scales: {name} is {weight.dtype}, its scale {scale}")
+    check_tensor(operator, name, weight, dtype if scale is None else torch.int8, shape, "last stride 1")
+    check_tensor(operator, f"scale of {name}", scale, torch.float32, shape[:1])
 
 
 def _check(name: str, x: torch.Tensor, mask: torch.Tensor, grouped_width: int) -> None:

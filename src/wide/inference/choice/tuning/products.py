@@ -18,6 +18,7 @@ from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.operators.table import DENSE, SUMS, OperatorName
 from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.linear_int8 import quantise_int8
 from wide.kernels.reorder import left_to_tiles
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice
@@ -68,7 +69,7 @@ class _Product:
 
     Args:
         mask: bool [M, N_G].
-        weights: Copies, [2 or 1, N, K]: gate and up are one buffer, as `wide.optimize` lays them.
+        weights: Copies; gate and up are one buffer, as `wide.optimize` lays them.
         x: Rows, [M, K].
         zeros: Rows with zeros where nothing executes, if inputs are grouped.
         holes: The same with NaN.
@@ -77,7 +78,7 @@ class _Product:
     name: OperatorName
     sizes: LayerSizes
     mask: torch.Tensor
-    weights: Sequence[torch.Tensor]
+    weights: Sequence[LinearWeights]
     x: torch.Tensor
     zeros: torch.Tensor
     holes: torch.Tensor
@@ -96,32 +97,42 @@ class _Product:
         width, groups, size = sizes.grouped(name)
         outputs, inputs = (sizes.hidden_size, width) if name in SUMS else (width, sizes.hidden_size)
         parts = 2 if sizes.gates(name) else 1
+        is_int8 = rows <= MAX_ROWS and sizes.weights == "int8"
         if rows <= MAX_ROWS:
             mask = exact_mask(rows, groups, active=active, device=device)
-            executing_bytes = 2 * mask.any(0).float().mean().item() * parts * width * sizes.hidden_size
+            executing_bytes = (
+                (1 if is_int8 else 2) * mask.any(0).float().mean().item() * parts * width * sizes.hidden_size
+            )
             copies = max(_LEAST_COPIES, math.ceil(COLD_BYTES / executing_bytes))
         else:
             generator = torch.Generator(device=device).manual_seed(17)
             mask, copies = torch.rand(rows, groups, device=device, generator=generator) < active, 1
         mask = mask if given is None else given
-        weights = [normal(parts, outputs, inputs, device=device, scale=inputs**-0.5) for _ in range(copies)]
+        weights = []
+        for _ in range(copies):
+            weight = normal(parts * outputs, inputs, device=device, scale=inputs**-0.5)
+            values, scale = quantise_int8(weight) if is_int8 else (weight, None)
+            weights.append(LinearWeights(values, None, scale))
         x = zeros = holes = normal(rows, inputs, device=device)
         if name in SUMS:
             executing = mask.repeat_interleave(size, 1)
             zeros, holes = (torch.where(executing, x, value) for value in (0.0, float("nan")))
         return cls(name=name, sizes=sizes, mask=mask, weights=weights, x=x, zeros=zeros, holes=holes)
 
-    def run(self, weight: torch.Tensor, choice: Choice, zeroed: bool = False) -> torch.Tensor:
+    def run(self, weights: LinearWeights, choice: Choice, zeroed: bool = False) -> torch.Tensor:
         """Run a choice as an optimised model does, its sort included."""
         if self.name in SUMS:
-            return LinearWeights(weight[0]).input_groups(self.holes, self.mask, choice, sorts="triton")
-        gated = self.sizes.gates(self.name)
-        both = GatedWeights(weight[0], weight[1] if gated else None, None, None, "silu" if gated else "none")
+            return weights.input_groups(self.holes, self.mask, choice, sorts="triton")
+        both = GatedWeights.of_rows(
+            weights, self.sizes.grouped(self.name)[0], "silu" if self.sizes.gates(self.name) else "none"
+        )
         return both.output_groups(self.x, self.mask, choice, sorts="triton", zeroed=zeroed)[0]
 
     def peers(self) -> dict[str, Sequence[Call]]:
         """Return the dense candidates."""
-        stacked = [weight.flatten(0, 1) for weight in self.weights]
+        if len(self.x) <= MAX_ROWS and self.weights[0].scale is not None:
+            return {"dense int8": [partial(each.dense, self.zeros) for each in self.weights]}
+        stacked = [each.weight for each in self.weights]
         if len(self.x) <= MAX_ROWS:
             found: dict[str, Sequence[Call]] = {"dense cublas": [partial(linear, self.zeros, each) for each in stacked]}
             if len(self.x) == 1:
@@ -137,7 +148,7 @@ class _Product:
 
     def exact(self) -> torch.Tensor:
         """Return the product in float32."""
-        found = linear(self.zeros.float(), self.weights[0].flatten(0, 1).float())
+        found = linear(self.zeros.float(), self.weights[0].expanded(torch.float32).weight.float())
         gate, up = found.chunk(2, 1)
         return silu(gate) * up if self.sizes.gates(self.name) else found
 
@@ -199,7 +210,7 @@ def product_race(
     operator, case = operator_case(name, sizes, rows, active)
     width, _, size = sizes.grouped(name)
     facts = {"num_rows": rows, "group_size": size, "active": active}
-    weight_bytes = 2.0 * product.weights[0].numel()
+    weight_bytes = float(product.weights[0].weight.nbytes)
     if few:
         union = product.mask.any(0).float().mean().item()
         about: dict[str, Any] = {

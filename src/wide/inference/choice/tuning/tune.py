@@ -80,7 +80,7 @@ class Tuned:
         return sum(choice.backend != "dense" for key, choice in self.choices.items() if f" {ONE_SORT} " not in key)
 
 
-def tuned_layers(specs: Sequence[BlockSpec], plan: Plan) -> list[TunedLayer]:
+def tuned_layers(specs: Sequence[BlockSpec], plan: Plan, weights: str = "model") -> list[TunedLayer]:
     """Return the layers in which tokens skip, for `tune_layers`; weights are not read.
 
     Raises:
@@ -90,7 +90,7 @@ def tuned_layers(specs: Sequence[BlockSpec], plan: Plan) -> list[TunedLayer]:
         raise ConfigError(f"the model has {len(specs)} layers and the plan {len(plan.layers)}; name the adapter's base")
     found = [
         TunedLayer(
-            sizes=layer_sizes(spec, layer),
+            sizes=layer_sizes(spec, layer, weights),
             attention=isinstance(layer.attention, Routed),
             ffn=isinstance(layer.ffn, Routed) and spec.ffn is not None,
         )

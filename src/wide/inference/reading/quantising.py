@@ -1,0 +1,104 @@
+"""Int8 weights of a model's linear layers: made layer by layer, while the model's own wait in host memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.inference.operators.products import LinearWeights
+from wide.inference.reading.stacking import stack_linears
+from wide.kernels.device import HALF
+from wide.kernels.linear_int8 import quantise_int8
+
+WEIGHTS = ("model", "int8")
+"""Formats of the weights under the routers: the model's own dtype, or int8 with a scale for each output channel."""
+
+
+class Weights:
+    """Takes linear layers as the engine multiplies them, and gives the model its own weights back.
+
+    Args:
+        form: One of `WEIGHTS`.
+        near: A weight that stays where the model computes, such as the embedding.
+    """
+
+    def __init__(self, form: str, near: Tensor) -> None:
+        self._form, self._near = form, near
+        self.quantised: list[nn.Linear] = []
+        self.saved_bytes = 0
+
+    def take(self, linears: Sequence[nn.Linear], where: str) -> LinearWeights:
+        """Return layers that read one input as one, N = the sum of theirs.
+
+        In the model's dtype they are moved into one buffer that their modules then view. In int8 they get a copy, and
+        compute with it; their own weights move to host memory.
+
+        Raises:
+            UnsupportedModelError: If only some have a bias, or one has weights that cannot be quantised.
+        """
+        if self._form == "model":
+            return LinearWeights(*stack_linears(linears, where))
+        parts = [self._quantise(linear, where) for linear in linears]
+        if len({bias is None for _, bias, _ in parts}) > 1:
+            raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = LinearWeights(*(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        end = 0
+        for linear, part in zip(linears, parts, strict=True):
+            end += part.outputs
+            self._stand_in(linear, whole.rows(end - part.outputs, end))
+        return whole
+
+    def give_back(self) -> None:
+        """Let quantised layers compute with their own weights again, bit for bit those that they had."""
+        for linear in self.quantised:
+            vars(linear).pop("forward", None)
+            linear.weight.data = linear.weight.data.to(self._near.device)
+        self.quantised, self.saved_bytes = [], 0
+
+    def _quantise(self, linear: nn.Linear, where: str) -> LinearWeights:
+        weight = linear.weight.detach()
+        if weight.is_cuda and weight.dtype not in HALF:
+            raise UnsupportedModelError(
+                f"{where}: weights='int8' needs bfloat16 or float16 on a GPU, got {weight.dtype}; convert the model"
+            )
+        if "forward" in vars(linear):
+            raise UnsupportedModelError(
+                f"{where}: weights='int8' replaces a forward that is not its class's; remove it"
+            )
+        values, scale = quantise_int8(weight)
+        if not bool(scale.isfinite().all()):
+            raise UnsupportedModelError(
+                f"{where}: weights hold NaN or infinity, which int8 cannot; use weights='model'"
+            )
+        return LinearWeights(values, None if linear.bias is None else linear.bias.detach(), scale)
+
+    def _stand_in(self, linear: nn.Linear, weights: LinearWeights) -> None:
+        def forward(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                weight, bias, _ = weights.expanded(x.dtype)
+            out = functional.linear(x, weight, bias)
+            if out.requires_grad:
+                out.register_hook(refuse_gradients)
+            return out
+
+        vars(linear)["forward"] = forward
+        assert weights.scale is not None
+        self.saved_bytes += linear.weight.nbytes - weights.weight.nbytes - weights.scale.nbytes
+        self.quantised.append(linear)
+        linear.weight.data = linear.weight.data.cpu()
+
+
+def refuse_gradients(_gradient: Any) -> None:
+    """Say to whoever asks for a gradient that there is none.
+
+    Raises:
+        NotAttachedError: Always.
+    """
+    raise NotAttachedError(
+        "this model is optimised, and wide's operators have no gradients; call wide.deoptimize(model) before training"
+    )
