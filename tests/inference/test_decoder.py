@@ -71,6 +71,31 @@ def test_steps_after_a_padded_prefill_equal_the_full_forward(family, batch):
             assert torch.equal(cache.lengths, lengths + 4)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in STRAIGHT), ("mistral", {"sliding_window": 4}), ("gemma2", {"sliding_window": 4})],
+)
+def test_tokens_behind_others_equal_the_full_forward_whoever_counts_them(family, changes):
+    model = stirred(make(family, **{**STRAIGHT[family], **changes}))
+    model, ids = attach(model, WideConfig(ffn_group_size=16, router_rank=4)), tokens(1, 12)
+    decoder = Decoder(model, max_length=24)
+    for table in TABLES:
+        for routed in (False, True):
+            run = ForwardOptions(routed=routed, table=table)
+            whole = decoder.prefill_logits(ids, decoder.new_cache(1), run)[0]
+            cache, other = decoder.new_cache(1), decoder.new_cache(1)
+            for each in (cache, other):
+                decoder.prompt(ids[:, :5], each, run)
+            # Padding on the right is overwritten by what comes behind.
+            padded = torch.cat([ids[:, 5:9], ids[:, :3]], 1)
+            found = decoder.prefill(padded, torch.tensor([9]).int(), cache, run, torch.tensor([5]).int())
+            torch.testing.assert_close(found, whole[None, 8], **CLOSE)
+            assert cache.lengths.tolist() == [9]
+            torch.testing.assert_close(decoder.step(ids[:, 9], cache, run), whole[None, 9], **CLOSE)
+            stream = decoder.prompt(ids[:, 5:], other, run, past=5)
+            torch.testing.assert_close(decoder.logits(stream, run), whole[5:], **CLOSE)
+
+
 @pytest.mark.parametrize("attention_group_size", [8, 32])
 def test_steps_without_skipped_keys_leave_zeros_in_skipped_heads(attention_group_size):
     # A head of its own for each group, so that a KV head serves several, or all heads in one.

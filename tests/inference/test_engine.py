@@ -274,7 +274,7 @@ def test_graphs_are_for_short_prompts_and_longer_ones_of_narrow_layers():
 
 
 def test_a_prompt_whose_graph_does_not_fit_runs_without(monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(memory_module, "capture_prompt", full)

@@ -61,11 +61,13 @@ def prompt(
     if padding is not None:
         lengths -= padding.to(torch.int32)
     slot = None if cache is None else memory.room(cache, batch, past + length)
-    is_plain = past == 0 and x.dim() == 2 and isinstance(kept, int) and kept == 1 and run.record is None
+    is_plain = x.dim() == 2 and isinstance(kept, int) and kept == 1 and run.record is None
+    if past:
+        is_plain = is_plain and slot is not None and batch == 1 and padding is None
     if is_plain and has_graph(x, None if slot is None else decoder.widest):
         # A call that keeps nothing borrows memory of all layers, for the sake of its graph.
         lent = memory.free(batch, length) if slot is None else slot
-        replayed = lent.prompt(x, lengths, routed=run.routed, pool=memory.pool)
+        replayed = lent.prompt(x, lengths, routed=run.routed, pool=memory.pool, past=past)
         if replayed is not None:
             # The caller may keep what the next prompt overwrites.
             return replayed.clone()[:, None]

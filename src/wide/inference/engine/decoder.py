@@ -13,7 +13,7 @@ from wide.inference.engine.cache import KvCache
 from wide.inference.engine.layer import Masks, Residual, run_layer
 from wide.inference.engine.options import ForwardOptions
 from wide.inference.engine.side_stream import SideStream
-from wide.inference.engine.views import CacheView, PromptView, StepView
+from wide.inference.engine.views import CacheView, ContinuedView, PromptView, StepView
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.model import read_model, require_same_outputs
 from wide.inference.reading.weights import apply_norm
@@ -160,17 +160,25 @@ class Decoder:
             cache.lengths.copy_(lengths)
         return stream
 
-    def prefill(self, ids: Tensor, lengths: Tensor, cache: KvCache, run: ForwardOptions) -> Tensor:
-        """Fill the cache from its beginning and return the logits after each sequence's last token, [B, V].
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, cache: KvCache, run: ForwardOptions, starts: Tensor | None = None
+    ) -> Tensor:
+        """Fill the cache and return the logits after each sequence's last token, [B, V]; the host is told no length.
 
         Args:
             ids: Tokens, [B, T]; shorter sequences are padded on the right with any token.
-            lengths: Tokens of each sequence, int32 [B], on the device.
+            lengths: Tokens of each sequence, earlier ones included, int32 [B], on the device.
             cache: Overwritten.
+            starts: Earlier tokens of the only sequence, int32 [1], with room for T more; None = from the beginning.
         """
-        stream = self.prompt(ids, cache, run, lengths=lengths)
-        starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
-        return self.logits(stream, run, starts + lengths - 1)
+        if starts is None:
+            stream = self.prompt(ids, cache, run, lengths=lengths)
+            before = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+        else:
+            stream = self.forward(ids, ContinuedView(cache, ids.shape[1], starts), run)
+            cache.lengths.copy_(lengths)
+            before = -starts.long()
+        return self.logits(stream, run, before + lengths - 1)
 
     def prefill_logits(self, ids: Tensor, cache: KvCache, run: ForwardOptions) -> Tensor:
         """As `prefill` of unpadded tokens, returning the logits after every token, [B, T, V]."""

@@ -105,22 +105,26 @@ def capture_step(decoder: Decoder, cache: KvCache, run: ForwardOptions, pool: Gr
 
 @torch.no_grad()
 def capture_prompt(
-    decoder: Decoder, cache: KvCache, length: int, run: ForwardOptions, pool: GraphPool
-) -> Callable[[Tensor, Tensor], Tensor]:
+    decoder: Decoder, cache: KvCache, length: int, run: ForwardOptions, pool: GraphPool, *, past: int = 0
+) -> Callable[..., Tensor]:
     """Return a prefill that replays a graph: tokens [B, <= length] and lengths [B] in, the last logits [B, V] out.
 
     Args:
-        cache: Overwritten from its beginning, now and at every call.
-        length: Tokens of a prompt, padding on the right included.
+        cache: Overwritten from its beginning, or behind `past` tokens, now and at every call.
+        length: New tokens, padding on the right included.
         run: How; nothing may be recorded.
+        past: Earlier tokens of the only sequence, whose number (not 0) is the third argument of each call.
     """
     ids = torch.zeros(cache.batch, length, dtype=torch.long, device=decoder.device)
-    lengths = torch.full((cache.batch,), length, dtype=torch.int32, device=decoder.device)
-    graph, logits = pool.capture(lambda: decoder.prefill(ids, lengths, cache, run))
+    lengths = torch.full((cache.batch,), past + length, dtype=torch.int32, device=decoder.device)
+    starts = torch.full_like(lengths, past) if past else None
+    graph, logits = pool.capture(lambda: decoder.prefill(ids, lengths, cache, run, starts))
 
-    def prompt(tokens: Tensor, real: Tensor) -> Tensor:
+    def prompt(tokens: Tensor, real: Tensor, past: int = 0) -> Tensor:
         ids[:, : tokens.shape[1]] = tokens
         lengths.copy_(real)
+        if starts is not None:
+            starts.fill_(past)
         graph.replay()
         return logits
 

@@ -38,7 +38,7 @@ class Slot:
         self.decoder, self.cache, self.memory = decoder, cache, memory
         self.owner: weakref.ref[EngineCache] | None = None
         self._steps: dict[bool, Callable[[Tensor], Tensor]]
-        self._prompts: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor] | None]
+        self._prompts: dict[tuple[int, bool, bool], Callable[..., Tensor] | None]
         self.forget()
 
     @property
@@ -76,16 +76,22 @@ class Slot:
             self._steps[routed] = step
         return step(ids)
 
-    def prompt(self, ids: Tensor, lengths: Tensor, *, routed: bool, pool: GraphPool | None) -> Tensor | None:
+    def prompt(
+        self, ids: Tensor, lengths: Tensor, *, routed: bool, pool: GraphPool | None, past: int = 0
+    ) -> Tensor | None:
         """Return the logits [B, V] after short prompts [B, T] by a graph; None where none is worth its capture.
 
         Launching a short prompt's kernels one by one takes longer than they do. Prompts are padded on the right, so
         that one graph serves a range of lengths, and it is captured when such a length comes a second time.
+
+        Args:
+            lengths: Tokens of each sequence, earlier ones included, int32 [B].
+            past: Earlier tokens of the only sequence: one graph serves all numbers of them.
         """
         length = _prompt_bucket(ids.shape[1])
-        if pool is None or length > self.cache.room:
+        if pool is None or past + length > self.cache.room:
             return None
-        key = length, routed
+        key = length, routed, past > 0
         if key not in self._prompts:
             self._prompts[key] = None
             return None
@@ -93,13 +99,13 @@ class Slot:
         if prompt is None:
             run = ForwardOptions(routed=routed)
             try:
-                prompt = capture_prompt(self.decoder, self.cache, length, run, pool)
+                prompt = capture_prompt(self.decoder, self.cache, length, run, pool, past=past)
             except torch.OutOfMemoryError:
                 # Without a graph it may fit; the length has to come twice again.
                 del self._prompts[key]
                 return None
             self._prompts[key] = prompt
-        return prompt(ids, lengths)
+        return prompt(ids, lengths, past) if past else prompt(ids, lengths)
 
 
 class Memory:

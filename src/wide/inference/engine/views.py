@@ -94,7 +94,6 @@ class PromptView:
         self.batch, self.length = batch, length
         self.starts = cache.zeros + past if past else cache.zeros
         self._cache, self._past = cache, past
-        self._visible: Tensor | None = None
 
     def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `CacheView`."""
@@ -107,10 +106,10 @@ class PromptView:
         k, v = (part[:, :num_keys] for part in self._cache.layer(layer))
         window = None if form.window is not None and form.window >= num_keys else form.window
         zeroes = needs_zeros(mask, table)
-        # The library's attention knows neither windows nor soft caps.
-        is_plain = window is None and form.soft_cap is None
+        # The library's attention knows neither windows nor soft caps, and needs a mask behind earlier tokens.
+        is_plain = window is None and form.soft_cap is None and not self._past
         if is_plain and (mask is None or table.how("attention", self.length) == "dense"):
-            out = _library_attention(q, k, v, form.scale, self._visible_keys())
+            out = _library_attention(q, k, v, form.scale)
             wait()
             return _zeroed(out, mask if zeroes else None, table.backend)
         wait()
@@ -131,12 +130,41 @@ class PromptView:
             tile=choice.tile,
         )
 
-    def _visible_keys(self) -> Tensor | None:
-        """Return which keys [T, past + T] each token sees; None without earlier ones, where causality says it."""
-        if self._past and self._visible is None:
-            square = self.starts.new_ones(self.length, self._past + self.length, dtype=torch.bool)
-            self._visible = square.tril(self._past)
-        return self._visible
+
+class ContinuedView:
+    """Several new tokens of one sequence behind earlier ones, whose number only the device knows: for CUDA graphs.
+
+    Args:
+        length: New tokens.
+        starts: Earlier tokens, int32 [1].
+    """
+
+    batch, is_step = 1, False
+
+    def __init__(self, cache: KvCache, length: int, starts: Tensor) -> None:
+        self.length, self.starts = length, starts
+        self._cache = cache
+        self._ends = starts + torch.arange(1, length + 1, dtype=torch.int32, device=starts.device)
+
+    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `CacheView`."""
+        return *self._cache.layer(layer), None
+
+    def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
+        """See `CacheView`."""
+        form, table, order, wait = call
+        wait()
+        first = torch.zeros_like(self._ends) if form.window is None else (self._ends - form.window).clamp(min=0)
+        return attention_prefill(
+            q,
+            *self._cache.layer(layer),
+            _sequence_order(mask, order, q, table.backend),
+            runs=torch.stack([first, self._ends]),
+            scale=form.scale,
+            soft_cap=form.soft_cap,
+            zero_skipped=needs_zeros(mask, table),
+            backend=table.backend,
+        )
 
 
 class StepView:
@@ -192,13 +220,11 @@ def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     return values.view(heads.shape)
 
 
-def _library_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None) -> Tensor:
-    """Return causal attention [B, T, H_q, d] of the last T places by the library's fastest kernel."""
+def _library_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return causal attention [B, T, H_q, d] by the library's fastest kernel."""
     attend: Any = functional.scaled_dot_product_attention
     heads = [part.transpose(1, 2) for part in (q, k, v)]
-    # The library's own causal mask begins at the first place.
-    options: dict[str, Any] = {"is_causal": visible is None, "attn_mask": visible, "scale": scale}
-    options["enable_gqa"] = q.shape[2] != k.shape[2]
+    options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
     if not q.is_cuda:
         return attend(*heads, **options).transpose(1, 2)
     with sdpa_kernel(_SDPA_ORDER, set_priority=True):
