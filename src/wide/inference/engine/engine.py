@@ -36,6 +36,28 @@ _KNOWN_PAGED = KNOWN | ARGUMENTS
 _MAX_LENGTH = 131072
 
 
+def _require_known(model: Any, control: Any, x: Tensor, given: Mapping[str, Any], *, is_paged: bool) -> None:
+    """Refuse calls that ask for something that the engine does not compute."""
+    if model.training:
+        raise NotAttachedError(
+            "this model is optimised, which is for inference; call wide.deoptimize(model) first, or model.eval()"
+        )
+    if control.forced is not None:
+        raise Masked("force_routing")
+    if control.observed is not None and (control.keep_history or is_paged):
+        raise Masked("capture_routing over several forwards")
+    if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Masked("a call that is captured in a CUDA graph")
+    if torch.is_autocast_enabled(x.device.type):
+        raise Masked("autocast")
+    for name, value in given.items():
+        if name not in (_KNOWN_PAGED if is_paged else KNOWN) and value is not None and value is not False:
+            raise Masked(f"the argument {name}=")
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False):
+            raise Masked(f"{name}=")
+
+
 class Engine:
     """Stands in for the forward of an optimised model.
 
@@ -215,7 +237,7 @@ class Engine:
         if not isinstance(x, Tensor) or self._is_reading or self._is_removed:
             raise Masked
         control, is_paged = self._state.control, ids is not None and is_paged_step(given)
-        self._require_known(x, given, _KNOWN_PAGED if is_paged else KNOWN, is_paged=is_paged)
+        _require_known(self._model, control, x, given, is_paged=is_paged)
         if self._memory is None:
             self._read_again()
         if is_paged:
@@ -232,28 +254,6 @@ class Engine:
         if cache is not None and cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1:
             return step(self._ready, control, ids, cache, given), cache
         return self._prompt(x, cache, given)
-
-    def _require_known(self, x: Tensor, given: Mapping[str, Any], known: frozenset[str], *, is_paged: bool) -> None:
-        """Refuse calls that ask for something that the engine does not compute."""
-        control, config = self._state.control, self._model.config
-        if self._model.training:
-            raise NotAttachedError(
-                "this model is optimised, which is for inference; call wide.deoptimize(model) first, or model.eval()"
-            )
-        if control.forced is not None:
-            raise Masked("force_routing")
-        if control.observed is not None and (control.keep_history or is_paged):
-            raise Masked("capture_routing over several forwards")
-        if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise Masked("a call that is captured in a CUDA graph")
-        if torch.is_autocast_enabled(x.device.type):
-            raise Masked("autocast")
-        for name, value in given.items():
-            if name not in known and value is not None and value is not False:
-                raise Masked(f"the argument {name}=")
-        for name in ("output_hidden_states", "output_attentions"):
-            if getattr(config, name, False):
-                raise Masked(f"{name}=")
 
     def _prompt(self, x: Tensor, cache: EngineCache | None, given: Mapping[str, Any]) -> Answer:
         """Return the logits that are wanted of several tokens a sequence, and keep their keys and values."""
