@@ -372,7 +372,7 @@ def test_overwriting_starts_anew_but_leaves_other_files(everyday, tmp_path):
         (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide"),
         (["--wanda.window_length=33"], "wanda.window_length 33 is longer than the sequences of 32 tokens"),
         (["--methods=ddp", "--ddp.sequence_length=64"], "ddp.sequence_length 64 is longer than the sequences of 32"),
-        (["--wanda.pattern=2:4", "--sparsities=0.4"], "wanda 0.4 seed 17: pattern '2:4' prunes 0.5"),
+        (["--wanda.pattern=2:4", "--sparsities=0.4"], "wanda 0.4 seed 17: pattern '2:4' needs a target of 0.5"),
         (["--methods=wide", "--ffn_group_size=7"], "ffn_group_size 7 does not divide the FFN width 64"),
         (["--recover.steps=1", "--recover.sequence_length=100000"], "100000"),
         (["--eval.window=129"], "eval.window 129 exceeds the 128 positions of the model"),

@@ -39,7 +39,7 @@ def of(method, *given):
         (of("shortened-taylor", "--{0}.window_length=64", "--{0}.protect_first=0"), "window_length 64 is longer"),
         (of("tyr", "--{0}.window_length=64"), "window_length 64 is longer"),
         (of("slicegpt", *WINDOWS, "--sparsity=0.99", "--{0}.round_to=8"), "lower the sparsity or round_to"),
-        (of("wanda", *WINDOWS, "--{0}.pattern=2:4", "--sparsity=0.4"), "pattern '2:4' prunes 0.5"),
+        (of("wanda", *WINDOWS, "--{0}.pattern=2:4", "--sparsity=0.4"), "pattern '2:4' needs a target of 0.5"),
         (of("ddp", "--{0}.sequence_length=64"), "sequence_length 64 is longer"),
         (of("skipgpt", *TRAINED, "--match=linear_flops", "--sparsity=0.99"), "stay below"),
         (of("dllm-original", *TRAINED, "--sparsity=0.9", "--{0}.dense_layers=1"), "stay below 0.5"),
