@@ -31,11 +31,11 @@ TABLE = fixed(query=5, attention=5, output=5, gate_up=5, down=5)
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def routed(family="llama"):
+def routed(family="llama", weights="model"):
     model = attach(
         make(family, **(STRAIGHT[family] | SIZES)).bfloat16().cuda(), WideConfig(ffn_group_size=64, router_rank=16)
     )
-    return optimize(model, table=TABLE)
+    return optimize(model, table=TABLE, weights=weights)
 
 
 def prompt_and_steps(model, ids, length):
@@ -55,16 +55,24 @@ def prompt_and_steps(model, ids, length):
     return torch.cat(parts, 1), joined
 
 
+@pytest.mark.parametrize("weights", ["model", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "mistral"])
-def test_prompts_and_steps_are_those_of_the_masked_model(family, dtype):
+def test_prompts_and_steps_are_those_of_the_masked_model(family, dtype, weights):
     model, ids = deoptimize(routed(family)).to(dtype), tokens(2, 204).cuda()
-    optimize(model, table=TABLE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimize(model, table=TABLE, weights=weights)
     poison()
     found, masks = prompt_and_steps(model, ids, 200)
-    deoptimize(model)
+    if weights == "model":
+        deoptimize(model)
+    # In int8 the masked model has the engine's weights as long as it is optimised.
     with torch.no_grad(), force_routing(model, masks):
         torch.testing.assert_close(found, model(ids).logits.float(), atol=0.05, rtol=0.05)
+    if weights == "int8":
+        deoptimize(model)
+    after = model.state_dict()
+    assert all(value.is_cuda and torch.equal(value, after[name]) for name, value in before.items())
 
 
 def without_graphs(monkeypatch):
@@ -99,8 +107,9 @@ def several(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mistral", "gemma2", "gemma3_text", "glm4", "exaone4"])
-def test_graphs_give_what_direct_calls_give(family, monkeypatch):
-    model = routed(family)
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_graphs_give_what_direct_calls_give(family, weights, monkeypatch):
+    model = routed(family, weights)
     with_graphs = several(model)
     without_graphs(monkeypatch)
     for found, wanted in zip(with_graphs, several(model), strict=True):
