@@ -50,7 +50,7 @@ def tokens(folder, **options):
     command = [sys.executable, str(Path(__file__).with_name("tokens.py")), str(folder), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     found = re.search(r"(\d+) of (\d+) alike; executed (\[.*\])", done.stdout)
-    assert found, done.stdout[-2000:] + done.stderr[-4000:]
+    assert found, done.stdout[-2000:] + done.stderr[-9000:]
     return int(found[1]), int(found[2]), json.loads(found[3])
 
 

@@ -14,7 +14,7 @@ from wide.inference.choice.layer_sizes import LayerSizes
 from wide.inference.choice.measured import is_measured, measured_table
 from wide.inference.choice.tuning.tune import TunedLayer, tune_layers
 from wide.inference.operators.products import GatedWeights, LinearWeights, feed_forward
-from wide.inference.operators.table import OperatorTable
+from wide.inference.operators.table import OperatorName, OperatorTable
 from wide.kernels.registration import operator
 from wide.kernels.route import RouteWeights, route
 
@@ -40,14 +40,64 @@ def routed_feed_forward(
         last: Weight of down, [D, F].
         executed: Expected share of (token, group) pairs that execute.
     """
-    sizes = ffn_sizes(x.shape[1], last.shape[1], router.difference.shape[0])
-    table = _table(x.device, x.dtype, sizes, executed)
-    mask = route(x, router, backend=table.backend)
-    padding = get_forward_context().is_padding
-    if padding is not None and table.how("gate_up", x.shape[0]) != "dense":
-        mask.logical_and_(~padding[:, None])
+    table = table_of(x.device, x.dtype, ffn_sizes(x.shape[1], last.shape[1], router.difference.shape[0]), executed)
+    mask = _decide(x, router, table, "gate_up")
     gated = GatedWeights.of_rows(LinearWeights(gate_up, gate_up_bias), last.shape[1], "silu")
     return feed_forward(gated, LinearWeights(last, last_bias), x, mask, table)
+
+
+@operator(
+    lambda x, difference, qkv: (
+        x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool),
+        x.new_empty((x.shape[0], qkv.shape[0])),
+    )
+)
+def routed_queries(
+    x: Tensor,
+    router: RouteWeights,
+    qkv: Tensor,
+    qkv_bias: Tensor | None,
+    groups: int,
+    kv_heads: int,
+    head_dim: int,
+    executed: float,
+) -> tuple[Tensor, Tensor]:
+    """Return which groups rows [M, D] execute, and their queries, keys and values [M, (H_q + 2 H_k) d].
+
+    Args:
+        x: Normed rows of all requests of a step, and of its padding.
+        router: Of this rank's groups, and behind them groups of key and value rows, which always execute; without
+            these everything is computed. Queries of skipped groups hold anything.
+        groups: Groups of queries, N_G.
+        kv_heads: H_k.
+    """
+    sizes = attention_sizes(x.shape[1], qkv.shape[0] - 2 * kv_heads * head_dim, groups, kv_heads, head_dim)
+    table = table_of(x.device, x.dtype, sizes, executed)
+    mask = _decide(x, router, table, "query")
+    linear, choice = LinearWeights(qkv, qkv_bias), table.choice("query", x.shape[0])
+    if choice.backend == "dense" or mask.shape[1] == groups:
+        return mask, linear.dense(x)
+    return mask, linear.output_groups(x, mask, choice, sorts=table.backend)[0]
+
+
+@operator(lambda heads, weight: heads.new_empty((heads.shape[0], weight.shape[0])))
+def routed_output(
+    heads: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None, kv_heads: int, head_dim: int, executed: float
+) -> Tensor:
+    """Return the output product [M, D] of heads [M, H_q d], which are zeros where the mask, bool [M, N_G], is false."""
+    sizes = attention_sizes(weight.shape[0], heads.shape[1], mask.shape[1], kv_heads, head_dim)
+    table = table_of(heads.device, heads.dtype, sizes, executed)
+    choice = table.choice("output", heads.shape[0])
+    return LinearWeights(weight, bias).input_groups(heads, mask, choice, sorts=table.backend)
+
+
+def _decide(x: Tensor, router: RouteWeights, table: OperatorTable, first: OperatorName) -> Tensor:
+    """Return the mask of rows, in which padding executes nothing where a product would gain by that."""
+    mask = route(x, router, backend=table.backend)
+    padding = get_forward_context().is_padding
+    if padding is not None and x.shape[0] > 1 and table.how(first, x.shape[0]) != "dense":
+        mask.logical_and_(~padding[:, None])
+    return mask
 
 
 def ffn_sizes(hidden_size: int, width: int, groups: int) -> LayerSizes:
@@ -64,8 +114,23 @@ def ffn_sizes(hidden_size: int, width: int, groups: int) -> LayerSizes:
     )
 
 
+def attention_sizes(hidden_size: int, query_width: int, groups: int, kv_heads: int, head_dim: int) -> LayerSizes:
+    """Return what measurements of an attention depend on; the FFN's sizes are none of any layer."""
+    return LayerSizes(
+        hidden_size=hidden_size,
+        query_width=query_width,
+        head_dim=head_dim,
+        num_kv_heads=kv_heads,
+        attention_groups=groups,
+        ffn_width=1,
+        ffn_groups=1,
+        is_gated=False,
+    )
+
+
 @functools.cache
-def _table(device: torch.device, dtype: torch.dtype, sizes: LayerSizes, executed: float) -> OperatorTable:
+def table_of(device: torch.device, dtype: torch.dtype, sizes: LayerSizes, executed: float) -> OperatorTable:
+    """Return which operator runs at which number of rows, by measurements."""
     return measured_table(sizes, device=device, dtype=dtype, executed=(executed, executed))
 
 

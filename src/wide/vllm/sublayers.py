@@ -1,5 +1,6 @@
 """Modules that take the place of vLLM's FFN and attention: the same linear layers, and a router."""
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,7 @@ from wide.kernels.device import triton_obstacle
 from wide.kernels.route import RouteWeights, split_weights
 from wide.plan import Routed
 from wide.vllm.limits import Pruning
-from wide.vllm.operators import ffn_sizes, measure_once
+from wide.vllm.operators import attention_sizes, ffn_sizes, measure_once, table_of
 
 
 def exchange(layers: Iterable[nn.Module], pruning: Pruning) -> None:
@@ -58,11 +59,15 @@ class _AfterLoading(QuantizeMethodBase):
 
 
 class Router(nn.Module):
-    """The weights of a router, whole on every rank, and those of this rank's groups as the operators take them."""
+    """The weights of a router, whole on every rank, and those of this rank's groups as the operators take them.
+
+    Args:
+        extra: Groups that always execute, behind this rank's.
+    """
 
     bias: nn.Parameter | None
 
-    def __init__(self, hidden_size: int, routed: Routed, threshold: float) -> None:
+    def __init__(self, hidden_size: int, routed: Routed, threshold: float, extra: int = 0) -> None:
         super().__init__()
         # What is to be measured before the first step, if anything.
         self.measured: tuple[TunedLayer, float] | None = None
@@ -73,7 +78,7 @@ class Router(nn.Module):
 
         self.down, self.up = empty(rank, hidden_size), empty(2 * groups, rank)
         self.register_parameter("bias", empty(2 * groups) if routed.bias else None)
-        self.threshold, self.dtype = threshold, torch.get_default_dtype()
+        self.extra, self.threshold, self.dtype = extra, threshold, torch.get_default_dtype()
         self.num_groups = groups // get_tensor_model_parallel_world_size()
         self.quant_method = _AfterLoading()
 
@@ -81,11 +86,13 @@ class Router(nn.Module):
         """Keep the weights of this rank's groups; offsets are less the threshold, so that 0 decides."""
         weights = split_weights(self.down, self.up, self.bias, dtype=self.dtype)
         own = slice(get_tensor_model_parallel_rank() * self.num_groups, None)
-        difference = weights.difference[own][: self.num_groups].contiguous()
+        difference = weights.difference[own][: self.num_groups]
         offset = difference.new_zeros(self.num_groups)
         if weights.offset is not None:
-            offset = weights.offset[own][: self.num_groups].clone()
-        parts = RouteWeights(weights.down, difference, offset - self.threshold, weights.counter)
+            offset = weights.offset[own][: self.num_groups]
+        difference = torch.cat((difference, difference.new_zeros(self.extra, difference.shape[1])))
+        offset = torch.cat((offset - self.threshold, offset.new_full((self.extra,), math.inf)))
+        parts = RouteWeights(weights.down, difference, offset, weights.counter)
         for name, tensor in parts._asdict().items():
             # Buffers, whose addresses graphs may keep; not persistent, so that no loader looks for them.
             self.register_buffer(f"own_{name}", tensor, persistent=False)
@@ -139,7 +146,7 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """vLLM's attention under a router: skipped heads are zeros before the output product."""
+    """vLLM's attention under a router: on a GPU queries, pages and output skip; elsewhere heads are masked."""
 
     qkv_proj: Any
     o_proj: Any
@@ -148,7 +155,7 @@ class Attention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(self, dense: Any, routed: Routed, threshold: float, _executed: float) -> None:
+    def __init__(self, dense: Any, routed: Routed, threshold: float, executed: float) -> None:
         super().__init__()
         if getattr(dense, "do_llama_4_scaling", False) or getattr(dense, "dual_chunk_attention_config", None):
             raise UnsupportedModelError(
@@ -159,20 +166,44 @@ class Attention(nn.Module):
             setattr(self, name, getattr(dense, name))
         norms = (getattr(dense, name, None) for name in ("q_norm", "k_norm"))
         self.q_norm, self.k_norm = norms
-        self.sizes, self.head_dim = (dense.q_size, dense.kv_size, dense.kv_size), dense.head_dim
-        self.wide_router = Router(self.qkv_proj.input_size, routed, threshold)
-        self.decides = threshold != -math.inf
+        self.widths, self.head_dim = (dense.q_size, dense.kv_size, dense.kv_size), dense.head_dim
+        self.executed, self.decides = executed, threshold != -math.inf
+        groups = routed.grouping.num_groups // get_tensor_model_parallel_world_size()
+        size, further = dense.q_size // groups, 2 * dense.kv_size
+        extra = further // size if further % size == 0 else 0
+        self.skips, weight = False, self.qkv_proj.weight
+        if self.decides and weight.is_cuda and triton_obstacle(weight.device) is None:
+            from wide.vllm.pages import attend, skips_in
+
+            sizes = attention_sizes(weight.shape[1], dense.q_size, groups, dense.num_kv_heads, self.head_dim)
+            table = functools.partial(table_of, weight.device, weight.dtype, sizes, executed)
+            self.skips, self.attend = skips_in(self.attn, table), attend
+        self.wide_router = Router(self.qkv_proj.input_size, routed, threshold, extra if self.skips else 0)
+        self.shape = (groups, dense.num_kv_heads, self.head_dim)
+        if self.skips:
+            self.wide_router.measured = TunedLayer(sizes=sizes, attention=True, ffn=False), executed
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Return the output [M, D] of normed rows [M, D] at positions [M]."""
-        q, k, v = self.qkv_proj(hidden_states)[0].split(self.sizes, dim=-1)
+        first, last = self.qkv_proj, self.o_proj
+        mask: Tensor | None = None
+        if self.skips:
+            parts = (first.weight, first.bias, *self.shape, self.executed)
+            mask, qkv = torch.ops.wide.routed_queries(hidden_states, *self.wide_router.weights, *parts)
+            mask = mask[:, : self.shape[0]]
+        else:
+            qkv = first(hidden_states)[0]
+        q, k, v = qkv.split(self.widths, dim=-1)
         if self.q_norm is not None:
             q, k = (
                 norm(part.unflatten(1, (part.shape[1] // self.head_dim, self.head_dim))).flatten(1)
                 for norm, part in ((self.q_norm, q), (self.k_norm, k))
             )
         q, k = self.rotary_emb(positions, q, k)
-        heads = self.attn(q, k, v)
-        if self.decides:
-            heads = _cleared(heads, self.wide_router(hidden_states))
-        return self.o_proj(heads)[0]
+        if mask is None:
+            heads = self.attn(q, k, v)
+            return last(_cleared(heads, self.wide_router(hidden_states)) if self.decides else heads)[0]
+        heads = self.attend(self.attn, q, k, v, mask)
+        bias = None if last.tp_rank > 0 else last.bias
+        out = torch.ops.wide.routed_output(heads, mask, last.weight, bias, *self.shape[1:], self.executed)
+        return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out
