@@ -54,8 +54,8 @@ def require_length(blocks: TokenBlocks, length: int, setting: str) -> None:
     """Raise ConfigError if the tokens that a setting asks for are more than a block of calibration text has."""
     if length > blocks.sequence_length:
         raise ConfigError(
-            f"{setting} {length} is longer than the {blocks.sequence_length} tokens of a block of the text; pack "
-            f"it with --train.sequence_length {length} or more, or set {setting} to {blocks.sequence_length} or less"
+            f"{setting} {length} is longer than the {blocks.sequence_length} tokens of a block of calibration text; "
+            f"pack the text with --train.sequence_length {length} or more, or set {setting} to {blocks.sequence_length}"
         )
 
 

@@ -85,7 +85,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     What else is trained, and at which rate, is the loop's: freeze the base with `requires_grad_(False)` before the
     Trainer is made, or train it along. Afterwards thresholds are calibrated on the last batches, so that inference
     meets the target. The Trainer's checkpoints are full checkpoints; of a PEFT model they hold LoRA, and the routers
-    lie beside it in `wide/`, an adapter for `wide.load`. A loop of your own, as one with accelerate:
+    lie beside it in `wide/`, an adapter for `wide.load`. A loop of your own, as one with accelerate::
 
         routers = wide.RouterCallback(sparsity=0.5)
         routers.begin(model, steps=1000)
