@@ -206,8 +206,8 @@ def test_settings_of_a_method_that_do_not_fit_the_text_are_named_as_their_flags_
     given += [f"--tyr.{name}=300", "--train.sequence_length=32", "--report=false"]
     assert main(command(tiny_model_folder, prose_folder, tmp_path / "run", *given)) == 1
     said = capsys.readouterr().err
-    assert f"error: tyr.{name} 300 is longer than the 32 tokens of a block of the text" in said
-    assert "pack it with --train.sequence_length 300 or more" in said
+    assert f"error: tyr.{name} 300 is longer than the 32 tokens of a block of calibration text" in said
+    assert "pack the text with --train.sequence_length 300 or more" in said
 
 
 def test_one_text_file_holds_out_its_tail_by_itself(tiny_model_folder, tmp_path, capsys):
