@@ -81,13 +81,16 @@ def test_batches_and_threads_give_what_calls_alone_give():
 
 def test_weights_and_routers_that_change_count_from_the_next_prompt_on():
     model, plain, ids = optimised(routed()), routed(), tokens(2, 12)
-    with torch.no_grad():
-        for each in (model, plain):
-            each.model.layers[1].mlp.down_proj.weight.mul_(2)
-            attachment(each).routers()[0].up.mul_(-1)
-        wanted = rounded(routed())
-        wanted.load_state_dict(plain.state_dict())
-        torch.testing.assert_close(model(ids).logits, rounded(wanted)(ids).logits, **CLOSE)
+    changes = (
+        lambda each: each.model.layers[1].mlp.down_proj.weight[:, 3].mul_(20),
+        lambda each: attachment(each).routers()[0].up.mul_(-1),
+    )
+    for change in changes:
+        with torch.no_grad():
+            model(ids), change(model), change(plain)
+            wanted = routed()
+            wanted.load_state_dict(plain.state_dict())
+            torch.testing.assert_close(model(ids).logits, rounded(wanted)(ids).logits, **CLOSE)
     deoptimize(model)
     assert all(
         torch.equal(*pair) for pair in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.device import interprets_triton
@@ -11,6 +12,8 @@ from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_k._triton import KTile
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn._triton import MnTile
+from wide.kernels.gemv import gemv_k, gemv_mn
+from wide.kernels.linear_int8 import quantise_int8
 from wide.kernels.reorder import reorder, reorder_patterns
 
 pytestmark = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
@@ -66,6 +69,40 @@ def test_gemm_k_equals_dense_on_zeros(num_rows: int, kind: str, block_m: int, gr
     )
     got = gemm_k(torch.where(channels, h, NAN), weight, order, group_size=SIZE, backend="triton")
     torch.testing.assert_close(got, torch.where(channels, h, 0) @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_int8_products_of_few_rows_equal_masked_dense(num_rows: int, kind: str) -> None:
+    mask = make_mask(kind, num_rows)
+    channels = mask.repeat_interleave(SIZE, 1)
+    x, h = values(num_rows, DEPTH), values(num_rows, GROUPS * SIZE, seed=2)
+    # One channel stands out, one output has no weights; what is skipped holds NaN, as does a row on its own.
+    x[:, 5] *= 1e4
+    x[~mask.any(1)] = h[~channels] = NAN
+    x[-1] = NAN if num_rows > 1 else x[-1]
+    gate, up, down = (
+        values(rows, depth, seed=3) for rows, depth in ((GROUPS * SIZE, DEPTH),) * 2 + ((33, GROUPS * SIZE),)
+    )
+    gate[7] = down[7] = 0
+    (q_gate, gate_scale), (q_up, up_scale), (q_down, down_scale) = map(quantise_int8, (gate, 2 * up, down))
+    gate, up, down = q_gate * gate_scale[:, None], q_up * up_scale[:, None], q_down * down_scale[:, None]
+    wanted = torch.where(channels, silu(x @ gate.t()) * (x @ up.t()), 0)
+    gate_scale[~channels.any(0)] = up_scale[~channels.any(0)] = NAN
+    scales: dict[str, Any] = {"scale": gate_scale, "up_weight": q_up, "up_scale": up_scale, "activation": "silu"}
+    for backend in ("triton", "torch"):
+        got = gemv_mn(x, q_gate, mask, zero_skipped=True, **scales, backend=backend)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-2, equal_nan=True)
+        got = gemv_k(h, q_down, mask, scale=down_scale, backend=backend)
+        torch.testing.assert_close(got, torch.where(channels, h, 0) @ down.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_int8_weights_go_with_scales() -> None:
+    x, weight, mask = values(1, DEPTH), values(GROUPS * SIZE, DEPTH), make_mask("all", 1)
+    eight, scale = quantise_int8(weight)
+    for given, factor in ((eight, None), (weight, scale)):
+        with pytest.raises(ShapeError, match="int8 weights go with scales"):
+            gemv_mn(x, given, mask, scale=factor, backend="triton")
 
 
 @pytest.mark.parametrize("weights_by", [0, 1, 2])

@@ -103,6 +103,9 @@ def read_model(model: nn.Module, max_length: int, weights: str = "model") -> Mod
         if len(devices) > 1:
             raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices, {devices}, not on one")
         layers = tuple(read_layer(spec, each, taken) for spec, each in zip(specs, angles, strict=True))
+        if taken.quantised:
+            # Others are to have the memory that the model's own weights took.
+            torch.cuda.empty_cache()
         return ModelWeights(
             specs=specs,
             layers=layers,
