@@ -155,6 +155,30 @@ def real_losses() -> Table:
     return Table(header=("", "loss of the text, nats"), rows=tuple(lines))
 
 
+def eight_bits() -> Table:
+    """Return what weights and activations in eight bits cost the routed and the dense model, simulated."""
+    records, lines = study("smollm2-135m")["eight-bits"], []
+    for form in ("as it is", "int8 weights", "e4m3 weights", "int8 weights and activations"):
+        cells = [form]
+        for stage in (f"routed, {form}", f"dense, {form}"):
+            change, error = (
+                100 * (records.number(stage, f"log_perplexity.change{end}") or 0.0) for end in ("", ".stderr")
+            )
+            cells.append(f"{records.number(stage, _PERPLEXITY):.2f}")
+            cells.append("" if form == "as it is" else f"{change:+.1f} ± {error:.1f} %")
+        flips = records.number(f"routed, {form}", "flips")
+        lines.append((*cells, "" if flips is None else f"{100 * flips:.1f} %"))
+    header = (
+        "",
+        "routed, token perplexity",
+        "change",
+        "dense, token perplexity",
+        "change",
+        "decisions that differ",
+    )
+    return Table(header=header, rows=tuple(lines))
+
+
 _SIX_TASKS = ("arc_easy", "arc_challenge", "winogrande", "piqa", "openbookqa", "hellaswag (302-item subset)")
 # Title -> run of the scores without LoRA, run of those with it, and the method.
 _REAL_ROWS = {
@@ -383,6 +407,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-real": real,
     "quality-real-short": real_short,
     "losses-real": real_losses,
+    "eight-bits-real": eight_bits,
     "speed": speed,
     "columns": columns,
     "columns-code": columns_code,
