@@ -109,7 +109,7 @@ class _Implementation(FlashAttentionImpl):
         """Write the heads [M, H_q, d] of executing pairs and zeros of others to `output`, and return it."""
         mask = output_scale
         if attn_metadata is None or mask is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         rows = attn_metadata.num_actual_tokens
         q, mask = query[:rows], mask[:rows]
         if attn_metadata.max_query_len == 1 and self._reads_pages(kv_cache, mask):
