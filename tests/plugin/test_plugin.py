@@ -17,8 +17,8 @@ from wide.errors import ConfigError, UnsupportedModelError
 from wide.materialisation.checkpoint import generated_classes
 from wide.models.adapter import config_of
 from wide.models.attach import attachment
-from wide.vllm.limits import Limits, check_ranks, read_pruning
-from wide.vllm.plugin import FAMILIES, register, version_obstacle
+from wide.vllm.limits import FAMILIES, Limits, check_ranks, read_pruning
+from wide.vllm.plugin import register, version_obstacle
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def configuration(dial=((0.25, -1.0), (0.75, 1.0)), **changes):
     attachment(model).routers()[1].threshold = 0.25
     facts = config_of(model)
     facts["plan"]["layers"][0]["ffn"] |= changes
-    return SimpleNamespace(wide=facts)
+    return SimpleNamespace(wide=facts, model_type="wide_llama")
 
 
 def engine(config, *, ranks=1, **changes):
@@ -96,6 +96,13 @@ def test_options_that_do_not_go_with_routers_are_refused_by_name(changes, words)
     Limits.verify_and_update_config(engine(config, ranks=2))
     with pytest.raises(ConfigError, match=words):
         Limits.verify_and_update_config(engine(config, **changes))
+
+
+@pytest.mark.parametrize("kind", ["wide_granite", "wide_sliced_llama"])
+def test_other_families_and_kinds_are_refused_and_foreign_models_left_alone(kind):
+    with pytest.raises(UnsupportedModelError, match=f"type '{kind}'"):
+        Limits.verify_and_update_config(engine(SimpleNamespace(model_type=kind)))
+    Limits.verify_and_update_config(engine(SimpleNamespace(model_type="gpt2"), quantization="fp8"))
 
 
 def test_ranks_are_checked_against_every_half():

@@ -6,8 +6,11 @@ from typing import Any
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.models.adapter import check_config
 from wide.models.dial import threshold_of
+from wide.models.pretrained import PRUNED_PREFIX
 from wide.plan import Dense, Plan, Routed
 
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Model types whose dense class in vLLM takes wide's modules, with the first word of that class."""
 SPARSITY = "wide_sparsity"
 """Entry of the configuration that --hf-overrides sets: the sparsity at start."""
 
@@ -85,8 +88,16 @@ class Limits:
 
         Raises:
             ConfigError: If an option of vLLM does not go with them, or groups do not divide among the ranks.
-            UnsupportedModelError: As `read_pruning`.
+            UnsupportedModelError: If the checkpoint is of another family or kind, or as `read_pruning`.
         """
+        config = vllm_config.model_config.hf_config
+        if not config.model_type.startswith(PRUNED_PREFIX):
+            return
+        if config.model_type.removeprefix(PRUNED_PREFIX) not in FAMILIES:
+            raise UnsupportedModelError(
+                f"vLLM serves wide's checkpoints of the families {list(FAMILIES)} with routers, and this one is of the "
+                f"type {config.model_type!r}; use `wide serve`"
+            )
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         unsupported = {
             "--quantization": vllm_config.model_config.quantization is not None,
@@ -101,7 +112,7 @@ class Limits:
         wrong = [name for name, is_set in unsupported.items() if is_set]
         if wrong:
             raise ConfigError(f"a checkpoint of wide is served without {' and '.join(wrong)}; leave that out")
-        check_ranks(read_pruning(vllm_config.model_config.hf_config).plan, parallel.tensor_parallel_size)
+        check_ranks(read_pruning(config).plan, parallel.tensor_parallel_size)
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:

@@ -2,8 +2,6 @@
 
 import logging
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Model types whose dense class in vLLM takes wide's modules, with the first word of that class."""
 OLDEST, BELOW = (0, 26), (0, 27)
 """Versions of vLLM that the modules fit: from the first on, below the second."""
 _LOGGER = logging.getLogger("vllm.wide")
@@ -27,12 +25,14 @@ def _register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from wide.materialisation.checkpoint import register as register_type
-    from wide.vllm.limits import Limits
+    from wide.vllm.limits import FAMILIES, Limits
 
     wrong = version_obstacle(vllm.__version__)
     if wrong is not None:
         _LOGGER.warning("wide's checkpoints cannot be served: %s", wrong)
         return
+    # What vLLM takes for any family that it does not know.
+    MODELS_CONFIG_MAP.setdefault("TransformersForCausalLM", Limits)
     for family, word in FAMILIES.items():
         name = f"Wide{word}ForCausalLM"
         register_type(f"wide_{family}")
