@@ -42,7 +42,8 @@ def _benches():
 
 
 def _said_now(command):
-    """Return a command with the flag's name of today, without the folder of its run."""
+    """Return a command with the flags' names of today, without the folder of its run."""
+    command = re.sub(r"--rates (\S+),(\S+)", r"--sparsities \1/\2", command)
     return re.sub(r"--output \S+", "--output DIR", command).replace("--doors ", "--calls ")
 
 
