@@ -87,7 +87,6 @@ COMMANDS = {
     "inspect": ["--model={base}"],
     "inspect ": ["--adapter={adapter}"],
     "report": ["{run}"],
-    "report ": ["{grid}"],
     "serve": ["--model={base}", "--adapter={adapter}", *SMALL],
     "bench": ["--output={out}"],
     "tune": ["--model={base}", "--output={out}"],
