@@ -576,6 +576,29 @@ def test_a_prompt_that_fails_leaves_an_empty_cache(monkeypatch):
         torch.testing.assert_close(model(ids[:, :1], past_key_values=cache).logits, wanted, **CLOSE)
 
 
+@pytest.mark.parametrize("places", [0, 3])
+def test_a_second_turn_that_fails_leaves_the_tokens_before(monkeypatch, places):
+    model, ids, given = routed(), tokens(2, 13), torch.ones(2, 13, dtype=torch.long)
+    given[0, :places] = 0
+    where = (given.cumsum(1) - 1).clamp(min=0)
+    optimize(model, table=SMALL)
+
+    def logits(first, last, **more):
+        part = {"attention_mask": given[:, :last], "position_ids": where[:, first:last]}
+        return model(ids[:, first:last], **part, **more)
+
+    with torch.no_grad():
+        wanted = logits(0, 13).logits[:, -1]
+        cache = logits(0, 10).past_key_values
+        monkeypatch.setattr(Decoder, "logits", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits(10, 13, past_key_values=cache)
+        monkeypatch.undo()
+        for place in (10, 11, 12):
+            found = logits(place, place + 1, past_key_values=cache).logits[:, 0]
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 def test_thresholds_between_turns_autocast_and_numpy():
     model, ids = routed(), tokens(1, 12)
     more = tokens(1, 4, seed=3)

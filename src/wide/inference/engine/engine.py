@@ -10,7 +10,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -202,6 +202,17 @@ class Engine:
         except UnsupportedModelError as error:
             raise Masked(f"this model since it was changed ({error})") from error
 
+    def _quantise_again(self, given: Mapping[str, Any]) -> None:
+        """Let the masked model, too, compute with int8 copies of the weights that it has now."""
+        if not self._snapshot.quantised or self._is_reading or self._is_removed or is_paged_step(given):
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        with self._lock, suppress(Masked):
+            # Reading compares with the model's own outputs, which a hook may change.
+            if not self._snapshot.has_hooks():
+                self._read_again()
+
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             # Nothing of the engine can be traced.
@@ -217,6 +228,7 @@ class Engine:
             self._say(reason)
             if isinstance(cache, EngineCache):
                 cache.leave_engine(reason)
+            self._quantise_again(given)
             with self._counted():
                 return self._plain(*args, **handed_on(self._model, kwargs))
         if torch.is_grad_enabled() and self._snapshot.learns():
@@ -276,9 +288,11 @@ class Engine:
         try:
             logits = prompt(self._ready, self._state.control, x, past, padding, cache, kept)
         except BaseException:
-            # What was begun must not be taken for a prompt.
+            # What was begun must not be taken for a prompt, nor for tokens of an earlier one.
             if cache is not None and not past:
                 cache.slot = None
+            elif cache is not None:
+                cache.slot.cache.lengths.copy_(past - torch.tensor(places or 0, device=x.device))
             raise
         if cache is not None:
             cache.tokens = past + x.shape[1]

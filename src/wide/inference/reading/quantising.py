@@ -56,8 +56,9 @@ class Weights:
     def give_back(self) -> None:
         """Let quantised layers compute with their own weights again, bit for bit those that they had."""
         for linear in self.quantised:
-            vars(linear).pop("forward", None)
             linear.weight.data = linear.weight.data.to(self._near.device)
+            # Last: another thread may run the masked model, and memory may not suffice.
+            vars(linear).pop("forward", None)
         self.quantised, self.saved_bytes = [], 0
 
     def _quantise(self, linear: nn.Linear, where: str) -> LinearWeights:
