@@ -102,6 +102,18 @@ def test_weights_and_routers_that_change_count_from_the_next_prompt_on():
     )
 
 
+@torch.no_grad()
+def test_weights_that_are_whole_again_are_quantised_again():
+    model, wanted, ids = optimised(routed()), rounded(routed()), tokens(2, 12)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    before = weight.clone()
+    weight[0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="since it was changed .* NaN"):
+        assert model(ids).logits.isnan().any()
+    weight.copy_(before)
+    torch.testing.assert_close(model(ids).logits, wanted(ids).logits, **CLOSE)
+
+
 def test_what_cannot_be_quantised_is_refused_and_left_as_it_was():
     with pytest.raises(ConfigError, match=r"unknown weights 'int4'; choose one of \['model', 'int8'\]"):
         optimize(routed(), table=SMALL, weights="int4")

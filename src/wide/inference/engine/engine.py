@@ -81,6 +81,7 @@ class Engine:
         self._said: set[str] = set()
         self._num_masked, self._is_removed = 0, False
         self._memory: Memory | None = None
+        self._quantised: Sequence[nn.Linear] = ()
         self._read()
         self.batching: PagedBatching | None = None
 
@@ -160,7 +161,6 @@ class Engine:
             self._memory.decoder.give_back()
         # Reading compares with the model's own forward, which must not come back here.
         self._memory, self._unreadable, self._is_reading = None, "", True
-        quantised: Sequence[nn.Linear] = ()
         config = self._model.config.get_text_config(decoder=True)
         length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
         rope = getattr(config, "rope_parameters", None) or {}
@@ -170,14 +170,14 @@ class Engine:
         try:
             with torch.inference_mode(False):
                 decoder = Decoder(self._model, max_length=length, tables=self._tables, weights=self._weights)
-            quantised = decoder.quantised
+            self._quantised = decoder.quantised
         except UnsupportedModelError as error:
             self._unreadable = str(error)
             raise
         finally:
             self._is_reading = False
-            # Reading moves weights.
-            self._snapshot = Snapshot(self._model, self._state, quantised)
+            # Reading moves weights. Those that it refuses may become others.
+            self._snapshot = Snapshot(self._model, self._state, self._quantised)
         self._memory = Memory(decoder, self._lock)
 
     @contextmanager
@@ -204,7 +204,7 @@ class Engine:
 
     def _quantise_again(self, given: Mapping[str, Any]) -> None:
         """Let the masked model, too, compute with int8 copies of the weights that it has now."""
-        if not self._snapshot.quantised or self._is_reading or self._is_removed or is_paged_step(given):
+        if not self._quantised or self._is_reading or self._is_removed or is_paged_step(given):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return

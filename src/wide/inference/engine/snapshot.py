@@ -21,7 +21,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, state: Attachment, quantised: Sequence[nn.Linear]) -> None:
         """Look at all modules."""
-        self._model, self._state, self.quantised = model, state, quantised
+        self._model, self._state, self._quantised = model, state, quantised
         self._parts = [part for part in model.modules() if part is not model]
         self._forwards = [vars(part).get("forward") for part in self._parts]
         self._own_hooks = {handle.id for handle in state.handles}
@@ -30,7 +30,7 @@ class Snapshot:
     def now(self) -> tuple[Any, ...]:
         """Return what the engine has copied from the model, or points at; steps trust that it stays."""
         parameters = [each for part in self._parts for each in part._parameters.values() if each is not None]
-        copied = [*self._state.routers(), *self.quantised]
+        copied = [*self._state.routers(), *self._quantised]
         matrices = [each for part in copied for each in part._parameters.values()]
         versions = [None if each is None or each.is_inference() else each._version for each in matrices]
         children = [child for part in (self._model, *self._parts) for child in part._modules.values()]
