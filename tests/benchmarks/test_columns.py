@@ -9,6 +9,7 @@ from benchmarks import bench as command
 from benchmarks import operators as bench
 from benchmarks.columns import PARTS, fill, lines, main
 from wide.inference.choice.tuning import products
+from wide.inference.operators.products import LinearWeights
 
 CPU = torch.device("cpu")
 COMMITTED = Path(__file__).parents[2] / "docs/measurements/targets/columns.json"
@@ -73,7 +74,7 @@ def test_races_have_the_names_by_which_rows_are_found(monkeypatch):
         mask = torch.ones(rows, sizes.grouped(name)[1], dtype=torch.bool)
         x = torch.zeros(rows, 1)
         return products._Product(
-            name=name, sizes=sizes, mask=mask, weights=[torch.zeros(2, 1, 1)], x=x, zeros=x, holes=x
+            name=name, sizes=sizes, mask=mask, weights=[LinearWeights(torch.zeros(2, 1, 1))], x=x, zeros=x, holes=x
         )
 
     monkeypatch.setattr(products._Product, "draw", draw)
