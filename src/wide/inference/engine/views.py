@@ -106,10 +106,12 @@ class PromptView:
         k, v = (part[:, :num_keys] for part in self._cache.layer(layer))
         window = None if form.window is not None and form.window >= num_keys else form.window
         zeroes = needs_zeros(mask, table)
-        # The library's attention knows neither windows nor soft caps, and needs a mask behind earlier tokens.
-        is_plain = window is None and form.soft_cap is None and not self._past
+        # The library's attention knows neither windows nor soft caps, and needs a mask behind earlier tokens, with
+        # which the kernels are faster, but not the reference.
+        is_plain = window is None and form.soft_cap is None and (not self._past or table.backend == "torch")
         if is_plain and (mask is None or table.how("attention", self.length) == "dense"):
-            out = _library_attention(q, k, v, form.scale)
+            square = self.starts.new_ones(self.length, num_keys, dtype=torch.bool) if self._past else None
+            out = _library_attention(q, k, v, form.scale, None if square is None else square.tril(self._past))
             wait()
             return _zeroed(out, mask if zeroes else None, table.backend)
         wait()
@@ -220,11 +222,12 @@ def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     return values.view(heads.shape)
 
 
-def _library_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return causal attention [B, T, H_q, d] by the library's fastest kernel."""
+def _library_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    """Return attention [B, T, H_q, d] by the library's fastest kernel, causal without visible keys [T, T_k]."""
     attend: Any = functional.scaled_dot_product_attention
     heads = [part.transpose(1, 2) for part in (q, k, v)]
-    options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    options: dict[str, Any] = {"is_causal": visible is None, "attn_mask": visible, "scale": scale}
+    options["enable_gqa"] = q.shape[2] != k.shape[2]
     if not q.is_cuda:
         return attend(*heads, **options).transpose(1, 2)
     with sdpa_kernel(_SDPA_ORDER, set_priority=True):
