@@ -63,7 +63,9 @@ def prompt(
     slot = None if cache is None else memory.room(cache, batch, past + length)
     is_plain = x.dim() == 2 and isinstance(kept, int) and kept == 1 and run.record is None
     if past:
-        is_plain = is_plain and slot is not None and batch == 1 and padding is None
+        # The reference would read all of the memory.
+        has_kernel = decoder.tables[0].backend != "torch"
+        is_plain = is_plain and has_kernel and slot is not None and batch == 1 and padding is None
     if is_plain and has_graph(x, None if slot is None else decoder.widest):
         # A call that keeps nothing borrows memory of all layers, for the sake of its graph.
         lent = memory.free(batch, length) if slot is None else slot
