@@ -38,7 +38,7 @@ class Slot:
         self.decoder, self.cache, self.memory = decoder, cache, memory
         self.owner: weakref.ref[EngineCache] | None = None
         self._steps: dict[bool, Callable[[Tensor], Tensor]]
-        self._prompts: dict[tuple[int, bool, bool], Callable[..., Tensor] | None]
+        self._prompts: dict[tuple[int, bool, bool], Callable[[Tensor, Tensor, int], Tensor] | None]
         self.forget()
 
     @property
@@ -105,7 +105,7 @@ class Slot:
                 del self._prompts[key]
                 return None
             self._prompts[key] = prompt
-        return prompt(ids, lengths, past) if past else prompt(ids, lengths)
+        return prompt(ids, lengths, past)
 
 
 class Memory:

@@ -147,6 +147,8 @@ class ContinuedView:
         self.length, self.starts = length, starts
         self._cache = cache
         self._ends = starts + torch.arange(1, length + 1, dtype=torch.int32, device=starts.device)
+        # By window, the same in all layers.
+        self._runs: dict[int | None, Tensor] = {}
 
     def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `CacheView`."""
@@ -156,12 +158,14 @@ class ContinuedView:
         """See `CacheView`."""
         form, table, order, wait = call
         wait()
-        first = torch.zeros_like(self._ends) if form.window is None else (self._ends - form.window).clamp(min=0)
+        if form.window not in self._runs:
+            first = torch.zeros_like(self._ends) if form.window is None else (self._ends - form.window).clamp(min=0)
+            self._runs[form.window] = torch.stack([first, self._ends])
         return attention_prefill(
             q,
             *self._cache.layer(layer),
             _sequence_order(mask, order, q, table.backend),
-            runs=torch.stack([first, self._ends]),
+            runs=self._runs[form.window],
             scale=form.scale,
             soft_cap=form.soft_cap,
             zero_skipped=needs_zeros(mask, table),
