@@ -54,6 +54,15 @@ def test_products_of_bfloat16_are_refused_in_the_interpreter(
         call(**operator.build(case, CPU), backend="triton")
 
 
+@pytest.mark.parametrize(
+    ("kind", "obstacle", "wanted"), [("cuda", None, "triton"), ("cuda", "old", "torch"), ("cpu", None, "torch")]
+)
+def test_what_no_table_chooses_is_tritons_on_a_gpu_that_runs_it(monkeypatch, kind, obstacle, wanted):
+    monkeypatch.setattr(kernel_device, "triton_obstacle", lambda _: obstacle)
+    monkeypatch.setattr(kernel_device, "interprets_triton", lambda: False)
+    assert kernel_device.fixed_backend(torch.device(kind)) == wanted
+
+
 @pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 @pytest.mark.parametrize("operator", [RMS_NORM, GEMV_MN, GEMV_K], ids=lambda operator: operator.name)
 def test_kernels_without_products_run_there_in_bfloat16(operator: Operator) -> None:

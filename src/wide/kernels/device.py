@@ -72,6 +72,12 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> s
     return None if capability >= 80 else f"Triton kernels need sm_80 or newer, this is sm_{capability}"
 
 
+def fixed_backend(device: torch.device) -> str:
+    """Return the backend of operators that no table chooses: Triton's on a GPU that runs it, else the reference."""
+    runs_triton = device.type == "cuda" and not interprets_triton() and triton_obstacle(device) is None
+    return "triton" if runs_triton else "torch"
+
+
 def half_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why Triton kernels that multiply halves cannot run, or None; in the interpreter they take float32, too."""
     return triton_obstacle(device, dtype) or half_misfit(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wide.inference.operators.table import DENSE, OperatorTable
-from wide.kernels.device import interprets_triton
+from wide.kernels.device import fixed_backend
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import finish_dense, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
@@ -49,14 +49,13 @@ class LinearWeights(NamedTuple):
         """Return the layer without scales: int8 weights in a floating-point dtype, others as they are."""
         if self.scale is None:
             return self
-        return LinearWeights(
-            expand_int8(self.weight, self.scale, dtype, backend=_plain_backend(self.weight)), self.bias
-        )
+        backend = fixed_backend(self.weight.device)
+        return LinearWeights(expand_int8(self.weight, self.scale, dtype, backend=backend), self.bias)
 
     def dense(self, x: Tensor) -> Tensor:
         """Return the whole product [M, N] of rows [M, K]."""
         if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
-            return linear_int8(x, self.weight, self.scale, self.bias, backend=_plain_backend(x))
+            return linear_int8(x, self.weight, self.scale, self.bias, backend=fixed_backend(x.device))
         weight, bias, _ = self.expanded(x.dtype)
         return functional.linear(x, weight, bias)
 
@@ -184,8 +183,3 @@ def feed_forward(
     choice, last = DENSE if mask is None else table.choice("gate_up", rows), table.choice("down", rows)
     h, _ = gated.output_groups(x, mask, choice, sorts=table.backend, zeroed=last.backend == "dense", ready=ready)
     return down.dense(h) if mask is None else down.input_groups(h, mask, last, sorts=table.backend)
-
-
-def _plain_backend(tensor: Tensor) -> str:
-    """Return which backend computes what is no choice."""
-    return "triton" if tensor.is_cuda and not interprets_triton() else "torch"

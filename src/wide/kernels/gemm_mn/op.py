@@ -8,7 +8,7 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.clear_skipped import cleared
-from wide.kernels.device import interprets_triton
+from wide.kernels.device import fixed_backend
 from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
 from wide.kernels.registration import check_tensor, on_device_of_tensors, operator
@@ -144,8 +144,8 @@ def finish_dense(values: torch.Tensor, activation: str, mask: torch.Tensor | Non
         values: May be changed.
     """
     if gated:
-        backend = "triton" if values.is_cuda and not interprets_triton() else "torch"
-        return GATED_BACKENDS.run(backend, values.device, AnyShape(values.dtype), values, activation, mask)
+        shape = AnyShape(values.dtype)
+        return GATED_BACKENDS.run(fixed_backend(values.device), values.device, shape, values, activation, mask)
     if activation != "none":
         values = activate(values.float(), activation).to(values.dtype)
     return values if mask is None else cleared(values, mask)
