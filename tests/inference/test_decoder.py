@@ -138,6 +138,11 @@ def test_other_structures_are_refused_with_the_reason():
         Decoder(make("apertus"), max_length=16)
 
 
+def test_another_dtype_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"in torch.float64; the engine takes .*bfloat16"):
+        Decoder(make("llama").double(), max_length=16)
+
+
 class _Shifted(torch.nn.Embedding):
     def forward(self, ids):
         return super().forward(ids) + 1

@@ -173,6 +173,8 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
     """
     whole: Any = model
     weight = whole.get_input_embeddings().weight
+    if weight.dtype not in _TOLERANCE:
+        raise UnsupportedModelError(f"the model is in {weight.dtype}; the engine takes {sorted(map(str, _TOLERANCE))}")
     ids = torch.randint(
         0, weight.shape[0], (1, min(_PROBE_TOKENS, max_length)), generator=torch.Generator().manual_seed(0)
     )
