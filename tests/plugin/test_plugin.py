@@ -121,3 +121,17 @@ def test_a_configuration_is_unpickled_where_its_class_has_not_been_made(family, 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"Wide{CONFIG_MAPPING[family].__name__}", "48", "{'a':", "1}"]
+
+
+def test_figures_of_a_measurement_need_a_green_gate():
+    from benchmarks.vllm_plugin import fill
+
+    name = "vLLM: first token, 4096"
+    row = {"what": name, "ratio": 1.4, "mode": "routed", "unit": "ms", "value": 75.0, "dense": 105.0}
+    content = {"gate": {"green": False}, "rows": [row], "skipped": {"prompt": [0.5, 0.5], "new": [0.5, 0.5]}}
+    rows = [{"what": name, "floor": 1.3, "goal": 1.5, "value": None}, {"what": "another", "value": None}]
+    known = {"commit": "abc", "device": "a GPU", "date": "2026-11-26"}
+    with pytest.raises(SystemExit, match="not green"):
+        fill(content, rows, **known)
+    fill(content | {"gate": {"green": True}}, rows, **known)
+    assert (rows[0]["value"], rows[0]["reached"], rows[1]["value"]) == (1.4, "floor", None)

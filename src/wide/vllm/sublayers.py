@@ -83,7 +83,10 @@ class Router(nn.Module):
         self.quant_method = _AfterLoading()
 
     def prepare(self) -> None:
-        """Keep the weights of this rank's groups; offsets are less the threshold, so that 0 decides."""
+        """Keep the weights of this rank's groups; offsets are less the threshold, so that 0 decides.
+
+        Another call, with another threshold, writes to the same memory, from which graphs read.
+        """
         weights = split_weights(self.down, self.up, self.bias, dtype=self.dtype)
         own = slice(get_tensor_model_parallel_rank() * self.num_groups, None)
         difference = weights.difference[own][: self.num_groups]
@@ -94,8 +97,12 @@ class Router(nn.Module):
         offset = torch.cat((offset - self.threshold, offset.new_full((self.extra,), math.inf)))
         parts = RouteWeights(weights.down, difference, offset, weights.counter)
         for name, tensor in parts._asdict().items():
-            # Buffers, whose addresses graphs may keep; not persistent, so that no loader looks for them.
-            self.register_buffer(f"own_{name}", tensor, persistent=False)
+            known = getattr(self, f"own_{name}", None)
+            if known is None:
+                # Not persistent, so that no loader looks for it.
+                self.register_buffer(f"own_{name}", tensor, persistent=False)
+            else:
+                known.copy_(tensor)
         if self.measured is not None:
             measure_once(difference.device, *self.measured)
 

@@ -1,0 +1,288 @@
+"""One engine of vLLM with drawn weights: its answers against those of the masked model, and what calls take.
+
+Usage: python -m benchmarks.vllm_engine routed|dense|off [tiny]
+
+Reads commands from stdin, one JSON list a line, such as ["requests", 8], and answers each with a JSON line. `routed`
+serves a checkpoint of wide, whose thresholds are put where half of the pairs are skipped; `dense` is vLLM's own model;
+`off` is the checkpoint at `wide_sparsity` 0. Weights are drawn by the engine's loader; the masked model has views of
+the same tensors, so that nothing is written to a disk. `benchmarks.vllm_plugin` starts these processes.
+"""
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wide.models.adapter import config_of
+from wide.models.attach import attach, attachment
+from wide.models.observe import bypass
+from wide.profiling.synthetic import SHAPES, set_shares, skipped_shares
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+_DRAWN: dict[str, Tensor] = {}
+"""What the loader drew, by the names of vLLM's model."""
+_NEW, _DECODED = 256, 128
+
+
+class Engine:
+    """vLLM in this process, and beside it the masked model.
+
+    Args:
+        tiny: Whether to be a small model in float32, with prompts of a thirty-second, as a CPU can run.
+    """
+
+    def __init__(self, mode: str, tiny: bool) -> None:
+        from transformers import LlamaConfig
+        from vllm import LLM
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+        @register_model_loader("drawn")
+        class Drawn(DummyModelLoader):  # type: ignore[misc]
+            def load_weights(self, model: nn.Module, model_config: Any) -> None:
+                draw_weights(model)
+
+        self.draw, self.scale = random.Random(1), 32 if tiny else 1
+        self.config = LlamaConfig(**SHAPES["tiny" if tiny else "llama-3.1-8b"], tie_word_embeddings=False)
+        self.dtype = torch.float32 if tiny else torch.bfloat16
+        with torch.device("meta"):
+            self.masked = _hugging_face(self.config, self.dtype, routed=mode != "dense")
+        folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"drawn-{mode}-{self.scale}"
+        folder.mkdir(exist_ok=True)
+        content = self.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+        if mode != "dense":
+            content |= {"architectures": ["WideLlamaForCausalLM"], "model_type": "wide_llama"}
+            content["wide"] = config_of(self.masked)
+        (folder / "config.json").write_text(json.dumps(content))
+        overrides = {"hf_overrides": {"wide_sparsity": 0}} if mode == "off" else {}
+        on_gpu: dict[str, Any] = {
+            # Memory for keys and values is named, since several engines start at once on one GPU.
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_bytes": 11 << 30,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]},
+        }
+        self.llm = LLM(
+            model=str(folder),
+            load_format="drawn",
+            dtype=str(self.dtype).removeprefix("torch."),
+            skip_tokenizer_init=True,
+            max_model_len=20000 // self.scale,
+            max_num_batched_tokens=16384 // self.scale,
+            max_num_seqs=64,
+            seed=0,
+            **overrides,
+            **({"enforce_eager": True} if tiny else on_gpu),
+        )
+        self._take_views()
+        if mode == "routed":
+            ids = torch.tensor(self._prompts(1, 2048), device=self.device)
+            set_shares(self.masked, ids, (0.5, 0.5))
+            self.dial(None)
+
+    def _take_views(self) -> None:
+        """Give the masked model the engine's weights."""
+        state: dict[str, Tensor] = {}
+        for name, tensor in _DRAWN.items():
+            stem, dim = name.rsplit(".", 2)[0], self.config.head_dim
+            keys = self.config.num_key_value_heads * dim
+            if ".qkv_proj." in name:
+                parts = tensor.split((self.config.num_attention_heads * dim, keys, keys))
+                state |= {f"{stem}.{part}_proj.weight": each for part, each in zip("qkv", parts, strict=True)}
+            elif ".gate_up_proj." in name:
+                gate, up = tensor.chunk(2)
+                state |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+            else:
+                state[name] = tensor[: self.config.vocab_size] if "embed" in name or "lm_head" in name else tensor
+        self.device = next(iter(state.values())).device
+        self.masked.load_state_dict(state, assign=True)
+        with torch.device(self.device):
+            self.masked.model.rotary_emb = type(self.masked.model.rotary_emb)(self.config)
+        self.masked.eval()
+
+    def _prompts(self, count: int, length: int) -> list[list[int]]:
+        """Return random prompts, whose length is scaled."""
+        last = self.config.vocab_size - 8
+        return [[self.draw.randrange(8, last) for _ in range(max(1, length // self.scale))] for _ in range(count)]
+
+    def dial(self, threshold: float | None) -> None:
+        """Give the engine's routers a threshold, or those of the masked model's; graphs read them from memory."""
+        wanted = {f"{r.layer_index} {r.half_layer}": r.threshold for r in attachment(self.masked).routers()}
+
+        def set_all(model: nn.Module) -> None:
+            for name, module in model.named_modules():
+                if name.endswith("wide_router"):
+                    layer, half = name.split(".")[2], "attention" if "self_attn" in name else "ffn"
+                    known: Any = module
+                    known.threshold = wanted[f"{layer} {half}"] if threshold is None else threshold
+                    known.prepare()
+
+        self.llm.apply_model(set_all)
+        self.llm.reset_prefix_cache()
+
+    def everything(self) -> dict[str, Any]:
+        """Let all groups execute, under routers that decide."""
+        self.dial(float("-inf"))
+        return {}
+
+    # Answers.
+
+    def gate(self, tokens: int = 16) -> dict[str, Any]:
+        """Compare log probabilities of greedy tokens with the masked model's, in rounds that take all paths."""
+        alone = [self._prompts(1, length)[0] for length in (1, 32, 600, 2048, 4096)]
+        mixed = [self._prompts(1, self.draw.choice((1, 160, 700, 1100, 2500)))[0] for _ in range(24)]
+        rounds = {
+            "alone": [one for prompt in alone for one in self._ask([prompt], tokens)],
+            "mixed": self._ask(mixed, tokens),
+            "prefix": self._ask([alone[3] + self._prompts(1, 96)[0], alone[4] + self._prompts(1, 700)[0]], tokens),
+            "chunked": self._ask(self._prompts(1, 18000), tokens),
+        }
+        found = {name: self._compare(round_, name) for name, round_ in rounds.items()}
+        return found | {"green": all(each["green"] for each in found.values())}
+
+    def _ask(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], list[int], Tensor]]:
+        """Return prompts, greedy tokens and the log probabilities that vLLM gave these."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+        answers = self.llm.generate([{"prompt_token_ids": each} for each in prompts], wanted, use_tqdm=False)
+        found = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            out = answer.outputs[0]
+            new = list(out.token_ids)
+            given = [step[token].logprob for step, token in zip(out.logprobs, new, strict=True)]
+            found.append((prompt, new, torch.tensor(given)))
+        return found
+
+    @torch.no_grad()
+    def _compare(self, answers: list[tuple[list[int], list[int], Tensor]], name: str) -> dict[str, Any]:
+        """Return how far vLLM is from the masked model, how far that is from itself, and from the dense model."""
+        apart, again, dense, best = [], [], [], []
+        for prompt, new, given in answers:
+            ids, chosen = torch.tensor([prompt + new], device=self.device), torch.tensor(new)[:, None]
+            masked = self._logits(ids, len(new))
+            apart.append((given - masked.gather(1, chosen)[:, 0]).abs())
+            best.append(masked.argmax(1) == chosen[:, 0])
+            with bypass(self.masked):
+                dense.append((given - self._logits(ids, len(new)).gather(1, chosen)[:, 0]).abs())
+            if len(prompt) <= 1100:
+                # The same model with other rounding: masks flip where margins are near the threshold.
+                self.masked.set_attn_implementation("eager")
+                again.append((self._logits(ids, len(new)) - masked).gather(1, chosen)[:, 0].abs())
+                self.masked.set_attn_implementation("sdpa")
+        parts = {"from_masked": apart, "of_rounding": again, "from_dense": dense}
+        joined = {what: torch.cat(each) for what, each in parts.items() if each}
+        found: dict[str, Any] = {"tokens": sum(map(len, apart)), "argmax": float(torch.cat(best).float().mean())}
+        found |= {f"mean_{what}": float(each.mean()) for what, each in joined.items()}
+        found |= {f"median_{what}": float(each.median()) for what, each in joined.items()}
+        # A mask that flips may move one token far; most are moved by rounding alone.
+        near = max(1e-3, 2 * found.get("median_of_rounding", found["median_from_dense"] / 8))
+        mean = max(2 * found.get("mean_of_rounding", 0.0), found["mean_from_dense"] / 4)
+        found["green"] = found["median_from_masked"] <= near and found["mean_from_masked"] <= mean
+        print(f"gate {name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+        return found
+
+    def _logits(self, ids: Tensor, count: int) -> Tensor:
+        """Return log probabilities of the last `count` tokens' places, [count, V], on the host."""
+        logits = self.masked(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1]
+        return logits.float().log_softmax(-1).cpu()  # type: ignore[no-any-return]
+
+    # Speeds.
+
+    def token(self, length: int) -> dict[str, Any]:
+        """Milliseconds of a further token of one sequence: the difference of two runs."""
+        self._once(1, length, 8)
+        pairs = [(self._once(1, length, 2), self._once(1, length, _DECODED + 2)) for _ in range(3)]
+        return _figures("ms", [(long - short) / _DECODED * 1e3 for short, long in pairs])
+
+    def first_token(self, length: int) -> dict[str, Any]:
+        """Milliseconds until the first token of one prompt."""
+        self._once(1, length, 1)
+        return _figures("ms", [self._once(1, length, 1) * 1e3 for _ in range(5)])
+
+    def requests(self, count: int) -> dict[str, Any]:
+        """New tokens a second of requests that come at once, 1024 tokens in and 256 out, prompts included."""
+        self._once(count, 1024, 8)
+        return _figures("tokens/s", [count * _NEW / self._once(count, 1024, _NEW) for _ in range(2)])
+
+    def _once(self, count: int, length: int, new: int) -> float:
+        """Return the seconds of new prompts; tokens are drawn, so that they differ as those of a text do."""
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": each} for each in self._prompts(count, length)]
+        wanted = SamplingParams(temperature=1, max_tokens=new, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        found = self.llm.generate(prompts, wanted, use_tqdm=False)
+        took = time.perf_counter() - started
+        assert [len(each.outputs[0].token_ids) for each in found] == [new] * count
+        self.latest = prompts[0]["prompt_token_ids"] + list(found[0].outputs[0].token_ids)
+        return took
+
+    def skipped(self) -> dict[str, Any]:
+        """Return the shares of pairs that attention and FFN skip, of a prompt and of tokens that the engine drew."""
+        self._once(1, 1024, _NEW)
+        ids = torch.tensor([self.latest], device=self.device)
+        shares = {"prompt": skipped_shares(self.masked, ids[:, :-_NEW]), "new": skipped_shares(self.masked, ids, _NEW)}
+        return {name: [round(share, 3) for share in both] for name, both in shares.items()}
+
+
+def _figures(unit: str, found: list[float]) -> dict[str, Any]:
+    return {"unit": unit, "value": statistics.median(found), "all": [round(each, 3) for each in found]}
+
+
+def _hugging_face(config: Any, dtype: torch.dtype, *, routed: bool) -> Any:
+    """Return Hugging Face's model, with routers if wanted."""
+    from transformers import AutoModelForCausalLM
+
+    import wide
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    plan = wide.WideConfig(ffn_group_size=128, router_rank=32)
+    return attach(model, plan) if routed else model
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module) -> None:
+    """Draw all weights as Hugging Face initialises them, the same ones in every process, and keep them."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        # Routers come last: the others are then the same with and without them.
+        if "wide_router" not in name:
+            parameter.fill_(1) if "norm" in name else parameter.normal_(std=0.02)
+    for name, parameter in model.named_parameters():
+        if "wide_router" in name:
+            parameter.normal_(std=0.02)
+        _DRAWN[name] = parameter.data
+
+
+def main() -> None:
+    """Answer commands."""
+    started = time.perf_counter()
+    engine = Engine(sys.argv[1], "tiny" in sys.argv[2:])
+    answer: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1)}
+    while True:
+        print(json.dumps(answer), flush=True)
+        line = sys.stdin.readline()
+        if not line.strip():
+            return
+        name, *values = json.loads(line)
+        answer = getattr(engine, name)(*values)
+
+
+if __name__ == "__main__":
+    for setting, value in SETTINGS.items():
+        os.environ.setdefault(setting, value)
+    main()

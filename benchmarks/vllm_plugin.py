@@ -1,0 +1,175 @@
+"""The plug-in for vLLM beside dense vLLM on one GPU: answers first, then speeds, each pair in one go.
+
+Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,everything,off] [--tiny]
+       python -m benchmarks.vllm_plugin --record DIR/vllm.json --commit HASH
+
+Llama-3.1-8B's shapes, drawn weights, half of the pairs skipped. Both engines start at the same time, in processes of
+their own (`benchmarks.vllm_engine`), and are timed one after the other at each size. About 75 s until they have
+started, then 30 s for answers, 75 s for speeds, 15 s with routers that skip nothing, and 80 s more for a third engine
+that serves the checkpoint at sparsity 0. DIR/vllm.json is written after every figure. The second form writes figures
+into docs/measurements/targets/vllm.json, if the gate was green.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_TARGETS = Path(__file__).parents[1] / "docs/measurements/targets/vllm.json"
+_ROWS: dict[str, tuple[str, int]] = {
+    "vLLM: a token, one sequence, prompt 2048": ("token", 2048),
+    "vLLM: first token, 4096": ("first_token", 4096),
+    "vLLM: 32 requests, 1024 in, 256 out": ("requests", 32),
+    "vLLM: 1 request, 1024 in, 256 out": ("requests", 1),
+    "vLLM: 8 requests, 1024 in, 256 out": ("requests", 8),
+    "vLLM: 64 requests, 1024 in, 256 out": ("requests", 64),
+    "vLLM: first token, 16384": ("first_token", 16384),
+}
+"""What is timed, by the names of the targets."""
+_FEW = list(_ROWS)[:3]
+_NOTHING = "vLLM: nothing skipped"
+
+
+class Worker:
+    """An engine in a process of its own.
+
+    Args:
+        mode: Of `benchmarks.vllm_engine`.
+        log: Folder for its log.
+    """
+
+    def __init__(self, mode: str, log: Path, *, tiny: bool) -> None:
+        self.mode = mode
+        self.log = (log / f"{mode}.log").open("w")
+        command = [sys.executable, "-m", "benchmarks.vllm_engine", mode, *(["tiny"] if tiny else [])]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """Return the next answer; lines that are none belong to vLLM."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)  # type: ignore[no-any-return]
+        raise SystemExit(f"the engine {self.mode!r} ended; its log is {self.log.name}")
+
+    def call(self, *words: Any) -> dict[str, Any]:
+        """Have the engine do something and return its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """End the process, so that its memory is free."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Record:
+    """What was found, on the disk after every figure."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.started = path, time.perf_counter()
+        self.content: dict[str, Any] = {"rows": []}
+
+    def add(self, **found: Any) -> None:
+        """Keep figures under their names, print and write them."""
+        self.content |= found
+        self._say(found)
+
+    def row(self, what: str, kind: str, ours: dict[str, Any], dense: dict[str, Any]) -> None:
+        """Keep a figure of ours and the dense engine's."""
+        faster = ours["value"] / dense["value"]
+        ratio = faster if ours["unit"] == "tokens/s" else 1 / faster
+        row = {"what": what, "mode": kind, "ratio": round(ratio, 4), "unit": ours["unit"]}
+        row |= {"value": ours["value"], "dense": dense["value"], "all": ours["all"], "dense_all": dense["all"]}
+        self.content["rows"].append(row)
+        self._say(row)
+
+    def _say(self, what: dict[str, Any]) -> None:
+        print(f"{time.perf_counter() - self.started:6.1f} s  {json.dumps(what)}", flush=True)
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
+    """Start engines and time them."""
+    record = Record(folder / "vllm.json")
+    routed, dense = (Worker(mode, folder, tiny=tiny) for mode in ("routed", "dense"))
+    record.add(routed=routed.answer())
+    if "gate" in parts:
+        record.add(gate=routed.call("gate"))
+    record.add(dense=dense.answer(), skipped=routed.call("skipped"))
+    known: dict[str, dict[str, Any]] = {}
+    if "bench" in parts:
+        for what, words in _ROWS.items():
+            known[what] = dense.call(*words)
+            record.row(what, "routed", routed.call(*words), known[what])
+    if "everything" in parts:
+        routed.call("everything")
+        for what in _FEW:
+            record.row(what, "everything", routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+    routed.end()
+    if "off" in parts:
+        off = Worker("off", folder, tiny=tiny)
+        record.add(off=off.answer())
+        for what in _FEW:
+            record.row(what, "off", off.call(*_ROWS[what]), dense.call(*_ROWS[what]))
+        off.end()
+    dense.end()
+
+
+def fill(content: dict[str, Any], rows: list[dict[str, Any]], *, commit: str, device: str, date: str) -> None:
+    """Put what was measured into rows of targets, in place; what was not measured stays.
+
+    Raises:
+        SystemExit: If the gate was not green, or not run.
+    """
+    if not content.get("gate", {}).get("green"):
+        raise SystemExit("the gate was not green; no figure without it")
+    found = {row["what"]: row for row in content["rows"] if row["mode"] == "routed"}
+    off = [row for row in content["rows"] if row["mode"] == "off"]
+    if off:
+        found[_NOTHING] = min(off, key=lambda row: float(row["ratio"]))
+    skipped = content["skipped"]
+    for row in rows:
+        one = found.get(row["what"])
+        if one is None:
+            continue
+        value = round(one["ratio"], 3)
+        aims = [name for name in ("goal", "floor") if value >= row[name]]
+        of = f"{one['what'].removeprefix('vLLM: ')}: " if row["what"] == _NOTHING else ""
+        note = f"{of}{one['value']:.4g} {one['unit']} against {one['dense']:.4g}, in one call; Llama-3.1-8B shapes, "
+        note += f"drawn weights; skipped in attention and FFN: {skipped['prompt']} of prompts, {skipped['new']} after"
+        row |= {"value": value, "reached": aims[0] if aims else "missed", "device": device, "date": date}
+        row |= {"commit": commit, "note": note}
+
+
+def main() -> None:
+    """Measure, or record what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for the record and the logs")
+    parser.add_argument("--parts", default="gate,bench,everything,off")
+    parser.add_argument("--tiny", action="store_true", help="a small model, as a CPU can run; its figures say nothing")
+    parser.add_argument("--record", type=Path, help="file of a measurement that goes into the targets")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--device", default="NVIDIA H100 80GB HBM3")
+    parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
+    given = parser.parse_args()
+    if given.record is not None:
+        rows = json.loads(_TARGETS.read_text())
+        content = json.loads(given.record.read_text())
+        fill(content, rows, commit=given.commit, device=given.device, date=given.date)
+        _TARGETS.write_text(json.dumps(rows, indent=1) + "\n")
+        return
+    given.output.mkdir(parents=True, exist_ok=True)
+    measure(given.output, given.parts.split(","), tiny=given.tiny)
+
+
+if __name__ == "__main__":
+    main()
