@@ -71,8 +71,8 @@ def test_prompts_and_steps_are_those_of_the_masked_model(family, dtype, weights)
         torch.testing.assert_close(found, model(ids).logits.float(), atol=0.05, rtol=0.05)
     if weights == "int8":
         deoptimize(model)
-    after = model.state_dict()
-    assert all(value.is_cuda and torch.equal(value, after[name]) for name, value in before.items())
+    # Thresholds are not set yet: NaN.
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
 
 
 def without_graphs(monkeypatch):
@@ -115,7 +115,7 @@ def test_graphs_give_what_direct_calls_give(family, weights, monkeypatch):
     for found, wanted in zip(with_graphs, several(model), strict=True):
         assert found.isfinite().all()
         # A prompt that is padded to its graph's length may run another tile: the first tokens' logits tell.
-        torch.testing.assert_close(found[0], wanted[0], atol=0.05, rtol=0.05)
+        assert (found[0] - wanted[0]).norm() < 0.1 * wanted[0].norm()
 
 
 def test_ten_thousand_steps_do_not_grow():

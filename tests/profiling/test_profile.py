@@ -3,6 +3,7 @@
 import itertools
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,3 +370,19 @@ def test_routers_of_an_adapter_stay_as_they_are(model, monkeypatch, tmp_path):
     own = [record for record in found["records"] if record["candidate"] == "own routing"]
     assert own
     assert all(0 < record["skipped"]["ffn"] < 1 for record in own)
+
+
+def test_a_batch_agrees_up_to_ties(monkeypatch):
+    class Model(torch.nn.Module):
+        device, config = torch.device("cpu"), SimpleNamespace(vocab_size=40)
+
+        def forward(self, ids, use_cache):
+            best = torch.nn.functional.one_hot(ids + 1, 64) + 0.999 * torch.nn.functional.one_hot(ids + 2, 64)
+            return SimpleNamespace(logits=best.float())
+
+    def answers(step):
+        return lambda _model, ids, new: (0, 0, torch.cat([ids, ids[:, -1:] + step * torch.arange(1, new + 1)], 1))
+
+    for step, share in ((1, 1.0), (2, 1.0), (3, 0.0)):
+        monkeypatch.setattr(calls, "generate_us", answers(step))
+        assert calls.batch_agreement(Model(), 80, 6, least=2.0) == {"generate": share}

@@ -74,9 +74,8 @@ from wide.writing import write_whole
 _PAIR_GATE_TOKENS = 640
 _CALIBRATED = 2048
 _MOST_REQUESTS_AS_LOADED = 1
-# Near ties of random weights fall either way, wherever rounding differs; wrong kernels agree on nothing. Routers decide
-# in as many layers as leave `generate()` itself the last share, and in two at least.
-_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE, _AGREEMENT_KNOWN = 2, 256, 32, 0.8, 0.85
+# Wrong kernels agree on nothing. Routers decide in as many layers as leave `generate()` the last share, at least two.
+_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE, _AGREEMENT_KNOWN = 2, 256, 32, 0.9, 0.95
 _MILLI = 1e-3
 Say = Callable[[str], None]
 Record = dict[str, Any]
