@@ -1,11 +1,14 @@
 """A model optimised with int8 weights is the masked model whose weights are those int8 values times their scales."""
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
 from families import FAMILIES, STRAIGHT, make, stirred, tokens
+from peft import LoraConfig, get_peft_model
 from tables import fixed
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -14,6 +17,7 @@ from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.inference.optimize import deoptimize, optimize
 from wide.kernels.linear_int8 import quantise_int8
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
@@ -41,7 +45,7 @@ def rounded(model):
 
 
 def optimised(model, **options):
-    return optimize(model, weights="int8", **{"table": SMALL, **options})
+    return optimize(model, **{"weights": "int8", "table": SMALL, **options})
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "apertus"])
@@ -113,6 +117,108 @@ def test_weights_that_are_whole_again_are_quantised_again():
         assert model(ids).logits.isnan().any()
     weight.copy_(before)
     torch.testing.assert_close(model(ids).logits, wanted(ids).logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_calls_that_the_engine_cannot_read_for_use_the_weights_of_now():
+    model, plain, ids = optimised(routed()), routed(), tokens(2, 12)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    for each in (model, plain):
+        each.model.layers[1].mlp.down_proj.weight[:, 3].mul_(20)
+    wanted = rounded(plain)
+    with pytest.warns(UserWarning, match="a hook"):
+        torch.testing.assert_close(model(ids).logits, wanted(ids).logits, **CLOSE)
+    handle.remove()
+    for each in (model, wanted):
+        each.half()
+    inner = model.model(ids).last_hidden_state
+    torch.testing.assert_close(inner, wanted.model(ids).last_hidden_state, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(model(ids).logits, wanted(ids).logits, atol=2e-2, rtol=2e-2)
+
+
+def test_a_running_batch_keeps_the_weights_that_its_graphs_read():
+    model, ids = optimised(routed()), tokens(1, 12)
+    decoder = attachment(model).engine.decoder
+    with model.continuous_batching_context_manager(generation_config=GenerationConfig(**GREEDY)) as manager:
+        manager.add_request(ids[0].tolist(), max_new_tokens=2)
+        assert manager.get_result(timeout=60) is not None
+        with torch.no_grad():
+            attachment(model).routers()[0].up.mul_(-1)
+        said = pytest.warns(UserWarning, match="while generate_batch runs")
+        with said, pytest.raises(UnsupportedModelError, match="end that first"):
+            model(ids)
+        with pytest.raises(NotAttachedError, match=r"generate_batch .* runs on this model; end that first"):
+            deoptimize(model)
+        assert attachment(model).engine.decoder is decoder
+    model(ids)
+    assert attachment(model).engine.decoder is not decoder
+    deoptimize(model)
+
+
+@torch.no_grad()
+def test_without_memory_for_its_own_weights_a_model_stays_optimised():
+    model, plain, ids = optimised(routed()), routed(), tokens(2, 12)
+    taken = attachment(model).engine.decoder._weights.taken
+    near, uses = taken._near, []
+
+    class Full:
+        @property
+        def device(self):
+            uses.append(1)
+            if len(uses) > 3:
+                raise torch.OutOfMemoryError("full")
+            return torch.device("cpu")
+
+    taken._near = Full()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        deoptimize(model)
+    assert "stays optimised" in caught.value.__notes__[0]
+    wanted = rounded(routed())
+    torch.testing.assert_close(model(ids).logits, wanted(ids).logits, **CLOSE)
+    assert torch.equal(model.generate(ids, **GREEDY), wanted.generate(ids, **GREEDY))
+    taken._near = near
+    assert torch.equal(deoptimize(model)(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("weights", ["int8", "model"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_that_layers_share_are_refused(weights, whole):
+    model = make("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    if whole:
+        second.k_proj = first.k_proj
+    else:
+        second.k_proj.weight = first.k_proj.weight
+    with pytest.raises(UnsupportedModelError, match="layers share the weight of a projection"):
+        optimised(attach(model, CONFIG), weights=weights)
+
+
+def test_copies_are_refused_and_what_is_saved_are_the_originals(tmp_path):
+    model, plain = optimised(routed()), routed()
+    part = model.model.layers[0].mlp
+    for each in (model, model.model, part):
+        for copied in (copy.deepcopy, pickle.dumps, lambda each: torch.save(each, tmp_path / "model.pt")):
+            with pytest.raises(NotAttachedError, match="a copy of an optimised model"):
+                copied(each)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt")
+    assert all(torch.equal(saved[name], kept) for name, kept in plain.state_dict().items())
+    whole = load_checkpoint(save_checkpoint(model, tmp_path / "whole"))
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids).logits, plain(ids).logits)
+    deoptimize(model)
+    assert torch.equal(copy.deepcopy(part).down_proj.weight, part.down_proj.weight)
+
+
+def test_an_adapter_of_peft_says_that_int8_is_off():
+    model, plain, ids = optimised(routed()), routed(), tokens(2, 12)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["down_proj"])).eval()
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="merge LoRA first.*its own weights compute, not int8"):
+            torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, **CLOSE)
+        again = adapted.merge_and_unload()
+        torch.testing.assert_close(again(ids).logits, rounded(plain)(ids).logits, **CLOSE)
 
 
 def test_what_cannot_be_quantised_is_refused_and_left_as_it_was():

@@ -64,7 +64,7 @@ def optimize(
         weights: 'model' takes the linear layers of attention and FFN as they are. 'int8' makes copies with a scale for
             each output channel, from bfloat16 or float16 (on a CPU also float32), and the masked model computes with
             them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. Of
-            these, too, what is written through `.data` is not seen.
+            these, too, what is written through `.data` is not seen. Whatever saves the model saves its own weights.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of text like that to come and as long as its prompts,
@@ -130,13 +130,14 @@ def deoptimize(model: ModelT) -> ModelT:
     """Go back to dense layers followed by masks, in place, and return the same object.
 
     Raises:
-        NotAttachedError: If the model has no routers or is not optimised.
+        NotAttachedError: If the model has no routers or is not optimised, or `generate_batch` runs.
+        torch.OutOfMemoryError: If weights that lie in host memory do not fit; the model then stays optimised.
     """
     state = attachment(model)
-    engine, state.engine = state.engine, None
-    if engine is None:
+    if state.engine is None:
         raise NotAttachedError("this model is not optimised")
-    engine.remove()
+    state.engine.remove()
+    state.engine = None
     return model
 
 

@@ -9,6 +9,7 @@ zeros.
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from wide.errors import UnsupportedModelError
+from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.engine.views import AttentionCall, needs_zeros
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_prefill import attention_prefill
@@ -339,6 +340,7 @@ class PagedBatching:
             install_attention_gates()
         self._model = model
         self.is_warming_up = False
+        self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         made_with: Any = None
         original: Callable[..., Any] = model.init_continuous_batching
 
@@ -368,6 +370,7 @@ class PagedBatching:
             if before != PAGED_ATTENTION:
                 # The manager gives it back when it stops.
                 manager._original_attn_impl = before
+            self._managers.add(manager)
             if hasattr(manager, "warmup"):
                 manager.warmup = functools.partial(self._warm_up, manager.warmup)
             if manager.batch_processor is None:
@@ -376,10 +379,24 @@ class PagedBatching:
 
         model.init_continuous_batching = init
 
-    def remove(self) -> None:
-        """Give the model its own method back, and end what was kept for a next session: its graphs hold operators."""
-        vars(self._model).pop("init_continuous_batching", None)
+    @property
+    def is_running(self) -> bool:
+        """Whether a manager runs steps, whose graphs hold tensors of the engine."""
+        return any(manager.is_running() for manager in self._managers)
+
+    def release(self) -> None:
+        """End what was kept for a next session.
+
+        Raises:
+            NotAttachedError: If a manager is running.
+        """
+        if self.is_running:
+            raise NotAttachedError("generate_batch (or a manager of it) runs on this model; end that first")
         self._model.destroy_cached_continuous_batching_manager()
+
+    def remove(self) -> None:
+        """Give the model its own method back."""
+        vars(self._model).pop("init_continuous_batching", None)
 
     def _warm_up(self, warmup: Callable[[], None]) -> None:
         self.is_warming_up = True

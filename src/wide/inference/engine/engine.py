@@ -10,7 +10,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from wide.inference.engine.inputs import KNOWN, read_padding
 from wide.inference.engine.memory import Memory
 from wide.inference.engine.snapshot import Snapshot
 from wide.inference.operators.table import OperatorTable
-from wide.inference.reading.quantising import refuse_gradients
+from wide.inference.reading.quantising import REFUSED_COPIES, refuse_gradients
 from wide.models.attach import Attachment
 from wide.models.gates import cache_of
 
@@ -89,10 +89,7 @@ class Engine:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._forward(args, kwargs)
 
-        def refuse(_memo: dict[int, Any]) -> Any:
-            raise NotAttachedError("a copy of an optimised model would run the original; call wide.deoptimize first")
-
-        named: dict[str, Any] = {"forward": forward, "__deepcopy__": refuse}
+        named: dict[str, Any] = {"forward": forward, **REFUSED_COPIES}
         if hasattr(model, "_prepare_cache_for_generation"):
             named |= wrap_generation(model, self._claim)
         # What stood there before, such as a forward of the user's own, comes back.
@@ -125,19 +122,28 @@ class Engine:
             self._ready.follow()
 
     def remove(self) -> None:
-        """Give the model its own forward back and let go of all memory and graphs."""
-        if self.batching is not None:
-            self.batching.remove()
+        """Give the model its own forward back and let go of all memory and graphs.
+
+        Raises:
+            NotAttachedError: If a batch runs. As where memory does not suffice, the model then stays optimised.
+        """
         with self._lock:
-            self._is_removed = True
+            if self.batching is not None:
+                self.batching.release()
+            if self._memory is not None:
+                self._memory.release()
+                try:
+                    self._memory.decoder.give_back()
+                except torch.OutOfMemoryError as error:
+                    error.add_note("The model stays optimised; wide.deoptimize(model.cpu()) needs no memory of a GPU")
+                    raise
+            self._memory, self._is_removed = None, True
+            if self.batching is not None:
+                self.batching.remove()
             for name, before in self._before.items():
                 vars(self._model).pop(name, None)
                 if before is not None:
                     vars(self._model)[name] = before
-            memory, self._memory = self._memory, None
-            if memory is not None:
-                memory.release()
-                memory.decoder.give_back()
 
     @property
     def _ready(self) -> Memory:
@@ -171,7 +177,7 @@ class Engine:
             with torch.inference_mode(False):
                 decoder = Decoder(self._model, max_length=length, tables=self._tables, weights=self._weights)
             self._quantised = decoder.quantised
-        except UnsupportedModelError as error:
+        except Exception as error:
             self._unreadable = str(error)
             raise
         finally:
@@ -197,21 +203,14 @@ class Engine:
             if self._snapshot.has_changed():
                 if self._num_masked:
                     raise Masked("a changed model while other threads run it masked")
+                if self.batching is not None and self.batching.is_running:
+                    # The graphs of its steps hold the tensors of the last reading.
+                    raise Masked("a changed model while generate_batch runs")
                 self._read()
             self._ready  # noqa: B018
         except UnsupportedModelError as error:
-            raise Masked(f"this model since it was changed ({error})") from error
-
-    def _quantise_again(self, given: Mapping[str, Any]) -> None:
-        """Let the masked model, too, compute with int8 copies of the weights that it has now."""
-        if not self._quantised or self._is_reading or self._is_removed or is_paged_step(given):
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        with self._lock, suppress(Masked):
-            # Reading compares with the model's own outputs, which a hook may change.
-            if not self._snapshot.has_hooks():
-                self._read_again()
+            instead = "" if self._weights == "model" else f"; its own weights compute, not {self._weights}"
+            raise Masked(f"this model since it was changed ({error}{instead})") from error
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -228,7 +227,6 @@ class Engine:
             self._say(reason)
             if isinstance(cache, EngineCache):
                 cache.leave_engine(reason)
-            self._quantise_again(given)
             with self._counted():
                 return self._plain(*args, **handed_on(self._model, kwargs))
         if torch.is_grad_enabled() and self._snapshot.learns():

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from wide.inference.reading.quantising import state_of
 from wide.models.attach import Attachment
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
@@ -32,7 +33,7 @@ class Snapshot:
         parameters = [each for part in self._parts for each in part._parameters.values() if each is not None]
         copied = [*self._state.routers(), *self._quantised]
         matrices = [each for part in copied for each in part._parameters.values()]
-        versions = [None if each is None or each.is_inference() else each._version for each in matrices]
+        versions = [None if each is None else state_of(each)[1] for each in matrices]
         children = [child for part in (self._model, *self._parts) for child in part._modules.values()]
         return (*children, *(parameter.data_ptr() for parameter in parameters), *versions)
 

@@ -13,7 +13,7 @@ from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
 from wide.inference.reading.quantising import Weights
 from wide.inference.reading.stacking import unstack_linears
-from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known
+from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known, require_plain
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover, scale_and_cap
@@ -102,6 +102,12 @@ def read_model(model: nn.Module, max_length: int, weights: str = "model") -> Mod
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
             raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices, {devices}, not on one")
+        owned = [part.weight for spec in specs for part in (*spec.attention.linears(), *require_plain(spec).linears())]
+        if len({id(weight) for weight in owned}) < len(owned):
+            raise UnsupportedModelError(
+                "layers share the weight of a projection, and the engine takes each layer's own; give each a copy "
+                "(linear.weight = nn.Parameter(linear.weight.detach().clone())), or run the model masked"
+            )
         layers = tuple(read_layer(spec, each, taken) for spec, each in zip(specs, angles, strict=True))
         if taken.quantised:
             # Others are to have the memory that the model's own weights took.
@@ -119,12 +125,12 @@ def read_model(model: nn.Module, max_length: int, weights: str = "model") -> Mod
             taken=taken,
         )
     except BaseException:
-        _give_back(specs, taken)
+        _give_back(specs, taken, drops=True)
         raise
 
 
-def _give_back(specs: Sequence[BlockSpec], taken: Weights) -> None:
-    taken.give_back()
+def _give_back(specs: Sequence[BlockSpec], taken: Weights, *, drops: bool = False) -> None:
+    taken.give_back(drops=drops)
     for spec in specs:
         parts = [] if spec.ffn is None else [spec.ffn.gate, spec.ffn.up]
         parts += [spec.attention.query, spec.attention.key, spec.attention.value]

@@ -53,13 +53,32 @@ class Weights:
             self._stand_in(linear, whole.rows(end - part.outputs, end))
         return whole
 
-    def give_back(self) -> None:
-        """Let quantised layers compute with their own weights again, bit for bit those that they had."""
-        for linear in self.quantised:
-            linear.weight.data = linear.weight.data.to(self._near.device)
-            # Last: another thread may run the masked model, and memory may not suffice.
-            vars(linear).pop("forward", None)
+    def give_back(self, *, drops: bool = False) -> None:
+        """Let quantised layers compute with their own weights again, bit for bit those that they had.
+
+        Where memory does not suffice, all stay in host memory.
+
+        Args:
+            drops: Whether the copies go first, which nobody computes with.
+        """
+        if drops:
+            self._forget()
+        own = [linear.weight.data for linear in self.quantised]
+        try:
+            for linear in self.quantised:
+                linear.weight.data = linear.weight.data.to(self._near.device)
+        except BaseException:
+            for linear, weight in zip(self.quantised, own, strict=True):
+                linear.weight.data = weight
+            raise
+        # Last: another thread may run the masked model.
+        self._forget()
         self.quantised, self.saved_bytes = [], 0
+
+    def _forget(self) -> None:
+        for linear in self.quantised:
+            for name in ("forward", *REFUSED_COPIES):
+                vars(linear).pop(name, None)
 
     def _quantise(self, linear: nn.Linear, where: str) -> LinearWeights:
         weight = linear.weight.detach()
@@ -79,19 +98,32 @@ class Weights:
         return LinearWeights(values, None if linear.bias is None else linear.bias.detach(), scale)
 
     def _stand_in(self, linear: nn.Linear, weights: LinearWeights) -> None:
+        linear.weight.data = linear.weight.data.cpu()
+        before = weights.weight.device, *state_of(linear.weight)
+
         def forward(x: Tensor) -> Tensor:
+            nonlocal weights, before
             with torch.no_grad():
-                weight, bias, _ = weights.expanded(x.dtype)
-            out = functional.linear(x, weight, bias)
+                if not torch.compiler.is_compiling() and before != (x.device, *state_of(linear.weight)):
+                    # The engine reads what was written since with its next prompt; graphs may hold its copy until then.
+                    before = x.device, *state_of(linear.weight)
+                    values, scale = quantise_int8(linear.weight.to(x.device))
+                    weights = LinearWeights(values, None, scale)
+                weight = weights.expanded(x.dtype).weight
+            out = functional.linear(x, weight, linear.bias)
             if out.requires_grad:
                 out.register_hook(refuse_gradients)
             return out
 
-        vars(linear)["forward"] = forward
+        vars(linear).update(REFUSED_COPIES, forward=forward)
         assert weights.scale is not None
         self.saved_bytes += linear.weight.nbytes - weights.weight.nbytes - weights.scale.nbytes
         self.quantised.append(linear)
-        linear.weight.data = linear.weight.data.cpu()
+
+
+def state_of(parameter: Tensor) -> tuple[int, int | None]:
+    """Return where a tensor lies and how often it was written; what `.data` and inference mode write is not seen."""
+    return parameter.data_ptr(), None if parameter.is_inference() else parameter._version
 
 
 def refuse_gradients(_gradient: Any) -> None:
@@ -103,3 +135,13 @@ def refuse_gradients(_gradient: Any) -> None:
     raise NotAttachedError(
         "this model is optimised, and wide's operators have no gradients; call wide.deoptimize(model) before training"
     )
+
+
+def _refuse_copies(*_arguments: Any) -> Any:
+    raise NotAttachedError(
+        "a copy of an optimised model, or of a part of it, would run the original; call wide.deoptimize first"
+    )
+
+
+REFUSED_COPIES = dict.fromkeys(("__deepcopy__", "__reduce_ex__"), _refuse_copies)
+"""Attributes of a module that cannot be copied or pickled."""
