@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.forward_context import override_forward_context
 
 from wide.vllm import operators
+from wide.vllm.pages import _Implementation, split_step
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 48
 TABLES = {"dense": OperatorTable(backend="torch"), "skipping": OperatorTable.fixed("torch")}
@@ -64,8 +65,6 @@ def test_products_are_those_of_masked_modules(rows, table, poisoned_memory):
 @pytest.fixture
 def layer():
     """Return vLLM's implementation of attention under a table that skips, without a GPU."""
-    from wide.vllm.pages import _Implementation
-
     found = object.__new__(_Implementation)
     found.table, found.head_size, found.scale = (lambda: OperatorTable.fixed("triton")), DIM, DIM**-0.5
     return found
@@ -81,38 +80,65 @@ def attention(q, k, v, mask, *, window=None):
     return out * spread(mask, HEADS)[..., None]
 
 
-def metadata(lengths, queries, **more):
+def metadata(lengths, queries, pages, **more):
+    """Return what a step's metadata says of requests, whose lengths on the host may be too large."""
     starts = torch.tensor([0, *queries]).cumsum(0).int()
-    rows = int(starts[-1])
-    known = {"num_actual_tokens": rows, "max_query_len": max(queries), "query_start_loc": starts, "bounds": None}
+    rows, known = int(starts[-1]), {"shared": None, "max_query_len": max(queries), "max_seq_len": max(lengths)}
+    known |= {"num_actual_tokens": rows, "query_start_loc": starts, "block_table": pages, "ahead": rows, "keys": 0}
+    if max(queries) > 1:
+        counts = torch.tensor(queries)
+        ahead, keys = split_step(torch.tensor(lengths), counts)
+        known |= {"ahead": ahead, "keys": keys and keys + 7}
     return SimpleNamespace(**known | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)} | more)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_steps_read_the_pages_of_executing_pairs(layer, window):
-    size, lengths = 16, [20, 1, 33, 0]
-    layer.sliding_window = (-1, -1) if window is None else (window - 1, 0)
-    pages = torch.randn(12, size, KV_HEADS, 2 * DIM).transpose(1, 2)
-    table = torch.randperm(12).view(4, 3).int()
-    q, mask = torch.randn(4, HEADS, DIM), torch.tensor([[True, False], [True, True], [False, True], [True, True]])
-    out = torch.full_like(q, torch.nan)
-    known = metadata(lengths, [1] * 4, block_table=table)
-    layer.forward(None, q, q, q, pages, known, out, mask)
-    for one, length in enumerate(lengths[:3]):
-        places = pages[table[one].long()].transpose(1, 2).flatten(0, 1)[:length]
-        wanted = attention(q[one : one + 1], *places.split(DIM, -1), mask[one : one + 1], window=window)
-        torch.testing.assert_close(out[one : one + 1], wanted, atol=2e-3, rtol=1e-3)
-    assert not out[3].any()
-
-
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("queries", [[270], [270, 3, 30]])
-def test_prompts_without_cached_keys_skip_in_their_own_rows(layer, queries, window):
+@pytest.mark.parametrize(
+    ("queries", "cached"),
+    [
+        ([270], [0]),
+        ([270, 3, 30], [0, 0, 0]),
+        ([1, 1, 1, 1], [19, 0, 60, -1]),
+        ([1, 1, 270, 30], [19, 0, 0, 0]),
+        ([1, 260, 30, 1, 0], [50, 0, 31, 7, 0]),
+        ([258], [33]),
+    ],
+    ids=["prompt", "prompts", "steps", "mixed", "cached", "chunk"],
+)
+def test_attention_of_a_step_is_that_of_its_requests(layer, queries, cached, window):
+    size, rows = 16, sum(queries)
     layer.sliding_window = (-1, -1) if window is None else (window - 1, 0)
-    rows = sum(queries)
-    q, (k, v) = torch.randn(rows, HEADS, DIM), torch.randn(2, rows, KV_HEADS, DIM)
-    mask, out = torch.rand(rows, 2) < 0.5, torch.full_like(q, torch.nan)
-    layer.forward(None, q, k, v, None, metadata(queries, queries, is_fresh=True), out, mask)
-    parts = zip(*(each.split(queries) for each in (q, k, v, mask)), strict=True)
-    wanted = torch.cat([attention(*part, window=window) for part in parts])
-    torch.testing.assert_close(out, wanted, atol=2e-3, rtol=1e-3)
+    lengths = [new + old for new, old in zip(queries, cached, strict=True)]
+    pages = torch.randn(100, size, KV_HEADS, 2 * DIM)
+    table = torch.randperm(100)[: 20 * len(queries)].view(len(queries), 20).int()
+    line = [pages[table[one].long()].flatten(0, 1)[:length] for one, length in enumerate(lengths)]
+    new = torch.cat(
+        [
+            keys[len(keys) - count :] if len(keys) else keys.new_zeros(count, KV_HEADS, 2 * DIM)
+            for keys, count in zip(line, queries, strict=True)
+        ]
+    )
+    # Rows of padding come last, and hold anything.
+    q, mask, out = (
+        torch.randn(rows + 3, HEADS, DIM),
+        torch.rand(rows + 3, 2) < 0.5,
+        torch.full((rows + 3, HEADS, DIM), torch.nan),
+    )
+    known = metadata(lengths, queries, table)
+    layer.forward(None, q, *torch.cat((new, new[:3])).split(DIM, -1), pages.transpose(1, 2), known, out, mask)
+    for own_q, own_mask, keys, found in zip(
+        q[:rows].split(queries), mask[:rows].split(queries), line, out[:rows].split(queries), strict=True
+    ):
+        wanted = (
+            attention(own_q, *keys.split(DIM, -1), own_mask, window=window) if len(keys) else torch.zeros_like(found)
+        )
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
+
+
+def test_steps_are_split_where_prompts_begin():
+    def split(lengths, queries):
+        return split_step(torch.tensor(lengths), torch.tensor(queries))
+
+    assert split([9, 4, 7, 8], [1, 1, 7, 8]) == (2, 0)
+    assert split([9, 4, 7, 9, 0], [1, 1, 7, 8, 0]) == (2, 16)
+    assert split([5, 9], [5, 1]) == (0, 14)

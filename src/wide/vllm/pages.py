@@ -1,7 +1,7 @@
 """Attention over vLLM's pages that skips (token, group) pairs: a backend, its metadata and its kernel calls.
 
-It is vLLM's FlashAttention, and stays it wherever nothing is won: steps that mix prompts with single tokens or with
-keys of the cache, and graphs of such steps. There, skipped heads are set to zero afterwards.
+Single tokens read the pages; prompts read new keys, or keys gathered from the pages where some are cached. It is vLLM's
+FlashAttention, and stays it wherever nothing is won; there, skipped heads are set to zero afterwards.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,8 @@ from wide.kernels.reorder import reorder_sequences
 _PAGE = 64
 # Every program of a step counts all (sequence, unit) pairs in its registers.
 _MAX_PAIRS = 16384
+# Bytes of keys and values that a step gathers at most: vLLM does not count them.
+_MOST_GATHERED = 1 << 29
 
 
 def skips_in(attention: Any, table: Callable[[], OperatorTable]) -> bool:
@@ -66,27 +68,42 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Ten
 
 
 class _Builder(FlashAttentionMetadataBuilder):
-    """Notes on the host whether all keys of a step are new."""
+    """Notes on the host where prompts begin in a step, and how many keys they read."""
 
     # Graphs of mixed steps would be replayed for steps of single tokens.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Return FlashAttention's metadata, with `is_fresh` and room for what layers share."""
+        """Return FlashAttention's metadata, with `ahead` and `keys` of `split_step`, and room for what layers share."""
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        known, starts = common_attn_metadata.seq_lens_cpu_upper_bound, common_attn_metadata.query_start_loc_cpu
-        # An upper bound that is the number of new tokens is exact.
-        found.is_fresh = (
-            known is not None and found.max_query_len > 1 and torch.equal(known.long(), starts.long().diff())
-        )
-        found.bounds = None
+        lengths, starts = common_attn_metadata.seq_lens_cpu_upper_bound, common_attn_metadata.query_start_loc_cpu
+        found.ahead, found.keys, found.shared = None, 0, None
+        if found.max_query_len == 1:
+            found.ahead = found.num_actual_tokens
+        elif lengths is not None:
+            found.ahead, found.keys = split_step(lengths.long(), starts.long().diff())
         return found
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Return metadata of a graph, whose steps may have keys in the cache."""
+        """Return metadata of a graph, which prompts never replay."""
         found = super().build_for_cudagraph_capture(common_attn_metadata)
-        found.is_fresh = False
+        found.ahead = found.num_actual_tokens if found.max_query_len == 1 else None
         return found
+
+
+def split_step(lengths: Tensor, queries: Tensor) -> tuple[int, int]:
+    """Return how many requests of one token come before the first prompt, and how many keys the others read.
+
+    Args:
+        lengths: Keys of each request, those of this step included, or more; int64 [B] on the host.
+        queries: New tokens of each request, int64 [B] on the host.
+
+    Returns:
+        The second is 0 where all keys are new.
+    """
+    ahead = int((queries != 1).long().argmax())
+    cached = not torch.equal(lengths[ahead:], queries[ahead:])
+    return ahead, int(lengths[ahead:].sum()) if cached else 0
 
 
 class _Implementation(FlashAttentionImpl):
@@ -110,72 +127,102 @@ class _Implementation(FlashAttentionImpl):
         mask = output_scale
         if attn_metadata is None or mask is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        rows = attn_metadata.num_actual_tokens
+        rows, ahead = attn_metadata.num_actual_tokens, attn_metadata.ahead
         q, mask = query[:rows], mask[:rows]
-        if attn_metadata.max_query_len == 1 and self._reads_pages(kv_cache, mask):
-            keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-            window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else None
-            found = attention_decode(
-                q,
-                keys,
-                values,
-                attn_metadata.seq_lens[:rows],
-                mask,
-                pages=attn_metadata.block_table[:rows],
-                window=window,
-                scale=self.scale,
-                backend="triton",
-            )
-        elif attn_metadata.is_fresh and self.table().how("attention", attn_metadata.max_query_len) != "dense":
-            found = self._prompts(q, key[:rows], value[:rows], mask, attn_metadata)
-        else:
+        if ahead is None or not self._skips(kv_cache, mask, attn_metadata):
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
             clear_skipped(output[:rows].flatten(1), mask, backend="triton")
             return output
-        output[:rows].copy_(found)
+        if ahead > 0:
+            output[:ahead].copy_(self._steps(q[:ahead], kv_cache, mask[:ahead], attn_metadata))
+        if ahead < rows:
+            fresh = key[ahead:rows], value[ahead:rows]
+            output[ahead:rows].copy_(self._prompts(q[ahead:], *fresh, kv_cache, mask[ahead:], attn_metadata))
         return output
 
-    def _reads_pages(self, kv_cache: Tensor, mask: Tensor) -> bool:
+    def _skips(self, kv_cache: Tensor, mask: Tensor, metadata: Any) -> bool:
+        """Return whether the kernels take a step, and win by it."""
+        rows, ahead = len(mask), metadata.ahead
+        if ahead < rows and self.table().how("attention", metadata.max_query_len) == "dense":
+            return False
+        if ahead == 0 and not metadata.keys:
+            return True
         # Pages in another order than [P, H_k, d] have gaps between a head's keys.
         _, heads, size, width = kv_cache.shape
         whole = kv_cache.stride(0) == heads * size * width and kv_cache.stride(2) == heads * width
-        fits = mask.shape[0] * max(heads, mask.shape[1]) <= _MAX_PAIRS
-        return self.table().cache and whole and fits
+        gathers = metadata.keys * heads * width * kv_cache.element_size() <= _MOST_GATHERED
+        steps = ahead == 0 or (self.table().cache and ahead * max(heads, mask.shape[1]) <= _MAX_PAIRS)
+        return whole and gathers and steps
 
-    def _prompts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, metadata: Any) -> Tensor:
-        """Return the heads [M, H_q, d] of prompts one behind the other, of which nothing is cached."""
+    def _steps(self, q: Tensor, kv_cache: Tensor, mask: Tensor, metadata: Any) -> Tensor:
+        """Return the heads [M, H_q, d] of single tokens, whose keys are read from the pages."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        lengths, pages = metadata.seq_lens[: len(q)], metadata.block_table[: len(q)]
+        window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else None
+        options: dict[str, Any] = {"pages": pages, "window": window, "scale": self.scale, "backend": "triton"}
+        return attention_decode(q, keys, values, lengths, mask, **options)
+
+    def _prompts(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, mask: Tensor, metadata: Any) -> Tensor:
+        """Return the heads [M, H_q, d] of prompts one behind the other.
+
+        Args:
+            k: Keys of the same rows, which are read unless some keys are cached.
+        """
         choice = self.table().choice("attention", metadata.max_query_len)
-        starts = metadata.query_start_loc
+        starts, ahead, count = (
+            metadata.query_start_loc[metadata.ahead :] - metadata.ahead,
+            metadata.ahead,
+            metadata.keys,
+        )
         options: dict[str, Any] = {}
-        windowed = 0 <= self.sliding_window[0] < metadata.max_query_len - 1
-        if starts.shape[0] > 2 or windowed:
-            if metadata.bounds is None:
-                metadata.bounds = _bounds(starts, q.shape[0], self.sliding_window[0] if windowed else None)
-            options["runs"] = metadata.bounds
+        windowed = 0 <= self.sliding_window[0] < metadata.max_seq_len - 1
+        if starts.shape[0] > 2 or windowed or count:
+            if metadata.shared is None:
+                lengths = metadata.seq_lens[ahead:] if count else starts.diff()
+                before = self.sliding_window[0] if windowed else None
+                table = metadata.block_table[ahead:]
+                metadata.shared = (
+                    _visible(starts, lengths, len(q), before),
+                    _places(lengths, table, count, kv_cache) if count else None,
+                )
+            options["runs"], places = metadata.shared
+            if places is not None:
+                found = kv_cache.transpose(1, 2).flatten(0, 1).index_select(0, places)
+                k, v = found.split(self.head_size, dim=-1)
         order = reorder_sequences(mask[None], backend="triton")
-        return attention_prefill(
-            q[None],
-            k[None],
-            v[None],
-            order,
-            **options,
-            scale=self.scale,
-            zero_skipped=True,
-            backend=choice.backend,
-            tile=choice.tile,
-        )[0]
+        options |= {"scale": self.scale, "zero_skipped": True, "backend": choice.backend, "tile": choice.tile}
+        return attention_prefill(q[None], k[None], v[None], order, **options)[0]
 
 
-def _bounds(starts: Tensor, rows: int, before: int | None) -> Tensor:
-    """Return the first key that each row sees and the place behind its last, int32 [2, M].
+def _visible(starts: Tensor, lengths: Tensor, rows: int, before: int | None) -> Tensor:
+    """Return the first key that each row sees and the place behind its last, int32 [2, M], requests in a line.
 
     Args:
-        starts: First row of each prompt, and the end, int32 [B + 1].
-        before: Keys before its own that a row sees at most; None = all of its prompt.
+        starts: First row of each request, and the end, int32 [B + 1].
+        lengths: Keys of each request, of which the last are those of its rows, int32 [B].
+        before: Keys before its own that a row sees at most; None = all of its request.
     """
     row = torch.arange(rows, dtype=torch.int32, device=starts.device)
-    first = starts[torch.searchsorted(starts, row, right=True) - 1]
-    return torch.stack((first if before is None else torch.maximum(first, row - before), row + 1)).int()
+    which = torch.searchsorted(starts, row, right=True) - 1
+    ends = lengths.cumsum(0)
+    own = ends[which] - starts[which + 1] + row
+    first = ends[which] - lengths[which]
+    return torch.stack((first if before is None else torch.maximum(first, own - before), own + 1)).int()
+
+
+def _places(lengths: Tensor, table: Tensor, count: int, kv_cache: Tensor) -> Tensor:
+    """Return in which place of the pages each key of requests in a line lies, int64 [count].
+
+    Args:
+        table: Pages of each request, int32 [B, N].
+        count: At least the sum of the lengths; what is more is any place.
+    """
+    size, ends = kv_cache.shape[2], lengths.cumsum(0)
+    key = torch.arange(count, device=lengths.device)
+    which = torch.searchsorted(ends, key, right=True).clamp_(max=len(lengths) - 1)
+    local = key - (ends - lengths)[which]
+    page = table[which, (local // size).clamp_(max=table.shape[1] - 1)]
+    return (page.long() * size + local % size).clamp_(0, kv_cache.shape[0] * size - 1)
 
 
 class Backend(FlashAttentionBackend):
