@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from benchmarks.cases.contract import Operator, compare_all, make_case, named, random_mask, random_values
+from benchmarks.cases.linear_int8 import in_int8
 from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape, gemm_k, gemm_k_rows
+from wide.kernels.linear_int8 import quantise_int8
 from wide.kernels.reorder import reorder_patterns, reorder_rows
 from wide.kernels.tuning import Case
 
@@ -23,12 +25,16 @@ def _build_product(case: Case, device: torch.device) -> tuple[torch.Tensor, dict
     rows, groups, size, width = named(case, *_SIZES)
     mask = random_mask(case, (rows, groups), device)
     h = torch.where(mask.unsqueeze(2), random_values(case, (rows, groups, size), device, salt=1), float("nan"))
-    return mask, {
+    arguments = {
         "h": h.view(rows, groups * size),
         "weight": random_values(case, (width, groups * size), device, salt=2) / (groups * size) ** 0.5,
         "group_size": size,
         "bias": random_values(case, (width,), device, salt=3) if case.options.get("biased") else None,
     }
+    if not case.options.get("int8"):
+        return mask, arguments
+    weight, scale = quantise_int8(arguments["weight"])
+    return mask, in_int8({**arguments, "weight": weight, "scale": scale}, "h", case, mask)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -47,12 +53,16 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
 def _shape(case: Case) -> KShape:
     rows, groups, size, width = named(case, *_SIZES)
     is_stored = bool(case.options.get("keeps_empty")) and groups <= case.sizes["groups_per_block"]
-    return KShape(case.dtype, rows, groups, size, width, is_stored)
+    return KShape(_rows_dtype(case), rows, groups, size, width, is_stored)
 
 
 def _rows_shape(case: Case) -> KShape:
     rows, groups, size, width = named(case, *_SIZES)
-    return KShape(case.dtype, rows, groups, size, width)
+    return KShape(_rows_dtype(case), rows, groups, size, width)
+
+
+def _rows_dtype(case: Case) -> torch.dtype:
+    return torch.int8 if case.options.get("int8") else case.dtype
 
 
 def _build_rows(case: Case, device: torch.device) -> dict[str, Any]:
@@ -65,6 +75,8 @@ def _cases() -> tuple[Case, ...]:
         (1, {}),
         (3, {"biased": True}),
         (8, {"keeps_empty": True, "biased": True}),
+        (2, {"biased": True, "int8": True}),
+        (8, {"keeps_empty": True, "int8": True}),
     )
     shapes = ((1, 1, 32, 0.5), (3, 2, 16, 1.0), (17, 5, 32, 0.5), (64, 3, 48, 0.0), (127, 6, 32, 0.5))
     return tuple(
@@ -97,6 +109,9 @@ _LARGE_CASES = (
     _large((65, 2, 64, 512, 128, 2), active=0.0, keeps_empty=True, biased=True),
     _large((128, 4, 64, 512, 128, 4), active=1.0, keeps_empty=True),
     _large((300, 4, 256, 512, 128, 4), active=1.0),
+    _large((700, 8, 128, 512, 128, 8), keeps_empty=True, int8=True),
+    _large((190, 5, 384, 512, 128, 5), active=0.1, keeps_empty=True, biased=True, int8=True),
+    _large((130, 4, 512, 256, 128, 4), active=1.0, keeps_empty=True, int8=True),
 )
 GEMM_K = Operator(
     name="gemm_k",
@@ -129,6 +144,8 @@ GEMM_K_ROWS = Operator(
         _rows((130, 40, 64, 256), active=0.0, biased=True),
         _rows((129, 128, 64, 256), active=1.0),
         _rows((190, 112, 64, 256), biased=True, dtype=torch.float16),
+        _rows((200, 70, 128, 256), biased=True, int8=True),
+        _rows((129, 33, 128, 512), active=0.1, int8=True),
     ),
     # Panels of columns, a narrow one, and more tiles than programs, in emulation and on a GPU.
     large_cases=(_rows((650, 40, 64, 1280), biased=True), _rows((4500, 12, 64, 1280))),

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from benchmarks.cases.contract import Operator, make_case, named, random_mask, random_values, relative_error
+from benchmarks.cases.linear_int8 import in_int8
 from wide.kernels.gemm_mn.op import BACKENDS, MnShape, gemm_mn
+from wide.kernels.linear_int8 import quantise_int8
 from wide.kernels.reorder import reorder
 from wide.kernels.reordering import Reordering
 from wide.kernels.tuning import Case
@@ -15,7 +17,8 @@ from wide.kernels.tuning import Case
 
 def _shape(case: Case) -> MnShape:
     size, depth, block_m = named(case, "group_size", "depth", "block_m")
-    return MnShape(case.dtype, size, depth, bool(case.options.get("gated")), block_m)
+    dtype = torch.int8 if case.options.get("int8") else case.dtype
+    return MnShape(dtype, size, depth, bool(case.options.get("gated")), block_m)
 
 
 def _build(case: Case, device: torch.device) -> dict[str, Any]:
@@ -24,9 +27,9 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     weights = random_values(case, (2, groups * size, depth), device, salt=1) / depth**0.5
     options = dict(case.options)
     gated, biased = options.pop("gated", False), options.pop("biased", False)
-    zeroed = options.pop("zeroed", False)
+    zeroed, int8 = options.pop("zeroed", False), options.pop("int8", False)
     biases = random_values(case, (2, groups * size), device, salt=2)
-    return {
+    arguments = {
         "x": random_values(case, (rows, depth), device, salt=3),
         "weight": weights[0],
         "order": reorder(mask, block_m=case.sizes["block_m"], backend="torch"),
@@ -37,6 +40,12 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
         "mask": mask if zeroed else None,
         **options,
     }
+    if not int8:
+        return arguments
+    for weight, scale in (("weight", "scale"), ("up_weight", "up_scale")):
+        if arguments[weight] is not None:
+            arguments[weight], arguments[scale] = quantise_int8(arguments[weight])
+    return in_int8(arguments, "x", case)
 
 
 def executed(arguments: Mapping[str, Any], out: torch.Tensor) -> torch.Tensor:
@@ -60,6 +69,8 @@ def _cases() -> tuple[Case, ...]:
         {"gated": True, "activation": "silu"},
         {"gated": True, "activation": "gelu_tanh", "biased": True},
         {"activation": "relu2", "zeroed": True},
+        {"gated": True, "activation": "silu", "biased": True, "int8": True},
+        {"zeroed": True, "int8": True},
     )
     shapes = ((1, 1, 32, 0.5), (3, 2, 16, 1.0), (17, 3, 32, 0.5), (64, 2, 48, 0.0), (127, 2, 32, 0.5))
     return tuple(
@@ -99,6 +110,11 @@ _LARGE_CASES = (
     _large((40, 3, 128, 64, 256), **_GATED),
     _large((300, 2, 512, 384, 256), active=1.0, activation="relu2"),
     _large((260, 2, 256, 320, 256), active=0.0, zeroed=True),
+    _large((1, 5, 128, 128, 256), int8=True, **_GATED),
+    _large((356, 3, 512, 384, 256), active=1.0, int8=True),
+    _large((436, 3, 128, 640, 128), active=1.0, gated=True, activation="gelu_tanh", biased=True, int8=True),
+    _large((700, 3, 256, 1280, 256), zeroed=True, int8=True, **_GATED),
+    _large((90, 9, 256, 256, 256), active=0.02, int8=True),
 )
 GEMM_MN = Operator(
     name="gemm_mn",

@@ -1,13 +1,21 @@
-"""What `linear_int8` and `expand_int8` promise: their cases, and what a right result is."""
+"""What `linear_int8`, `expand_int8` and `quantise_rows` promise: their cases, and what a right result is."""
 
 import functools
 from typing import Any
 
 import torch
 
-from benchmarks.cases.contract import Operator, compare_all, make_case, named, random_values
-from wide.kernels.linear_int8 import expand_int8, linear_int8, quantise_int8
-from wide.kernels.linear_int8.op import BACKENDS, EXPAND_BACKENDS
+from benchmarks.cases.contract import (
+    Operator,
+    compare_all,
+    compare_exactly,
+    make_case,
+    named,
+    random_mask,
+    random_values,
+)
+from wide.kernels.linear_int8 import expand_int8, linear_int8, quantise_int8, quantise_rows
+from wide.kernels.linear_int8.op import BACKENDS, EXPAND_BACKENDS, QUANTISE_BACKENDS, Int8Shape
 from wide.kernels.tuning import Case
 
 _case = functools.partial(make_case, ("num_rows", "width", "depth"))
@@ -22,11 +30,34 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     weight[0] = 0
     values, scale = quantise_int8(weight)
     bias = random_values(case, (width,), device, salt=3) if case.options.get("has_bias") else None
-    return {"x": x, "weight": values, "scale": scale, "bias": bias}
+    found = {"x": x, "weight": values, "scale": scale, "bias": bias}
+    return in_int8(found, "x", case) if case.options.get("int8") else found
+
+
+def in_int8(found: dict[str, Any], name: str, case: Case, mask: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the arguments of a product with its rows, which a name tells, in int8."""
+    rows, x_scale = quantise_rows(found[name], mask, backend="torch")
+    return {**found, name: rows, "x_scale": x_scale, "dtype": case.dtype}
 
 
 def _build_expanded(case: Case, device: torch.device) -> dict[str, Any]:
     return {"weight": _build(case, device)["weight"], "scale": _build(case, device)["scale"], "dtype": case.dtype}
+
+
+def _build_rows(case: Case, device: torch.device) -> dict[str, Any]:
+    rows, width, groups = named(case, "num_rows", "width", "num_groups")
+    x = random_values(case, (rows, width), device, salt=1)
+    x[:, width // 2] *= 1e3
+    if not groups:
+        return {"x": x, "mask": None}
+    mask = random_mask(case, (rows, groups), device)
+    x.view(rows, groups, -1)[~mask] = float("nan")
+    mask[0] = False
+    return {"x": x, "mask": mask}
+
+
+def _shape(case: Case) -> Int8Shape:
+    return Int8Shape(torch.int8 if case.options.get("int8") else case.dtype, *named(case, "width", "depth"))
 
 
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
@@ -40,7 +71,20 @@ LINEAR_INT8 = Operator(
         _case((16, 70, 272), outlier=True, dtype=torch.float32),
         _case((40, 96, 48), has_bias=True, dtype=torch.float32),
         _case((150, 130, 64)),
+        _case((150, 130, 100), int8=True, has_bias=True),
+        _case((5, 33, 256), int8=True, outlier=True, dtype=torch.float32),
     ),
+    # Of the kernel in CUDA C++: whole tiles, and remainders that are short and thin.
+    large_cases=tuple(
+        _case(sizes, int8=True, has_bias=biased, dtype=torch.bfloat16)
+        for sizes, biased in (
+            ((1, 256, 128), False),
+            ((300, 512, 384), True),
+            ((390, 256, 128), False),
+            ((1000, 1024, 1280), False),
+        )
+    ),
+    shape=_shape,
     build=_build,
     compare=compare_all,
     tolerance=_TOLERANCE,
@@ -52,5 +96,22 @@ EXPAND_INT8 = Operator(
     cases=(_case((1, 3, 5000)), _case((1, 33, 100)), _case((1, 1, 1), dtype=torch.float32)),
     build=_build_expanded,
     compare=compare_all,
+    tolerance=_TOLERANCE,
+)
+QUANTISE_ROWS = Operator(
+    name="quantise_rows",
+    call=quantise_rows,
+    backends=QUANTISE_BACKENDS,
+    cases=tuple(
+        make_case(("num_rows", "width", "num_groups"), sizes, dtype=dtype)
+        for sizes, dtype in (
+            ((3, 5000, 0), torch.float16),
+            ((2, 100, 0), torch.float32),
+            ((9, 96, 3), torch.float16),
+            ((4, 1536, 12), torch.bfloat16),
+        )
+    ),
+    build=_build_rows,
+    compare=compare_exactly,
     tolerance=_TOLERANCE,
 )

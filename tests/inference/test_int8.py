@@ -15,8 +15,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from wide.inference.operators import products, table
 from wide.inference.optimize import deoptimize, optimize
-from wide.kernels.linear_int8 import quantise_int8
+from wide.kernels.linear_int8 import quantise_int8, quantise_rows
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
 
@@ -44,6 +45,21 @@ def rounded(model):
     return model
 
 
+def of_int8_rows(model, least):
+    """Let linear layers round inputs of at least so many rows as int8 does."""
+
+    def rounded_rows(_, inputs):
+        rows = inputs[0].flatten(0, -2)
+        if len(rows) < least:
+            return None
+        values, scale = quantise_rows(rows, backend="torch")
+        return ((values * scale[:, None]).view_as(inputs[0]),)
+
+    for linear in linears(model):
+        linear.register_forward_pre_hook(rounded_rows)
+    return model
+
+
 def optimised(model, **options):
     return optimize(model, **{"weights": "int8", "table": SMALL, **options})
 
@@ -66,6 +82,26 @@ def test_prompts_and_steps_are_those_of_rounded_weights(family):
     assert not any("forward" in vars(linear) for linear in linears(model))
     for (name, found), kept in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(found, kept), name
+
+
+@pytest.mark.parametrize("skipped", [{}, {"down": 16}, dict.fromkeys(("query", "output", "gate_up"))])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+@pytest.mark.filterwarnings("ignore:.*output_hidden_states")
+@torch.no_grad()
+def test_rows_of_prompts_are_rounded_too(family, skipped, monkeypatch):
+    monkeypatch.setattr(products, "MAX_INT8_ROWS", 12)
+    monkeypatch.setattr(table.linear_int8, "MAX_ROWS", 12)
+    rules = fixed("torch", **{"query": 5, "output": 5, "gate_up": 5} | skipped)
+    model = optimised(routed(family), weights="w8a8", table=rules)
+    wanted, plain = of_int8_rows(rounded(routed(family)), 13), rounded(routed(family))
+    for ids in (tokens(2, 12), tokens(1, 13), tokens(2, 4), tokens(1, 1)):
+        found, right = model(ids).logits, wanted(ids).logits
+        far = (plain(ids).logits - right).norm() / right.norm()
+        assert (far > 1e-3) == (ids.numel() > 12)
+        # A value near the middle of two may fall either way.
+        assert (found - right).norm() <= max(0.2 * far, 1e-5) * right.norm()
+        masked = model(ids, output_hidden_states=True).logits
+        assert (masked - right).norm() <= max(0.2 * far, 1e-5) * right.norm()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, transformers batches on it")
@@ -222,7 +258,7 @@ def test_an_adapter_of_peft_says_that_int8_is_off():
 
 
 def test_what_cannot_be_quantised_is_refused_and_left_as_it_was():
-    with pytest.raises(ConfigError, match=r"unknown weights 'int4'; choose one of \['model', 'int8'\]"):
+    with pytest.raises(ConfigError, match=r"unknown weights 'int4'; choose one of \['model', 'int8', 'w8a8'\]"):
         optimize(routed(), table=SMALL, weights="int4")
     model = routed()
     last = model.model.layers[1].mlp.down_proj

@@ -16,6 +16,7 @@ from wide.kernels.reorder import _triton as reorder
 
 INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "CHUNK_COUNTS", "HISTOGRAM")
 INT_POINTERS += ("ITEMS", "NUM_ITEMS", "UNIONS", "PLACES", "FOUND")
+SCALE_POINTERS = ("X_SCALE", "SCALE", "UP_SCALE")
 BYTE_POINTERS = ("MASK", "COLUMNS", "CODES")
 VALUE_POINTERS = ("X", "H", "W", "W_UP", "BIAS", "UP_BIAS", "OUT")
 DIVISIBLE = (
@@ -43,7 +44,7 @@ def build(
 ) -> dict[str, Any]:
     """Compile one kernel and read what it uses from its machine code; `divisible` names further multiples of 16."""
     pointers = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16")
-    pointers |= dict.fromkeys(BYTE_POINTERS, "*u8") | types
+    pointers |= dict.fromkeys(BYTE_POINTERS, "*u8") | dict.fromkeys(SCALE_POINTERS, "*fp32") | types
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], Any] = {}
     for place, name in enumerate(kernel.arg_names):
@@ -67,14 +68,19 @@ def build(
         "stack": int(found.group(1)) if found else -1,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "order": "".join(re.findall(r"\b(LDG|STG|BAR)\b", code)),
-        "code": {word: len(re.findall(word, code)) for word in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "F32x4")},
+        "code": {
+            word: len(re.findall(word, code))
+            for word in ("HGMMA", "IGMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "F32x4")
+        },
     }
 
 
-def gemm_mn_at(target: int) -> dict[str, Any]:
+def gemm_mn_at(target: int, *, int8: bool = False) -> dict[str, Any]:
     """Compile the gated GEMM-MN as its default tile for the target asks."""
     tma = target in (90, 100)
     block_n, block_k, stages = (128, 64, 4) if tma else (64, 32 if target in (89, 120) else 64, 3)
+    block_k *= 2 if int8 else 1
+    kind = "i8" if int8 else "bf16"
     constants = {
         "G": 128,
         "BLOCK_M": 128,
@@ -87,16 +93,18 @@ def gemm_mn_at(target: int) -> dict[str, Any]:
         "ZEROES": True,
         "WEIGHTS_BY": int(tma),
         "WHOLE_K": True,
+        "INT8": int8,
         "PRECISION": "tf32",
     }
-    weights = {"W": f"tensordesc<bf16[{block_n}, {block_k}]>", "W_UP": f"tensordesc<bf16[{block_n}, {block_k}]>"}
-    return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, **(weights if tma else {}))
+    weights = dict.fromkeys(("W", "W_UP"), f"tensordesc<{kind}[{block_n}, {block_k}]>" if tma else f"*{kind}")
+    return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, X=f"*{kind}", **weights)
 
 
-def gemm_k_at(target: int, reduces: bool, run: int) -> dict[str, Any]:
+def gemm_k_at(target: int, reduces: bool, run: int, *, int8: bool = False) -> dict[str, Any]:
     """Compile GEMM-K that stores bfloat16 or reduces into float32; `run` tiles in one loop."""
     tma = target in (90, 100)
-    block_k = 32 if target in (89, 120) else 64
+    block_k = (32 if target in (89, 120) else 64) * (2 if int8 else 1)
+    kind = "i8" if int8 else "bf16"
     constants = {
         "S": 8,
         "G": 128,
@@ -108,9 +116,10 @@ def gemm_k_at(target: int, reduces: bool, run: int) -> dict[str, Any]:
         "REDUCES": reduces,
         "HAS_BIAS": False,
         "BY_TMA": tma,
+        "INT8": int8,
         "PRECISION": "tf32",
     }
-    types = {"W": f"tensordesc<bf16[128, {block_k}]>"} if tma else {}
+    types = {"H": f"*{kind}", "W": f"tensordesc<{kind}[128, {block_k}]>" if tma else f"*{kind}"}
     if reduces:
         types["OUT"] = "*fp32"
     return build(gemm_k._gemm_k_kernel, target, constants, 4 if target == 90 else 8, 3, **types)
@@ -144,17 +153,22 @@ def drain_at(target: int) -> dict[str, Any]:
 
 
 def int8_at(target: int) -> Iterator[dict[str, Any]]:
-    """Compile the dense products of int8 weights, of few rows and of many, and their expansion."""
-    types = {"WEIGHT": "*i8", "SCALE": "*fp32"}
-    for rows, width in ((1, 4096), (64, 4096), (64, 28672), (256, 28672)):
-        tile = linear_int8.default_tile(rows, width, 132)
+    """Compile the dense products of int8 weights, their expansion, and what makes int8 rows."""
+    types = {"WEIGHT": "*i8"}
+    for rows, width, int8 in ((1, 4096, 0), (64, 4096, 0), (64, 28672, 0), (256, 28672, 0), (4096, 4096, 1)):
+        tile = linear_int8.default_tile(rows, width, 132, int8_rows=bool(int8))
         constants = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-        flags = {"EVEN_K": True, "HAS_BIAS": False}
+        flags = {"EVEN_K": True, "HAS_BIAS": False, "INT8_ROWS": bool(int8)}
+        kinds = {**types, "X": "*i8" if int8 else "*bf16"}
         strides = {"divisible": ("stride_xm", "stride_wn")}
         yield build(
-            linear_int8._linear_int8, target, constants | flags, tile.num_warps, tile.num_stages, **strides, **types
+            linear_int8._linear_int8, target, constants | flags, tile.num_warps, tile.num_stages, **strides, **kinds
         )
     yield build(linear_int8._expand_int8, target, {"BLOCK": 4096}, 4, 3, **types)
+    for masked, segments in ((False, 16), (True, 128)):
+        constants = {"G": 128, "SEGMENT": 256 if not masked else 128, "SEGMENTS": segments, "MASKED": masked}
+        strides = ("K", "stride_xm")
+        yield build(linear_int8._quantise_rows, target, constants, 4 if not masked else 16, 3, strides, OUT="*i8")
 
 
 def kernels_at(target: int) -> Iterator[dict[str, Any]]:
@@ -162,6 +176,9 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     yield gemm_mn_at(target)
     yield gemm_k_at(target, False, 1)
     yield gemm_k_at(target, True, 4)
+    yield gemm_mn_at(target, int8=True)
+    yield gemm_k_at(target, False, 4, int8=True)
+    yield gemm_k_at(target, True, 1, int8=True)
     yield drain_at(target)
     yield from reorder_at(target)
     yield from items_at(target)

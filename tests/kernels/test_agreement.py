@@ -45,4 +45,4 @@ def test_contract_is_complete(operator: Operator) -> None:
 
 
 def test_all_operators_are_here() -> None:
-    assert len(OPERATORS) == 18
+    assert len(OPERATORS) == 19

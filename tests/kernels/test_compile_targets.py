@@ -46,13 +46,15 @@ def _compiled(program: str, target: int, head_dims: tuple[int, ...] | None = Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_products_and_sorts_compile(target: int) -> None:
     results = _compiled("compile_kernels", target)
-    assert len(results) == 17
+    assert len(results) == 23
     drain = next(result["order"] for result in results if result["kernel"] == "_drain_kernel")
     # A race that no interpreter shows: everything is read, then comes the barrier, then cells are cleared.
     assert re.fullmatch("(LDG)+BAR(STG)+", drain), drain
     if target == 90:
         gemms = {result["kernel"]: result["code"] for result in results if "gemm" in result["kernel"]}
-        assert all(code["HGMMA"] and code["UTMALDG"] and code["LDGSTS"] for code in gemms.values())
+        codes = [result["code"] for result in results if "gemm" in result["kernel"]]
+        assert all((code["HGMMA"] or code["IGMMA"]) and code["UTMALDG"] and code["LDGSTS"] for code in codes)
+        assert sum(result["code"]["IGMMA"] > 0 for result in results) == 4
         # Reductions go out four values at a time.
         assert gemms["_gemm_k_kernel"]["F32x4"] > 0
 

@@ -24,13 +24,23 @@ SHARED, REGISTERS = 232448, 65536
 needs_compiler = pytest.mark.skipif(build._compiler_obstacle() is not None, reason=str(build._compiler_obstacle()))
 
 
-def _variant(activation: str, *, gated: bool = False, biased: bool = False, float16: bool = False) -> dict[str, int]:
+def _variant(
+    activation: str,
+    *,
+    gated: bool = False,
+    biased: bool = False,
+    float16: bool = False,
+    int8: bool = False,
+    dense: int = 0,
+) -> dict[str, int]:
     return {
         "GATED": int(gated),
         "ACTIVATION": ACTIVATIONS.index(activation),
         "HAS_BIAS": int(biased),
         "HAS_UP_BIAS": int(biased and gated),
         "FLOAT16": int(float16),
+        "INT8": int(int8),
+        "DENSE": dense,
     }
 
 
@@ -46,6 +56,9 @@ VARIANTS = {
     "query with a bias": _variant("none", biased=True),
     "gate and up with everything": _variant("gelu_tanh", gated=True, biased=True, float16=True),
     "plain with everything": _variant("relu2", biased=True, float16=True),
+    "int8 gate and up": _variant("silu", gated=True, int8=True),
+    "int8 gate and up with everything": _variant("gelu_tanh", gated=True, biased=True, int8=True),
+    "int8, dense": _variant("none", int8=True, dense=1),
 }
 
 
@@ -66,12 +79,13 @@ def test_variants_fit_spill_nothing_and_share_weights(variant: dict[str, int], k
     assert used["SHARED"] + PRODUCT_BYTES <= SHARED
     assert not re.findall(r"\b(?:STL|LDL)\b", code)
     # Whole tiles and the pieces of short ones, four products of 16 in a row.
-    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
-    assert {kind for _, kind in products} == {"" if variant["FLOAT16"] else ".BF16"}
+    form = r"IGMMA\.64x(\d+)x32(\.S8)\.S8" if variant["INT8"] else r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?"
+    products = Counter(re.findall(form, code))
+    assert {kind for _, kind in products} == {".S8" if variant["INT8"] else "" if variant["FLOAT16"] else ".BF16"}
     assert {"256"} < {width for width, _ in products} <= {"256", "128", "64"}
     assert all(count % 4 == 0 for count in products.values())
     # One is waited for in each group; a branch between two of them makes the compiler wait for every one.
-    assert 0 < 4 * len(re.findall(r"HGMMA.*gsb0", code)) <= products.total()
+    assert 0 < 4 * len(re.findall(r"GMMA.*gsb0", code)) <= products.total()
     assert len(re.findall(r"UTMALDG\.2D\.MULTICAST", code)) == 2
     assert "LDGSTS" in code
     # At the two meetings of a cluster, and none where a stage is released.
@@ -96,8 +110,11 @@ def test_the_order_of_rows_fits_and_spills_nothing(words: int, kept: Path) -> No
 @needs_compiler
 @pytest.mark.parametrize("words", [1, 2, 3, 4])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_product_over_input_groups_fits_and_waits_once_a_step(words: int, biased: bool, kept: Path) -> None:
-    variant = {"WORDS": words, "HAS_BIAS": int(biased), "FLOAT16": int(biased)}
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_product_over_input_groups_fits_and_waits_once_a_step(
+    words: int, biased: bool, int8: bool, kept: Path
+) -> None:
+    variant = {"WORDS": words, "HAS_BIAS": int(biased), "FLOAT16": int(biased), "INT8": int(int8)}
     code, usage = described(product_code(gemm_k_cuda.SOURCE, variant, kept))
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     assert used["STACK"] == used["LOCAL"] == 0
@@ -105,9 +122,10 @@ def test_the_product_over_input_groups_fits_and_waits_once_a_step(words: int, bi
     assert used["REG"] == 168
     assert used["SHARED"] + PRODUCT_BYTES <= SHARED
     assert not re.findall(r"\b(?:STL|LDL)\b", code)
-    products = Counter(re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?", code))
-    assert set(products) == {("256", "" if biased else ".BF16")}
-    assert 4 * len(re.findall(r"HGMMA.*gsb0", code)) == products.total()
+    form = r"IGMMA\.64x(\d+)x32(\.S8)\.S8" if int8 else r"HGMMA\.64x(\d+)x16\.F32(\.BF16)?"
+    products = Counter(re.findall(form, code))
+    assert set(products) == {("256", ".S8" if int8 else "" if biased else ".BF16")}
+    assert 4 * len(re.findall(r"GMMA.*gsb0", code)) == products.total()
     assert len(re.findall(r"UTMALDG\.2D", code)) == 1
     assert "LDGSTS" in code
     assert not re.findall(r"MEMBAR\.\w+\.GPU", code)

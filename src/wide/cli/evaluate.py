@@ -23,7 +23,8 @@ class TaskOptions(ScoredTasks):
         text_field: Field that holds the text, where rows have fields.
         output: Folder for evaluation.json, records.jsonl and the resolved configuration; null writes nothing.
         parallel: As for wide prune; 'auto' counts the weights alone.
-        weights: With --fused, format of the linear layers' weights; 'int8' is made of the model's own.
+        weights: With --fused, format of the linear layers' weights; 'int8' is made of the model's own;
+            'w8a8' also rounds what long prompts multiply.
     """
 
     text_field: str = "text"

@@ -29,7 +29,7 @@ class TuneOptions:
             What pays at some number counts for all larger ones.
         executed: Expected shares of (token, group) pairs that execute, 'attention,FFN'; give `wide.optimize` the same.
         output: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
-        weights: Their format in steps; prompts multiply the same in both.
+        weights: Their format; with 'int8' prompts multiply as with 'model'.
         quick: Fewer tiles and rounds.
         seconds: No tile is begun after so many seconds, and what was not measured stays dense; null takes its time.
     """

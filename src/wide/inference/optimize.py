@@ -65,6 +65,8 @@ def optimize(
             each output channel, from bfloat16 or float16 (on a CPU also float32), and the masked model computes with
             them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. Of
             these, too, what is written through `.data` is not seen. Whatever saves the model saves its own weights.
+            With 'w8a8' products of more than 256 rows, as in prompts, read these in int8, too, a scale for each row:
+            faster than bfloat16, at a loss of 2 to 3 % of perplexity.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of text like that to come and as long as its prompts,
@@ -118,6 +120,8 @@ def optimize(
             executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
         _require_measurements(model, state, executed, weights, tune=tune)
     tables = [table or _measured(spec, state, index, known[index], weights) for index, spec in enumerate(state.specs)]
+    if weights == "w8a8":
+        tables = [each.for_int8_rows() for each in tables]
     if table is None and _weight(state).is_cuda and obstacle(_weight(state).device, _weight(state).dtype) is None:
         _warn_if_nothing_pays(tables)
     state.engine = engine = Engine(model, state, tables, weights)

@@ -13,7 +13,12 @@ from wide.kernels.native.tilelang import obstacle as tilelang_missing
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes that the kernels take."""
 HOPPER_STEP = 64
-"""Channels that the kernels for Hopper multiply in one step: they take groups of a multiple of it."""
+"""Channels of halves that the kernels for Hopper multiply in one step: they take multiples of it."""
+
+
+def hopper_step(dtype: torch.dtype) -> int | None:
+    """Return `HOPPER_STEP`, or that of int8, which fills as many bytes; None for a dtype that they do not take."""
+    return 2 * HOPPER_STEP // dtype.itemsize if dtype in (*HALF, torch.int8) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

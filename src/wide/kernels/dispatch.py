@@ -182,7 +182,7 @@ class Backends:
             options["tile"] = tile
             if "tile" not in found.takes:
                 reason = reason or f"the backend {name!r} has no tiles, got {tuple(tile)}"
-        if "scale" in options and "scale" not in found.takes:
+        if "scale" in options and not {"scale", "int8"} & found.takes:
             reason = reason or f"the backend {name!r} has no int8 weights"
         if reason is not None:
             raise self._refusal(name, reason, device, shape)

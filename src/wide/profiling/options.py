@@ -36,7 +36,7 @@ class ProfileOptions:
             everything executes. Adapters stay as they are.
         ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter or
             a comparison.
-        weights: Format of the linear layers' weights in the engine, pruned and dense: 'model' or 'int8'. Of no
+        weights: Format of the linear layers' weights in the engine, pruned and dense: 'model', 'int8' or 'w8a8'. Of no
             matter to static plans.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
@@ -57,7 +57,7 @@ class ProfileOptions:
     batched_generate: int = 256
     sparsities: float | str = "0.5"
     ffn_group_size: int | None = None
-    weights: Literal["model", "int8"] = "model"
+    weights: Literal["model", "int8", "w8a8"] = "model"
     quick: bool = False
     description: str = ""
 

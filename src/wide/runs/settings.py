@@ -16,7 +16,7 @@ from wide.methods.catalogue import Match, WideMethodConfig, get
 from wide.schema import Between, Checked, Positive
 
 T = TypeVar("T")
-WeightsFormat = Literal["model", "int8"]
+WeightsFormat = Literal["model", "int8", "w8a8"]
 Parallel = Literal["auto", "replicate", "fsdp"]
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "[::1]")
 
@@ -206,7 +206,8 @@ class InferenceOptions(AdapterOptions):
     Args:
         backend: 'auto' installs operators that skip where there is a GPU, if the model can run them; 'triton' and
             'torch' (the reference, slow) insist on them; 'none' leaves the masks.
-        weights: Format of the linear layers' weights under the operators; 'int8' is made of the model's own.
+        weights: Format of the linear layers' weights under the operators; 'int8' is made of the model's own;
+            'w8a8' also rounds what long prompts multiply.
     """
 
     backend: Literal["auto", "triton", "torch", "none"] = "auto"

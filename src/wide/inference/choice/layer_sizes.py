@@ -40,7 +40,8 @@ class LayerSizes:
         ffn_width: F.
         ffn_groups: N_G of the FFN half.
         is_gated: Whether the FFN has a gate; the up weight then lies right behind the gate weight in memory.
-        weights: Their format: 'model' or 'int8', which only products of few rows read.
+        weights: Their format: 'model', 'int8', which only products of few rows read, or 'w8a8', whose other products
+            read int8 rows.
     """
 
     hidden_size: int
@@ -101,8 +102,10 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
         other = "width_out" if few else "width"
     elif sizes.gates(name):
         options = {"is_gated": True} if few else {"gated": True, "stacked": True}
-    if few and sizes.weights != "model":
-        options |= {"weights": sizes.weights}
+    if sizes.weights != "model" and few:
+        options |= {"weights": "int8"}
+    elif sizes.weights == "w8a8":
+        options |= {"rows": "int8"}
     extents = {"num_rows": rows, "num_groups": groups, "group_size": size, other: sizes.hidden_size}
     case = Case(sizes=extents, dtype=torch.bfloat16, active=active, options=options)
     return f"{operator}_{'k' if name in SUMS else 'mn'}", case
@@ -125,6 +128,7 @@ def backends_and_shape(
         is_sum = name in SUMS
         shape = GemvShape(dtype, size if is_sum else sizes.hidden_size)
         return GEMV_K_BACKENDS if is_sum else GEMV_MN_BACKENDS, shape
+    dtype = torch.int8 if sizes.weights == "w8a8" else dtype
     if name not in SUMS:
         return MN_BACKENDS, MnShape(dtype, size, sizes.hidden_size, sizes.gates(name))
     is_stored = groups <= PATTERN_GROUPS

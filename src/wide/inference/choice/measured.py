@@ -94,7 +94,7 @@ def _knows(sizes: LayerSizes, known: TuningTable, device: torch.device, executed
     """Return whether any linear operator of a layer was measured, dense winning included."""
     linear = [name for name in OPERATORS if name != "attention"]
     # Prompts multiply the same weights in every format.
-    counts = (_ROWS[0], _ROWS[-1]) if sizes.weights == "model" else _ROWS[:1]
+    counts = _ROWS[:1] if sizes.weights == "int8" else (_ROWS[0], _ROWS[-1])
     return any(
         known.nearest(*operator_case(name, sizes, rows, _share(name, executed)), device, fewer_rows=rows > MAX_ROWS)
         for name in linear
@@ -118,7 +118,12 @@ def _choose(
     """Return what runs an operator of a layer: the first of the ranked choices whose kernel takes its shape."""
     # Few rows: more of them need more groups, so a measurement of more is a safe guess for fewer, not the reverse.
     few = rows <= MAX_ROWS and name != "attention"
-    found = known.nearest(*operator_case(name, sizes, rows, active), device, fewer_rows=not few) or DENSE
+    found = known.nearest(*operator_case(name, sizes, rows, active), device, fewer_rows=not few)
+    if found is None and sizes.weights == "w8a8":
+        # What pays in halves pays in int8, too, of which dense products gain as much.
+        halves = operator_case(name, replace(sizes, weights="model"), rows, active)
+        found = None if few else known.nearest(*halves, device, fewer_rows=True)
+    found = found or DENSE
     if few:
         missing = _missing(name, sizes, rows, found, device)
         if missing is not None:

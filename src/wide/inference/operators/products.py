@@ -16,25 +16,48 @@ from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import finish_dense, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
 from wide.kernels.linear_int8 import MAX_ROWS as MAX_INT8_ROWS
-from wide.kernels.linear_int8 import expand_int8, linear_int8
+from wide.kernels.linear_int8 import expand_int8, linear_int8, quantise_rows
+from wide.kernels.linear_int8.op import BACKENDS as INT8_BACKENDS
+from wide.kernels.linear_int8.op import Int8Shape
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
 from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, Reordering
 from wide.kernels.tuning import Choice
 
 
+class Int8Rows(NamedTuple):
+    """Rows that several products read, quantised once.
+
+    Args:
+        values: int8 [M, K].
+        scale: Of each row, float32 [M].
+        dtype: Of their products.
+    """
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[M, K]."""
+        return self.values.shape
+
+
 class LinearWeights(NamedTuple):
     """A linear layer: weight [N, K] in the model's dtype, or in int8 with scales; bias [N] or None.
 
-    Steps read int8 as it is. For products of many rows it is expanded, by each of them again, so that the kernels and
-    measurements of the model's dtype serve both.
+    Steps read int8 as it is. For products of many rows either these are quantised, too, or weights are expanded, by
+    each product again, so that the kernels and measurements of the model's dtype serve both.
 
     Args:
         scale: Of each output of int8 weights, float32 [N].
+        int8_rows: Whether rows are quantised where they are many.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
+    int8_rows: bool = False
 
     @property
     def outputs(self) -> int:
@@ -43,7 +66,8 @@ class LinearWeights(NamedTuple):
 
     def rows(self, first: int | None, last: int | None) -> "LinearWeights":
         """Return the layer of some outputs, as views."""
-        return LinearWeights(*(None if part is None else part[first:last] for part in self))  # type: ignore[arg-type]
+        parts = (None if part is None else part[first:last] for part in self[:3])
+        return LinearWeights(*parts, self.int8_rows)  # type: ignore[arg-type]
 
     def expanded(self, dtype: torch.dtype) -> "LinearWeights":
         """Return the layer without scales: int8 weights in a floating-point dtype, others as they are."""
@@ -52,14 +76,33 @@ class LinearWeights(NamedTuple):
         backend = fixed_backend(self.weight.device)
         return LinearWeights(expand_int8(self.weight, self.scale, dtype, backend=backend), self.bias)
 
-    def dense(self, x: Tensor) -> Tensor:
-        """Return the whole product [M, N] of rows [M, K]."""
-        if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
-            return linear_int8(x, self.weight, self.scale, self.bias, backend=fixed_backend(x.device))
-        weight, bias, _ = self.expanded(x.dtype)
-        return functional.linear(x, weight, bias)
+    def quantises(self, num_rows: int) -> bool:
+        """Return whether a dense product of so many rows is one of int8 rows."""
+        return self.int8_rows and num_rows > MAX_INT8_ROWS
 
-    def output_groups(self, x: Tensor, mask: Tensor, choice: Choice, *, sorts: str) -> tuple[Tensor, Reordering | None]:
+    def dense(self, x: Tensor | Int8Rows, mask: Tensor | None = None) -> Tensor:
+        """Return the whole product [M, N] of rows [M, K].
+
+        Args:
+            mask: bool [M, N_G]; where rows are quantised, channels of other groups count as zero. None = all count.
+        """
+        backend = fixed_backend(self.weight.device)
+        if not isinstance(x, Int8Rows):
+            if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
+                return linear_int8(x, self.weight, self.scale, self.bias, backend=backend)
+            if not self.int8_rows:
+                weight, bias, *_ = self.expanded(x.dtype)
+                return functional.linear(x, weight, bias)
+            x = int8_rows(x, mask)
+        assert self.scale is not None
+        if INT8_BACKENDS.obstacle("cuda", self.weight.device, Int8Shape(torch.int8, *self.weight.shape)) is None:
+            backend = "cuda"
+        values, x_scale, dtype = x
+        return linear_int8(values, self.weight, self.scale, self.bias, x_scale=x_scale, dtype=dtype, backend=backend)
+
+    def output_groups(
+        self, x: Tensor | Int8Rows, mask: Tensor, choice: Choice, *, sorts: str
+    ) -> tuple[Tensor, Reordering | None]:
         """Return the product [M, N] in groups of outputs; see `GatedWeights.output_groups`."""
         return GatedWeights(self, self, None, "none").output_groups(x, mask, choice, sorts=sorts)
 
@@ -67,18 +110,22 @@ class LinearWeights(NamedTuple):
         """Return the product [M, N] over the groups of inputs that execute.
 
         Args:
-            h: Rows, [M, K]; skipped channels are zero for a dense choice, and may hold anything for others.
+            h: Rows, [M, K]; skipped channels are zero for a dense choice of rows that are not quantised, and may hold
+                anything for others.
             mask: bool [M, N_G].
             sorts: Backend of the sort by patterns.
         """
         if choice.backend == "dense":
-            return self.dense(h)
+            return self.dense(h, mask)
         if h.shape[0] <= MAX_ROWS:
             how: dict[str, Any] = {"scale": self.scale, "backend": choice.backend, "tile": choice.tile}
             return gemv_k(h, self.weight, mask, bias=self.bias, **how)
         num_groups = mask.shape[1]
-        weight = self.expanded(h.dtype).weight
         options: dict[str, Any] = {"group_size": h.shape[1] // num_groups, "bias": self.bias, "backend": choice.backend}
+        weight = self.weight if self.int8_rows else self.expanded(h.dtype).weight
+        if self.int8_rows:
+            h, x_scale, dtype = int8_rows(h, mask)
+            options |= {"x_scale": x_scale, "scale": self.scale, "dtype": dtype}
         if num_groups > PATTERN_GROUPS and (choice.backend == "cuda" or choice.groups_per_block > PATTERN_GROUPS):
             return gemm_k_rows(h, weight, reorder_rows(mask, backend="cuda"), **options)
         per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
@@ -90,6 +137,11 @@ class LinearWeights(NamedTuple):
             backend=sorts,
         )
         return gemm_k(h, weight, order, tile=choice.tile, **options)
+
+
+def int8_rows(x: Tensor, mask: Tensor | None = None) -> Int8Rows:
+    """Return rows in int8; see `quantise_rows`."""
+    return Int8Rows(*quantise_rows(x, mask, backend=fixed_backend(x.device)), x.dtype)
 
 
 class GatedWeights(NamedTuple):
@@ -120,7 +172,7 @@ class GatedWeights(NamedTuple):
 
     def output_groups(
         self,
-        x: Tensor,
+        x: Tensor | Int8Rows,
         mask: Tensor | None,
         choice: Choice,
         *,
@@ -144,7 +196,11 @@ class GatedWeights(NamedTuple):
                 ready()
             return finish_dense(values, self.activation, zeroing, gated=self.up is not None), None
         few = x.shape[0] <= MAX_ROWS
-        _, gate, up, activation = self if few else self._expanded(x.dtype)
+        if few or self.both.int8_rows:
+            _, gate, up, activation = self
+        else:
+            assert not isinstance(x, Int8Rows)
+            _, gate, up, activation = self.of_rows(self.both.expanded(x.dtype), self.gate.outputs, self.activation)
         options: dict[str, Any] = {
             "up_weight": None if up is None else up.weight,
             "bias": gate.bias,
@@ -153,16 +209,14 @@ class GatedWeights(NamedTuple):
             "backend": choice.backend,
             "tile": choice.tile,
         }
+        if gate.scale is not None:
+            options |= {"scale": gate.scale, "up_scale": None if up is None else up.scale}
         if few:
-            scales: dict[str, Any] = {"scale": gate.scale, "up_scale": None if up is None else up.scale}
-            return gemv_mn(x, gate.weight, mask, zero_skipped=zeroed, **scales, **options), None
+            return gemv_mn(x, gate.weight, mask, zero_skipped=zeroed, **options), None
         order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
+        if gate.int8_rows:
+            x, options["x_scale"], options["dtype"] = x if isinstance(x, Int8Rows) else int8_rows(x)
         return gemm_mn(x, gate.weight, order, mask=zeroing, **options), order
-
-    def _expanded(self, dtype: torch.dtype) -> "GatedWeights":
-        if self.both.scale is None:
-            return self
-        return self.of_rows(self.both.expanded(dtype), self.gate.outputs, self.activation)
 
 
 def feed_forward(
@@ -181,5 +235,7 @@ def feed_forward(
     """
     rows = x.shape[0]
     choice, last = DENSE if mask is None else table.choice("gate_up", rows), table.choice("down", rows)
-    h, _ = gated.output_groups(x, mask, choice, sorts=table.backend, zeroed=last.backend == "dense", ready=ready)
+    # Rows that are quantised are read where they execute only.
+    zeroed = last.backend == "dense" and not down.quantises(rows)
+    h, _ = gated.output_groups(x, mask, choice, sorts=table.backend, zeroed=zeroed, ready=ready)
     return down.dense(h) if mask is None else down.input_groups(h, mask, last, sorts=table.backend)

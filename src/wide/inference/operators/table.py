@@ -1,9 +1,10 @@
 """Which operator runs, and how, at which number of tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from wide.errors import ConfigError
+from wide.kernels import linear_int8
 from wide.kernels.gemv import MAX_ROWS
 from wide.kernels.tuning import Choice
 
@@ -50,6 +51,17 @@ class OperatorTable:
         many = (*few, (512, sparse))
         rules = {"query": many, "attention": ((256, sparse),), "output": many, "gate_up": many, "down": few}
         return cls(backend=backend, rules=tuple(rules.items()))
+
+    def for_int8_rows(self) -> "OperatorTable":
+        """Return the table where many rows are quantised: as few as are not skip nothing, but for the fewest."""
+        first, last = MAX_ROWS + 1, linear_int8.MAX_ROWS
+        rules = []
+        for name, old in self.rules:
+            few = tuple(rule for rule in old if rule[0] < first)
+            many = tuple(rule for rule in old if rule[0] > last + 1)
+            between = ((first, DENSE), (last + 1, self.choice(name, last + 1)))  # type: ignore[arg-type]
+            rules.append((name, old if name == "attention" else (*few, *between, *many)))
+        return replace(self, rules=tuple(rules))
 
     def how(self, name: OperatorName, rows: int) -> How:
         """Return how an operator runs: 'few' or 'many' tokens' sparse form, or 'dense'."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
@@ -13,8 +12,9 @@ from wide.inference.reading.stacking import stack_linears
 from wide.kernels.device import HALF
 from wide.kernels.linear_int8 import quantise_int8
 
-WEIGHTS = ("model", "int8")
-"""Formats of the weights under the routers: the model's own dtype, or int8 with a scale for each output channel."""
+WEIGHTS = ("model", "int8", "w8a8")
+"""Formats of the weights under the routers: the model's own dtype, or int8 with a scale for each output channel; with
+'w8a8' products of many rows read these in int8, too, with a scale for each row."""
 
 
 class Weights:
@@ -42,11 +42,12 @@ class Weights:
         if self._form == "model":
             return LinearWeights(*stack_linears(linears, where))
         parts = [self._quantise(linear, where) for linear in linears]
-        if len({bias is None for _, bias, _ in parts}) > 1:
+        if len({part.bias is None for part in parts}) > 1:
             raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
         whole = parts[0]
         if len(parts) > 1:
-            whole = LinearWeights(*(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)))  # type: ignore[arg-type]
+            joined = [None if one[0] is None else torch.cat(one) for one in list(zip(*parts, strict=True))[:3]]
+            whole = LinearWeights(*joined, parts[0].int8_rows)  # type: ignore[arg-type]
         end = 0
         for linear, part in zip(linears, parts, strict=True):
             end += part.outputs
@@ -84,18 +85,20 @@ class Weights:
         weight = linear.weight.detach()
         if weight.is_cuda and weight.dtype not in HALF:
             raise UnsupportedModelError(
-                f"{where}: weights='int8' needs bfloat16 or float16 on a GPU, got {weight.dtype}; convert the model"
+                f"{where}: weights={self._form!r} needs bfloat16 or float16 on a GPU, got {weight.dtype}; convert "
+                "the model"
             )
         if "forward" in vars(linear):
             raise UnsupportedModelError(
-                f"{where}: weights='int8' replaces a forward that is not its class's; remove it"
+                f"{where}: weights={self._form!r} replaces a forward that is not its class's; remove it"
             )
         values, scale = quantise_int8(weight)
         if not bool(scale.isfinite().all()):
             raise UnsupportedModelError(
                 f"{where}: weights hold NaN or infinity, which int8 cannot; use weights='model'"
             )
-        return LinearWeights(values, None if linear.bias is None else linear.bias.detach(), scale)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return LinearWeights(values, bias, scale, self._form == "w8a8")
 
     def _stand_in(self, linear: nn.Linear, weights: LinearWeights) -> None:
         linear.weight.data = linear.weight.data.cpu()
@@ -108,11 +111,10 @@ class Weights:
                     # The engine reads what was written since with its next prompt; graphs may hold its copy until then.
                     before = x.device, *state_of(linear.weight)
                     values, scale = quantise_int8(linear.weight.to(x.device))
-                    weights = LinearWeights(values, None, scale)
-                weight = weights.expanded(x.dtype).weight
-            out = functional.linear(x, weight, linear.bias)
-            if out.requires_grad:
-                out.register_hook(refuse_gradients)
+                    weights = weights._replace(weight=values, scale=scale)
+                out = weights._replace(bias=linear.bias).dense(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            if torch.is_grad_enabled() and x.requires_grad:
+                out.requires_grad_().register_hook(refuse_gradients)
             return out
 
         vars(linear).update(REFUSED_COPIES, forward=forward)

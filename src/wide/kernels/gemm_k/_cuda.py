@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from wide.kernels.device import HALF, HOPPER_STEP, cuda_obstacle, device_facts
+from wide.kernels.device import cuda_obstacle, device_facts, hopper_step
 from wide.kernels.dispatch import Candidate, require
 from wide.kernels.gemm_k._triton import in_one_order
 from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape
@@ -19,13 +19,12 @@ from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, RowReorde
 SOURCE = Path(__file__).with_name("gemm_k.cu")
 STORED_TILE = (128, 256)
 """Rows of two consumers, and columns of the output: the one tile."""
-# A box of weights in shared memory: rows, and elements of a 128-byte line.
-_BOX = (256, 64)
 
 
 def _fits_boxes(shape: KShape) -> bool:
     """Return whether groups and an output width are whole boxes of weights."""
-    return shape.dtype in HALF and shape.group_size % HOPPER_STEP == 0 and shape.width % STORED_TILE[1] == 0
+    step = hopper_step(shape.dtype)
+    return step is not None and shape.group_size % step == 0 and shape.width % STORED_TILE[1] == 0
 
 
 def supports(shape: KShape) -> str | None:
@@ -33,9 +32,9 @@ def supports(shape: KShape) -> str | None:
     if shape.is_stored and _fits_boxes(shape):
         return None
     return (
-        f"the kernel in CUDA C++ wants half precision, groups of a multiple of {HOPPER_STEP} channels, a width that is "
-        f"a multiple of {STORED_TILE[1]}, and rows sorted in one super-block of at most {PATTERN_GROUPS} groups that "
-        f"keeps empty ones; got {shape.dtype}, G={shape.group_size}, width {shape.width}, "
+        "the kernel in CUDA C++ wants groups of a multiple of 64 channels in half precision, of 128 in int8, a width "
+        f"of a multiple of {STORED_TILE[1]}, and rows sorted in one super-block of at most {PATTERN_GROUPS} groups "
+        f"that keeps empty ones; got {shape.dtype}, G={shape.group_size}, width {shape.width}, "
         f"{'' if shape.is_stored else 'not '}so sorted"
     )
 
@@ -45,8 +44,8 @@ def supports_rows(shape: KShape) -> str | None:
     if 0 < shape.num_groups <= MAX_GROUPS and _fits_boxes(shape):
         return None
     return (
-        f"the kernel in CUDA C++ wants half precision, up to {MAX_GROUPS} groups of a multiple of {HOPPER_STEP} "
-        f"channels and a width that is a multiple of {STORED_TILE[1]}; got {shape.dtype}, G={shape.group_size}, "
+        f"the kernel in CUDA C++ wants up to {MAX_GROUPS} groups, of a multiple of 64 channels in half precision, of "
+        f"128 in int8, and a width that is a multiple of {STORED_TILE[1]}; got {shape.dtype}, G={shape.group_size}, "
         f"{shape.num_groups} groups, width {shape.width}"
     )
 
@@ -65,14 +64,17 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Run `gemm_k_reference`; rows by patterns are in one super-block, which keeps empty ones."""
-    require(misaligned({"h": h, "weight": weight}, (bias,)))
+    require(misaligned({"h": h, "weight": weight}, (bias,) if x_scale is None else ()))
     if tile and tuple(tile) != STORED_TILE:
         require(f"the kernel in CUDA C++ has the tile {STORED_TILE} only, got {tuple(tile)}")
     num_rows, width = h.shape[0], weight.shape[0]
-    out = h.new_empty(num_rows, width)
+    out = h.new_empty(num_rows, width, dtype=dtype or h.dtype)
     instead = "torch" if isinstance(order, RowReordering) else "triton"
     order = in_one_order(order)
     kernel = product(
@@ -80,12 +82,13 @@ def gemm_k(
         instead,
         WORDS=order.words.shape[0],
         HAS_BIAS=int(bias is not None),
-        FLOAT16=int(h.dtype == torch.float16),
+        FLOAT16=int(out.dtype == torch.float16),
+        INT8=int(x_scale is not None),
     )
     kernel(
         h.device,
         device_facts(h.device).num_sms,
-        kernel.tensor_map(weight, *_BOX),
+        kernel.tensor_map(weight, STORED_TILE[1], 128 // h.itemsize),
         h,
         out,
         out if bias is None else bias,
@@ -95,5 +98,6 @@ def gemm_k(
         group_size,
         h.stride(0),
         out.stride(0),
+        *(() if x_scale is None else (x_scale, scale)),
     )
     return out

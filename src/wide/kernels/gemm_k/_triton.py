@@ -70,7 +70,7 @@ _SUPER_BLOCKS = {128: (8, 6, 4), 256: (4, 5, 3), 512: (4, 8)}
 def default_tile(device: torch.device, shape: KShape, block_m: int) -> KTile:
     """Return a tile that fits the device; measured tables replace it."""
     facts = device_facts(device)
-    block_k = largest_tile(shape.group_size, 64 if shape.dtype != torch.float32 else 32)
+    block_k = largest_tile(shape.group_size, 128 // shape.dtype.itemsize)
     block_n = largest_tile(shape.width, 128)
     # Half of the cache holds a float32 slab; the rest is for weights and rows.
     columns = facts.l2_bytes // 2 // (4 * max(1, shape.num_rows))
@@ -78,15 +78,19 @@ def default_tile(device: torch.device, shape: KShape, block_m: int) -> KTile:
     if facts.capability in (90, 100, 103):
         return KTile(block_n, block_k, 3, 4 if block_m * block_n <= 128 * 128 else 8, 2, 1, slab, 4)
     if facts.capability in (89, 120):
-        block_k = min(block_k, 32)
+        block_k = min(block_k, 64 // shape.dtype.itemsize)
     return KTile(block_n, block_k, 3, 8 if block_m >= 128 else 4, 1, 0, slab)
 
 
 def supports(shape: KShape) -> str | None:
     """Return why no device runs a shape, or None."""
-    if shape.group_size % 16 == 0 and shape.width % 16 == 0:
+    least = 32 if shape.dtype == torch.int8 else 16
+    if shape.group_size % least == 0 and shape.width % 16 == 0:
         return None
-    return f"the kernels want multiples of 16, got groups of {shape.group_size} and a width of {shape.width}"
+    return (
+        f"the kernels want groups of a multiple of {least} and a width of one of 16, got groups of {shape.group_size} "
+        f"and a width of {shape.width}"
+    )
 
 
 def candidates(shape: KShape, device: torch.device, few: bool) -> Iterator[Candidate]:
@@ -94,6 +98,9 @@ def candidates(shape: KShape, device: torch.device, few: bool) -> Iterator[Candi
     default = default_tile(device, shape, BLOCK_M)
     tiles = [(BLOCK_M, default)]
     for block_m, tile in () if few else _TILES:
+        if shape.dtype == torch.int8:
+            # A stage has as many bytes.
+            tile = tile._replace(block_k=2 * tile.block_k)
         if shape.width % tile.block_n == 0 and shape.group_size % tile.block_k == 0:
             tiles.append((block_m, tile._replace(slab=default.slab // tile.block_n * tile.block_n)))
     blocks = (PATTERN_GROUPS,) if shape.num_groups <= PATTERN_GROUPS else _SUPER_BLOCKS.get(shape.group_size, (8, 4))
@@ -126,6 +133,9 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Run `gemm_k_reference`; the tile is a `KTile`."""
@@ -134,8 +144,8 @@ def gemm_k(
     if weight.stride(0) * weight.element_size() % 16:
         chosen = chosen._replace(weights_by=0)
     num_rows, width = order.index.shape[1], weight.shape[0]
-    out = h.new_empty(num_rows, width)
-    run = functools.partial(_launch, h, weight, order, group_size, chosen)
+    out = h.new_empty(num_rows, width, dtype=dtype or h.dtype)
+    run = functools.partial(_launch, h, weight, order, group_size, chosen, (x_scale, scale))
     if order.counts.numel() == 1 and order.keeps_empty:
         # One sort covers all groups: every row is in exactly one tile and is written once.
         run(out, 0, width, bias, reduces=False)
@@ -156,6 +166,7 @@ def _launch(
     order: PatternReordering,
     group_size: int,
     tile: KTile,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     out: torch.Tensor,
     column: int,
     num_columns: int,
@@ -181,6 +192,7 @@ def _launch(
         order.counts,
         order.tiles,
         order.num_tiles,
+        *(order.counts if factor is None else factor for factor in scales),
         order.index.shape[1],
         parts // run,
         column,
@@ -197,6 +209,7 @@ def _launch(
         REDUCES=reduces,
         HAS_BIAS=bias is not None,
         BY_TMA=tma,
+        INT8=scales[0] is not None,
         PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
         num_stages=tile.num_stages,
         num_warps=tile.num_warps,
@@ -274,6 +287,14 @@ def _write_tile(
 
 
 @triton.jit
+def _scaled(total, row_scale, SCALE, column, BLOCK_N: tl.constexpr, INT8: tl.constexpr):
+    if INT8:
+        factor = tl.load(SCALE + column + tl.arange(0, BLOCK_N))
+        total = total.to(tl.float32) * row_scale[:, None] * factor[None, :]
+    return total
+
+
+@triton.jit
 def _gemm_k_kernel(
     H,
     W,
@@ -284,6 +305,8 @@ def _gemm_k_kernel(
     COUNTS,
     TILES,
     NUM_TILES,
+    X_SCALE,
+    SCALE,
     M,
     runs,
     first_column,
@@ -300,8 +323,10 @@ def _gemm_k_kernel(
     REDUCES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BY_TMA: tl.constexpr,
+    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     STEPS: tl.constexpr = G // BLOCK_K
     ks = tl.arange(0, BLOCK_K)
     channels = tl.arange(0, BLOCK_N)
@@ -323,34 +348,40 @@ def _gemm_k_kernel(
         num_steps = tl.maximum(num_groups, 1) * STEPS
         part = (item % runs) * (RUN * BLOCK_N)
         step = 0
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_M, BLOCK_N), SUM)
+        row_scale = rows
+        if INT8:
+            row_scale = tl.load(X_SCALE + rows, mask=inside, other=0.0)
         # One loop over all column parts: the loads of the next part run while this one is written.
         for _ in range(0, num_steps * RUN):
             member = (groups >> (4 * (step // STEPS))) & 15
             channel = (step % STEPS) * BLOCK_K
             column = first_column + part
-            a = tl.load(h_places + (member * G + channel), mask=((wide_pattern >> member) & 1) != 0, other=0.0)
+            a = tl.load(h_places + (member * G + channel), mask=((wide_pattern >> member) & 1) != 0, other=0)
             if BY_TMA:
                 b = W.load([column, first_channel + member * G + channel])
             else:
                 w_places = W + (column + channels).to(tl.int64)[:, None] * stride_w
                 b = tl.load(w_places + (first_channel + member * G + channel + ks)[None, :])
-            total = tl.dot(a, b.T, total, input_precision=PRECISION)
+            total = tl.dot(a, b.T, total, input_precision=PRECISION, out_dtype=SUM)
             step += 1
             if RUN > 1:
                 ends = step == num_steps
                 if ends:
                     targets = rows * stride_out + part
                     _write_tile(
-                        OUT, BIAS, total, targets, inside, column, REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
+                        OUT, BIAS, _scaled(total, row_scale, SCALE, column, BLOCK_N, INT8), targets, inside, column,
+                        REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES,
                     )  # fmt: skip
-                    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                    total = tl.zeros((BLOCK_M, BLOCK_N), SUM)
                 step = tl.where(ends, 0, step)
                 part = tl.where(ends, part + BLOCK_N, part)
         if RUN == 1:
             targets = rows * stride_out + part
+            column = first_column + part
             _write_tile(
-                OUT, BIAS, total, targets, inside, first_column + part, REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES
+                OUT, BIAS, _scaled(total, row_scale, SCALE, column, BLOCK_N, INT8), targets, inside, column,
+                REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES,
             )  # fmt: skip
 
 

@@ -8,11 +8,11 @@
 // What rows and units of 64 rows execute comes as words of 32 groups each, those of a row where its tile's producer reaches them,
 // those of a unit a tile ahead.
 //
-// Compiled for each combination of: WORDS of the groups; HAS_BIAS; FLOAT16 (else bfloat16), behind native/hopper.cuh. Parameters are described at
+// Compiled for each combination of: WORDS of the groups; HAS_BIAS; FLOAT16 (else bfloat16), INT8, behind native/hopper.cuh. Parameters are described at
 // `gemm_k` in _cuda.py.
 
-constexpr int STAGES = 4, BK = 64, COLUMNS = 256, ROWS = 128;
-constexpr u32 B_STAGE = COLUMNS * BK * 2, A_UNIT = 64 * BK * 2, A_STAGE = 2 * A_UNIT;
+constexpr int STAGES = 4, COLUMNS = 256, ROWS = 128;
+constexpr u32 B_STAGE = COLUMNS * LINE, A_UNIT = 64 * LINE, A_STAGE = 2 * A_UNIT;
 constexpr u32 A_OFFSET = STAGES * B_STAGE, OUT_OFFSET = A_OFFSET + STAGES * A_STAGE;
 constexpr u32 BUFFER = 16 * STORED_LINE;  // of a warp's finished rows
 constexpr u32 BAR_OFFSET = OUT_OFFSET + 8 * BUFFER;
@@ -46,8 +46,13 @@ __device__ __forceinline__ int load_entry(const int* list, Item item, int place,
 // Every round is one use of a stage; producer and both consumers walk the same groups of the same items. A consumer that does
 // not execute a group waits for its rounds and releases them, so that phases stay in step.
 extern "C" __global__ void __launch_bounds__(384, 1)
-gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* __restrict__ out, const u16* __restrict__ bias, const int* __restrict__ index,
-       const int* __restrict__ words, const int* __restrict__ unions, const int* __restrict__ listed_items, int M, int N, int size, int stride_h, int stride_out) {
+gemm_k(const __grid_constant__ Map weight_map, const Element* __restrict__ h, u16* __restrict__ out, const u16* __restrict__ bias, const int* __restrict__ index,
+       const int* __restrict__ words, const int* __restrict__ unions, const int* __restrict__ listed_items, int M, int N, int size, int stride_h, int stride_out
+#if INT8
+       ,
+       const float* __restrict__ x_scale, const float* __restrict__ scale
+#endif
+) {
   extern __shared__ __align__(1024) unsigned char raw[];
   const u32 base = smem_of(raw);
   const u32 full = base + BAR_OFFSET, empty = full + 8 * STAGES;
@@ -70,7 +75,7 @@ gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* _
     constexpr int TIMES = 8;
     const int chunk = thread & 7, row = thread >> 3;
     const u32 target = base + A_OFFSET + row * 128 + (chunk ^ (row & 7)) * 16;
-    const u16* const source = h + chunk * 8;
+    const Element* const source = h + chunk * CHUNK;
     u32 stage = 0, phase = 1;
     u32 rows[TIMES], pattern[TIMES];
     Item item = items.at(0), next = items.at(1);
@@ -140,7 +145,7 @@ gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* _
     // What this lane's row of the warp's 16 is called.
     const int place = unit * 64 + (warp & 3) * 16 + (lane & 15);
     const u32 buffer = base + OUT_OFFSET + (warp - 4) * BUFFER;
-    float acc[128];
+    Sum acc[128];
     u32 stage = 0, phase = 0;
     Item item = items.at(0), next = items.at(1);
     u32 next_own[WORDS], next_other[WORDS];
@@ -152,6 +157,9 @@ gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* _
     for (int turn = 0; item.first >= 0; ++turn) {
       const Item after = items.at(turn + 2);
       const int listed = load_entry(index, item, place, M);
+#if INT8
+      const float own_scale = x_scale[listed];
+#endif
       u32 own[WORDS], every[WORDS];
 #pragma unroll
       for (int word = 0; word < WORDS; ++word) {
@@ -188,7 +196,7 @@ gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* _
               const u64 b = descriptor(base + stage * B_STAGE);
               wgmma_arrive();
 #pragma unroll
-              for (int k = 0; k < BK / 16; ++k) wgmma<256>(acc, a + 2 * k, b + 2 * k, used | k);
+              for (int k = 0; k < 4; ++k) wgmma<256>(acc, a + 2 * k, b + 2 * k, used | k);
               wgmma_commit();
               wgmma_wait<1>();
               if (before >= 0 && lane == 0) release(empty + 8 * before);
@@ -210,7 +218,11 @@ gemm_k(const __grid_constant__ Map weight_map, const u16* __restrict__ h, u16* _
       }
       finish();
       const int target = item.first + place < M ? listed : -1;
+#if INT8
+      store_rows(acc, used, buffer, lane, item.column, target, bias, out, stride_out, RowScales(own_scale, lane), scale);
+#else
       store_rows(acc, used, buffer, lane, item.column, target, bias, out, stride_out);
+#endif
       item = next;
       next = after;
     }

@@ -8,6 +8,7 @@ import torch
 from wide.errors import ShapeError
 from wide.kernels.dispatch import Backends
 from wide.kernels.gemm_k.reference import gemm_k_reference
+from wide.kernels.int8 import int8_options
 from wide.kernels.registration import operator
 from wide.kernels.reorder.op import MAX_GROUPS
 from wide.kernels.reorder.rows_reference import TILE_ROWS, UNIT_ROWS, num_words
@@ -18,6 +19,7 @@ class KShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
+        dtype: Of the rows; int8 where they are quantised.
         group_size: Channels of a group, G.
         width: Of the output, N.
         is_stored: Of `gemm_k`, whether one super-block of at most 8 groups covers all of them and keeps empty rows.
@@ -37,7 +39,7 @@ for _backends in (BACKENDS, ROWS_BACKENDS):
     _backends.register("torch")(gemm_k_reference)
 
 
-@operator(lambda h, weight: h.new_empty((h.shape[0], weight.shape[0])))
+@operator(lambda h, weight, dtype: h.new_empty((h.shape[0], weight.shape[0]), dtype=dtype or h.dtype))
 def gemm_k(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -45,6 +47,9 @@ def gemm_k(
     *,
     group_size: int,
     bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -59,10 +64,13 @@ def gemm_k(
             `keeps_empty` every row is written once, otherwise tiles are reduced into float32.
         group_size: Channels of a group, G.
         bias: [N]; added to every row.
+        x_scale: Of int8 rows, float32 [M]; weights are then int8, too, and sums of groups are exact (`quantise_rows`).
+        scale: Of int8 weights, float32 [N].
+        dtype: Of the result and the bias of int8 rows.
         tile: The backend's own, such as `KTile`; None takes a default for the device.
 
     Returns:
-        [M, N] in the dtype of `h`.
+        [M, N] in the dtype of `h` or the one that is given.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -77,10 +85,13 @@ def gemm_k(
         )
     is_stored = blocks == 1 and order.keeps_empty
     shape = KShape(h.dtype, h.shape[0], num_groups, group_size, weight.shape[0], is_stored)
-    return BACKENDS.run(backend, h.device, shape, h, weight, order, group_size=group_size, bias=bias, tile=tile)
+    options = int8_options("gemm_k", h, weight, x_scale, scale, dtype)
+    return BACKENDS.run(
+        backend, h.device, shape, h, weight, order, group_size=group_size, bias=bias, tile=tile, **options
+    )
 
 
-@operator(lambda h, weight: h.new_empty((h.shape[0], weight.shape[0])))
+@operator(lambda h, weight, dtype: h.new_empty((h.shape[0], weight.shape[0]), dtype=dtype or h.dtype))
 def gemm_k_rows(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -88,6 +99,9 @@ def gemm_k_rows(
     *,
     group_size: int,
     bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str,
 ) -> torch.Tensor:
     """Return per row the sum over its executing groups of h[m, channels] W[:, channels]^T, plus bias, in h's dtype.
@@ -100,6 +114,7 @@ def gemm_k_rows(
         order: Rows in one order over all groups (`reorder_rows`).
         group_size: Channels of a group, G; up to 128 groups.
         bias: [N]; added to every row.
+        x_scale: See `gemm_k`, as for `scale` and `dtype`.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -119,7 +134,8 @@ def gemm_k_rows(
             f"{found}; make it with reorder_rows of the mask"
         )
     shape = KShape(h.dtype, h.shape[0], num_groups, group_size, weight.shape[0])
-    return ROWS_BACKENDS.run(backend, h.device, shape, h, weight, order, group_size=group_size, bias=bias)
+    options = int8_options("gemm_k_rows", h, weight, x_scale, scale, dtype)
+    return ROWS_BACKENDS.run(backend, h.device, shape, h, weight, order, group_size=group_size, bias=bias, **options)
 
 
 def _check_sum(name: str, h: torch.Tensor, weight: torch.Tensor, *, group_size: int, bias: torch.Tensor | None) -> int:

@@ -76,9 +76,10 @@ def default_tile(device: torch.device, shape: MnShape, *, stacked: bool) -> MnTi
     if facts.capability in (90, 100, 103):
         block_n = largest_tile(shape.group_size, 128 if shape.gated else 256)
         warps = 8 if shape.block_m >= 128 and block_n * (2 if shape.gated else 1) >= 128 else 4
-        return MnTile(block_n, 64, 4, warps, 1, 2 if shape.gated and stacked else 1)
+        return MnTile(block_n, 128 // shape.dtype.itemsize, 4, warps, 1, 2 if shape.gated and stacked else 1)
     block_n = largest_tile(shape.group_size, 64 if shape.gated else 128)
     block_k = 32 if shape.dtype == torch.float32 or facts.capability in (89, 120) else 64
+    block_k *= 2 if shape.dtype == torch.int8 else 1
     return MnTile(block_n, block_k, 3, 8 if shape.block_m >= 128 else 4)
 
 
@@ -98,7 +99,9 @@ def candidates(shape: MnShape, device: torch.device, few: bool) -> Iterator[Cand
         yield Candidate(default_tile(device, shape._replace(block_m=block_m), stacked=shape.gated), block_m)
     for block_m, tile in () if few else _GATED if shape.gated else _PLAIN:
         if shape.group_size % tile.block_n == 0:
-            yield Candidate(tile, block_m)
+            # A stage has as many bytes of int8.
+            wider = tile._replace(block_k=2 * tile.block_k)
+            yield Candidate(wider if shape.dtype == torch.int8 else tile, block_m)
 
 
 @BACKENDS.register("triton", needs=triton_obstacle, supports=supports, candidates=candidates)
@@ -112,6 +115,10 @@ def gemm_mn(
     up_bias: torch.Tensor | None,
     activation: str,
     mask: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Run `gemm_mn_reference`; the tile is an `MnTile`."""
@@ -128,7 +135,7 @@ def gemm_mn(
     num_rows, depth = x.shape
     width = weight.shape[0]
     block_n, block_k, num_stages, num_warps, ctas_per_sm, weights_by = chosen
-    out = x.new_empty(num_rows, width)
+    out = x.new_empty(num_rows, width, dtype=dtype or x.dtype)
     w, w_up = _weight_arguments(weight, up_weight, block_n, block_k, weights_by)
     capacity = order.tiles.shape[0] * (size // block_n)
     grid = (min(capacity, ctas_per_sm * device_facts(x.device).num_sms),)
@@ -144,6 +151,7 @@ def gemm_mn(
         order.tiles,
         order.num_tiles,
         order.counts if mask is None else mask.view(torch.uint8),
+        *(order.counts if factor is None else factor for factor in (x_scale, scale, up_scale)),
         num_rows,
         depth,
         x.stride(0),
@@ -162,6 +170,7 @@ def gemm_mn(
         ZEROES=mask is not None,
         WEIGHTS_BY=weights_by,
         WHOLE_K=depth % block_k == 0,
+        INT8=x_scale is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_stages=num_stages,
         num_warps=num_warps,
@@ -241,6 +250,9 @@ def _gemm_mn_kernel(
     TILES,
     NUM_TILES,
     MASK,
+    X_SCALE,
+    SCALE,
+    UP_SCALE,
     M,
     K,
     stride_x,
@@ -260,8 +272,10 @@ def _gemm_mn_kernel(
     ZEROES: tl.constexpr,
     WEIGHTS_BY: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     PARTS: tl.constexpr = G // BLOCK_N
     STACKED: tl.constexpr = WEIGHTS_BY == 2
     BY_TMA: tl.constexpr = WEIGHTS_BY == 1
@@ -293,29 +307,34 @@ def _gemm_mn_kernel(
             )  # fmt: skip
         x_places = X + rows[:, None] * stride_x + ks[None, :]
         if STACKED:
-            both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+            both = tl.zeros((BLOCK_M, 2 * BLOCK_N), SUM)
             for k in range(0, K, BLOCK_K):
                 if WHOLE_K:
                     a = tl.load(x_places + k)
                 else:
                     a = tl.load(x_places + k, mask=(k + ks < K)[None, :], other=0.0)
                 b = W.load([0, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
-                both = tl.dot(a, b.T, both, input_precision=PRECISION)
+                both = tl.dot(a, b.T, both, input_precision=PRECISION, out_dtype=SUM)
             values, up = both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
         else:
-            values = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            values = tl.zeros((BLOCK_M, BLOCK_N), SUM)
+            up = tl.zeros((BLOCK_M, BLOCK_N), SUM)
             for k in range(0, K, BLOCK_K):
                 if WHOLE_K:
                     a = tl.load(x_places + k)
                 else:
                     a = tl.load(x_places + k, mask=(k + ks < K)[None, :], other=0.0)
                 b = _weight_block(W, column, k, stride_w, K, BLOCK_N, BLOCK_K, BY_TMA, WHOLE_K)
-                values = tl.dot(a, b.T, values, input_precision=PRECISION)
+                values = tl.dot(a, b.T, values, input_precision=PRECISION, out_dtype=SUM)
                 if GATED:
                     b = _weight_block(W_UP, column, k, stride_w, K, BLOCK_N, BLOCK_K, BY_TMA, WHOLE_K)
-                    up = tl.dot(a, b.T, up, input_precision=PRECISION)
+                    up = tl.dot(a, b.T, up, input_precision=PRECISION, out_dtype=SUM)
         channels = tl.arange(0, BLOCK_N)
+        if INT8:
+            row_scale = tl.load(X_SCALE + rows, mask=places < count, other=0.0)[:, None]
+            values = values.to(tl.float32) * row_scale * tl.load(SCALE + column + channels)[None, :]
+            if GATED:
+                up = up.to(tl.float32) * row_scale * tl.load(UP_SCALE + column + channels)[None, :]
         if HAS_BIAS:
             values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
         values = _activate(values, ACTIVATION)

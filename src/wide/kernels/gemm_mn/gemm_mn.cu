@@ -8,14 +8,14 @@
 // what takes time there is the way of a stage from memory, so a stage holds two steps of it.
 //
 // Compiled for each combination of: GATED; ACTIVATION 0 none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_BIAS, HAS_UP_BIAS;
-// FLOAT16 (else bfloat16), behind native/hopper.cuh. Parameters are described at `gemm_mn` in _cuda.py.
+// FLOAT16 (else bfloat16); INT8; DENSE: every row executes the one group, in their own order. They stand behind native/hopper.cuh. Parameters are described at `gemm_mn` in _cuda.py.
 
 constexpr int CLUSTER = 2, STAGES = 4;
-constexpr int BK = 64, BOX_ROWS = 64;  // of a stage; of a box of weights
-constexpr u32 BOX = BOX_ROWS * BK * 2, B_STAGE = 4 * BOX;
-constexpr u32 A_UNIT = 64 * BK * 2, A_STAGE = 2 * A_UNIT;
+constexpr int BOX_ROWS = 64;  // of a box of weights
+constexpr u32 BOX = BOX_ROWS * LINE, B_STAGE = 4 * BOX;
+constexpr u32 A_UNIT = 64 * LINE, A_STAGE = 2 * A_UNIT;
 constexpr u32 A_OFFSET = STAGES * B_STAGE, OUT_OFFSET = A_OFFSET + STAGES * A_STAGE;
-constexpr u32 LINE = 128 * 2, BUFFER = 16 * LINE;  // of a finished row; of a warp's rows
+constexpr u32 BUFFER = 16 * STORED_LINE;  // of a warp's finished rows
 constexpr u32 BAR_OFFSET = OUT_OFFSET + 8 * BUFFER;
 constexpr u32 SMEM = BAR_OFFSET + 16 * STAGES;
 static_assert(SMEM == SHARED_BYTES, "the launch must ask for as much shared memory");
@@ -74,20 +74,21 @@ struct Items {
       const bool fills = free > 0 && place >= 0;
       one = whole + (fills && late < FILL ? filling(late, place, free) : FILL * free + cluster + (late - (fills ? FILL : 0)) * clusters);
     }
-    int group, tile;
-    asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(group), "=r"(tile) : "l"(tiles + 2 * (one / parts)));
+    int group = 0, tile = one / parts;
+    if (!DENSE) asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(group), "=r"(tile) : "l"(tiles + 2 * (one / parts)));
     const bool shared = late < 0;
     const int channel = one % parts * COLUMNS;
     return {group, tile * 256 + (shared ? rank * 128 : 0), channel + (shared ? 0 : rank * (COLUMNS / 2)), shared};
   }
 };
 __device__ __forceinline__ bool is_thin(Item item, int left) { return !item.shared && left <= 64; }
-__device__ __forceinline__ int load_count(const int* counts, Item item) { return load_int(counts + max(item.group, 0)); }
+__device__ __forceinline__ int load_count(const int* counts, Item item, int M) { return DENSE ? M : load_int(counts + max(item.group, 0)); }
 // Rows of an item that there are; at most 0 where there is nothing.
 __device__ __forceinline__ int rows_left(Item item, int count) { return item.group < 0 ? 0 : count - item.first; }
 // Entry `place` of an item in the list of its group, for reading only where it is within the count.
 __device__ __forceinline__ int load_row(const int* index, Item item, int place, int M) {
-  return load_int(index + (u64)max(item.group, 0) * (u32)M + min(item.first + place, M - 1));
+  const int at = min(item.first + place, M - 1);
+  return DENSE ? at : load_int(index + (u64)max(item.group, 0) * (u32)M + at);
 }
 __device__ __forceinline__ float logistic(float v) {
   float e, r;
@@ -119,9 +120,14 @@ __device__ __forceinline__ float activate(float v) {
 //   both producers; every consumer, with rows or without, releases every round. The earliest unfinished round always goes on.
 // Leaving: a consumer has waited for all bytes of all its rounds, and arrives elsewhere before the last cluster barrier.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
-gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_map, const u16* __restrict__ x, u16* __restrict__ out, const u16* __restrict__ bias,
+gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_map, const Element* __restrict__ x, u16* __restrict__ out, const u16* __restrict__ bias,
         const u16* __restrict__ up_bias, const int* __restrict__ index, const int* __restrict__ counts, const int* __restrict__ tiles,
-        const int* __restrict__ num_tiles, int M, int K, int size, int stride_x, int stride_out) {
+        const int* __restrict__ num_tiles, int M, int K, int size, int stride_x, int stride_out
+#if INT8
+        ,
+        const float* __restrict__ x_scale, const float* __restrict__ scale, const float* __restrict__ up_scale
+#endif
+) {
   extern __shared__ __align__(1024) unsigned char raw[];
   const u32 base = smem_of(raw);
   const u32 full = base + BAR_OFFSET, empty = full + 8 * STAGES;
@@ -137,8 +143,9 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  const int parts = size / COLUMNS, shorts = load_int(num_tiles + 1) * parts;
-  const Items items{tiles, load_int(num_tiles) * parts - shorts, shorts, parts, (int)rank, (int)blockIdx.x / CLUSTER, (int)gridDim.x / CLUSTER};
+  const int parts = size / COLUMNS;
+  const int shorts = (DENSE ? (M - 1) % 256 < 128 : load_int(num_tiles + 1)) * parts, every = (DENSE ? (M + 255) / 256 : load_int(num_tiles)) * parts;
+  const Items items{tiles, every - shorts, shorts, parts, (int)rank, (int)blockIdx.x / CLUSTER, (int)gridDim.x / CLUSTER};
   const int turns = items.number(), ksteps = K / BK;
 
   if (role == 0) {
@@ -147,17 +154,17 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
     constexpr int TIMES = 8;
     const int chunk = thread & 7, row = thread >> 3;
     const u32 target = base + A_OFFSET + row * 128 + (chunk ^ (row & 7)) * 16;
-    const u16* const source = x + chunk * 8;
+    const Element* const source = x + chunk * CHUNK;
     u32 stage = 0, phase = 1;
     u32 rows[TIMES];
     Item item = items.at(0, turns), next = items.at(1, turns);
-    int left = rows_left(item, load_count(counts, item));
+    int left = rows_left(item, load_count(counts, item, M));
 #pragma unroll
     for (int i = 0; i < TIMES; ++i) rows[i] = load_row(index, item, row + 16 * i, M);
     for (int turn = 0; turn < turns; ++turn) {
       // The item after the next, and of the next its count and rows.
       const Item after = items.at(turn + 2, turns);
-      const int next_count = load_count(counts, next);
+      const int next_count = load_count(counts, next, M);
       u32 next_rows[TIMES];
 #pragma unroll
       for (int i = 0; i < TIMES; ++i) next_rows[i] = load_row(index, next, row + 16 * i, M);
@@ -218,20 +225,20 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
     // What this lane's row of the warp's 16 is called.
     const int place = unit * 64 + (warp & 3) * 16 + (lane & 15);
     const u32 buffer = base + OUT_OFFSET + (warp - 4) * BUFFER;
-    float acc[128];
+    Sum acc[128];
     u32 stage = 0, phase = 0;
     Item item = items.at(0, turns), next = items.at(1, turns);
-    int left = uniform(rows_left(item, load_count(counts, item)));
+    int left = uniform(rows_left(item, load_count(counts, item, M)));
     for (int turn = 0; turn < turns; ++turn) {
       const Item after = items.at(turn + 2, turns);
-      const int next_count = load_count(counts, next);
+      const int next_count = load_count(counts, next, M);
       const int listed = load_row(index, item, place, M);
       // All steps of one item, and its way out.
       auto multiply = [&](auto width) {
         constexpr int N = decltype(width)::value, CHANNELS = GATED ? N / 2 : N;
         constexpr bool THIN = decltype(width)::thin;
         int before = 0;
-        // One round: a step of 64, or two. No branch lies between two products, or the compiler waits for each of them.
+        // One round: a step of four products, or two. No branch lies between two products, or the compiler waits for each of them.
         auto round = [&](auto steps, bool first) {
           bar_wait(full + 8 * stage, phase);
           // Rows arrive through the generic proxy, the product reads through the asynchronous one.
@@ -240,10 +247,10 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
           const u64 b = descriptor(base + stage * B_STAGE);
           wgmma_arrive();
 #pragma unroll
-          for (int k = 0; k < BK / 16; ++k) wgmma<N>(acc, a + 2 * k, b + 2 * k, !first | k);
+          for (int k = 0; k < 4; ++k) wgmma<N>(acc, a + 2 * k, b + 2 * k, !first | k);
           if constexpr (decltype(steps)::value == 2) {
 #pragma unroll
-            for (int k = 0; k < BK / 16; ++k) wgmma<N>(acc, a + (A_UNIT >> 4) + 2 * k, b + (2 * BOX >> 4) + 2 * k, 1);
+            for (int k = 0; k < 4; ++k) wgmma<N>(acc, a + (A_UNIT >> 4) + 2 * k, b + (2 * BOX >> 4) + 2 * k, 1);
           }
           wgmma_commit();
           if (THIN) {
@@ -273,6 +280,9 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
         const int target = place < left ? listed : -1;
         // A warp without rows has nothing to do. The branch also keeps arithmetic behind the release of the last stage.
         if (!__any_sync(0xffffffff, place < left)) return;
+#if INT8
+        const RowScales row_scales(target < 0 ? 0.0f : x_scale[target], lane);
+#endif
         // Through shared memory 128 channels at a time: a lane stores 16 bytes, neighbours the same row.
         constexpr int PIECE = CHANNELS < 128 ? CHANNELS : 128, LANES = PIECE / 8;
 #pragma unroll
@@ -280,7 +290,7 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
           __syncwarp();  // what was there has been read out
           // Gate channel c and up channel c lie in the same thread: 8 channels of rows lane / 4 and + 8 are acc[4 c ..].
           // Sixteen bytes move by the row's number against bank conflicts.
-          const u32 put = buffer + (lane & 15) * LINE + (((lane >> 4) ^ (lane & 7)) * 16);
+          const u32 put = buffer + (lane & 15) * STORED_LINE + (((lane >> 4) ^ (lane & 7)) * 16);
           const int channel = item.channel + piece * PIECE;
 #pragma unroll
           for (int c = 0; c < PIECE / 8; c += 2) {
@@ -289,8 +299,11 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
             for (int i = 0; i < 4; ++i) {
               const int q = PIECE / 2 * piece + 4 * c + 2 * i;
               float low = acc[q], high = acc[q + 1];
-#if HAS_BIAS || HAS_UP_BIAS
               const int at = item.group * size + channel + (c + (i >> 1)) * 8 + (lane & 3) * 2;
+#if INT8
+              const float2 factor = load_pair(scale + at);
+              low *= row_scales.of[i & 1] * factor.x;
+              high *= row_scales.of[i & 1] * factor.y;
 #endif
 #if HAS_BIAS
               low += widened(bias + at);
@@ -300,6 +313,11 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
               high = activate(high);
 #if GATED
               float low_up = acc[N / 4 + q], high_up = acc[N / 4 + 1 + q];
+#if INT8
+              const float2 up_factor = load_pair(up_scale + at);
+              low_up *= row_scales.of[i & 1] * up_factor.x;
+              high_up *= row_scales.of[i & 1] * up_factor.y;
+#endif
 #if HAS_UP_BIAS
               low_up += widened(up_bias + at);
               high_up += widened(up_bias + at + 1);
@@ -320,7 +338,7 @@ gemm_mn(const __grid_constant__ Map weight_map, const __grid_constant__ Map up_m
             const int target_row = __shfl_sync(0xffffffff, target, r);
             u32 v0, v1, v2, v3;
             asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
-                         : "r"(buffer + r * LINE + ((lane % LANES ^ (r & 7)) * 16)) : "memory");
+                         : "r"(buffer + r * STORED_LINE + ((lane % LANES ^ (r & 7)) * 16)) : "memory");
             if (target_row >= 0)
               asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (u64)target_row * (u32)stride_out), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
           }

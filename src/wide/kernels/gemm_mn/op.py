@@ -11,6 +11,7 @@ from wide.kernels.clear_skipped import cleared
 from wide.kernels.device import fixed_backend
 from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference
+from wide.kernels.int8 import int8_options
 from wide.kernels.registration import check_tensor, on_device_of_tensors, operator
 from wide.kernels.reordering import BLOCK_M, Reordering
 
@@ -19,6 +20,7 @@ class MnShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
+        dtype: Of the rows; int8 where they are quantised.
         group_size: Channels of a group, G.
         depth: K.
         block_m: Rows in a tile that rows were sorted into.
@@ -35,7 +37,7 @@ BACKENDS = Backends("gemm_mn", __package__)
 GATED_BACKENDS = Backends("gated_activation", __package__)
 
 
-@operator(lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])))
+@operator(lambda x, weight, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype))
 def gemm_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -46,6 +48,10 @@ def gemm_mn(
     up_bias: torch.Tensor | None = None,
     activation: str = "none",
     mask: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -62,11 +68,15 @@ def gemm_mn(
         up_bias: [N] of gated FFNs.
         activation: 'none', 'silu', 'gelu_tanh' or 'relu2'.
         mask: bool [M, N_G]; if given, skipped channels are zero.
+        x_scale: Of int8 rows, float32 [M]; weights are then int8, too, and sums are exact (`quantise_rows`).
+        scale: Of int8 weights, float32 [N].
+        up_scale: Of int8 weights of gated FFNs, float32 [N].
+        dtype: Of the result and the biases of int8 rows.
         backend: A registered name; 'dense' computes everything.
         tile: The backend's own, such as `MnTile`; None takes a default for the device.
 
     Returns:
-        [M, N] in the dtype of `x`, accumulated in float32.
+        [M, N] in the dtype of `x` or the one that is given, accumulated in float32 or int32.
 
     Raises:
         ShapeError: If shapes, strides or dtypes do not fit together.
@@ -83,13 +93,18 @@ def gemm_mn(
     check_tensor("gemm_mn", "mask", mask, torch.bool, (x.shape[0], num_groups), "any strides")
     shape = MnShape(x.dtype, weight.shape[0] // num_groups, x.shape[1], up_weight is not None, order.block_m)
     options: dict[str, Any] = {"up_weight": up_weight, "bias": bias, "up_bias": up_bias, "activation": activation}
+    options |= int8_options("gemm_mn", x, weight, x_scale, scale, dtype, up_weight=up_weight, up_scale=up_scale)
     return BACKENDS.run(backend, x.device, shape, x, weight, order, mask=mask, tile=tile, **options)
 
 
 BACKENDS.register("torch")(gemm_mn_reference)
 
 
-@BACKENDS.register("dense")
+def _floats_only(shape: MnShape) -> str | None:
+    return "the library's product takes no int8 rows" if shape.dtype == torch.int8 else None
+
+
+@BACKENDS.register("dense", supports=_floats_only)
 def _dense(
     x: torch.Tensor,
     weight: torch.Tensor,

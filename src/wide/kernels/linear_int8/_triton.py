@@ -1,4 +1,4 @@
-"""Dense products with int8 weights in Triton, and their expansion.
+"""Dense products with int8 weights in Triton, their expansion, and rows in int8.
 
 Weights are the first operand: on Hopper that one may be multiplied from registers, where they are converted.
 """
@@ -9,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.device import device_facts, elementwise_obstacle, half_obstacle
-from wide.kernels.linear_int8.op import BACKENDS, EXPAND_BACKENDS
+from wide.kernels.device import device_facts, elementwise_obstacle, half_obstacle, triton_obstacle
+from wide.kernels.linear_int8.op import BACKENDS, EXPAND_BACKENDS, QUANTISE_BACKENDS
 
 _EXPANDED_AT_ONCE = 4096
+# Most channels of a row that neighbours in memory are read in one piece of.
+_MAX_SEGMENT = 256
 
 
 class Int8Tile(NamedTuple):
@@ -31,8 +33,10 @@ class Int8Tile(NamedTuple):
     num_warps: int
 
 
-def default_tile(num_rows: int, width: int, num_sms: int) -> Int8Tile:
-    """Return a tile with which most multiprocessors have work: reading weights is what takes the time."""
+def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = False) -> Int8Tile:
+    """Return a tile with which most multiprocessors have work: reading weights is what takes the time of few rows."""
+    if int8_rows:
+        return Int8Tile(128, 128, 128, 3, 8)
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
     if rows <= 16 and width < 64 * num_sms:
         return Int8Tile(32, 256, rows, 4, 4)
@@ -45,6 +49,7 @@ def _linear_int8(
     WEIGHT,
     SCALE,
     BIAS,
+    X_SCALE,
     OUT,
     M,
     N,
@@ -56,6 +61,7 @@ def _linear_int8(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    INT8_ROWS: tl.constexpr,
 ):
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -63,7 +69,8 @@ def _linear_int8(
     # Whatever is read beyond the last channel or row reaches no result.
     weight = WEIGHT + tl.where(is_channel, channels, 0).to(tl.int64)[:, None] * stride_wn
     x = X + tl.where(is_row, rows, 0).to(tl.int64)[None, :] * stride_xm
-    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    SUM: tl.constexpr = tl.int32 if INT8_ROWS else tl.float32
+    total = tl.zeros((BLOCK_N, ROWS), SUM)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         if EVEN_K:
@@ -71,8 +78,11 @@ def _linear_int8(
             part = tl.load(x + ks[:, None])
         else:
             w = tl.load(weight + ks[None, :], mask=(ks < K)[None, :], other=0)
-            part = tl.load(x + ks[:, None], mask=(ks < K)[:, None], other=0.0)
-        total = tl.dot(w.to(part.dtype), part, total, input_precision="ieee")
+            part = tl.load(x + ks[:, None], mask=(ks < K)[:, None], other=0)
+        total = tl.dot(w.to(part.dtype), part, total, input_precision="ieee", out_dtype=SUM)
+    total = total.to(tl.float32)
+    if INT8_ROWS:
+        total *= tl.load(X_SCALE + rows, mask=is_row, other=0.0)[None, :]
     total *= tl.load(SCALE + channels, mask=is_channel, other=0.0)[:, None]
     if HAS_BIAS:
         total += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)[:, None]
@@ -80,19 +90,30 @@ def _linear_int8(
     tl.store(out, total.to(OUT.dtype.element_ty), mask=is_channel[:, None] & is_row[None, :])
 
 
-@BACKENDS.register("triton", needs=half_obstacle)
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    return triton_obstacle(device) if dtype == torch.int8 else half_obstacle(device, dtype)
+
+
+@BACKENDS.register("triton", needs=_obstacle)
 def linear_int8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Run `linear_int8_reference` in one kernel."""
     (num_rows, depth), width = x.shape, weight.shape[0]
-    tile = default_tile(num_rows, width, device_facts(x.device).num_sms)
-    out = x.new_empty(num_rows, width)
+    tile = default_tile(num_rows, width, device_facts(x.device).num_sms, int8_rows=x_scale is not None)
+    out = x.new_empty(num_rows, width, dtype=dtype or x.dtype)
     _linear_int8[(triton.cdiv(width, tile.block_n), triton.cdiv(num_rows, tile.rows))](
         x,
         weight,
         scale,
         scale if bias is None else bias,
+        scale if x_scale is None else x_scale,
         out,
         num_rows,
         width,
@@ -104,6 +125,7 @@ def linear_int8(
         BLOCK_K=tile.block_k,
         EVEN_K=depth % tile.block_k == 0,
         HAS_BIAS=bias is not None,
+        INT8_ROWS=x_scale is not None,
         num_stages=tile.num_stages,
         num_warps=tile.num_warps,
     )
@@ -126,3 +148,67 @@ def expand_int8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     block = min(_EXPANDED_AT_ONCE, triton.next_power_of_2(depth))
     _expand_int8[(width, triton.cdiv(depth, block))](weight, scale, out, depth, BLOCK=block, num_warps=4)
     return out
+
+
+@triton.jit
+def _quantise_rows(
+    X,
+    MASK,
+    OUT,
+    SCALE,
+    K,
+    stride_xm,
+    stride_mm,
+    stride_mg,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    starts = tl.arange(0, SEGMENTS) * SEGMENT
+    counts = starts < K
+    places = starts[:, None] + tl.arange(0, SEGMENT)[None, :]
+    stored = tl.broadcast_to(counts[:, None], (SEGMENTS, SEGMENT))
+    if MASKED:
+        executes = tl.load(MASK + row * stride_mm + (starts // G) * stride_mg, mask=counts, other=0)
+        counts = counts & (executes != 0)
+    x = tl.load(X + row * stride_xm + places, mask=tl.broadcast_to(counts[:, None], (SEGMENTS, SEGMENT)), other=0.0)
+    x = x.to(tl.float32)
+    # As integers, bits of absolute values are in their order and NaN is above all; a maximum of floats would lose it.
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    peak = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+    # 127 times the least normal number.
+    peak = tl.where(peak < 1.4928778e-36, 1.4928778e-36, peak)
+    # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+    rounded = x * tl.div_rn(127.0, peak) + 12582912.0
+    tl.store(OUT + row * K + places, (rounded - 12582912.0).to(tl.int8), mask=stored)
+    tl.store(SCALE + row, tl.div_rn(peak, 127.0))
+
+
+@QUANTISE_BACKENDS.register("triton", needs=elementwise_obstacle)
+def quantise_rows(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `quantise_rows_reference` in one kernel that reads everything once."""
+    num_rows, depth = x.shape
+    size = depth if mask is None else depth // mask.shape[1]
+    # The largest power of two that divides a group.
+    segment = min(size & -size, _MAX_SEGMENT)
+    segments = triton.next_power_of_2(depth // segment)
+    out = x.new_empty(num_rows, depth, dtype=torch.int8)
+    scale = x.new_empty(num_rows, dtype=torch.float32)
+    raw = out if mask is None else mask.view(torch.uint8)
+    _quantise_rows[(num_rows,)](
+        x,
+        raw,
+        out,
+        scale,
+        depth,
+        x.stride(0),
+        *raw.stride(),
+        G=size,
+        SEGMENT=segment,
+        SEGMENTS=segments,
+        MASKED=mask is not None,
+        num_warps=min(16, max(1, segment * segments // 1024)),
+    )
+    return out, scale

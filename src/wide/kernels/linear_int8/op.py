@@ -1,23 +1,56 @@
-"""Dense products with int8 weights as operators of torch."""
+"""Dense products with int8 weights as operators of torch, and rows in int8."""
+
+from typing import NamedTuple
 
 import torch
 
 from wide.errors import ShapeError
 from wide.kernels.dispatch import AnyShape, Backends
-from wide.kernels.linear_int8.reference import expand_int8_reference, linear_int8_reference
+from wide.kernels.int8 import int8_options
+from wide.kernels.linear_int8.reference import (
+    expand_int8_reference,
+    linear_int8_reference,
+    quantise_rows_reference,
+)
 from wide.kernels.registration import check_tensor, operator
 
 MAX_ROWS = 256
-"""Rows up to which the product reads int8; of more, weights are expanded once and a library multiplies."""
+"""Rows up to which dense products read weights in int8 and rows as they are: bytes of weights are what takes the time.
+More rows are quantised, or else weights are expanded once and a library multiplies."""
+
+
+class Int8Shape(NamedTuple):
+    """What a backend may refuse.
+
+    Args:
+        dtype: Of the rows; int8 where they are quantised.
+        width: N.
+        depth: K.
+    """
+
+    dtype: torch.dtype
+    width: int
+    depth: int
+
+
 BACKENDS = Backends("linear_int8", __package__)
+QUANTISE_BACKENDS = Backends("quantise_rows", __package__)
 EXPAND_BACKENDS = Backends("expand_int8", __package__)
 BACKENDS.register("torch")(linear_int8_reference)
+QUANTISE_BACKENDS.register("torch")(quantise_rows_reference)
 EXPAND_BACKENDS.register("torch")(expand_int8_reference)
 
 
-@operator(lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])))
+@operator(lambda x, weight, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype))
 def linear_int8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str,
 ) -> torch.Tensor:
     """Return x W^T times the scales, plus bias: bound by the bytes of the weights where rows are few.
 
@@ -26,9 +59,11 @@ def linear_int8(
         weight: int8 [N, K], last stride 1.
         scale: float32 [N].
         bias: [N].
+        x_scale: Of int8 rows, float32 [M]; sums are then exact (`quantise_rows`).
+        dtype: Of the result and the bias of int8 rows.
 
     Returns:
-        [M, N] in the dtype of `x`, accumulated in float32.
+        [M, N] in the dtype of `x` or the one that is given, accumulated in float32 or int32.
 
     Raises:
         ShapeError: If tensors do not fit.
@@ -39,8 +74,38 @@ def linear_int8(
     width = weight.shape[0]
     check_tensor("linear_int8", "weight", weight, torch.int8, (width, x.shape[1]), "last stride 1")
     check_tensor("linear_int8", "scale", scale, torch.float32, (width,))
-    check_tensor("linear_int8", "bias", bias, x.dtype, (width,))
-    return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weight, scale, bias=bias)
+    check_tensor("linear_int8", "bias", bias, dtype or x.dtype, (width,))
+    options = int8_options("linear_int8", x, weight, x_scale, scale if x.dtype == torch.int8 else None, dtype)
+    options.pop("scale", None)
+    return BACKENDS.run(
+        backend, x.device, Int8Shape(x.dtype, width, x.shape[1]), x, weight, scale, bias=bias, **options
+    )
+
+
+@operator(lambda x: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)))
+def quantise_rows(
+    x: torch.Tensor, mask: torch.Tensor | None = None, *, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows in int8 [M, K], and the scale of each, float32 [M]: its largest value over 127.
+
+    A row that holds NaN or infinity where it counts has a scale that is not finite, and so has its product.
+
+    Args:
+        x: [M, K], last stride 1.
+        mask: bool [M, N_G], any strides; N_G divides K. Channels of other groups count as zero, whatever they hold.
+
+    Raises:
+        ShapeError: If tensors do not fit.
+        UnsupportedBackendError: If the backend cannot run here.
+    """
+    if x.dim() != 2 or x.stride(1) != 1 or 0 in x.shape:
+        raise ShapeError(f"quantise_rows wants x [M, K] with last stride 1, got {tuple(x.shape)}, strides {x.stride()}")
+    check_tensor(
+        "quantise_rows", "mask", mask, torch.bool, (x.shape[0], 1 if mask is None else mask.shape[-1]), "any strides"
+    )
+    if mask is not None and x.shape[1] % max(mask.shape[1], 1):
+        raise ShapeError(f"quantise_rows: {mask.shape[1]} groups of one size do not make up {x.shape[1]} channels")
+    return QUANTISE_BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, mask)
 
 
 @operator(lambda weight, dtype: weight.new_empty(weight.shape, dtype=dtype))

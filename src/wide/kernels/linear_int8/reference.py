@@ -1,18 +1,8 @@
-"""Int8 weights in plain PyTorch: how they are made, and what they stand for."""
+"""Products of int8 weights in plain PyTorch, and rows in int8."""
 
 import torch
 
-_LARGEST = 127
-
-
-def quantise_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 weights [N, K] and float32 scales [N]; their product is off by half a scale at most.
-
-    A row of zeros has a scale above zero. A row that holds NaN or infinity has a scale that is not finite.
-    """
-    values = weight.detach().float()
-    scale = (values.abs().amax(1) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    return (values / scale[:, None]).round_().to(torch.int8), scale
+from wide.kernels.int8 import LARGEST, LEAST
 
 
 def expand_int8_reference(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -20,9 +10,25 @@ def expand_int8_reference(weight: torch.Tensor, scale: torch.Tensor, dtype: torc
     return (weight * scale[:, None]).to(dtype)
 
 
+def quantise_rows_reference(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row by its largest value that counts; arguments as in `quantise_rows`."""
+    values = x.float()
+    if mask is not None:
+        values = torch.where(mask.repeat_interleave(x.shape[1] // mask.shape[1], 1), values, 0.0)
+    peak = values.abs().amax(1).clamp_min(LARGEST * LEAST)
+    return (values * (LARGEST / peak)[:, None]).round_().to(torch.int8), peak / LARGEST
+
+
 def linear_int8_reference(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Multiply in float32; arguments as in `linear_int8`."""
     product = x.float() @ weight.float().t() * scale
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+    product = product if x_scale is None else product * x_scale[:, None]
+    return (product if bias is None else product + bias.float()).to(dtype or x.dtype)

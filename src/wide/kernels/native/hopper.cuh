@@ -1,4 +1,5 @@
 // What the kernels for Hopper (sm_90a) share; put in front of each of them. FLOAT16 chooses halves, else they are bfloat16.
+// With INT8 both operands are int8, sums are exact int32, and scales of rows and output channels are applied at the end.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -8,6 +9,21 @@ typedef unsigned short u16;
 #else
 #define HALF "bf16"
 #endif
+#if INT8
+typedef signed char Element;
+typedef int Sum;
+#define KIND "k32.s32.s8.s8"
+#define FLAGS "p"
+#define SUM "+r"
+#else
+typedef u16 Element;
+typedef float Sum;
+#define KIND "k16.f32." HALF "." HALF
+#define FLAGS "p, 1, 1, 0, 0"
+#define SUM "+f"
+#endif
+constexpr u32 LINE = 128;  // bytes of a row or a weight row in one stage, four products
+constexpr int BK = LINE / sizeof(Element), CHUNK = 16 / sizeof(Element);
 
 // Of a thread; they start with 168 each, and together may have no more: a warp group that asks for them waits for ever.
 #define PRODUCER_REGISTERS 72
@@ -34,18 +50,18 @@ __device__ __forceinline__ void wgmma_arrive() { asm volatile("wgmma.fence.sync.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
-// 64 rows x 256 or 128 columns: both operands in shared memory, halves in, float32 out.
+// 64 rows x 256 or 128 columns: both operands in shared memory, 32 bytes of each row.
 #define R64 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define R128 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define F8(i) SUM(d[i]), SUM(d[i + 1]), SUM(d[i + 2]), SUM(d[i + 3]), SUM(d[i + 4]), SUM(d[i + 5]), SUM(d[i + 6]), SUM(d[i + 7])
 #define F32(i) F8(i), F8(i + 8), F8(i + 16), F8(i + 24)
-template <int N> __device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, int scale) {
+template <int N> __device__ __forceinline__ void wgmma(Sum (&d)[128], u64 a, u64 b, int scale) {
   if constexpr (N == 256)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32." HALF "." HALF " {" R128 "}, %128, %129, p, 1, 1, 0, 0;\n}"
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256" KIND " {" R128 "}, %128, %129, " FLAGS ";\n}"
                  : F32(0), F32(32), F32(64), F32(96)
                  : "l"(a), "l"(b), "r"(scale));
   else
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF " {" R64 "}, %64, %65, p, 1, 1, 0, 0;\n}"
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128" KIND " {" R64 "}, %64, %65, " FLAGS ";\n}"
                  : F32(0), F32(32)
                  : "l"(a), "l"(b), "r"(scale));
 }
@@ -86,11 +102,30 @@ __device__ __forceinline__ u32 packed(float low, float high) {
   return both;
 }
 
+#if INT8
+// Scales of rows lane / 4 and + 8 of a warp's 16, of which lane r holds that of row r.
+struct RowScales {
+  float of[2];
+  __device__ RowScales(float own, int lane) : of{__shfl_sync(0xffffffff, own, lane / 4), __shfl_sync(0xffffffff, own, lane / 4 + 8)} {}
+};
+// Those of two neighbouring output channels. Not `.nc`: all of a tile's would be loaded at once, for which there are no registers.
+__device__ __forceinline__ float2 load_pair(const float* p) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+#endif
+
 constexpr u32 STORED_LINE = 128 * 2;  // bytes of a row of half a tile
 // Store a warp's 16 rows of 256 sums, each where `target` of its lane says (-1: nowhere), through shared memory 128 columns
 // at a time: a lane stores 16 bytes, 16 lanes the same row. Without `used` sums are zero.
-__device__ __forceinline__ void store_rows(float (&acc)[128], int used, u32 buffer, int lane, int first_column, int target, const u16* bias, u16* out,
-                                           int stride_out) {
+__device__ __forceinline__ void store_rows(Sum (&acc)[128], int used, u32 buffer, int lane, int first_column, int target, const u16* bias, u16* out,
+                                           int stride_out
+#if INT8
+                                           ,
+                                           RowScales row_scales, const float* scale
+#endif
+) {
 #pragma unroll
   for (int piece = 0; piece < 2; ++piece) {
     __syncwarp();  // what was there has been read out
@@ -103,9 +138,14 @@ __device__ __forceinline__ void store_rows(float (&acc)[128], int used, u32 buff
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int q = 64 * piece + 4 * c + 2 * i;
-        float low = used ? acc[q] : 0.0f, high = used ? acc[q + 1] : 0.0f;
-#if HAS_BIAS
+        float low = used ? acc[q] : 0, high = used ? acc[q + 1] : 0;
         const int at = column + (c + (i >> 1)) * 8 + (lane & 3) * 2;
+#if INT8
+        const float2 factor = load_pair(scale + at);
+        low *= row_scales.of[i & 1] * factor.x;
+        high *= row_scales.of[i & 1] * factor.y;
+#endif
+#if HAS_BIAS
         low += widened(bias + at);
         high += widened(bias + at + 1);
 #endif

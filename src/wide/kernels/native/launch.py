@@ -11,8 +11,8 @@ import torch
 from wide.errors import UnsupportedBackendError
 from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, cache_folder, product_code
 
-# Elements of 16 bytes, which copies and maps are aligned to.
-_LINE = 8
+# Bytes that copies and maps are aligned to.
+_ALIGNED = 16
 
 
 class _RefusedError(Exception):
@@ -99,9 +99,9 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: s
     """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
 
     Args:
-        matrix: [rows, columns] of two-byte floats, columns contiguous, rows a multiple of 16 bytes apart.
+        matrix: [rows, columns] of halves or int8, columns contiguous, rows a multiple of 16 bytes apart.
         box_rows: Rows of a box, at most 256.
-        box_columns: Columns of a box; 64 fill a line.
+        box_columns: Columns of a box; 128 bytes fill a line.
         instead: As of `Kernel`.
 
     Raises:
@@ -142,14 +142,15 @@ def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[
     """
     given = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     dtype = next(iter(given.values())).dtype
+    line = _ALIGNED // dtype.itemsize
     steps = tuple(step for matrix in given.values() for step in matrix.stride()[:-1])
-    if any(step % _LINE for step in steps):
-        return f"rows {steps} elements apart do not fit; the kernel wants multiples of {_LINE}"
+    if any(step % line for step in steps):
+        return f"rows {steps} elements apart do not fit; the kernel wants multiples of {line}"
     every = (*given.values(), *(vector for vector in vectors if vector is not None))
     if any(tensor.dtype != dtype or tensor.stride(-1) != 1 for tensor in every):
         return f"weights and biases must be contiguous {dtype}, got {[tensor.dtype for tensor in every]}"
-    if any(matrix.data_ptr() % (2 * _LINE) for matrix in given.values()):
-        return f"{', '.join(given)} must begin at multiples of {2 * _LINE} bytes"
+    if any(matrix.data_ptr() % _ALIGNED for matrix in given.values()):
+        return f"{', '.join(given)} must begin at multiples of {_ALIGNED} bytes"
     return None
 
 
@@ -181,6 +182,7 @@ def _encoded(
     kind = {
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.int8: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[dtype]
     found = _checked(
         driver.cuTensorMapEncodeTiled(

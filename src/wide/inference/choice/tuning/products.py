@@ -97,7 +97,8 @@ class _Product:
         width, groups, size = sizes.grouped(name)
         outputs, inputs = (sizes.hidden_size, width) if name in SUMS else (width, sizes.hidden_size)
         parts = 2 if sizes.gates(name) else 1
-        is_int8 = rows <= MAX_ROWS and sizes.weights == "int8"
+        int8_rows = rows > MAX_ROWS and sizes.weights == "w8a8"
+        is_int8 = int8_rows or (rows <= MAX_ROWS and sizes.weights != "model")
         if rows <= MAX_ROWS:
             mask = exact_mask(rows, groups, active=active, device=device)
             executing_bytes = (
@@ -112,7 +113,7 @@ class _Product:
         for _ in range(copies):
             weight = normal(parts * outputs, inputs, device=device, scale=inputs**-0.5)
             values, scale = quantise_int8(weight) if is_int8 else (weight, None)
-            weights.append(LinearWeights(values, None, scale))
+            weights.append(LinearWeights(values, None, scale, int8_rows))
         x = zeros = holes = normal(rows, inputs, device=device)
         if name in SUMS:
             executing = mask.repeat_interleave(size, 1)
@@ -140,6 +141,9 @@ class _Product:
             return found
         if self.name not in SUMS:
             return {"dense": [partial(self.run, self.weights[0], DENSE)]}
+        if self.weights[0].int8_rows:
+            whole = self.weights[0].dense
+            return {"dense": [partial(whole, self.x)], "dense on zeros": [partial(whole, self.holes, self.mask)]}
         return {
             "dense": [partial(linear, self.x, stacked[0])],
             "dense on zeros": [partial(linear, self.zeros, stacked[0])],
@@ -197,7 +201,8 @@ def product_race(
     tried = [shipped.kernel, *tried] if shipped is not None and shipped.tile else tried
     tried = list(dict.fromkeys([Choice(backend="triton"), *tried] if few else tried))
     stands_for = {peer: DENSE for peer in raced if not sums or peer == "dense on zeros"}
-    may_clear = name == "gate_up" and not few
+    # Int8 rows of the down projection are read where they execute.
+    may_clear = name == "gate_up" and not few and sizes.weights != "w8a8"
     for choice in tried:
         label = choice_name(choice)
         clears = may_clear and bool(zeroed)

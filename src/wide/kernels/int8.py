@@ -1,0 +1,62 @@
+"""Int8 weights and rows: how weights are made, what both stand for, and what products of them are given."""
+
+from typing import Any
+
+import torch
+
+from wide.errors import ShapeError
+from wide.kernels.registration import check_tensor
+
+LARGEST = 127
+LEAST = torch.finfo(torch.float32).tiny
+"""Of a scale, so that one over it is a number."""
+
+
+def quantise_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 weights [N, K] and float32 scales [N]; their product is off by half a scale at most.
+
+    A row of zeros has a scale above zero. A row that holds NaN or infinity has a scale that is not finite.
+    """
+    values = weight.detach().float()
+    scale = (values.abs().amax(1) / LARGEST).clamp_min(LEAST)
+    return (values / scale[:, None]).round_().to(torch.int8), scale
+
+
+def widened(
+    x: torch.Tensor, weight: torch.Tensor, *, x_scale: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Return int8 rows and weights as what they stand for, in float32, and the dtype of their product."""
+    return x * x_scale[:, None], weight * scale[:, None], dtype
+
+
+def int8_options(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype | None,
+    *,
+    up_weight: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Return what a product of int8 rows and weights hands to backends, nothing for other products.
+
+    Raises:
+        ShapeError: If int8 rows come without scales or the dtype of their product, or others with them.
+    """
+    is_int8 = x.dtype == torch.int8
+    given = {"x_scale": x_scale, "scale": scale, "dtype": dtype}
+    if any((value is not None) != is_int8 for value in given.values()) or (up_scale is not None) != (
+        is_int8 and up_weight is not None
+    ):
+        raise ShapeError(
+            f"{name}: int8 rows and weights go with their scales and a dtype, got rows of {x.dtype} with "
+            f"{[key for key, value in (given | {'up_scale': up_scale}).items() if value is not None]}"
+        )
+    if not is_int8:
+        return {}
+    check_tensor(name, "scale of rows", x_scale, torch.float32, x.shape[:1])
+    for factor in (scale, up_scale):
+        check_tensor(name, "scale of weights", factor, torch.float32, weight.shape[:1])
+    return given if up_scale is None else given | {"up_scale": up_scale}
