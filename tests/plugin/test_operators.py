@@ -142,3 +142,22 @@ def test_steps_are_split_where_prompts_begin():
     assert split([9, 4, 7, 8], [1, 1, 7, 8]) == (2, 0)
     assert split([9, 4, 7, 9, 0], [1, 1, 7, 8, 0]) == (2, 16)
     assert split([5, 9], [5, 1]) == (0, 14)
+
+
+def test_vllm_says_which_rows_are_padding(monkeypatch):
+    from vllm import envs
+
+    from wide.vllm import model
+
+    class Dense(torch.nn.Module):
+        def __init__(self, *, vllm_config, prefix):
+            super().__init__()
+            self.model = SimpleNamespace(layers=[])
+
+    for name in ("exchange", "read_pruning", "Tally"):
+        monkeypatch.setattr(model, name, lambda *_: None, raising=False)
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
+    type("Pruned", (model._Pruned, Dense), {})(vllm_config=config)
+    # Without this the marks of its warming up stay: all rows.
+    assert envs.VLLM_MOE_SKIP_PADDING

@@ -1,5 +1,6 @@
 """vLLM's dense classes of causal LMs, whose routed sublayers are exchanged when they have built themselves."""
 
+import os
 from typing import Any
 
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -19,6 +20,8 @@ class _Pruned:
     supports_pp = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        # Otherwise all rows pass for padding: vLLM marks them so while it warms up, and never takes that back.
+        os.environ["VLLM_MOE_SKIP_PADDING"] = "1"
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         exchange(self.model.layers, read_pruning(vllm_config.model_config.hf_config))  # type: ignore[attr-defined]
 
