@@ -111,7 +111,7 @@ def _run_cuda(
 WAY_OUT = r"; choose backend='torch'(, 'dense')?( or '(dense|triton)')?$"
 HALVES = torch.zeros(8 * 68 + 1, dtype=torch.bfloat16)
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"dtype": torch.float32}, r"wants half precision, .*; got torch\.float32, "),
+    "dtype": ({"dtype": torch.float32}, r"half precision.*; got torch\.float32, "),
     "depth": ({"depth": 72}, r"K a multiple of 64, .* K=72, "),
     "gated groups": ({"size": 192}, r"multiple of 128 channels if gated, .*; got .* G=192, gated"),
     "plain groups": ({"size": 384, "gated": False}, r"of 256 if not; got .* G=384, not gated"),
@@ -223,8 +223,8 @@ def _run_stored(
 
 
 UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"dtype": torch.float32}, r"wants half precision, .*; got torch\.float32, "),
-    "groups": ({"size": 96}, r"multiple of 64 channels, .* G=96, "),
+    "dtype": ({"dtype": torch.float32}, r"half precision.*; got torch\.float32, "),
+    "groups": ({"size": 96}, r"multiple of 64 channels.* G=96, "),
     "width": ({"width": 384}, r"multiple of 256, .* width 384, so sorted"),
     "several super-blocks": ({"groups_per_block": 1}, r"one super-block of at most 8 groups .* not so sorted"),
     "empty rows": ({"keeps_empty": False}, r"that keeps empty ones.* not so sorted"),

@@ -85,7 +85,7 @@ def deal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert replaced == 1
     folder = tmp_path_factory.mktemp("items")
     (folder / "items.cpp").write_text(PROGRAM % ("\n".join(CONSTANTS.findall(text)), lines), encoding="utf-8")
-    command = [str(COMPILER), f"-DGATED={int(request.param)}", "-std=c++17", "-O1", "-shared", "-fPIC"]
+    command = [str(COMPILER), f"-DGATED={int(request.param)}", "-DDENSE=0", "-std=c++17", "-O1", "-shared", "-fPIC"]
     command += ["-Wall", "-Werror"]
     finished = subprocess.run(
         [*command, "-o", "items.so", "items.cpp"], cwd=folder, capture_output=True, text=True, check=False

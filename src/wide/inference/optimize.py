@@ -113,7 +113,7 @@ def optimize(
     layers = list(zip(state.specs, state.plan.layers, strict=True))
     if table is not None:
         for layer in layers:
-            require_kernels(*layer, table)
+            require_kernels(*layer, table, weights)
     else:
         if sample is not None:
             known = sample_layers(model, sample)

@@ -145,7 +145,7 @@ def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.d
     return backends.misfit(choice.backend, shape)
 
 
-def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable) -> None:
+def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable, weights: str = "model") -> None:
     """Refuse a table of Triton kernels where they cannot run, instead of failing in the middle of a forward.
 
     Raises:
@@ -160,7 +160,7 @@ def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable) -> N
             f"backend 'triton' cannot run on {weight.device}: {reason}; convert the model, or choose backend='torch' "
             "or 'auto'"
         )
-    sizes, names = layer_sizes(spec, plan), list[OperatorName]()
+    sizes, names = layer_sizes(spec, plan, weights), list[OperatorName]()
     if isinstance(plan.attention, Routed):
         names += ["output"] if spec.attention.q_norm == "width" else ["query", "output"]
     if isinstance(plan.ffn, Routed):

@@ -75,7 +75,9 @@ struct Items {
       one = whole + (fills && late < FILL ? filling(late, place, free) : FILL * free + cluster + (late - (fills ? FILL : 0)) * clusters);
     }
     int group = 0, tile = one / parts;
-    if (!DENSE) asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(group), "=r"(tile) : "l"(tiles + 2 * (one / parts)));
+    if (!DENSE) {
+      asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(group), "=r"(tile) : "l"(tiles + 2 * (one / parts)));
+    }
     const bool shared = late < 0;
     const int channel = one % parts * COLUMNS;
     return {group, tile * 256 + (shared ? rank * 128 : 0), channel + (shared ? 0 : rank * (COLUMNS / 2)), shared};
