@@ -128,9 +128,30 @@ def real() -> Table:
 
 
 def real_short() -> Table:
-    """Return the main rows of the public model, with LoRA."""
-    header = ("half of the work, with LoRA", "word perplexity", "accuracy, %", "without BoolQ, %")
-    return Table(header=header, rows=tuple((r[0], *r[4:]) for r in real().rows if r[0] in _REAL_FEW))
+    """Return the main rows of both public models: the smaller one with LoRA, the larger one without."""
+    header = (
+        "half of the work",
+        "135 M, LoRA: perplexity",
+        "accuracy, %",
+        "without BoolQ, %",
+        "1.5 B: perplexity",
+        "accuracy, %",
+    )
+    smaller, larger = ({row[0]: row for row in table().rows} for table in (real, real_larger))
+    lines = [(title, *smaller[title][4:], *larger.get(title, ("-",) * 4)[2:4]) for title in _REAL_FEW]
+    return Table(header=header, rows=tuple(lines))
+
+
+def real_larger() -> Table:
+    """Return the scores of the larger public model at half of the work, without LoRA."""
+    lines = []
+    for method, (run, title) in _LARGER_ROWS.items():
+        records = study("qwen2.5-coder-1.5b")[run]
+        stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=False)
+        work = records.number(stage, _WORK) or 0.0
+        lines.append((title, f"{100 * work:.1f}", *_scores(records, stage), _without_boolq(records, stage)))
+    header = ("half of the work, no LoRA", "work left out, %", "word perplexity", "accuracy, %", "without BoolQ, %")
+    return Table(header=header, rows=tuple(lines))
 
 
 def _scores(records: Selection, stage: Any) -> tuple[str, str]:
@@ -185,6 +206,10 @@ _REAL_ROWS = {
     "dense": ("half", "half", "dense"),
     "dense, LoRA at 1e-3": ("half", "dense-faster", "dense"),
     "WIDE, `fitted-50`, G = 128": ("half-fitted", "half-fitted", "wide-fitted"),
+    "the same, LoRA at 1e-3": ("half-fitted", "fitted-faster", "wide-fitted"),
+    "the same, LoRA at 1e-3, half text and half dense model": ("half-fitted", "fitted-both-faster", "wide-fitted"),
+    "the same, LoRA at 1e-3 that learns from the dense model": ("half-fitted", "fitted-kl-faster", "wide-fitted"),
+    "the same, LoRA at 2e-4 that learns from the dense model": ("half-fitted", "fitted-kl", "wide-fitted"),
     "the same, routers taught by the dense model": ("fitted-taught-all", "fitted-taught-all", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
     "WIDE, the paper's recipe, G = 64": ("half", "half", "wide-64"),
@@ -197,12 +222,18 @@ _REAL_ROWS = {
     "CoopPruner": ("half", "half", "cooppruner"),
     "DDP": ("half", "half", "ddp"),
 }
+_LARGER_ROWS = {
+    "dense": ("half", "dense"),
+    "wide-fitted": ("half-fitted", "WIDE, `fitted-50`, G = 128"),
+    "tyr": ("half", "Týr"),
+    "slicegpt": ("half", "SliceGPT"),
+    "shortened-taylor": ("half", "Shortened, Taylor"),
+}
 _REAL_FEW = (
     "dense",
     "WIDE, `fitted-50`, G = 128",
     "Týr",
     "WIDE, the paper's recipe, G = 128",
-    "BlockPruner",
     "SliceGPT",
 )
 _REAL_LOSSES = {
@@ -406,6 +437,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-groups": groups,
     "quality-real": real,
     "quality-real-short": real_short,
+    "quality-real-larger": real_larger,
     "losses-real": real_losses,
     "eight-bits-real": eight_bits,
     "speed": speed,
