@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from wide.models.adapter import config_of
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
-from wide.profiling.synthetic import SHAPES, set_shares, skipped_shares
+from wide.profiling.synthetic import SHAPES, set_shares
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -228,15 +228,20 @@ class Engine:
         found = self.llm.generate(prompts, wanted, use_tqdm=False)
         took = time.perf_counter() - started
         assert [len(each.outputs[0].token_ids) for each in found] == [new] * count
-        self.latest = prompts[0]["prompt_token_ids"] + list(found[0].outputs[0].token_ids)
         return took
 
     def skipped(self) -> dict[str, Any]:
-        """Return the shares of pairs that attention and FFN skip, of a prompt and of tokens that the engine drew."""
-        self._once(1, 1024, _NEW)
-        ids = torch.tensor([self.latest], device=self.device)
-        shares = {"prompt": skipped_shares(self.masked, ids[:, :-_NEW]), "new": skipped_shares(self.masked, ids, _NEW)}
-        return {name: [round(share, 3) for share in both] for name, both in shares.items()}
+        """Return the shares of pairs that attention and FFN skip, of prompts and of drawn tokens, as vLLM counts."""
+        self._take()
+        self._once(2, 1024, 1)
+        prompt = self._take()
+        self._once(8, 1, _NEW)
+        return {"prompt": prompt, "new": self._take()}
+
+    def _take(self) -> list[float]:
+        """Return the shares of what ran since the last call."""
+        shares, _ = self.llm.apply_model(lambda model: model.tally.take())[0]
+        return [round(share, 3) for share in shares.values()]
 
 
 def _figures(unit: str, found: list[float]) -> dict[str, Any]:

@@ -19,7 +19,11 @@ HALF = dict.fromkeys(
     "*bf16",
 )
 FLOATS = dict.fromkeys(("DIFFERENCE", "OFFSET", "PARTIAL"), "*fp32") | dict.fromkeys(("threshold", "eps"), "fp32")
-TYPES = HALF | FLOATS | {"POSITIONS": "*i32", "PLACES": "*i64", "COUNTER": "*i32", "MASK": "*u8"}
+TYPES = (
+    HALF
+    | FLOATS
+    | {"POSITIONS": "*i32", "PLACES": "*i64", "COUNTER": "*i32", "MASK": "*u8", "PADDING": "*u8", "COUNTS": "*i32"}
+)
 STRIDES = ("stride_xm", "stride_ym", *(f"stride_{tensor}{dim}" for tensor in "qkvc" for dim in "bth"))
 
 
@@ -41,6 +45,7 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
         form = {"HEADS": at_once, "GROUP": group, "R": turned, "INTERLEAVED": other, "UNIT_OFFSET": other}
         yield build(rope._rope_to_cache, target, heads | form, 4, 3, **TYPES)
     router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "HAS_OFFSET": False}
+    router |= {"HAS_PADDING": True, "HAS_COUNTS": True}
     facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
     for num_rows in (16, 8192, 16384):
         tile = route.default_tile(facts, num_rows)

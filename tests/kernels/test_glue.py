@@ -1,5 +1,6 @@
 """Norm, rope and router operators: registration, refusals."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -117,6 +118,26 @@ def test_programs_that_share_out_channels_decide_as_whole_ones(
     whole = _triton.route_many(x, weights, threshold=0.1, tile=_triton.RouteTile(16, 32, 32, 4, 3))
     assert torch.equal(_triton.route_split(x, weights, threshold=0.1), whole)
     assert not weights.counter.any()
+
+
+@pytest.mark.parametrize("num_groups", [7, 150])
+@pytest.mark.parametrize("way", ["torch", "few", "split", "many"])
+def test_padding_executes_nothing_and_executing_pairs_of_other_rows_are_counted(way: str, num_groups: int) -> None:
+    from wide.kernels.route import _triton
+
+    up = torch.randn(2 * num_groups, 40, device=DEVICE)
+    weights = split_weights(torch.randn(40, 600, device=DEVICE), up, None, dtype=torch.float16)
+    x = torch.randn(13 if way == "few" else 37, 600, device=DEVICE).half()
+    padding = torch.arange(len(x), device=DEVICE) % 5 == 2
+    counts = torch.tensor([7, 5], dtype=torch.int32, device=DEVICE)
+    ways = {
+        "split": _triton.route_split,
+        "many": functools.partial(_triton.route_many, tile=_triton.RouteTile(16, 32, 32, 4, 3)),
+    }
+    run = ways.get(way) or functools.partial(route, backend="torch" if way == "torch" else "triton")
+    mask = run(x, weights, threshold=0.1, padding=padding, counts=counts)
+    assert torch.equal(mask, run(x, weights, threshold=0.1) & ~padding[:, None])
+    assert counts.tolist() == [7 + int(mask.sum()), 5 + int((~padding).sum())]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])

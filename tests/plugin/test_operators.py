@@ -44,13 +44,15 @@ def test_products_are_those_of_masked_modules(rows, table, poisoned_memory):
     mask = margins(x, known) >= 0
     inner = functional.silu(functional.linear(x, gate, bias[:24])) * functional.linear(x, up, bias[24:])
     wanted = functional.linear(inner * spread(mask, 24), last, bias)
+    counts = torch.zeros(2, dtype=torch.int32)
     with override_forward_context(SimpleNamespace(is_padding=padding)):
-        found = torch.ops.wide.routed_feed_forward(x, *known, torch.cat((gate, up)), bias, last, bias, 0.5)
+        found = torch.ops.wide.routed_feed_forward(x, *known, counts, torch.cat((gate, up)), bias, last, bias, 0.5)
+        assert counts.tolist() == [mask[real].sum(), real.sum()]
         torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
         width = HEADS * DIM
         known, weight = router(2, extra=2), torch.randn(2 * width, HIDDEN)
         shape = (KV_HEADS, DIM, 0.5)
-        mask, qkv = torch.ops.wide.routed_queries(x, *known, weight, None, 2, *shape)
+        mask, qkv = torch.ops.wide.routed_queries(x, *known, counts, weight, None, 2, *shape)
     own = margins(x, known)[:, :2] >= 0
     assert torch.equal(mask[real][:, :2], own[real])
     whole = functional.linear(x, weight)

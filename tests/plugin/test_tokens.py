@@ -47,13 +47,14 @@ def checkpoint(tmp_path_factory):
 
 
 def tokens(folder, **options):
-    """Return how many prompts gave the same tokens, of how many, and the shares that executed."""
+    """Return how many prompts gave the same tokens, of how many, and the shares that executed; counts if wanted."""
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else os.environ
     command = [sys.executable, str(Path(__file__).with_name("tokens.py")), str(folder), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     found = re.search(r"(\d+) of (\d+) alike; executed (\[.*\])", done.stdout)
     assert found, done.stdout[-2000:] + done.stderr[-9000:]
-    return int(found[1]), int(found[2]), json.loads(found[3])
+    counted = re.search(r"counted (.*)", done.stdout)
+    return int(found[1]), int(found[2]), json.loads(counted[1] if counted else found[3])
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,10 @@ def test_nano_gives_the_tokens_of_the_masked_model(checkpoint, options):
 def test_families_give_the_tokens_of_the_masked_model(checkpoint, family):
     same, total, _ = tokens(checkpoint(family), enforce_eager=True)
     assert same == total
+
+
+def test_what_routers_skip_is_counted(checkpoint):
+    same, total, (counted, known, rows) = tokens(checkpoint("nano"), enforce_eager=True, counts=True)
+    assert same == total
+    assert rows == 100
+    assert counted == pytest.approx(known, abs=1e-3)

@@ -17,8 +17,10 @@ def main():
     from vllm import LLM, SamplingParams
 
     import wide
+    from wide.profiling.synthetic import skipped_shares
 
     folder, options = sys.argv[1], json.loads(sys.argv[2])
+    counts = options.pop("counts", False)
     defaults = {"dtype": "float32", "max_model_len": 160, "skip_tokenizer_init": True, "max_num_batched_tokens": 256}
     engine = LLM(model=folder, **(defaults | options))
     masked = wide.load_checkpoint(folder, dtype=torch.float32)
@@ -40,9 +42,20 @@ def main():
         masked(torch.tensor(prompts[-1:]))
     shares = [round(float(layer.ffn.float().mean()), 2) for layer in routing]
     print(f"{same} of {len(prompts)} alike; executed {shares}")
+    if counts:
+        # Of this prompt alone, which no cache holds yet.
+        prompt = [draw.randrange(3, masked.config.vocab_size) for _ in range(100)]
+        engine.apply_model(lambda model: model.tally.take())
+        engine.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        counted, tokens = engine.apply_model(lambda model: model.tally.take())[0]
+        known = dict(zip(("attention", "the FFN"), skipped_shares(masked, torch.tensor([prompt])), strict=True))
+        print("counted", json.dumps([counted, known, tokens]))
 
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    if "counts" in json.loads(sys.argv[2]):
+        # Functions reach a model in this process only.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     main()

@@ -6,6 +6,7 @@ vLLM finds `plugin.register` through the entry point `vllm.general_plugins`. Not
     limits      what a checkpoint's configuration asks of vLLM, and what is refused
     model       vLLM's dense classes, with modules exchanged after they have built themselves
     sublayers   the modules that take their place: router, FFN, attention
+    tally       what was skipped, counted on the device and logged
     pages       attention over vLLM's pages
     operators   operators of torch that are opaque to vLLM's compiler: what runs depends on the number of rows
 """

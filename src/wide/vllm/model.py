@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -10,6 +11,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from wide.vllm.limits import read_pruning
 from wide.vllm.sublayers import exchange
+from wide.vllm.tally import Tally
 
 
 class _Pruned:
@@ -24,6 +26,14 @@ class _Pruned:
         os.environ["VLLM_MOE_SKIP_PADDING"] = "1"
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         exchange(self.model.layers, read_pruning(vllm_config.model_config.hf_config))  # type: ignore[attr-defined]
+        self.tally = Tally(self)  # type: ignore[arg-type]
+        self.reports = get_tensor_model_parallel_rank() == 0
+
+    def compute_logits(self, *arguments: Any, **options: Any) -> Any:
+        """Return logits; graphs hold none of this, so that it is called in every step."""
+        if self.reports:
+            self.tally.report()
+        return super().compute_logits(*arguments, **options)  # type: ignore[misc]
 
 
 class WideLlamaForCausalLM(_Pruned, LlamaForCausalLM):

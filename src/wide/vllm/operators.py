@@ -14,7 +14,7 @@ from wide.inference.choice.layer_sizes import LayerSizes
 from wide.inference.choice.measured import is_measured, measured_table
 from wide.inference.choice.tuning.tune import TunedLayer, tune_layers
 from wide.inference.operators.products import GatedWeights, LinearWeights, feed_forward
-from wide.inference.operators.table import OperatorName, OperatorTable
+from wide.inference.operators.table import OperatorTable
 from wide.kernels.registration import operator
 from wide.kernels.route import RouteWeights, route
 
@@ -25,6 +25,7 @@ _TUNING_SECONDS = 90.0
 def routed_feed_forward(
     x: Tensor,
     router: RouteWeights,
+    counts: Tensor,
     gate_up: Tensor,
     gate_up_bias: Tensor | None,
     last: Tensor,
@@ -36,12 +37,13 @@ def routed_feed_forward(
     Args:
         x: Normed rows of all requests of a step, and of its padding.
         router: Of the groups of this rank.
+        counts: Of `route`.
         gate_up: Gate and below it up, [2 F, D].
         last: Weight of down, [D, F].
         executed: Expected share of (token, group) pairs that execute.
     """
     table = table_of(x.device, x.dtype, ffn_sizes(x.shape[1], last.shape[1], router.difference.shape[0]), executed)
-    mask = _decide(x, router, table, "gate_up")
+    mask = _decide(x, router, counts, table)
     gated = GatedWeights.of_rows(LinearWeights(gate_up, gate_up_bias), last.shape[1], "silu")
     return feed_forward(gated, LinearWeights(last, last_bias), x, mask, table)
 
@@ -55,6 +57,7 @@ def routed_feed_forward(
 def routed_queries(
     x: Tensor,
     router: RouteWeights,
+    counts: Tensor,
     qkv: Tensor,
     qkv_bias: Tensor | None,
     groups: int,
@@ -68,12 +71,13 @@ def routed_queries(
         x: Normed rows of all requests of a step, and of its padding.
         router: Of this rank's groups, and behind them groups of key and value rows, which always execute; without
             these everything is computed. Queries of skipped groups hold anything.
+        counts: Of `route`.
         groups: Groups of queries, N_G.
         kv_heads: H_k.
     """
     sizes = attention_sizes(x.shape[1], qkv.shape[0] - 2 * kv_heads * head_dim, groups, kv_heads, head_dim)
     table = table_of(x.device, x.dtype, sizes, executed)
-    mask = _decide(x, router, table, "query")
+    mask = _decide(x, router, counts, table)
     linear, choice = LinearWeights(qkv, qkv_bias), table.choice("query", x.shape[0])
     if choice.backend == "dense" or mask.shape[1] == groups:
         return mask, linear.dense(x)
@@ -91,13 +95,9 @@ def routed_output(
     return LinearWeights(weight, bias).input_groups(heads, mask, choice, sorts=table.backend)
 
 
-def _decide(x: Tensor, router: RouteWeights, table: OperatorTable, first: OperatorName) -> Tensor:
-    """Return the mask of rows, in which padding executes nothing where a product would gain by that."""
-    mask = route(x, router, backend=table.backend)
-    padding = get_forward_context().is_padding
-    if padding is not None and x.shape[0] > 1 and table.how(first, x.shape[0]) != "dense":
-        mask.logical_and_(~padding[:, None])
-    return mask
+def _decide(x: Tensor, router: RouteWeights, counts: Tensor, table: OperatorTable) -> Tensor:
+    """Return the mask of rows, in which padding executes nothing."""
+    return route(x, router, padding=get_forward_context().is_padding, counts=counts, backend=table.backend)
 
 
 def ffn_sizes(hidden_size: int, width: int, groups: int) -> LayerSizes:

@@ -66,6 +66,7 @@ class Router(nn.Module):
     """
 
     bias: nn.Parameter | None
+    counts: Tensor
 
     def __init__(self, hidden_size: int, routed: Routed, threshold: float, extra: int = 0) -> None:
         super().__init__()
@@ -79,7 +80,10 @@ class Router(nn.Module):
         self.down, self.up = empty(rank, hidden_size), empty(2 * groups, rank)
         self.register_parameter("bias", empty(2 * groups) if routed.bias else None)
         self.extra, self.threshold, self.dtype = extra, threshold, torch.get_default_dtype()
+        self.decides = threshold != -math.inf
         self.num_groups = groups // get_tensor_model_parallel_world_size()
+        # Pairs that executed, those of `extra` groups included, and rows; they start anew at 2^32.
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int32), persistent=False)
         self.quant_method = _AfterLoading()
 
     def prepare(self) -> None:
@@ -114,7 +118,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return which of this rank's groups each row [M, D] executes, bool [M, N_G]."""
         backend = "triton" if x.is_cuda else "torch"
-        return torch.ops.wide.route(x, *self.weights, backend=backend)  # type: ignore[no-any-return]
+        return torch.ops.wide.route(x, *self.weights, counts=self.counts, backend=backend)  # type: ignore[no-any-return]
 
 
 def _cleared(values: Tensor, mask: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up_proj, self.down_proj, self.act_fn = dense.gate_up_proj, dense.down_proj, dense.act_fn
         self.wide_router = Router(self.gate_up_proj.input_size, routed, threshold)
-        self.executed, self.decides = executed, threshold != -math.inf
+        self.executed, self.decides = executed, self.wide_router.decides
         # A CPU may have packed the weights into another form.
         weight = self.gate_up_proj.weight
         self.skips = weight.is_cuda and triton_obstacle(weight.device) is None
@@ -143,7 +147,7 @@ class FeedForward(nn.Module):
         if self.skips and self.decides:
             first, last = self.gate_up_proj, self.down_proj
             bias = None if last.tp_rank > 0 else last.bias
-            parts = (first.weight, first.bias, last.weight, bias, self.executed)
+            parts = (self.wide_router.counts, first.weight, first.bias, last.weight, bias, self.executed)
             out = torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, *parts)
             return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out
         inner = self.act_fn(self.gate_up_proj(x)[0])
@@ -195,7 +199,7 @@ class Attention(nn.Module):
         first, last = self.qkv_proj, self.o_proj
         mask: Tensor | None = None
         if self.skips:
-            parts = (first.weight, first.bias, *self.shape, self.executed)
+            parts = (self.wide_router.counts, first.weight, first.bias, *self.shape, self.executed)
             mask, qkv = torch.ops.wide.routed_queries(hidden_states, *self.wide_router.weights, *parts)
             mask = mask[:, : self.shape[0]]
         else:

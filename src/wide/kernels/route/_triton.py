@@ -54,14 +54,23 @@ def default_tile(facts: DeviceFacts, num_rows: int) -> RouteTile:
 
 
 @BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
-def route(x: torch.Tensor, weights: RouteWeights, *, threshold: float, beside: bool) -> torch.Tensor:
+def route(
+    x: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    threshold: float,
+    beside: bool,
+    padding: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> torch.Tensor:
     """Run `route_reference` in the kernel for this number of rows."""
+    extras: dict[str, Any] = {"padding": padding, "counts": counts}
     tile = default_tile(device_facts(x.device), x.shape[0])
     if x.shape[0] <= MAX_FEW_ROWS and not beside:
-        return _few(x, None, weights, addend=None, threshold=threshold)[2]
+        return _few(x, None, weights, addend=None, threshold=threshold, **extras)[2]
     if x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
-        return route_split(x, weights, threshold=threshold)
-    return route_many(x, weights, threshold=threshold, tile=tile)
+        return route_split(x, weights, threshold=threshold, **extras)
+    return route_many(x, weights, threshold=threshold, tile=tile, **extras)
 
 
 @NORM_BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
@@ -88,6 +97,8 @@ def _route(
     DIFFERENCE,
     OFFSET,
     MASK,
+    PADDING,
+    COUNTS,
     threshold,
     M,
     stride_xm,
@@ -100,10 +111,15 @@ def _route(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (rows < M)[:, None]
+    is_real = in_rows
+    if HAS_PADDING:
+        is_real = in_rows & (tl.load(PADDING + rows, mask=rows < M, other=1) == 0)[:, None]
     # Row `place` of the tile is row `place % BLOCK_R` of part `place // BLOCK_R`.
     places = tl.arange(0, PARTS * BLOCK_R)
     lane = places % BLOCK_R
@@ -131,8 +147,13 @@ def _route(
         margin = tl.dot(acc, difference, input_precision="tf32x3")
         if HAS_OFFSET:
             margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
+        executes = (margin >= threshold) & is_real & in_groups
         to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
-        tl.store(to, (margin >= threshold).to(tl.uint8), mask=in_rows & in_groups)
+        tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
+        if HAS_COUNTS:
+            tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
+    if HAS_COUNTS:
+        tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
 
 
 @triton.jit
@@ -144,6 +165,8 @@ def _route_split(
     PARTIAL,
     COUNTER,
     MASK,
+    PADDING,
+    COUNTS,
     threshold,
     M,
     stride_xm,
@@ -159,6 +182,8 @@ def _route_split(
     NUM_SHARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -192,6 +217,9 @@ def _route_split(
         # All parts at once, past the first-level cache: other multiprocessors wrote them.
         parts = tl.load(partial + shares * SIZE + inner, mask=known, other=0.0, cache_modifier=".cg")
         total = tl.reshape(tl.sum(parts, 0), [BLOCK_M, BLOCK_R])
+        is_real = in_rows
+        if HAS_PADDING:
+            is_real = in_rows & (tl.load(PADDING + rows, mask=rows < M, other=1) == 0)[:, None]
         for g in range(0, NUM_GROUPS, BLOCK_G):
             groups = g + tl.arange(0, BLOCK_G)
             in_groups = (groups < NUM_GROUPS)[None, :]
@@ -200,8 +228,13 @@ def _route_split(
             margin = tl.dot(total, difference, input_precision="tf32x3")
             if HAS_OFFSET:
                 margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
+            executes = (margin >= threshold) & is_real & in_groups
             to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
-            tl.store(to, (margin >= threshold).to(tl.uint8), mask=in_rows & in_groups)
+            tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
+            if HAS_COUNTS:
+                tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
+        if HAS_COUNTS:
+            tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
         tl.store(COUNTER + tile, 0)
 
 
@@ -218,6 +251,8 @@ def _route_few(
     PARTIAL,
     COUNTER,
     MASK,
+    PADDING,
+    COUNTS,
     threshold,
     eps,
     stride_xm,
@@ -237,6 +272,8 @@ def _route_few(
     UNIT_OFFSET: tl.constexpr,
     READS_RESIDUAL: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
 ):
     share = tl.program_id(0)
     row = tl.program_id(1)
@@ -288,6 +325,9 @@ def _route_few(
         # Past the first-level cache: other multiprocessors wrote this.
         parts = tl.load(at, mask=(shares < NUM_SHARES)[:, None], other=0.0, cache_modifier=".cg")
         bottleneck = tl.sum(parts, 0)
+        is_real = row >= 0
+        if HAS_PADDING:
+            is_real = tl.load(PADDING + row) == 0
         for g in tl.static_range(0, NUM_GROUPS, BLOCK_G):
             in_groups = g + groups < NUM_GROUPS
             if g > 0:
@@ -295,13 +335,26 @@ def _route_few(
             margin = tl.sum(difference * bottleneck[None, :], 1)
             if HAS_OFFSET:
                 margin += tl.load(OFFSET + g + groups, mask=in_groups, other=0.0)
-            tl.store(MASK + wide_row * NUM_GROUPS + g + groups, (margin >= threshold).to(tl.uint8), mask=in_groups)
+            executes = (margin >= threshold) & is_real & in_groups
+            tl.store(MASK + wide_row * NUM_GROUPS + g + groups, executes.to(tl.uint8), mask=in_groups)
+            if HAS_COUNTS:
+                tl.atomic_add(COUNTS, tl.sum(executes.to(tl.int32), 0))
+        if HAS_COUNTS:
+            tl.atomic_add(COUNTS + 1, is_real.to(tl.int32))
         tl.store(COUNTER + row, 0)
 
 
-def route_many(x: torch.Tensor, weights: RouteWeights, *, threshold: float, tile: RouteTile) -> torch.Tensor:
+def route_many(
+    x: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    threshold: float,
+    tile: RouteTile,
+    padding: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Run `route_reference` in one kernel, with many rows a program."""
-    down, difference, offset, _ = weights
+    down, difference, offset, counter = weights
     num_rows, width = x.shape
     num_groups, rank = difference.shape
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
@@ -311,6 +364,8 @@ def route_many(x: torch.Tensor, weights: RouteWeights, *, threshold: float, tile
         difference,
         difference if offset is None else offset,
         mask.view(torch.uint8),
+        mask if padding is None else padding.view(torch.uint8),
+        counter if counts is None else counts,
         threshold,
         num_rows,
         x.stride(0),
@@ -323,6 +378,8 @@ def route_many(x: torch.Tensor, weights: RouteWeights, *, threshold: float, tile
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         HAS_OFFSET=offset is not None,
+        HAS_PADDING=padding is not None,
+        HAS_COUNTS=counts is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -330,7 +387,14 @@ def route_many(x: torch.Tensor, weights: RouteWeights, *, threshold: float, tile
     return mask
 
 
-def route_split(x: torch.Tensor, weights: RouteWeights, *, threshold: float) -> torch.Tensor:
+def route_split(
+    x: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    threshold: float,
+    padding: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Run `route_reference` in one kernel whose programs share out the channels of each tile of rows."""
     down, difference, offset, counter = weights
     num_rows, width = x.shape
@@ -350,6 +414,8 @@ def route_split(x: torch.Tensor, weights: RouteWeights, *, threshold: float) -> 
         partial,
         counter,
         mask.view(torch.uint8),
+        mask if padding is None else padding.view(torch.uint8),
+        counter if counts is None else counts,
         threshold,
         num_rows,
         x.stride(0),
@@ -365,6 +431,8 @@ def route_split(x: torch.Tensor, weights: RouteWeights, *, threshold: float) -> 
         NUM_SHARES=num_shares,
         BLOCK_S=triton.next_power_of_2(num_shares),
         HAS_OFFSET=offset is not None,
+        HAS_PADDING=padding is not None,
+        HAS_COUNTS=counts is not None,
         PRECISION="ieee",
         num_warps=min(16, max(4, block_r // 8)),
     )
@@ -381,6 +449,8 @@ def _few(
     eps: float = 0.0,
     unit_offset: bool = False,
     reads_residual: bool = True,
+    padding: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `norm_route_reference` (without a weight: `route_reference`) in one kernel; sums exist with an addend."""
     down, difference, offset, counter = weights
@@ -404,6 +474,8 @@ def _few(
         partial,
         counter,
         mask.view(torch.uint8),
+        mask if padding is None else padding.view(torch.uint8),
+        counter if counts is None else counts,
         threshold,
         eps,
         x.stride(0),
@@ -424,6 +496,8 @@ def _few(
         UNIT_OFFSET=unit_offset,
         READS_RESIDUAL=reads_residual,
         HAS_OFFSET=offset is not None,
+        HAS_PADDING=padding is not None,
+        HAS_COUNTS=counts is not None,
         num_warps=4 if block_r <= 64 else 8,
     )
     return total, normed, mask

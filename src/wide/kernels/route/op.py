@@ -6,7 +6,7 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.dispatch import AnyShape, Backends
-from wide.kernels.registration import operator
+from wide.kernels.registration import check_tensor, operator
 from wide.kernels.rms_norm.op import check_norm
 from wide.kernels.route.reference import norm_route_reference, route_reference
 from wide.kernels.route.weights import RouteWeights
@@ -23,7 +23,14 @@ NORM_BACKENDS.register("torch")(norm_route_reference)
 
 @operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
 def route(
-    x: torch.Tensor, weights: RouteWeights, *, threshold: float = 0.0, beside: bool = False, backend: str
+    x: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    threshold: float = 0.0,
+    beside: bool = False,
+    padding: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    backend: str,
 ) -> torch.Tensor:
     """Return which groups each row executes, bool [M, N_G]: margin >= threshold.
 
@@ -32,6 +39,9 @@ def route(
         weights: Of the router, made with `split_weights` for the dtype of `x`.
         threshold: In logits.
         beside: Whether another kernel runs at the same time: then few programs count for more than the time they take.
+        padding: Rows that execute nothing and do not count, bool [M].
+        counts: Pairs that execute and rows, int32 [2], to which those of this call are added. As the weights' counter,
+            it is not declared as written to, since no graph reads it.
 
     Raises:
         ShapeError: If tensors do not fit.
@@ -40,7 +50,10 @@ def route(
     Source: paper, section 3.1 (routing components).
     """
     _check(x, weights)
-    return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weights, threshold=threshold, beside=beside)
+    check_tensor("route", "padding", padding, torch.bool, x.shape[:1])
+    check_tensor("route", "counts", counts, torch.int32, (2,))
+    options: dict[str, Any] = {"threshold": threshold, "beside": beside, "padding": padding, "counts": counts}
+    return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weights, **options)
 
 
 def norm_route(

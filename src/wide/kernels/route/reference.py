@@ -14,10 +14,23 @@ def margins(x: torch.Tensor, weights: RouteWeights) -> torch.Tensor:
     return found if offset is None else found + offset
 
 
-def route_reference(x: torch.Tensor, weights: RouteWeights, *, threshold: float, beside: bool = False) -> torch.Tensor:
+def route_reference(
+    x: torch.Tensor,
+    weights: RouteWeights,
+    *,
+    threshold: float,
+    beside: bool = False,
+    padding: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return which rows execute which groups, bool [M, N_G]; arguments as in `route`."""
     del beside
-    return margins(x, weights) >= threshold
+    mask = margins(x, weights) >= threshold
+    real = torch.ones(len(x), dtype=torch.bool, device=x.device) if padding is None else ~padding
+    mask &= real[:, None]
+    if counts is not None:
+        counts += torch.stack((mask.sum(), real.sum()))
+    return mask
 
 
 def norm_route_reference(

@@ -1,0 +1,57 @@
+"""What routers skipped, read from counters on the device and logged while a server works."""
+
+import logging
+import time
+
+import torch
+from torch import nn
+
+from wide.vllm.sublayers import Router
+
+_SECONDS = 10.0
+_LOGGER = logging.getLogger("vllm.wide")
+
+
+class Tally:
+    """Shares of (token, group) pairs that the attentions and FFNs of a model skipped, over this rank's groups.
+
+    Counters are added to where routers decide, so that steps cost nothing more; reading them waits for the device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        routers = [(n, m) for n, m in model.named_modules() if isinstance(m, Router) and m.decides]
+        halves = ("attention", "the FFN")
+        self.routers = {half: [m for n, m in routers if ("mlp" in n) == (half == "the FFN")] for half in halves}
+        self.before: dict[str, list[list[int]]] = {}
+        self.due: float | None = None
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """Return the shares that were skipped since the last call, and how many tokens that were."""
+        shares, tokens = {}, 0
+        for half, routers in self.routers.items():
+            if not routers:
+                continue
+            now = torch.stack([router.counts for router in routers]).tolist()
+            known = self.before.get(half) or [[0, 0]] * len(now)
+            self.before[half] = now
+            pairs = skipped = 0
+            for router, new, old in zip(routers, now, known, strict=True):
+                executed, tokens = ((a - b) % 2**32 for a, b in zip(new, old, strict=True))
+                pairs += tokens * router.num_groups
+                skipped += tokens * (router.num_groups + router.extra) - executed
+            shares[half] = skipped / max(pairs, 1)
+        return shares, tokens
+
+    def report(self) -> None:
+        """Log what was skipped since the last line, ten seconds after it at the earliest."""
+        now = time.monotonic()
+        if self.due is not None and now < self.due:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        is_first, self.due = self.due is None, now + _SECONDS
+        shares, tokens = self.take()
+        # What comes first are runs of vLLM's own, which measure memory and record graphs.
+        if tokens and not is_first:
+            words = " and ".join(f"{share:.1%} of {half}" for half, share in shares.items())
+            _LOGGER.info("wide skipped %s in %s tokens", words, f"{tokens:,}")
