@@ -66,8 +66,9 @@ class LinearWeights(NamedTuple):
 
     def rows(self, first: int | None, last: int | None) -> "LinearWeights":
         """Return the layer of some outputs, as views."""
-        parts = (None if part is None else part[first:last] for part in self[:3])
-        return LinearWeights(*parts, self.int8_rows)  # type: ignore[arg-type]
+        weight, bias, scale = (None if part is None else part[first:last] for part in self[:3])
+        assert weight is not None
+        return LinearWeights(weight, bias, scale, self.int8_rows)
 
     def expanded(self, dtype: torch.dtype) -> "LinearWeights":
         """Return the layer without scales: int8 weights in a floating-point dtype, others as they are."""
@@ -196,11 +197,12 @@ class GatedWeights(NamedTuple):
                 ready()
             return finish_dense(values, self.activation, zeroing, gated=self.up is not None), None
         few = x.shape[0] <= MAX_ROWS
-        if few or self.both.int8_rows:
-            _, gate, up, activation = self
-        else:
-            assert not isinstance(x, Int8Rows)
-            _, gate, up, activation = self.of_rows(self.both.expanded(x.dtype), self.gate.outputs, self.activation)
+        scales: dict[str, Any] = {}
+        if isinstance(x, Int8Rows):
+            x, scales["x_scale"], scales["dtype"] = x
+        elif self.both.int8_rows and not few:
+            x, scales["x_scale"], scales["dtype"] = int8_rows(x)
+        _, gate, up, activation = self if few or scales else self._expanded(x.dtype)
         options: dict[str, Any] = {
             "up_weight": None if up is None else up.weight,
             "bias": gate.bias,
@@ -214,9 +216,12 @@ class GatedWeights(NamedTuple):
         if few:
             return gemv_mn(x, gate.weight, mask, zero_skipped=zeroed, **options), None
         order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
-        if gate.int8_rows:
-            x, options["x_scale"], options["dtype"] = x if isinstance(x, Int8Rows) else int8_rows(x)
-        return gemm_mn(x, gate.weight, order, mask=zeroing, **options), order
+        return gemm_mn(x, gate.weight, order, mask=zeroing, **scales, **options), order
+
+    def _expanded(self, dtype: torch.dtype) -> "GatedWeights":
+        if self.both.scale is None:
+            return self
+        return self.of_rows(self.both.expanded(dtype), self.gate.outputs, self.activation)
 
 
 def feed_forward(

@@ -46,8 +46,10 @@ class Weights:
             raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
         whole = parts[0]
         if len(parts) > 1:
-            joined = [None if one[0] is None else torch.cat(one) for one in list(zip(*parts, strict=True))[:3]]
-            whole = LinearWeights(*joined, parts[0].int8_rows)  # type: ignore[arg-type]
+            columns = zip(*(part[:3] for part in parts), strict=True)
+            weight, bias, scale = (None if one[0] is None else torch.cat(one) for one in columns)  # type: ignore[arg-type]
+            assert weight is not None
+            whole = LinearWeights(weight, bias, scale, whole.int8_rows)
         end = 0
         for linear, part in zip(linears, parts, strict=True):
             end += part.outputs

@@ -57,8 +57,8 @@ def gemm_mn(
     """Run `gemm_mn_reference`."""
     if tile and tuple(tile) != CLUSTER_TILE:
         require(f"the kernel in CUDA C++ has the tile {CLUSTER_TILE} only, got {tuple(tile)}")
-    biases = {"bias": bias, "up_bias": up_bias}
-    out = multiply(x, weight, order, up_weight=up_weight, activation=activation, **biases, **int8)
+    options: dict[str, Any] = {"up_weight": up_weight, "bias": bias, "up_bias": up_bias, "activation": activation}
+    out = multiply(x, weight, order, **options, **int8)
     return out if mask is None else cleared(out, mask)
 
 
