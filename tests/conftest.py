@@ -1,5 +1,6 @@
 """What tests share: seeds, poisoned memory, and a tiny model with its tokenizer on disk."""
 
+import io
 import os
 from pathlib import Path
 
@@ -102,3 +103,25 @@ def prose_folder(tmp_path_factory) -> Path:
     for number in range(40):
         (folder / f"{number:02}.txt").write_text(" ".join(PROSE[(number + k) % 4] for k in range(4)))
     return folder
+
+
+@pytest.fixture(scope="module")
+def short_calibration():
+    """Make the dial from little text: thousands of tiny batches would take most of the time of tests of commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
+        patch.setattr("wide.runs.run._DIAL_BLOCKS", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn_at_once():
+    """Leave pictures empty, because drawing takes longer than a run of a tiny model."""
+    from matplotlib.figure import Figure
+
+    def savefig(_figure, file, **_options):
+        file.write("<svg/>") if isinstance(file, io.StringIO) else Path(file).write_bytes(b"x")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield

@@ -37,6 +37,12 @@ def test_light_modules_import_neither_torch_nor_transformers(module):
     assert out.stdout.strip() == "[]"
 
 
+def test_what_is_optional_is_imported_when_it_is_used():
+    optional = ("tensorboard", "lm_eval", "datasets", "matplotlib", "peft")
+    code = f"import sys, wide.training.stages, wide.evaluation.harness; assert not {{*{optional}}} & {{*sys.modules}}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_kernels_import_with_torch_alone():
     code = (
         "import sys\n"

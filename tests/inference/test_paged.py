@@ -133,13 +133,17 @@ def test_thresholds_count_from_the_next_batch_on(keeps):
     wanted = []
     for value in values:
         _set(model, value)
-        wanted.append([_alone(model, prompt) for prompt in PROMPTS])
+        wanted.append([_alone(model, prompt, 3) for prompt in PROMPTS])
     assert wanted[0] != wanted[1] != wanted[2]
     optimize(model, table=SMALL)
     managers = []
     for value, tokens_wanted in zip(values, wanted, strict=True):
         _set(model, value)
-        asked = {"generation_config": _greedy(), "continuous_batching_config": _settings(), "persistent_manager": keeps}
+        asked = {
+            "generation_config": _greedy(3),
+            "continuous_batching_config": _settings(),
+            "persistent_manager": keeps,
+        }
         for _ in range(2):
             found = model.generate_batch(PROMPTS, **asked)
             managers.append(getattr(model, "_cached_continuous_batching_manager", None))
@@ -189,7 +193,8 @@ def test_padded_steps_are_right_and_read_nothing_on_the_host(blocks, monkeypatch
     # As for CUDA graphs, which capture such steps.
     monkeypatch.setattr(ModelRunner, "__init__", padding)
     monkeypatch.setattr(ModelRunner, "_forward_process_and_sample", watched)
-    intervals = {"q_padding_interval_size": 16, "kv_padding_interval_size": 64}
+    # Few sizes: each is run once beforehand, in the interpreter.
+    intervals = {"q_padding_interval_size": 20, "kv_padding_interval_size": 64, "num_blocks": 32}
     assert _batch(model, max_batch_tokens=40, max_blocks_per_request=blocks, **intervals) == wanted
 
 

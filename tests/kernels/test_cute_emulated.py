@@ -99,6 +99,7 @@ def _is_gated(case: Case) -> bool:
     return bool(case.options.get("gated")) and case.sizes["group_size"] == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(GEMM_MN.cases, _is_gated))
 def test_gemm_mn(case: Case) -> None:
     _agrees(GEMM_MN, case)

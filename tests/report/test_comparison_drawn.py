@@ -16,6 +16,8 @@ from wide.records import Cell, RecordFile
 from wide.runs.folder import RunFolder
 from wide.runs.process import held
 
+pytestmark = pytest.mark.usefixtures("drawn_at_once")
+
 FIGURE = "quality-sparsity"
 SHORT = [
     *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=wanda", "--recover.steps=0"),

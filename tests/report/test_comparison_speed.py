@@ -136,6 +136,7 @@ def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
     }
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_comparisons_share_a_page(timed, tmp_path):
     other = Cell("tyr", 0.25, 17), Cell("ddp", 0.5, 17)
     cells = (measured(other[0], 13.0), measured(other[1], 15.0), measured(DENSE_CELL, 8.0, recovered=True))
@@ -225,6 +226,7 @@ def test_a_page_of_comparisons_takes_nothing_else(timed, tmp_path, capsys):
     assert "another --output" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_comparisons_of_one_name_are_told_apart_by_their_parents(timed, tmp_path):
     pytest.importorskip("matplotlib")
     twin = tmp_path / "deeper" / "one"

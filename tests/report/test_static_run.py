@@ -15,6 +15,8 @@ from wide.report.run_figures import FIGURES, figures_of
 from wide.report.selection import Selection
 from wide.runs.measuring import sparsity_records
 
+pytestmark = pytest.mark.usefixtures("drawn_at_once")
+
 SHARES = ("attention", "ffn", "mean", "linear_flops", "linear_flops_with_fixed", "linear_flops_layers")
 
 

@@ -8,6 +8,8 @@ import pytest
 from wide.cli.main import main
 from wide.records import STUDY
 
+pytestmark = pytest.mark.usefixtures("drawn_at_once")
+
 
 @pytest.fixture
 def study(tmp_path):

@@ -155,8 +155,10 @@ def test_a_loss_with_label_smoothing_and_a_callback_made_again_have_the_term(tmp
     # The model returns no loss there.
     changes = {"label_smoothing_factor": 0.1, "restore_callback_states_from_checkpoint": True, "max_steps": 60}
     strong = wide.ObjectiveConfig(sparsity=0.9, weight=30)
-    changes |= {"save_steps": 4, "save_total_limit": 20, "learning_rate": 3e-2, "lr_scheduler_type": "constant"}
-    trainer_of(routed_model(), tmp_path, wide.RouterCallback(objective=strong), **changes).train()
+    changes |= {"learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+    first = changes | {"save_steps": 4, "max_steps": 4}
+    trainer_of(routed_model(), tmp_path, wide.RouterCallback(objective=strong), **first).train()
+    changes["save_strategy"] = "no"
     trainer = trainer_of(routed_model(), tmp_path, wide.RouterCallback(objective=strong), **changes)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     skipped = [line["sparsity"] for line in trainer.state.log_history if "sparsity" in line]
