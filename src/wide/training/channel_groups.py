@@ -31,7 +31,7 @@ _KMEANS_ROUNDS = 6
 _ROUNDS = 10
 # How far a price overshoots at first, of the mean difference between a channel's two cheapest groups, and by which
 # factor more from one bid to the next.
-_OVERSHOOT, _GROWTH = 0.1, 1.001
+_OVERSHOOT, _GROWTH = 0.1, 1.01
 # Of one layer: 4 GiB in float32, of which the clustering needs a few copies.
 _MOST_VALUES = 1 << 30
 
@@ -122,33 +122,38 @@ def skip_cost(energy: Tensor, groups: Tensor, num_groups: int, skipped: float) -
 def balanced_assignment(cost: Tensor, capacity: int) -> Tensor:
     """Return for each of C items one of G places, int64 `[C]`, `capacity` items a place, at nearly the least cost.
 
-    An auction of places: one that is asked for by too many raises its price until only `capacity` items still prefer
-    it, and a little more, so that it does not take forever; the longer it takes, the more. `cost` is `[C, G]` with C =
-    G * capacity.
+    An auction of places: those that are asked for by too many raise their prices until only `capacity` items still
+    prefer them, and a little more, so that it does not take forever; the longer it takes, the more. All of them bid at
+    once, which a GPU does in few steps. `cost` is `[C, G]` with C = G * capacity; the places are on its device.
 
     Source: Bertsekas, the auction algorithm for transportation problems (1989).
     """
-    cost = cost.double().cpu()
+    cost = cost.double()
     num_items, num_places = cost.shape
     if num_places == 1:
-        return torch.zeros(num_items, dtype=torch.int64)
+        return torch.zeros(num_items, dtype=torch.int64, device=cost.device)
     overshoot = _overshoot(cost)
-    price = torch.zeros(num_places, dtype=torch.float64)
+    price = cost.new_zeros(num_places)
     chosen = cost.argmin(1)
     load = torch.bincount(chosen, minlength=num_places)
     while int(load.max()) > capacity:
-        place = int(load.argmax())
-        members = (chosen == place).nonzero().squeeze(1)
-        asked = cost[members] + price
-        own = asked[:, place].clone()
-        asked[:, place] = torch.inf
-        other, where = asked.min(1)
-        leaving = (other - own).topk(len(members) - capacity, largest=False)
-        price[place] += leaving.values[-1].clamp_min(0.0) + overshoot
-        targets = where[leaving.indices]
-        chosen[members[leaving.indices]] = targets
-        load[place] = capacity
-        load += torch.bincount(targets, minlength=num_places)
+        full = load > capacity
+        items = full[chosen].nonzero().squeeze(1)
+        # By place, those that lose least elsewhere first.
+        asked = cost[items] + price
+        own = asked.gather(1, chosen[items, None])
+        other, where = asked.scatter(1, chosen[items, None], torch.inf).min(1)
+        loss = other - own.squeeze(1)
+        order = loss.argsort(stable=True)
+        order = order[chosen[items[order]].argsort(stable=True)]
+        items, where, loss = items[order], where[order], loss[order]
+        place, members = chosen[items], load.where(full, 0)
+        rank = torch.arange(len(items), device=cost.device) - (members.cumsum(0) - members)[place]
+        leaves = rank < (load - capacity)[place]
+        rise = torch.zeros_like(price).scatter_reduce(0, place[leaves], loss[leaves].clamp_min(0.0), "amax")
+        price += (rise + overshoot).where(full, 0.0)
+        chosen[items[leaves]] = where[leaves]
+        load = torch.bincount(chosen, minlength=num_places)
         overshoot *= _GROWTH
     return chosen
 
