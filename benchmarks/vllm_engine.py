@@ -1,12 +1,12 @@
 """One engine of vLLM with drawn weights: its answers against those of the masked model, and what calls take.
 
-Usage: python -m benchmarks.vllm_engine routed|dense|off|gate [tiny]
+Usage: python -m benchmarks.vllm_engine routed|dense|off|fp8|gate [tiny]
 
 Reads commands from stdin, one JSON list a line, such as ["requests", 8], and answers each with a JSON line. `routed`
 serves a checkpoint of wide, whose thresholds are put where half of the pairs are skipped, and `gate` one of two layers;
-`dense` is vLLM's own model; `off` is the checkpoint at `wide_sparsity` 0. Weights are drawn by the engine's loader; the
-masked model has views of the same tensors, so that nothing is written to a disk. `benchmarks.vllm_plugin` starts these
-processes.
+`dense` is vLLM's own model, `fp8` the same with `--quantization fp8`; `off` is the checkpoint at `wide_sparsity` 0.
+Weights are drawn by the engine's loader; the masked model has views of the same tensors, so that nothing is written to
+a disk. `benchmarks.vllm_plugin` starts these processes.
 """
 
 import json
@@ -65,35 +65,38 @@ class Engine:
         )
         self.config = LlamaConfig(**shape, tie_word_embeddings=False)
         self.dtype = torch.float32 if tiny else torch.bfloat16
+        is_routed = mode not in ("dense", "fp8")
         with torch.device("meta"):
-            self.masked = _hugging_face(self.config, self.dtype, routed=mode != "dense")
+            self.masked = _hugging_face(self.config, self.dtype, routed=is_routed)
         folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"drawn-{mode}-{self.scale}"
         folder.mkdir(exist_ok=True)
         content = self.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-        if mode != "dense":
+        if is_routed:
             content |= {"architectures": ["WideLlamaForCausalLM"], "model_type": "wide_llama"}
             content["wide"] = config_of(self.masked)
         (folder / "config.json").write_text(json.dumps(content))
-        overrides = {"hf_overrides": {"wide_sparsity": 0}} if mode == "off" else {}
+        overrides: dict[str, Any] = {"hf_overrides": {"wide_sparsity": 0}} if mode == "off" else {}
+        if mode == "fp8":
+            # vLLM quantises while it loads, and draws weights by itself.
+            overrides = {"quantization": "fp8", "load_format": "dummy"}
         on_gpu: dict[str, Any] = {
             # Memory for keys and values is named, since several engines start at once on one GPU.
             "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": (2 if mode == "gate" else 11) << 30,
+            "kv_cache_memory_bytes": {"gate": 2, "off": 6}.get(mode, 11) << 30,
             "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]},
         }
-        self.llm = LLM(
-            model=str(folder),
-            load_format="drawn",
-            dtype=str(self.dtype).removeprefix("torch."),
-            skip_tokenizer_init=True,
-            max_model_len=20000 // self.scale,
-            max_num_batched_tokens=16384 // self.scale,
-            max_num_seqs=64,
-            seed=0,
-            **overrides,
-            **({"enforce_eager": True} if tiny else on_gpu),
-        )
-        self._take_views()
+        options: dict[str, Any] = {
+            "load_format": "drawn",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "skip_tokenizer_init": True,
+            "max_model_len": 20000 // self.scale,
+            "max_num_batched_tokens": 16384 // self.scale,
+            "max_num_seqs": 64,
+            "seed": 0,
+        }
+        self.llm = LLM(model=str(folder), **options | overrides | ({"enforce_eager": True} if tiny else on_gpu))
+        if mode != "fp8":
+            self._take_views()
         if mode in ("routed", "gate"):
             ids = torch.tensor(self._prompts(1, 2048), device=self.device)
             set_shares(self.masked, ids, (0.5, 0.5))

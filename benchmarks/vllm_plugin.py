@@ -1,14 +1,14 @@
 """The plug-in for vLLM beside dense vLLM on one GPU: answers first, then speeds, each pair in one go.
 
-Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,everything,off] [--tiny]
+Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,everything,off,fp8] [--tiny]
        python -m benchmarks.vllm_plugin --record DIR/vllm.json --commit HASH
 
 Llama-3.1-8B's shapes, drawn weights, half of the pairs skipped. Answers are compared in two layers, since behind many
 layers of random routers rounding decides; in all layers where everything executes. Engines start at the same time, in
 processes of their own (`benchmarks.vllm_engine`), and are timed one after the other at each size. About 80 s until they
-have started, 30 s for answers, 65 s for speeds, 15 s with routers that skip nothing, and 80 s more for an engine that
-serves the checkpoint at sparsity 0. DIR/vllm.json is written after every figure. The second form writes figures
-into docs/measurements/targets/vllm.json, if the gate was green.
+have started, 30 s for answers, 65 s for speeds, 15 s with routers that skip nothing, and 130 s more for the checkpoint
+at sparsity 0 and for dense vLLM with `--quantization fp8`. DIR/vllm.json is written after every figure. The second form
+writes figures into docs/measurements/targets/vllm.json, if the gate was green.
 """
 
 import argparse
@@ -124,12 +124,13 @@ def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
         for what in _FEW:
             record.row(what, "everything", routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
     routed.end()
-    if "off" in parts:
-        off = Worker("off", folder, tiny=tiny)
-        record.add(off=off.answer())
-        for what in _FEW:
-            record.row(what, "off", off.call(*_ROWS[what]), dense.call(*_ROWS[what]))
-        off.end()
+    last = {mode: Worker(mode, folder, tiny=tiny) for mode in ("off", "fp8") if mode in parts}
+    for mode, worker in last.items():
+        record.add(**{mode: worker.answer()})
+    for mode, worker in last.items():
+        for what in known if mode == "fp8" else _FEW:
+            record.row(what, mode, worker.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+        worker.end()
     dense.end()
 
 
@@ -163,7 +164,7 @@ def main() -> None:
     """Measure, or record what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for the record and the logs")
-    parser.add_argument("--parts", default="gate,bench,everything,off")
+    parser.add_argument("--parts", default="gate,bench,everything,off,fp8")
     parser.add_argument("--tiny", action="store_true", help="a small model, as a CPU can run; its figures say nothing")
     parser.add_argument("--record", type=Path, help="file of a measurement that goes into the targets")
     parser.add_argument("--commit", default="")
