@@ -46,7 +46,7 @@ def rounded(model):
 
 
 def of_int8_rows(model, least):
-    """Let linear layers round inputs of at least so many rows as int8 does."""
+    """Let linear layers, but those of queries, keys and values, round inputs of at least so many rows as int8 does."""
 
     def rounded_rows(_, inputs):
         rows = inputs[0].flatten(0, -2)
@@ -55,8 +55,9 @@ def of_int8_rows(model, least):
         values, scale = quantise_rows(rows, backend="torch")
         return ((values * scale[:, None]).view_as(inputs[0]),)
 
-    for linear in linears(model):
-        linear.register_forward_pre_hook(rounded_rows)
+    for spec in attachment(model).specs:
+        for linear in (spec.attention.output, *spec.ffn.linears()):
+            linear.register_forward_pre_hook(rounded_rows)
     return model
 
 

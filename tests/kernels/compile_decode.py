@@ -82,6 +82,7 @@ def gemv_at(facts: DeviceFacts, rows: int, weights: str = "bf16") -> Iterator[di
     rows_of = {"ROWS": rows, "G": 128, "HAS_BIAS": False, "HAS_SCALE": is_int8}
     tile = gemv.default_mn_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
+    wide["HAS_MASK"] = True
     constants = rows_of | wide | {"ZERO_SKIPPED": False, "ROWS_PAD": triton.next_power_of_2(rows)}
     yield build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **types)
     for is_long in (False, True):

@@ -93,6 +93,9 @@ def test_int8_products_of_few_rows_equal_masked_dense(num_rows: int, kind: str) 
     for backend in ("triton", "torch"):
         got = gemv_mn(x, q_gate, mask, zero_skipped=True, **scales, backend=backend)
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-2, equal_nan=True)
+        if kind == "all":
+            whole = gemv_mn(x, q_gate, None, **scales, backend=backend)
+            torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-2, equal_nan=True)
         got = gemv_k(h, q_down, mask, scale=down_scale, backend=backend)
         torch.testing.assert_close(got, torch.where(channels, h, 0) @ down.t(), rtol=1e-4, atol=1e-4)
 

@@ -65,8 +65,8 @@ def optimize(
             each output channel, from bfloat16 or float16 (on a CPU also float32), and the masked model computes with
             them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. Of
             these, too, what is written through `.data` is not seen. Whatever saves the model saves its own weights.
-            With 'w8a8' products of more than 256 rows, as in prompts, read these in int8, too, a scale for each row:
-            faster than bfloat16, at a loss of 2 to 3 % of perplexity.
+            With 'w8a8' products of more than 256 rows, as in prompts, but for queries, keys and values, read these in
+            int8, too, with a scale for each row: faster than bfloat16, at a loss of 1 to 2 % of perplexity.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of text like that to come and as long as its prompts,

@@ -61,6 +61,10 @@ class LayerSizes:
             width, groups = self.ffn_width, self.ffn_groups
         return width, groups, width // groups
 
+    def int8_rows(self, name: OperatorName) -> bool:
+        """Return whether an operator reads many rows in int8."""
+        return self.weights == "w8a8" and name not in ("query", "attention")
+
     def gates(self, name: OperatorName) -> bool:
         """Return whether an operator multiplies gate and up together."""
         return name == "gate_up" and self.is_gated
@@ -104,7 +108,7 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
         options = {"is_gated": True} if few else {"gated": True, "stacked": True}
     if sizes.weights != "model" and few:
         options |= {"weights": "int8"}
-    elif sizes.weights == "w8a8":
+    elif sizes.int8_rows(name):
         options |= {"rows": "int8"}
     extents = {"num_rows": rows, "num_groups": groups, "group_size": size, other: sizes.hidden_size}
     case = Case(sizes=extents, dtype=torch.bfloat16, active=active, options=options)
@@ -128,7 +132,7 @@ def backends_and_shape(
         is_sum = name in SUMS
         shape = GemvShape(dtype, size if is_sum else sizes.hidden_size)
         return GEMV_K_BACKENDS if is_sum else GEMV_MN_BACKENDS, shape
-    dtype = torch.int8 if sizes.weights == "w8a8" else dtype
+    dtype = torch.int8 if sizes.int8_rows(name) else dtype
     if name not in SUMS:
         return MN_BACKENDS, MnShape(dtype, size, sizes.hidden_size, sizes.gates(name))
     is_stored = groups <= PATTERN_GROUPS

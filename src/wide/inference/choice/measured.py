@@ -119,7 +119,7 @@ def _choose(
     # Few rows: more of them need more groups, so a measurement of more is a safe guess for fewer, not the reverse.
     few = rows <= MAX_ROWS and name != "attention"
     found = known.nearest(*operator_case(name, sizes, rows, active), device, fewer_rows=not few)
-    if found is None and sizes.weights == "w8a8":
+    if found is None and sizes.int8_rows(name):
         # What pays in halves pays in int8, too, of which dense products gain as much.
         halves = operator_case(name, replace(sizes, weights="model"), rows, active)
         found = None if few else known.nearest(*halves, device, fewer_rows=True)

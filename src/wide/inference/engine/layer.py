@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import AttentionCall, CacheView
-from wide.inference.operators.products import feed_forward, int8_rows
+from wide.inference.operators.products import feed_forward
 from wide.inference.operators.table import OperatorName, OperatorTable
 from wide.inference.reading.weights import (
     AttentionWeights,
@@ -197,9 +197,8 @@ def _project(
     else:
         own = own_groups(weights, mask)
         assert own is not None
-        rows = int8_rows(x) if weights.qkv.quantises(x.shape[0]) else x
-        keys, values = weights.kv.dense(rows).chunk(2, 1)
-        q, order = weights.query.output_groups(rows, own, choice, sorts=table.backend)
+        keys, values = weights.kv.dense(x).chunk(2, 1)
+        q, order = weights.query.output_groups(x, own, choice, sorts=table.backend)
         return q, keys, values, order
     width = weights.query.outputs
     keys, values = whole[:, width:].chunk(2, 1)

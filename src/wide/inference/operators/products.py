@@ -24,25 +24,6 @@ from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, Reordering
 from wide.kernels.tuning import Choice
 
 
-class Int8Rows(NamedTuple):
-    """Rows that several products read, quantised once.
-
-    Args:
-        values: int8 [M, K].
-        scale: Of each row, float32 [M].
-        dtype: Of their products.
-    """
-
-    values: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """[M, K]."""
-        return self.values.shape
-
-
 class LinearWeights(NamedTuple):
     """A linear layer: weight [N, K] in the model's dtype, or in int8 with scales; bias [N] or None.
 
@@ -81,29 +62,26 @@ class LinearWeights(NamedTuple):
         """Return whether a dense product of so many rows is one of int8 rows."""
         return self.int8_rows and num_rows > MAX_INT8_ROWS
 
-    def dense(self, x: Tensor | Int8Rows, mask: Tensor | None = None) -> Tensor:
+    def dense(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the whole product [M, N] of rows [M, K].
 
         Args:
             mask: bool [M, N_G]; where rows are quantised, channels of other groups count as zero. None = all count.
         """
         backend = fixed_backend(self.weight.device)
-        if not isinstance(x, Int8Rows):
-            if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
-                return linear_int8(x, self.weight, self.scale, self.bias, backend=backend)
-            if not self.int8_rows:
-                weight, bias, *_ = self.expanded(x.dtype)
-                return functional.linear(x, weight, bias)
-            x = int8_rows(x, mask)
-        assert self.scale is not None
+        if self.scale is not None and x.shape[0] <= MAX_ROWS:
+            return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
+        if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
+            return linear_int8(x, self.weight, self.scale, self.bias, backend=backend)
+        if self.scale is None or not self.int8_rows:
+            weight, bias, *_ = self.expanded(x.dtype)
+            return functional.linear(x, weight, bias)
         if INT8_BACKENDS.obstacle("cuda", self.weight.device, Int8Shape(torch.int8, *self.weight.shape)) is None:
             backend = "cuda"
-        values, x_scale, dtype = x
-        return linear_int8(values, self.weight, self.scale, self.bias, x_scale=x_scale, dtype=dtype, backend=backend)
+        values, scales = int8_rows(x, mask)
+        return linear_int8(values, self.weight, self.scale, self.bias, **scales, backend=backend)
 
-    def output_groups(
-        self, x: Tensor | Int8Rows, mask: Tensor, choice: Choice, *, sorts: str
-    ) -> tuple[Tensor, Reordering | None]:
+    def output_groups(self, x: Tensor, mask: Tensor, choice: Choice, *, sorts: str) -> tuple[Tensor, Reordering | None]:
         """Return the product [M, N] in groups of outputs; see `GatedWeights.output_groups`."""
         return GatedWeights(self, self, None, "none").output_groups(x, mask, choice, sorts=sorts)
 
@@ -125,8 +103,8 @@ class LinearWeights(NamedTuple):
         options: dict[str, Any] = {"group_size": h.shape[1] // num_groups, "bias": self.bias, "backend": choice.backend}
         weight = self.weight if self.int8_rows else self.expanded(h.dtype).weight
         if self.int8_rows:
-            h, x_scale, dtype = int8_rows(h, mask)
-            options |= {"x_scale": x_scale, "scale": self.scale, "dtype": dtype}
+            h, scales = int8_rows(h, mask)
+            options |= {**scales, "scale": self.scale}
         if num_groups > PATTERN_GROUPS and (choice.backend == "cuda" or choice.groups_per_block > PATTERN_GROUPS):
             return gemm_k_rows(h, weight, reorder_rows(mask, backend="cuda"), **options)
         per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
@@ -140,9 +118,10 @@ class LinearWeights(NamedTuple):
         return gemm_k(h, weight, order, tile=choice.tile, **options)
 
 
-def int8_rows(x: Tensor, mask: Tensor | None = None) -> Int8Rows:
-    """Return rows in int8; see `quantise_rows`."""
-    return Int8Rows(*quantise_rows(x, mask, backend=fixed_backend(x.device)), x.dtype)
+def int8_rows(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+    """Return rows in int8 (`quantise_rows`), and what products are told of them."""
+    values, scale = quantise_rows(x, mask, backend=fixed_backend(x.device))
+    return values, {"x_scale": scale, "dtype": x.dtype}
 
 
 class GatedWeights(NamedTuple):
@@ -173,7 +152,7 @@ class GatedWeights(NamedTuple):
 
     def output_groups(
         self,
-        x: Tensor | Int8Rows,
+        x: Tensor,
         mask: Tensor | None,
         choice: Choice,
         *,
@@ -198,10 +177,8 @@ class GatedWeights(NamedTuple):
             return finish_dense(values, self.activation, zeroing, gated=self.up is not None), None
         few = x.shape[0] <= MAX_ROWS
         scales: dict[str, Any] = {}
-        if isinstance(x, Int8Rows):
-            x, scales["x_scale"], scales["dtype"] = x
-        elif self.both.int8_rows and not few:
-            x, scales["x_scale"], scales["dtype"] = int8_rows(x)
+        if self.both.int8_rows and not few:
+            x, scales = int8_rows(x)
         _, gate, up, activation = self if few or scales else self._expanded(x.dtype)
         options: dict[str, Any] = {
             "up_weight": None if up is None else up.weight,

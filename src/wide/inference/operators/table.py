@@ -60,7 +60,7 @@ class OperatorTable:
             few = tuple(rule for rule in old if rule[0] < first)
             many = tuple(rule for rule in old if rule[0] > last + 1)
             between = ((first, DENSE), (last + 1, self.choice(name, last + 1)))  # type: ignore[arg-type]
-            rules.append((name, old if name == "attention" else (*few, *between, *many)))
+            rules.append((name, old if name in ("query", "attention") else (*few, *between, *many)))
         return replace(self, rules=tuple(rules))
 
     def how(self, name: OperatorName, rows: int) -> How:

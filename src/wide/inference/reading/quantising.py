@@ -14,7 +14,7 @@ from wide.kernels.linear_int8 import quantise_int8
 
 WEIGHTS = ("model", "int8", "w8a8")
 """Formats of the weights under the routers: the model's own dtype, or int8 with a scale for each output channel; with
-'w8a8' products of many rows read these in int8, too, with a scale for each row."""
+'w8a8' products of many rows but those of queries, keys and values read these in int8, too, a scale for each row."""
 
 
 class Weights:
@@ -30,11 +30,14 @@ class Weights:
         self.quantised: list[nn.Linear] = []
         self.saved_bytes = 0
 
-    def take(self, linears: Sequence[nn.Linear], where: str) -> LinearWeights:
+    def take(self, linears: Sequence[nn.Linear], where: str, *, rounds: bool = True) -> LinearWeights:
         """Return layers that read one input as one, N = the sum of theirs.
 
         In the model's dtype they are moved into one buffer that their modules then view. In int8 they get a copy, and
         compute with it; their own weights move to host memory.
+
+        Args:
+            rounds: Whether many rows may be quantised.
 
         Raises:
             UnsupportedModelError: If only some have a bias, or one has weights that cannot be quantised.
@@ -49,7 +52,8 @@ class Weights:
             columns = zip(*(part[:3] for part in parts), strict=True)
             weight, bias, scale = (None if one[0] is None else torch.cat(one) for one in columns)  # type: ignore[arg-type]
             assert weight is not None
-            whole = LinearWeights(weight, bias, scale, whole.int8_rows)
+            whole = LinearWeights(weight, bias, scale)
+        whole = whole._replace(int8_rows=rounds and self._form == "w8a8")
         end = 0
         for linear, part in zip(linears, parts, strict=True):
             end += part.outputs
@@ -100,7 +104,7 @@ class Weights:
                 f"{where}: weights hold NaN or infinity, which int8 cannot; use weights='model'"
             )
         bias = None if linear.bias is None else linear.bias.detach()
-        return LinearWeights(values, bias, scale, self._form == "w8a8")
+        return LinearWeights(values, bias, scale)
 
     def _stand_in(self, linear: nn.Linear, weights: LinearWeights) -> None:
         linear.weight.data = linear.weight.data.cpu()

@@ -104,12 +104,15 @@ def _gemv_mn(
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ZERO_SKIPPED: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_N
     rows = tl.arange(0, ROWS_PAD)
-    runs = tl.load(MASK + rows * stride_mm + first // G, mask=rows < ROWS, other=0)
+    runs = rows < ROWS
+    if HAS_MASK:
+        runs = tl.load(MASK + rows * stride_mm + first // G, mask=rows < ROWS, other=0) != 0
     channels = first + tl.arange(0, BLOCK_N)
     out = OUT + rows[None, :] * N + channels[:, None]
     cell = (rows < ROWS)[None, :] & (channels < N)[:, None]
@@ -151,7 +154,7 @@ def _gemv_mn(
             up_acc += tl.load(UP_BIAS + channels).to(tl.float32)[:, None]
         acc = acc * up_acc
     if ZERO_SKIPPED:
-        acc = tl.where((runs != 0)[None, :], acc, 0.0)
+        acc = tl.where(runs[None, :], acc, 0.0)
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=cell)
 
 
@@ -249,7 +252,7 @@ def _gemv_k(
 def gemv_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     *,
     up_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -264,7 +267,7 @@ def gemv_mn(
     chosen = GemvTile(*tile) if tile else default_mn_tile(device_facts(x.device), is_gated=up_weight is not None)
     num_rows, width_in = x.shape
     width = weight.shape[0]
-    group_size = width // mask.shape[1]
+    group_size = width if mask is None else width // mask.shape[1]
     block_n = math.gcd(chosen.block_n, group_size)
     block_k = min(chosen.block_k, triton.next_power_of_2(width_in))
     up = weight if up_weight is None else up_weight
@@ -277,12 +280,12 @@ def gemv_mn(
         weight if up_bias is None else up_bias,
         weight if scale is None else scale,
         weight if up_scale is None else up_scale,
-        mask.view(torch.uint8),
+        out if mask is None else mask.view(torch.uint8),
         out,
         x.stride(0),
         weight.stride(0),
         up.stride(0),
-        mask.stride(0),
+        0 if mask is None else mask.stride(0),
         width,
         width_in,
         G=group_size,
@@ -294,6 +297,7 @@ def gemv_mn(
         IS_GATED=up_weight is not None,
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
+        HAS_MASK=mask is not None,
         ACTIVATION=activation,
         ZERO_SKIPPED=zero_skipped,
         num_warps=chosen.num_warps,

@@ -35,7 +35,7 @@ K_BACKENDS.register("torch")(gemv_k_reference)
 def gemv_mn(
     x: torch.Tensor,
     weight: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     *,
     up_weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -52,7 +52,7 @@ def gemv_mn(
     Args:
         x: [M, K] with M in 1..4; last stride 1.
         weight: [N, K] in the dtype of `x`, or int8; its rows g * G .. (g + 1) * G belong to group g; last stride 1.
-        mask: True = execute, bool [M, N_G] with N_G * G = N.
+        mask: True = execute, bool [M, N_G] with N_G * G = N; None = everything.
         up_weight: As `weight`, of gated FFNs.
         bias: [N], contiguous.
         up_bias: [N] of gated FFNs; given if and only if `bias` and `up_weight` are.
@@ -133,12 +133,14 @@ def _check_weight(
     check_tensor(operator, f"scale of {name}", scale, torch.float32, shape[:1])
 
 
-def _check(name: str, x: torch.Tensor, mask: torch.Tensor, grouped_width: int) -> None:
+def _check(name: str, x: torch.Tensor, mask: torch.Tensor | None, grouped_width: int) -> None:
     if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_ROWS or x.stride(1) != 1:
         raise ShapeError(
             f"{name} takes 1 to {MAX_ROWS} rows with last stride 1, got {tuple(x.shape)} with strides {x.stride()}; "
             "more rows are faster through a dense product or the gather GEMMs"
         )
+    if mask is None:
+        return
     check_tensor(name, "mask", mask, torch.bool, (x.shape[0], mask.shape[-1]), "last stride 1")
     if mask.shape[1] < 1 or grouped_width % mask.shape[1]:
         raise ShapeError(f"{name}: {mask.shape[1]} groups do not divide a width of {grouped_width}")

@@ -9,7 +9,7 @@ from wide.kernels.gemm_mn.reference import activate
 def gemv_mn_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     *,
     up_weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -24,8 +24,9 @@ def gemv_mn_reference(
     values = activate(_product(x, weight, bias, scale), activation)
     if up_weight is not None:
         values = values * _product(x, up_weight, up_bias, up_scale)
-    executes = mask.repeat_interleave(weight.shape[0] // mask.shape[1], 1)
-    return torch.where(executes, values, 0.0).to(x.dtype)
+    if mask is not None:
+        values = torch.where(mask.repeat_interleave(weight.shape[0] // mask.shape[1], 1), values, 0.0)
+    return values.to(x.dtype)
 
 
 def gemv_k_reference(

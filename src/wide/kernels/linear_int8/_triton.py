@@ -38,9 +38,11 @@ def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = F
     if int8_rows:
         return Int8Tile(128, 128, 128, 3, 8)
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
-    if rows <= 16 and width < 64 * num_sms:
+    if rows <= 32:
+        return Int8Tile(32, 512, rows, 3, 4)
+    if rows <= 64 and width < 64 * num_sms:
         return Int8Tile(32, 256, rows, 4, 4)
-    return Int8Tile(64 if width < 128 * num_sms else 128, 128, rows, 4 if rows <= 64 else 3, 4 if rows <= 64 else 8)
+    return Int8Tile(64, 128, rows, 5, 4)
 
 
 @triton.jit
@@ -183,7 +185,7 @@ def _quantise_rows(
     # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
     rounded = x * tl.div_rn(127.0, peak) + 12582912.0
     tl.store(OUT + row * K + places, (rounded - 12582912.0).to(tl.int8), mask=stored)
-    tl.store(SCALE + row, tl.div_rn(peak, 127.0))
+    tl.store(SCALE + row, peak * (1 / 127))
 
 
 @QUANTISE_BACKENDS.register("triton", needs=elementwise_obstacle)

@@ -16,7 +16,7 @@ def quantise_rows_reference(x: torch.Tensor, mask: torch.Tensor | None) -> tuple
     if mask is not None:
         values = torch.where(mask.repeat_interleave(x.shape[1] // mask.shape[1], 1), values, 0.0)
     peak = values.abs().amax(1).clamp_min(LARGEST * LEAST)
-    return (values * (LARGEST / peak)[:, None]).round_().to(torch.int8), peak / LARGEST
+    return (values * (LARGEST / peak)[:, None]).round_().to(torch.int8), peak * (1 / LARGEST)
 
 
 def linear_int8_reference(

@@ -97,7 +97,7 @@ class _Product:
         width, groups, size = sizes.grouped(name)
         outputs, inputs = (sizes.hidden_size, width) if name in SUMS else (width, sizes.hidden_size)
         parts = 2 if sizes.gates(name) else 1
-        int8_rows = rows > MAX_ROWS and sizes.weights == "w8a8"
+        int8_rows = rows > MAX_ROWS and sizes.int8_rows(name)
         is_int8 = int8_rows or (rows <= MAX_ROWS and sizes.weights != "model")
         if rows <= MAX_ROWS:
             mask = exact_mask(rows, groups, active=active, device=device)
@@ -202,7 +202,7 @@ def product_race(
     tried = list(dict.fromkeys([Choice(backend="triton"), *tried] if few else tried))
     stands_for = {peer: DENSE for peer in raced if not sums or peer == "dense on zeros"}
     # Int8 rows of the down projection are read where they execute.
-    may_clear = name == "gate_up" and not few and sizes.weights != "w8a8"
+    may_clear = name == "gate_up" and not few and not sizes.int8_rows(name)
     for choice in tried:
         label = choice_name(choice)
         clears = may_clear and bool(zeroed)
