@@ -55,8 +55,6 @@ def _never(*_args, **_options):
     ("family", "changes"),
     [
         ("llama", {}),
-        ("qwen3", {}),
-        ("phi3", {}),
         ("mistral", {"sliding_window": 6}),
         ("gemma2", {"sliding_window": 8}),
         ("granite", {}),

@@ -1,4 +1,7 @@
-"""Kernels on CuTe, their sources compiled for the CPU: every case of their operators, called as on a GPU."""
+"""Kernels on CuTe, their sources compiled for the CPU: every case of their operators, called as on a GPU.
+
+Compiling takes half a minute a kernel: one is always tried, the others with --slow.
+"""
 
 import ctypes
 import dataclasses
@@ -190,6 +193,7 @@ def _is_of_gathered_heads(case: Case) -> bool:
     return case.sizes["num_query_heads"] == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(ATTENTION_PREFILL.cases, _is_of_gathered_heads))
 def test_attention_prefill(case: Case) -> None:
     _agrees(ATTENTION_PREFILL, case)

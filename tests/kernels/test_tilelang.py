@@ -241,7 +241,7 @@ def test_kernels_fit_spill_nothing_and_use_tensor_cores(
 
 @installed
 @pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
-@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("block_m", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("name", ["gate and up", "query", "output"])
 def test_what_products_read_is_released_after_the_last(
     name: str, block_m: int, monkeypatch: pytest.MonkeyPatch
