@@ -207,6 +207,27 @@ def test_steps_of_int8_weights_have_measurements_of_their_own_and_prompts_those_
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_prompts_of_int8_rows_take_what_halves_take_until_they_are_measured(tmp_path: Path) -> None:
+    tuning, eight = _measured(tmp_path), dataclasses.replace(LLAMA, weights="w8a8")
+    for name in ("query", "output", "gate_up", "down"):
+        operator, case = operator_case(name, eight, 4096, 0.5)
+        assert (" | rows int8" in shape_key(operator, case)) == (name != "query")
+        assert operator_case(name, eight, 1, 0.5)[1].options["weights"] == "int8"
+    assert not is_measured(CPU, [eight], tuning=tuning)
+    guessed = measured_table(eight, device=CPU, dtype=torch.bfloat16, tuning=tuning)
+    assert guessed.choice("gate_up", 4096) == _table(tuning).choice("gate_up", 4096) != DENSE
+    tuning.store({tuning_key("gemm_mn", CPU, operator_case("gate_up", eight, 1024, 0.5)[1]): DENSE})
+    found = measured_table(eight, device=CPU, dtype=torch.bfloat16, tuning=tuning)
+    assert found.choice("gate_up", 4096) == DENSE
+    assert found.choice("query", 4096) == guessed.choice("query", 4096)
+    table = found.for_int8_rows()
+    assert [table.choice("output", rows) for rows in (5, 256)] == [DENSE] * 2
+    assert [table.choice(name, rows) for name in OPERATORS for rows in (1, 4, 257, 4096)] == [
+        found.choice(name, rows) for name in OPERATORS for rows in (1, 4, 257, 4096)
+    ]
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, lacking: dict[str, str]) -> None:
     tuning = _measured(tmp_path)
     rows = Choice(

@@ -93,8 +93,8 @@ def is_measured(
 def _knows(sizes: LayerSizes, known: TuningTable, device: torch.device, executed: tuple[float, float]) -> bool:
     """Return whether any linear operator of a layer was measured, dense winning included."""
     linear = [name for name in OPERATORS if name != "attention"]
-    # Prompts multiply the same weights in every format.
-    counts = _ROWS[:1] if sizes.weights == "int8" else (_ROWS[0], _ROWS[-1])
+    # What prompts run carries over to every format.
+    counts = (_ROWS[0], _ROWS[-1]) if sizes.weights == "model" else _ROWS[:1]
     return any(
         known.nearest(*operator_case(name, sizes, rows, _share(name, executed)), device, fewer_rows=rows > MAX_ROWS)
         for name in linear

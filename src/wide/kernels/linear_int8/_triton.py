@@ -40,7 +40,7 @@ def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = F
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
     if rows <= 32:
         return Int8Tile(32, 512, rows, 3, 4)
-    if rows <= 64 and width < 64 * num_sms:
+    if rows <= 64 and width < 40 * num_sms:
         return Int8Tile(32, 256, rows, 4, 4)
     return Int8Tile(64, 128, rows, 5, 4)
 
