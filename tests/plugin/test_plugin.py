@@ -38,8 +38,9 @@ def engine(config, *, ranks=1, **changes):
     parallel = {"enable_dbo": False, "pipeline_parallel_size": 1, "tensor_parallel_size": ranks}
     parallel |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     found = {"quantization": None, "cache_dtype": "auto", "speculative_config": None, "lora_config": None}
+    found |= {"is_moe": False, "device_type": "cpu"}
     found |= parallel | changes
-    parts = ("model_config", "cache_config", "parallel_config")
+    parts = ("model_config", "cache_config", "parallel_config", "device_config")
     return SimpleNamespace(**found, **{part: SimpleNamespace(hf_config=config, **found) for part in parts})
 
 
@@ -98,11 +99,38 @@ def test_options_that_do_not_go_with_routers_are_refused_by_name(changes, words)
         Limits.verify_and_update_config(engine(config, **changes))
 
 
-@pytest.mark.parametrize("kind", ["wide_granite", "wide_sliced_llama"])
-def test_other_families_and_kinds_are_refused_and_foreign_models_left_alone(kind):
-    with pytest.raises(UnsupportedModelError, match=f"type '{kind}'"):
-        Limits.verify_and_update_config(engine(SimpleNamespace(model_type=kind)))
+def test_experts_are_refused_other_families_run_eagerly_and_foreign_models_are_left_alone():
+    config = configuration()
+    for kind, eager in (("wide_llama", False), ("wide_granite", True)):
+        config.model_type = kind
+        found = engine(config)
+        Limits.verify_and_update_config(found)
+        assert getattr(found.model_config, "enforce_eager", False) == eager
+        with pytest.raises(UnsupportedModelError, match="experts"):
+            Limits.verify_and_update_config(engine(config, is_moe=True))
     Limits.verify_and_update_config(engine(SimpleNamespace(model_type="gpt2"), quantization="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "words"),
+    [
+        ([{"channels": 96}, {"channels": 160}], {"ranks": 2}, None),
+        ([{"query_heads": [0, 1]}, {"query_heads": None}], {}, None),
+        ([{"query_heads": [0, 1]}, {}], {"device_type": "cuda"}, "on CPUs only"),
+        ([{"channels": 95}, {}], {"ranks": 2}, "does not divide the 95 channels of layer 0"),
+        ([{"query_heads": [0, 1]}, {}], {"ranks": 2}, "does not divide the 1 KV heads of layer 0"),
+    ],
+)
+def test_static_checkpoints_are_served_as_far_as_vllm_computes_them_rightly(layers, changes, words):
+    config = SimpleNamespace(model_type="wide_sliced_llama", num_attention_heads=4, num_key_value_heads=2)
+    whole = {"query_heads": "dense", "channels": "dense"}
+    config.wide_shape = {"layers": [whole | layer for layer in layers], "stream": None}
+    known = engine(config, **changes)
+    if words is None:
+        Limits.verify_and_update_config(known)
+        return
+    with pytest.raises((ConfigError, UnsupportedModelError), match=words):
+        Limits.verify_and_update_config(known)
 
 
 def test_ranks_are_checked_against_every_half():

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from families import make
+from materialise_plans import width_plan
 from transformers import AutoModelForCausalLM
 
 import wide
+from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
+from wide.plan import Dense, LayerPlan, Plan, Skipped
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 ROOT = Path(__file__).parents[2]
@@ -73,7 +76,22 @@ def test_nano_gives_the_tokens_of_the_masked_model(checkpoint, options):
     assert 0.1 < sum(executed) / len(executed) < 0.9
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one-rank", "two-ranks"])
+def test_static_checkpoints_give_their_own_tokens(tmp_path, options):
+    torch.manual_seed(0)
+    model = make("llama", **FAMILY, num_hidden_layers=4, num_key_value_heads=4)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    plan, scales = width_plan(model, [[0, 3], None, None, [0, 1]], [96, 160, None, None])
+    layers = [*plan.layers[:2], LayerPlan(attention=Skipped(), ffn=Dense()), plan.layers[3]]
+    scales.pop("layers.2.attention.scale", None)
+    model = materialise(wide.attach(model.eval(), Plan(tuple(layers)), tensors=scales))
+    model.save_pretrained(tmp_path)
+    same, total, _ = tokens(tmp_path, **options)
+    assert same == total
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3"])
 def test_families_give_the_tokens_of_the_masked_model(checkpoint, family):
     same, total, _ = tokens(checkpoint(family), enforce_eager=True)
     assert same == total
@@ -84,3 +102,15 @@ def test_what_routers_skip_is_counted(checkpoint):
     assert same == total
     assert rows == 100
     assert counted == pytest.approx(known, abs=1e-3)
+
+
+def test_dropped_requests_leave_nothing_behind(checkpoint):
+    command = [sys.executable, str(Path(__file__).with_name("aborts.py")), str(checkpoint("nano")), "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    found = re.search(r"aborts (\{.*\})", done.stdout)
+    assert found, done.stdout[-2000:] + done.stderr[-9000:]
+    counted = json.loads(found[1])
+    assert counted["lost"] == counted["other"] == counted["left"] == 0
+    assert counted["finished"] > 60
+    assert counted["dropped"] > 60
+    assert counted["grown_mib"] < 30

@@ -38,9 +38,11 @@ def main():
         ids = torch.tensor([prompt])
         known = masked.generate(ids, attention_mask=ids.ne(-1), max_new_tokens=NEW, eos_token_id=-1, do_sample=False)
         same += known[0, len(prompt) :].tolist() == list(output.outputs[0].token_ids)
-    with wide.capture_routing(masked) as routing:
-        masked(torch.tensor(prompts[-1:]))
-    shares = [round(float(layer.ffn.float().mean()), 2) for layer in routing]
+    shares = []
+    if hasattr(masked.config, "wide"):
+        with wide.capture_routing(masked) as routing:
+            masked(torch.tensor(prompts[-1:]))
+        shares = [round(float(layer.ffn.float().mean()), 2) for layer in routing]
     print(f"{same} of {len(prompts)} alike; executed {shares}")
     if counts:
         # Of this prompt alone, which no cache holds yet.

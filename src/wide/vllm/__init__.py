@@ -5,6 +5,7 @@ vLLM finds `plugin.register` through the entry point `vllm.general_plugins`. Not
     plugin      makes the checkpoints known: model types, model classes, what is refused at start
     limits      what a checkpoint's configuration asks of vLLM, and what is refused
     model       vLLM's dense classes, with modules exchanged after they have built themselves
+    backend     other families and static checkpoints, by vLLM's Transformers backend
     sublayers   the modules that take their place: router, FFN, attention
     tally       what was skipped, counted on the device and logged
     pages       attention over vLLM's pages

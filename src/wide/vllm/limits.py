@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from wide.errors import ConfigError, UnsupportedModelError
+from wide.materialisation.shape import ModelShape
 from wide.models.adapter import check_config
 from wide.models.dial import threshold_of
 from wide.models.pretrained import PRUNED_PREFIX
 from wide.plan import Dense, Plan, Routed
+from wide.schema import typed
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Model types whose dense class in vLLM takes wide's modules, with the first word of that class."""
+"""Model types whose dense class in vLLM takes wide's modules, with the first word of that class; others are masked."""
 SPARSITY = "wide_sparsity"
 """Entry of the configuration that --hf-overrides sets: the sparsity at start."""
 
@@ -88,16 +90,21 @@ class Limits:
 
         Raises:
             ConfigError: If an option of vLLM does not go with them, or groups do not divide among the ranks.
-            UnsupportedModelError: If the checkpoint is of another family or kind, or as `read_pruning`.
+            UnsupportedModelError: If the checkpoint is of another kind, or as `read_pruning`.
         """
         config = vllm_config.model_config.hf_config
         if not config.model_type.startswith(PRUNED_PREFIX):
             return
-        if config.model_type.removeprefix(PRUNED_PREFIX) not in FAMILIES:
+        family = config.model_type.removeprefix(PRUNED_PREFIX)
+        is_static = hasattr(config, "wide_shape")
+        if vllm_config.model_config.is_moe:
             raise UnsupportedModelError(
-                f"vLLM serves wide's checkpoints of the families {list(FAMILIES)} with routers, and this one is of the "
-                f"type {config.model_type!r}; use `wide serve`"
+                f"vLLM serves wide's checkpoints of dense families, and this one, of the type {config.model_type!r}, "
+                "is a mixture of experts; use `wide serve`"
             )
+        if family not in FAMILIES and not is_static:
+            # What masks the backend's modules lies outside of what vLLM compiles.
+            vllm_config.model_config.enforce_eager = True
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         unsupported = {
             "--quantization": vllm_config.model_config.quantization is not None,
@@ -112,7 +119,10 @@ class Limits:
         wrong = [name for name, is_set in unsupported.items() if is_set]
         if wrong:
             raise ConfigError(f"a checkpoint of wide is served without {' and '.join(wrong)}; leave that out")
-        check_ranks(read_pruning(config).plan, parallel.tensor_parallel_size)
+        if is_static:
+            check_shape(config, parallel.tensor_parallel_size, on_cpu=vllm_config.device_config.device_type == "cpu")
+        else:
+            check_ranks(read_pruning(config).plan, parallel.tensor_parallel_size)
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
@@ -130,3 +140,54 @@ def check_ranks(plan: Plan, ranks: int) -> None:
                     f"--tensor-parallel-size {ranks} does not divide the {groups} groups of the {name} of layer "
                     f"{index}; sizes that do: {fitting}"
                 )
+
+
+def read_shape(config: Any) -> ModelShape:
+    """Return what is left of the layers of a static checkpoint.
+
+    Raises:
+        UnsupportedModelError: If the residual stream was cut.
+    """
+    shape = typed(ModelShape, config.wide_shape, "config.json: wide_shape")
+    if shape.stream is not None:
+        raise UnsupportedModelError(
+            "the residual stream of this checkpoint was cut, which vLLM cannot; use `wide generate`"
+        )
+    return shape
+
+
+def heads_left(config: Any, shape: ModelShape) -> dict[int, tuple[int, int]]:
+    """Return the numbers of query and KV heads by layer, of layers that have attention."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    found = {}
+    for index, layer in enumerate(shape.layers):
+        if layer.query_heads == "dense":
+            found[index] = heads, kv_heads
+        elif layer.query_heads:
+            found[index] = len(layer.query_heads), len({head * kv_heads // heads for head in layer.query_heads})
+    return found
+
+
+def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
+    """Refuse a static checkpoint that vLLM would not compute rightly.
+
+    Raises:
+        ConfigError: If the ranks do not divide what is left of a layer.
+        UnsupportedModelError: If heads were pruned and the device is no CPU, or as `read_shape`.
+    """
+    shape = read_shape(config)
+    left = heads_left(config, shape)
+    whole = config.num_attention_heads, config.num_key_value_heads
+    if not on_cpu and any(heads != whole for heads in left.values()):
+        # vLLM's FlashAttention plans its work by the configuration's number of heads.
+        raise UnsupportedModelError(
+            "vLLM serves layers with their own numbers of heads on CPUs only, as FFNs with their own widths anywhere; "
+            "use `wide generate`, or prune channels and whole sublayers"
+        )
+    for index, layer in enumerate(shape.layers):
+        sizes = {"query heads": left.get(index, whole)[0], "KV heads": left.get(index, whole)[1]}
+        if isinstance(layer.channels, int):
+            sizes["channels"] = layer.channels
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ConfigError(f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}")

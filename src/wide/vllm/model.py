@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -11,10 +10,10 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from wide.vllm.limits import read_pruning
 from wide.vllm.sublayers import exchange
-from wide.vllm.tally import Tally
+from wide.vllm.tally import Reporting, Tally
 
 
-class _Pruned:
+class _Pruned(Reporting):
     """What a pruned class adds to vLLM's dense one; names of parameters stay those of Hugging Face's checkpoint."""
 
     # vLLM refuses adapters of LoRA and pipelines by these.
@@ -27,13 +26,6 @@ class _Pruned:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         exchange(self.model.layers, read_pruning(vllm_config.model_config.hf_config))  # type: ignore[attr-defined]
         self.tally = Tally(self)  # type: ignore[arg-type]
-        self.reports = get_tensor_model_parallel_rank() == 0
-
-    def compute_logits(self, *arguments: Any, **options: Any) -> Any:
-        """Return logits; graphs hold none of this, so that it is called in every step."""
-        if self.reports:
-            self.tally.report()
-        return super().compute_logits(*arguments, **options)  # type: ignore[misc]
 
 
 class WideLlamaForCausalLM(_Pruned, LlamaForCausalLM):

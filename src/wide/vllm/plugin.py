@@ -21,25 +21,31 @@ def register() -> None:
 
 def _register() -> None:
     import vllm
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from wide.materialisation.checkpoint import register as register_type
+    import wide  # noqa: F401  makes the types of checkpoints known to transformers
     from wide.vllm.limits import FAMILIES, Limits
 
     wrong = version_obstacle(vllm.__version__)
     if wrong is not None:
         _LOGGER.warning("wide's checkpoints cannot be served: %s", wrong)
         return
-    # What vLLM takes for any family that it does not know.
-    MODELS_CONFIG_MAP.setdefault("TransformersForCausalLM", Limits)
-    for family, word in FAMILIES.items():
-        name = f"Wide{word}ForCausalLM"
-        register_type(f"wide_{family}")
+    names = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if isinstance(name, str)}
+    classes = {
+        f"{kind}{name}": f"wide.vllm.backend:{kind}TransformersForCausalLM"
+        for kind in ("Wide", "Sliced")
+        for name in names
+    }
+    natives = [f"Wide{word}ForCausalLM" for word in FAMILIES.values()]
+    classes |= {name: f"wide.vllm.model:{name}" for name in natives}
+    known = ModelRegistry.get_supported_archs()
+    for name, place in classes.items():
         MODELS_CONFIG_MAP[name] = Limits
-        if name not in ModelRegistry.get_supported_archs():
+        if name not in known:
             # By name, so that nothing of a model is imported before it is served.
-            ModelRegistry.register_model(name, f"wide.vllm.model:{name}")
+            ModelRegistry.register_model(name, place)
 
 
 def version_obstacle(version: str) -> str | None:

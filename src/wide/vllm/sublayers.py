@@ -117,11 +117,11 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return which of this rank's groups each row [M, D] executes, bool [M, N_G]."""
-        backend = "triton" if x.is_cuda else "torch"
+        backend = "triton" if x.is_cuda and x.dtype != torch.float32 else "torch"
         return torch.ops.wide.route(x, *self.weights, counts=self.counts, backend=backend)  # type: ignore[no-any-return]
 
 
-def _cleared(values: Tensor, mask: Tensor) -> Tensor:
+def cleared(values: Tensor, mask: Tensor) -> Tensor:
     """Return values [M, C] with zeros in skipped groups, in plain torch: the compiler fuses it."""
     grouped = values.unflatten(1, (mask.shape[1], values.shape[1] // mask.shape[1]))
     return grouped.masked_fill(~mask.unsqueeze(2), 0).flatten(1)
@@ -152,7 +152,7 @@ class FeedForward(nn.Module):
             return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out
         inner = self.act_fn(self.gate_up_proj(x)[0])
         if self.decides:
-            inner = _cleared(inner, self.wide_router(x))
+            inner = cleared(inner, self.wide_router(x))
         return self.down_proj(inner)[0]
 
 
@@ -213,7 +213,7 @@ class Attention(nn.Module):
         q, k = self.rotary_emb(positions, q, k)
         if mask is None:
             heads = self.attn(q, k, v)
-            return last(_cleared(heads, self.wide_router(hidden_states)) if self.decides else heads)[0]
+            return last(cleared(heads, self.wide_router(hidden_states)) if self.decides else heads)[0]
         heads = self.attend(self.attn, q, k, v, mask)
         bias = None if last.tp_rank > 0 else last.bias
         out = torch.ops.wide.routed_output(heads, mask, last.weight, bias, *self.shape[1:], self.executed)

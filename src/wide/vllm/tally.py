@@ -1,15 +1,29 @@
 """What routers skipped, read from counters on the device and logged while a server works."""
 
 import logging
+import math
 import time
+from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 
 from wide.vllm.sublayers import Router
 
 _SECONDS = 10.0
 _LOGGER = logging.getLogger("vllm.wide")
+
+
+class Reporting:
+    """What a model class adds to vLLM's: `tally`, which is to be made when the routers are there."""
+
+    tally: "Tally"
+
+    def compute_logits(self, *arguments: Any, **options: Any) -> Any:
+        """Return logits; no graph holds this call, so that every step comes here."""
+        self.tally.report()
+        return super().compute_logits(*arguments, **options)  # type: ignore[misc]
 
 
 class Tally:
@@ -21,7 +35,10 @@ class Tally:
     def __init__(self, model: nn.Module) -> None:
         routers = [(n, m) for n, m in model.named_modules() if isinstance(m, Router) and m.decides]
         halves = ("attention", "the FFN")
-        self.routers = {half: [m for n, m in routers if ("mlp" in n) == (half == "the FFN")] for half in halves}
+        self.routers = {
+            half: [m for n, m in routers if ("attn" in n or "attention" in n) == (half == "attention")]
+            for half in halves
+        }
         self.before: dict[str, list[list[int]]] = {}
         self.due: float | None = None
 
@@ -46,6 +63,9 @@ class Tally:
         """Log what was skipped since the last line, ten seconds after it at the earliest."""
         now = time.monotonic()
         if self.due is not None and now < self.due:
+            return
+        if get_tensor_model_parallel_rank() != 0:
+            self.due = math.inf
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
