@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.cli.measuring import noted, require_gpu
 from wide.errors import ConfigError, EvaluationError, UsageError
 from wide.runs.process import say
+from wide.runs.settings import build
 
 _BACKENDS = "triton,cuda"
 _OPERATORS = ("reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv")

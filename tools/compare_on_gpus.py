@@ -31,12 +31,12 @@ from typing import NoReturn
 
 import yaml
 
-from wide.cli.arguments import build
 from wide.comparison.grid import DENSE, GridOptions
 from wide.errors import WideError
 from wide.records import CELLS, RECORDS, Cell, read_records
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
+from wide.runs.settings import build
 
 WIDE_COMPARE = (sys.executable, "-m", "wide.cli.main", "compare")
 LOOK_EVERY_S = 0.2

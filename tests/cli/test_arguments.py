@@ -5,13 +5,14 @@ import yaml
 
 from benchmarks import bench
 from wide.cli import compare, evaluate, profile, prune, recover
-from wide.cli.arguments import build, field_texts
+from wide.cli.arguments import field_texts
 from wide.cli.main import main
 from wide.cli.recipes import recipe_command, recipe_names, recipe_path
 from wide.config import RecoverConfig
 from wide.errors import ConfigError, UsageError
 from wide.profiling.options import ProfileOptions
 from wide.runs.folder import resolved, save_config
+from wide.runs.settings import build
 
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 

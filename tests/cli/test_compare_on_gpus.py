@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import yaml
-from wide.cli.arguments import build
+from wide.runs.settings import build
 from wide.comparison.cells import free_cells
 from wide.comparison.grid import GridOptions
 

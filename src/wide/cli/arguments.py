@@ -19,9 +19,6 @@ from wide.cli.recipes import find_recipe, is_recipe, recipe_command, recipe_name
 from wide.errors import UsageError, nearest
 from wide.methods.catalogue import get, names
 
-# Commands take it from here.
-from wide.runs.settings import build as build
-
 if TYPE_CHECKING:
     from wide.runs.folder import RunFolder
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.errors import UsageError
 from wide.runs.process import is_main_process, say
-from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTasks, WeightsFormat
+from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTasks, WeightsFormat, build
 
 if TYPE_CHECKING:
     from wide.evaluation.report import EvaluationReport

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
-from wide.runs.settings import AdapterOptions
+from wide.runs.settings import AdapterOptions, build
 from wide.writing import whole_folder
 
 _TOKENS = 64

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.errors import ConfigError, UsageError
-from wide.runs.settings import GenerationOptions, InferenceOptions
+from wide.runs.settings import GenerationOptions, InferenceOptions, build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

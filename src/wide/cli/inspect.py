@@ -9,12 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.config import WideConfig
 from wide.data.local_names import is_gguf, missing_folder
 from wide.errors import UsageError
 from wide.grouping import divisors
 from wide.runs.process import say
+from wide.runs.settings import build
 from wide.writing import write_whole
 
 if TYPE_CHECKING:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.cli.measuring import noted, require_gpu
 from wide.errors import DataError, EvaluationError, UsageError
 from wide.profiling.options import ProfileOptions
 from wide.records import CELLS
 from wide.runs.folder import ADAPTER
 from wide.runs.process import say
+from wide.runs.settings import build
 
 PROFILE = "profile"
 """Folder of a run or a cell that holds its speed."""

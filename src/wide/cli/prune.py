@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wide.cli.arguments import Arguments, build, look_ahead
+from wide.cli.arguments import Arguments, look_ahead
 from wide.comparison.grid import OBJECTIVE
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import Match, WideMethodConfig, get, names
 from wide.runs.process import stoppable
-from wide.runs.settings import EvalOptions, LoraOptions, PruneRequest, RunOptions, SampleOptions
+from wide.runs.settings import EvalOptions, LoraOptions, PruneRequest, RunOptions, SampleOptions, build
 
 _DEFAULT = "wide"
 # What a method that trains nothing takes of stage 1: how its calibration text is packed, and the seed.

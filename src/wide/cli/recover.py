@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.config import ObjectiveConfig, RecoverConfig, objective_after_stage_1
 from wide.errors import AdapterError, ConfigError, UsageError
 from wide.runs.process import stoppable
-from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, flags_named
+from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, build, flags_named
 from wide.schema import typed
 
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.errors import UsageError
 from wide.runs.process import say
+from wide.runs.settings import build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

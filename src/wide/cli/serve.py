@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.errors import MissingExtraError
-from wide.runs.settings import InferenceOptions, ServerOptions
+from wide.runs.settings import InferenceOptions, ServerOptions, build
 
 
 def arguments() -> Arguments:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wide.cli.arguments import Arguments, build
+from wide.cli.arguments import Arguments
 from wide.cli.measuring import require_gpu
 from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
-from wide.runs.settings import WeightsFormat
+from wide.runs.settings import WeightsFormat, build
 
 if TYPE_CHECKING:
     from wide.inference.choice.tuning.tune import TunedLayer

@@ -104,9 +104,6 @@ def free_cells(
 
     The search begins anew for each, so that a cell whose process has died is taken up by the next one that is free. No
     cell is yielded twice. Raises ConfigError if the file system has no locks.
-
-    Args:
-        is_over: Whether nothing of a cell is left to do.
     """
     left = list(cells)
     with ExitStack() as own:

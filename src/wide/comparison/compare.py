@@ -72,8 +72,6 @@ def compare(
         device: 'auto' is the GPU where there is one, else the CPU.
         shard: How processes share the grid: 'next' takes the next free cell; None runs all.
         keep_adapters: Whether adapters and checkpoints of finished cells stay.
-        resume: Go on with the comparison that lies in `output`.
-        overwrite: Replace the comparison that lies in `output`.
 
     Returns:
         The rows with their figures, the tables as text, and the folder.

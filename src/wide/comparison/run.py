@@ -192,11 +192,7 @@ class ComparisonRun:
         return not failed
 
     def _measure(self, stage: Stage) -> str:
-        """Run a stage of a cell, and return in words what came out.
-
-        Raises:
-            WideError: Whatever the method, the training or the evaluation refuses.
-        """
+        """Run a stage of a cell, and return in words what came out."""
         model, cell = self._materials.model, stage.cell
         if not is_attached(model):
             self._bring(cell)

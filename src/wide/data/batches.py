@@ -68,12 +68,7 @@ class BatchSource(Protocol):
     """What training reads: any step's batch, for any rank."""
 
     def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        """Return a rank's share of the global batch of a step.
-
-        Args:
-            step: Optimiser step, from 0.
-            rank: Which share, in [0, world).
-        """
+        """Return the share of a rank, in [0, world), of the global batch of a step, from 0."""
         ...
 
 

@@ -42,7 +42,6 @@ class HalfStats:
     """Routing of one sublayer, shares in [0, 1].
 
     Args:
-        layer: Index of the decoder layer, from 0.
         half: 'attention' or 'ffn'.
         execute_rate: Share of (token, group) pairs that execute.
         by_group: Share of tokens that execute each group, N_G values.

@@ -24,7 +24,6 @@ class Method:
     """A row of the benchmark's table.
 
     Args:
-        name: As on the command line.
         kind: What it removes; methods that train routers are 'dynamic'.
         summary: One line for `wide methods`.
         settings: The frozen dataclass of the method's options, defaults as the original's.

@@ -95,11 +95,7 @@ class Run:
         self._results = RunResults(request, folder, self._materials, self._processes)
 
     def prune(self) -> None:
-        """Let the method decide or train, then train LoRA if asked, each compared with the dense model.
-
-        Raises:
-            WideError: Whatever the method, the training or the evaluation refuses.
-        """
+        """Let the method decide or train, then train LoRA if asked, each compared with the dense model."""
         asked = self._request
         assert isinstance(asked, PruneRequest)
         method, objective = get(asked.method), asked.objective
