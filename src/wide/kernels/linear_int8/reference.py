@@ -16,7 +16,9 @@ def quantise_rows_reference(x: torch.Tensor, mask: torch.Tensor | None) -> tuple
     if mask is not None:
         values = torch.where(mask.repeat_interleave(x.shape[1] // mask.shape[1], 1), values, 0.0)
     peak = values.abs().amax(1).clamp_min(LARGEST * LEAST)
-    return (values * (LARGEST / peak)[:, None]).round_().to(torch.int8), peak * (1 / LARGEST)
+    # A division of tensors is exact on every device; one of a number multiplies by the inverse.
+    factor = torch.full_like(peak, LARGEST) / peak
+    return (values * factor[:, None]).round_().to(torch.int8), peak * (1 / LARGEST)
 
 
 def linear_int8_reference(
