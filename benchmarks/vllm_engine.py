@@ -250,8 +250,6 @@ class Engine:
 
     def skipped(self) -> dict[str, Any]:
         """Return the shares of pairs that attention and FFN skip, of prompts and of drawn tokens, as vLLM counts."""
-        # The log would take shares, too.
-        self.llm.apply_model(lambda model: setattr(model.tally, "due", float("inf")))
         self._take()
         self._once(2, 1024, 1)
         prompt = self._take()

@@ -39,18 +39,18 @@ class Tally:
             half: [m for n, m in routers if ("attn" in n or "attention" in n) == (half == "attention")]
             for half in halves
         }
-        self.before: dict[str, list[list[int]]] = {}
+        self.before: dict[tuple[str, str], list[list[int]]] = {}
         self.due: float | None = None
 
-    def take(self) -> tuple[dict[str, float], int]:
-        """Return the shares that were skipped since the last call, and how many tokens that were."""
+    def take(self, reader: str = "") -> tuple[dict[str, float], int]:
+        """Return the shares that were skipped since this reader's last call, and how many tokens that were."""
         shares, tokens = {}, 0
         for half, routers in self.routers.items():
             if not routers:
                 continue
             now = torch.stack([router.counts for router in routers]).tolist()
-            known = self.before.get(half) or [[0, 0]] * len(now)
-            self.before[half] = now
+            known = self.before.get((reader, half)) or [[0, 0]] * len(now)
+            self.before[reader, half] = now
             pairs = skipped = 0
             for router, new, old in zip(routers, now, known, strict=True):
                 executed, tokens = ((a - b) % 2**32 for a, b in zip(new, old, strict=True))
@@ -70,7 +70,7 @@ class Tally:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         is_first, self.due = self.due is None, now + _SECONDS
-        shares, tokens = self.take()
+        shares, tokens = self.take("log")
         # What comes first are runs of vLLM's own, which measure memory and record graphs.
         if tokens and not is_first:
             words = " and ".join(f"{share:.1%} of {half}" for half, share in shares.items())
