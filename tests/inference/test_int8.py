@@ -145,6 +145,21 @@ def test_weights_and_routers_that_change_count_from_the_next_prompt_on():
 
 
 @torch.no_grad()
+def test_weights_that_were_int8_before_keep_their_bytes():
+    model = routed().to(torch.bfloat16)
+    down = model.model.layers[1].mlp.down_proj
+    values, scale = quantise_int8(down.weight)
+    values[::2] //= 2
+    down.weight.copy_(values * scale[:, None])
+    down.weight_scale = scale
+    optimised(model)
+    assert torch.equal(attachment(model).engine.decoder.layers[1].ffn.down.weight, values)
+    down.weight.mul_(3)
+    model(tokens(2, 12))
+    assert torch.equal(attachment(model).engine.decoder.layers[1].ffn.down.weight, quantise_int8(down.weight)[0])
+
+
+@torch.no_grad()
 def test_weights_that_are_whole_again_are_quantised_again():
     model, wanted, ids = optimised(routed()), rounded(routed()), tokens(2, 12)
     weight = model.model.layers[1].mlp.down_proj.weight

@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import wide
+from wide.cli.inspect import describe_model
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBatch
-from wide.errors import AdapterError, UnsupportedModelError
+from wide.errors import AdapterError, ConfigError, UnsupportedModelError
 from wide.models import pretrained
 from wide.models.attach import attachment
 from wide.models.pretrained import load_pretrained
@@ -23,6 +26,7 @@ from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 
 CONFIG = wide.WideConfig(ffn_group_size=16, router_rank=4)
+FP8 = torch.float8_e4m3fn
 KINDS = ("bitsandbytes 4 bit", "bitsandbytes 8 bit", "torchao 8 bit", "torchao 4 bit")
 
 
@@ -91,14 +95,85 @@ def test_routers_are_trained_saved_and_generate_on_a_quantised_base(folder, kind
     )
     wanted = logits(model)
     assert torch.allclose(logits(again), wanted, atol=1e-5)
-    with pytest.raises(
-        UnsupportedModelError, match=r"the query projection, Linear\w* with a \w+ weight, is not a plain"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"a projection is a Linear\w* with a \w+ weight, not a plain"):
         wide.optimize(again)
     whole = wide.load_checkpoint(wide.save_checkpoint(model, tmp_path / "whole"), device_map={"": "cpu"})
     assert attachment(whole).routers()[0].down.dtype == torch.float32
     assert torch.allclose(logits(whole), wanted, atol=1e-5)
     assert torch.allclose(logits(wide.detach(model)), plain, atol=1e-5)
+
+
+def stored(folder, place, **quantisation):
+    """Write a checkpoint again in int8 or FP8, and return its tensors."""
+    shutil.copytree(folder, place)
+    bits, tensors = quantisation.pop("bits"), {}
+    for name, tensor in load_file(place / "model.safetensors").items():
+        tensors[name] = tensor.to(torch.bfloat16)
+        if name.endswith("proj.weight"):
+            blocks = tensor.unflatten(0, (-1, bits.rows)).unflatten(2, (-1, bits.columns or tensor.shape[1]))
+            scale = blocks.abs().amax((1, 3), keepdim=True).to(torch.bfloat16).float() / bits.largest
+            values = blocks / scale
+            values = values.clamp(-448, 448) if bits.dtype == FP8 else values.round().clamp(-128, 127)
+            tensors[name] = values.to(bits.dtype).view_as(tensor)
+            tensors[name + bits.suffix] = scale[:, 0, :, 0].to(torch.bfloat16)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    facts = json.loads((place / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": quantisation}
+    (place / "config.json").write_text(json.dumps(facts))
+    return tensors
+
+
+def bits(dtype, largest, rows, columns, suffix):
+    return SimpleNamespace(dtype=dtype, largest=largest, rows=rows, columns=columns, suffix=suffix)
+
+
+def compressed(kind):
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    facts = {"format": f"{kind}-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, **facts}
+
+
+STORED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [32, 32], "bits": bits(FP8, 448, 32, 32, "_scale_inv")},
+    "compressed-tensors fp8": {**compressed("float"), "bits": bits(FP8, 448, 1, None, "_scale")},
+    # 127.5 as the library has it, so that the largest of a channel is -128 or 127.
+    "compressed-tensors int8": {**compressed("int"), "bits": bits(torch.int8, 127.5, 1, None, "_scale")},
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_eight_bit_checkpoints_are_dequantised_and_int8_keeps_their_bytes(folder, kind, tmp_path):
+    if kind != "fp8":
+        pytest.importorskip("compressed_tensors")
+    tensors = stored(folder, tmp_path / "base", **STORED[kind])
+    adapter = wide.save(wide.attach(dense(), CONFIG), tmp_path / "adapter")
+    model = wide.load(str(tmp_path / "base"), adapter, dtype="bfloat16", device="cpu")
+    wanted, found = logits(dense()), logits(wide.detach(model)).float()
+    assert 0 < (found - wanted).norm() / wanted.norm() < 0.2
+    stage = StageConfig(steps=2, batch_size=4, sequence_length=16, learning_rate=3e-2)
+    wide.prune(model, Source(), sparsity=0.4, config=CONFIG, stage=stage)
+    whole = wide.load_checkpoint(wide.save_checkpoint(model, tmp_path / "whole"))
+    assert torch.equal(logits(whole), logits(model))
+    wide.optimize(model, weights="int8", backend="torch")
+    down = attachment(model).engine.decoder.layers[1].ffn.down
+    if kind.endswith("int8"):
+        assert torch.equal(down.weight, tensors["model.layers.1.mlp.down_proj.weight"])
+    assert logits(model).isfinite().all()
+    assert f"quantised by {kind.split()[0]}; they are dequantised" in describe_model(str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [("aqlm", "AQLM.* It is quantised by aqlm: install what"), ("x", "by 'x', which transformers does not know")],
+)
+def test_methods_that_cannot_be_read_are_named(folder, method, match, tmp_path):
+    place = Path(shutil.copytree(folder, tmp_path / "base"))
+    facts = json.loads((place / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (place / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match=match):
+        load_pretrained(str(place))
+    with pytest.raises(ConfigError, match=match) if method == "x" else nullcontext():
+        assert f"quantised by {method}; they stay so: routers can be trained" in describe_model(str(place))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +223,7 @@ def test_a_quantised_checkpoint_is_loaded_onto_the_device_and_others_are_moved(f
         place = str(shutil.copytree(folder, tmp_path / "base"))
     if "quantised" in kind:
         path = Path(place, "config.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "x"}}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "hqq"}}))
     seen = []
 
     def load(name, **options):

@@ -171,6 +171,7 @@ def describe_model(name: str) -> str:
     lines = [
         f"{name}: {model.config.model_type}, {type(model).__name__}, can be pruned",
         *_gguf_types(name),
+        *_quantisation(name, getattr(model.config, "quantization_config", None)),
         f"  layers              {len(specs)}{'' if same else ' (sizes below: first layer; they differ)'}",
         f"  hidden size         {first.hidden_size}",
         f"  query / KV heads    {heads}",
@@ -196,6 +197,16 @@ def _gguf_types(name: str) -> list[str]:
     found = Counter(tensor.tensor_type.name for tensor in GGUFReader(name).tensors)
     words = ", ".join(f"{count} of {kind}" for kind, count in found.most_common())
     return [f"  GGUF                {found.total()} tensors, {words}; weights are dequantised when they are loaded"]
+
+
+def _quantisation(name: str, stored: dict[str, Any] | None) -> list[str]:
+    from wide.models.pretrained import dequantising
+
+    if stored is None:
+        return []
+    stays = "stay so: routers can be trained, wide.optimize refuses them"
+    what = "are dequantised when they are loaded" if dequantising(name, stored) else stays
+    return [f"  weights             quantised by {stored['quant_method']}; they {what}"]
 
 
 def _describe_checkpoint(name: str, checked: Sequence[str]) -> str:

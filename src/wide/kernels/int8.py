@@ -12,12 +12,21 @@ LEAST = torch.finfo(torch.float32).tiny
 """Of a scale, so that one over it is a number."""
 
 
-def quantise_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_int8(weight: torch.Tensor, known: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 weights [N, K] and float32 scales [N]; their product is off by half a scale at most.
 
     A row of zeros has a scale above zero. A row that holds NaN or infinity has a scale that is not finite.
+
+    Args:
+        known: Scales, [N] or [1], of int8 values which these weights may be: then they are taken.
     """
     values = weight.detach().float()
+    if known is not None and known.numel() in (1, len(values)):
+        scale = known.to(values).expand(len(values)).contiguous()
+        found = (values / scale[:, None]).round_().clamp_(-128, LARGEST)
+        rounding = max(torch.finfo(each.dtype).eps for each in (weight, known))
+        if torch.allclose(found * scale[:, None], values, rtol=rounding, atol=0):
+            return found.to(torch.int8), scale
     scale = (values.abs().amax(1) / LARGEST).clamp_min(LEAST)
     return (values / scale[:, None]).round_().to(torch.int8), scale
 

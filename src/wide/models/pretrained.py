@@ -1,5 +1,6 @@
 """Base models: loaded by name or folder, without remote code, and recognised by a sample of their weights."""
 
+import inspect
 import math
 import re
 import sys
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from wide.data.local_names import as_transformers_takes, is_gguf, missing_folder
@@ -49,9 +51,10 @@ def load_pretrained(
 ) -> Any:
     """Return a Hugging Face causal LM in evaluation mode.
 
+    Weights of GGUF files, and of FP8 and compressed-tensors where transformers can, are dequantised.
+
     Args:
-        name: Hub name, local folder or GGUF file, whose weights are dequantised; of a folder only safetensors are read,
-            and no remote code is run.
+        name: Hub name, local folder or GGUF file; of a folder only safetensors are read, and no remote code is run.
         dtype: 'auto' (as stored), 'float32', 'bfloat16', 'float16', or a torch dtype.
         device: 'cpu', 'cuda', 'cuda:1', ...; None means CUDA where there is a GPU, else the CPU.
         sharded: Whether the processes of the group that torch.distributed has joined share the weights (FSDP2), each
@@ -67,6 +70,7 @@ def load_pretrained(
     """
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.utils import cached_file
 
     if options.get("device_map") is not None and device is not None:
         raise ConfigError(f"device={device!r} and device_map= both say where the model goes; give one of them")
@@ -80,9 +84,14 @@ def load_pretrained(
             "(--parallel replicate) or quantization_config out, or save it as a folder first"
         )
     where = choose_device(device)
-    config = _configuration(name, {key: options[key] for key in _HUB_OPTIONS if key in options})
-    stored_quantised = getattr(config, "quantization_config", None) is not None
-    if options.get("quantization_config") is not None or (stored_quantised and not sharded):
+    hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
+    config = _configuration(name, hub)
+    stored: Any = getattr(config, "quantization_config", None)
+    is_own = stored is not None and not sharded and options.get("quantization_config") is None
+    dequantises = is_own and dequantising(name, stored)
+    if dequantises:
+        config.quantization_config, options["config"] = {**stored, **dequantises}, config
+    if options.get("quantization_config") is not None or (stored is not None and not sharded):
         # Not all quantised weights can be moved afterwards, and some kinds stay on the host unless told where.
         options.setdefault("device_map", {"": str(where)})
     if sharded:
@@ -106,7 +115,7 @@ def load_pretrained(
         raise
     # What is damaged raises whatever transformers stumbles over.
     except Exception as error:
-        raise ConfigError(_not_loadable(name, error)) from error
+        raise ConfigError(_not_loadable(name, error, stored)) from error
     wrong = misloaded(info)
     if wrong is not None:
         raise ConfigError(
@@ -117,11 +126,45 @@ def load_pretrained(
         # The folder says nothing about which of its files this was.
         model.config._name_or_path = model.name_or_path = name
         model.hf_quantizer, model.is_quantized = None, False
+    if dequantises:
+        model.wide_dequantised = True
+        _note_scales(model, Path(cached_file(name, "config.json", **hub)).parent)
     for key, kind in _GENERATION.items():
         typed(kind, getattr(model.generation_config, key, None), f"{name}: {key} of the configuration")
     forbid_packing(model)
     is_placed = sharded or options.get("device_map") is not None
     return (model if is_placed else model.to(where)).eval()
+
+
+def dequantising(name: str, stored: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what has transformers dequantise a checkpoint as it says it is quantised; None if weights stay so.
+
+    Raises:
+        ConfigError: If transformers does not know the method.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    method = str(stored.get("quant_method"))
+    if method not in KNOWN and f"{method}_8bit" not in KNOWN:
+        raise ConfigError(
+            f"{name} is quantised by {method!r}, which transformers does not know; take the checkpoint before its "
+            "quantisation, or one in FP8 or int8 of compressed-tensors"
+        )
+    names = inspect.signature(KNOWN[method]).parameters if method in KNOWN else ()
+    if "dequantize" in names:
+        return {"dequantize": True}
+    return {"run_compressed": False} if "run_compressed" in names else None
+
+
+def _note_scales(model: nn.Module, folder: Path) -> None:
+    """Note the scales of the weights in the checkpoint: of int8 by channel `wide.optimize` then takes the bytes."""
+    modules = dict(model.named_modules())
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            for key in stored.keys():  # noqa: SIM118
+                linear = modules.get(key.removesuffix(".weight_scale"))
+                if isinstance(linear, nn.Linear):
+                    vars(linear)["weight_scale"] = stored.get_tensor(key).flatten()
 
 
 def misloaded(info: Mapping[str, Any]) -> str | None:
@@ -278,10 +321,14 @@ def _not_causal(name: str, config: Any) -> str:
     return f"{name} ({config.model_type}) is not a causal language model that transformers can build; choose one"
 
 
-def _not_loadable(name: str, error: Exception) -> str:
+def _not_loadable(name: str, error: Exception, quantised: Mapping[str, Any] | None = None) -> str:
     kind = "GGUF file" if is_gguf(name) else "folder" if Path(name).exists() else "hub name or folder"
     reason = " ".join(str(error).strip().splitlines()[:2])
-    return f"no model can be loaded from the {kind} {name!r}: {reason or type(error).__name__}"
+    text = f"no model can be loaded from the {kind} {name!r}: {reason or type(error).__name__}"
+    if quantised is None:
+        return text
+    method = quantised.get("quant_method")
+    return f"{text}. It is quantised by {method}: install what that needs, or take the checkpoint before quantisation"
 
 
 class BaseFacts(TypedDict):
@@ -366,7 +413,7 @@ def is_added(name: str) -> bool:
 
 
 def sampled_values(model: nn.Module) -> Tensor | None:
-    """Return a few values of some of the base's matrices, float32, NaN for those of one that is quantised.
+    """Return a few values of some of the base's matrices, float32, NaN for those of one that is or was quantised.
 
     None means that weights lie on the meta device. Those that accelerate has offloaded are read from where they lie.
     """
@@ -378,6 +425,8 @@ def sampled_values(model: nn.Module) -> Tensor | None:
         for name, p in model.named_parameters()
         if p.dim() == 2 and not is_added(name) and not (p.is_meta and name in twice)
     }
+    linear = model.named_modules() if getattr(model, "wide_dequantised", False) else ()
+    dequantised = {f"{name}.weight" for name, module in linear if isinstance(module, nn.Linear)}
     pieces = []
     for name in list(matrices)[:: max(1, len(matrices) // _NUM_TENSORS)]:
         matrix = _stored(model, name) if matrices[name].is_meta else matrices[name]
@@ -388,7 +437,7 @@ def sampled_values(model: nn.Module) -> Tensor | None:
         # Quantised tensors of torchao say that they are of floating point, and cannot be cut.
         except NotImplementedError:
             flat = None
-        if flat is None or not flat.is_floating_point():
+        if flat is None or not flat.is_floating_point() or name in dequantised:
             pieces.append(torch.full((_VALUES_PER_TENSOR,), math.nan))
             continue
         stride = max(1, flat.numel() // _VALUES_PER_TENSOR)

@@ -98,7 +98,7 @@ class Weights:
             raise UnsupportedModelError(
                 f"{where}: weights={self._form!r} replaces a forward that is not its class's; remove it"
             )
-        values, scale = quantise_int8(weight)
+        values, scale = quantise_int8(weight, vars(linear).get("weight_scale"))
         if not bool(scale.isfinite().all()):
             raise UnsupportedModelError(
                 f"{where}: weights hold NaN or infinity, which int8 cannot; use weights='model'"
