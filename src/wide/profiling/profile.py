@@ -329,7 +329,7 @@ class _Routed:
         before = torch.cuda.memory_allocated()
         # Masked, and already with the weights that the engine has.
         with standing_in(self.model, partial(type(self.model).forward, self.model)):
-            known = reference(self.model, self.prompt)
+            known = reference(self.model, self.prompt, by_layer=self.options.weights == "w8a8")
         held = torch.cuda.memory_allocated() - before
         torch.cuda.empty_cache()
         reset_peak()
