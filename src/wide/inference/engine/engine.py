@@ -58,6 +58,18 @@ def _require_known(model: Any, control: Any, x: Tensor, given: Mapping[str, Any]
             raise Masked(f"{name}=")
 
 
+def _decoder(model: Any, tables: Sequence[OperatorTable], weights: str) -> Decoder:
+    """Return a model's straight-line form, for texts as long as it has positions for."""
+    config = model.config.get_text_config(decoder=True)
+    length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta"):
+        # Beyond, queries grow with their position.
+        length = min(length, int(rope["original_max_position_embeddings"]))
+    with torch.inference_mode(False):
+        return Decoder(model, max_length=length, tables=tables, weights=weights)
+
+
 class Engine:
     """Stands in for the forward of an optimised model.
 
@@ -107,8 +119,7 @@ class Engine:
 
     def made_of(self) -> tuple[Any, ...]:
         """Return what graphs hold of the model: weights, thresholds, and whether routers decide."""
-        thresholds = [router.threshold for router in self._state.routers()]
-        return self._state.control.enabled, thresholds, self._snapshot.now()
+        return self._state.control.enabled, [each.threshold for each in self._state.routers()], self._snapshot.now()
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
@@ -167,15 +178,8 @@ class Engine:
             self._memory.decoder.give_back()
         # Reading compares with the model's own forward, which must not come back here.
         self._memory, self._unreadable, self._is_reading = None, "", True
-        config = self._model.config.get_text_config(decoder=True)
-        length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("llama_4_scaling_beta"):
-            # Beyond, queries grow with their position.
-            length = min(length, int(rope["original_max_position_embeddings"]))
         try:
-            with torch.inference_mode(False):
-                decoder = Decoder(self._model, max_length=length, tables=self._tables, weights=self._weights)
+            decoder = _decoder(self._model, self._tables, self._weights)
             self._quantised = decoder.quantised
         except Exception as error:
             self._unreadable = str(error)
