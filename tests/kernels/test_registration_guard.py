@@ -65,7 +65,7 @@ def test_every_operator_runs_with_its_tensors_device_current(name: str, switched
 
 
 def test_there_are_operators_to_check() -> None:
-    assert len(NAMES) == 18
+    assert len(NAMES) == 19
 
 
 def test_nothing_is_switched_on_the_current_device_or_the_host(switched: list[str]) -> None:

@@ -165,7 +165,7 @@ def _run(
 HALVES = torch.zeros(8 * 68 + 1, dtype=torch.bfloat16)
 ONE = reorder_rows(torch.ones(8, 1, dtype=torch.bool), backend="torch")
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"dtype": torch.float32}, r"wants half precision, .*; got torch\.float32, "),
+    "dtype": ({"dtype": torch.float32}, r"in half precision, .*; got torch\.float32, "),
     "groups": ({"size": 96}, r"multiple of 64 channels .* G=96, 9 groups"),
     "width": ({"width": 384}, r"multiple of 256; .* width 384"),
     "strides": ({"groups": 1, "order": ONE, "h": HALVES[:-1].view(8, 68)[:, :64]}, r"rows \(68, 64\) elements apart"),

@@ -292,7 +292,7 @@ UNFIT: dict[str, tuple[Operator, dict[str, Any], str]] = {
     "depth": (GEMM_MN, {"depth": 68}, "K a multiple of 8, .* K=68"),
     "groups": (GEMM_MN, {"group_size": 24}, "multiple of 16 channels .* G=24"),
     "dtype of sums": (GEMM_K, {"dtype": torch.float32}, r"wants half precision, got torch\.float32"),
-    "width of sums": (GEMM_K, {"width": 40}, "multiples of 16, .* width of 40"),
+    "width of sums": (GEMM_K, {"width": 40}, "multiples of 16 .* width of 40"),
 }
 
 

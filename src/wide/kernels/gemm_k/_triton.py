@@ -88,8 +88,8 @@ def supports(shape: KShape) -> str | None:
     if shape.group_size % least == 0 and shape.width % 16 == 0:
         return None
     return (
-        f"the kernels want groups of a multiple of {least} and a width of one of 16, got groups of {shape.group_size} "
-        f"and a width of {shape.width}"
+        f"the kernels want groups that are multiples of {least} and a width that is one of 16, got groups of "
+        f"{shape.group_size} and a width of {shape.width}"
     )
 
 
