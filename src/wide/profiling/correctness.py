@@ -7,6 +7,7 @@ operator and which kernels ran. Logits are compared at some places of the prompt
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from wide.inference.choice.tuning.race import launched, relative
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.engine.layer import Residual, run_layer
+from wide.inference.engine.layer import Masks, Residual, run_layer
 from wide.inference.engine.options import ForwardOptions, LayerMasks, force
 from wide.inference.engine.views import PromptView
 from wide.inference.operators.table import OPERATORS, OperatorTable
@@ -48,7 +49,8 @@ class Reference:
         masked: Logits under these masks.
         own: Logits with the routers deciding.
         decisions: Their masks, bool [T, N_G].
-        states: What enters each layer with nothing skipped, [1, T, D]; empty if layers are not compared one by one.
+        states: What enters each layer, [1, T, D], with nothing skipped and under the masks; empty if layers are not
+            compared one by one.
     """
 
     ids: Tensor
@@ -58,7 +60,7 @@ class Reference:
     masked: Tensor
     own: Tensor
     decisions: LayerMasks
-    states: tuple[Tensor, ...] = ()
+    states: tuple[tuple[Tensor, ...], ...] = ()
 
 
 @torch.no_grad()
@@ -73,11 +75,13 @@ def reference(model: Any, ids: Tensor, *, by_layer: bool = False) -> Reference:
     routing = _half_masks(model, ids)
     with bypass(model):
         dense = _logits(model, ids, at)
-        states = (
-            model(ids, use_cache=False, logits_to_keep=1, output_hidden_states=True).hidden_states if by_layer else ()
-        )
+        states = [_states(model, ids)] if by_layer else []
     with force_routing(model, routing):
         masked = _logits(model, ids, at)
+    if by_layer:
+        # Masks that are forced are used up by a forward.
+        with force_routing(model, routing):
+            states.append(_states(model, ids))
     with capture_routing(model) as decisions:
         own = _logits(model, ids, at)
     return Reference(
@@ -88,9 +92,13 @@ def reference(model: Any, ids: Tensor, *, by_layer: bool = False) -> Reference:
         masked=masked,
         own=own,
         decisions=_each(lambda mask: mask[0], decisions),
-        # Behind the last layer there is a norm.
-        states=states[:-1],
+        states=tuple(states),
     )
+
+
+def _states(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
+    # Behind the last layer there is a norm.
+    return model(ids, use_cache=False, logits_to_keep=1, output_hidden_states=True).hidden_states[:-1]  # type: ignore[no-any-return]
 
 
 def _each(change: Callable[[Tensor], Tensor], masks: Iterable[LayerRouting | tuple[Any, Any]]) -> LayerMasks:
@@ -150,18 +158,23 @@ def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
     most = LIMIT
     if wanted.states:
         # Errors of layers that are independent add up to this.
-        found["layer_error"], most = _layer_error(decoder, wanted.states), LIMIT * len(decoder.layers) ** 0.5
+        most = LIMIT * len(decoder.layers) ** 0.5
+        runs = zip(wanted.states, (ForwardOptions(routed=False), forced), strict=True)
+        found["layer_error"] = max(_layer_error(decoder, *run) for run in runs)
     right = found.get("layer_error", 0.0) <= LIMIT and found["dense_error"] <= most
     found["green"] = right and max(errors) <= found["limit"]
     return found
 
 
-def _layer_error(decoder: Decoder, states: tuple[Tensor, ...]) -> float:
+def _layer_error(decoder: Decoder, states: tuple[Tensor, ...], run: ForwardOptions) -> float:
     """Return the largest relative error of what a layer adds to what enters it in the masked model."""
     batch, length, _ = states[0].shape
     view, errors = PromptView(decoder.new_cache(batch, length), batch, length, 0), []
-    for layer, table, before, after in zip(decoder.layers, decoder.tables, states, states[1:], strict=False):
-        stream, _ = run_layer(Residual(before.flatten(0, 1), None), layer, view, table, routed=False)
+    forced = [Masks(*pair) for pair in run.forced or [(None, None)] * len(decoder.layers)]
+    for index, (before, after) in enumerate(pairwise(states)):
+        layer, table = decoder.layers[index], decoder.tables[index]
+        entering = Residual(before.flatten(0, 1), None)
+        stream, _ = run_layer(entering, layer, view, table, routed=run.routed, forced=forced[index])
         added = stream.total.float() + (0 if stream.addend is None else stream.addend.float()) - before.flatten(0, 1)
         errors.append(relative(added, (after.float() - before.float()).flatten(0, 1)))
     return max(errors)
