@@ -37,7 +37,8 @@ def spread(mask, width):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 600])
-def test_products_are_those_of_masked_modules(rows, table, poisoned_memory):
+def test_products_are_those_of_masked_modules(rows, table, poisoned_memory, monkeypatch):
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "1")
     x, padding = torch.randn(rows, HIDDEN), torch.arange(rows) >= max(1, rows - 1)
     known, real = router(6), ~padding
     gate, up, last, bias = torch.randn(24, HIDDEN), torch.randn(24, HIDDEN), torch.randn(HIDDEN, 24), torch.randn(48)
@@ -62,6 +63,15 @@ def test_products_are_those_of_masked_modules(rows, table, poisoned_memory):
     heads, out = torch.randn(rows, width) * spread(own, width), torch.randn(HIDDEN, width)
     found = torch.ops.wide.routed_output(heads, own, out, None, *shape)
     torch.testing.assert_close(found, functional.linear(heads, out), atol=1e-3, rtol=1e-4)
+
+
+def test_rows_are_no_padding_where_vllm_does_not_keep_its_marks(table, monkeypatch):
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
+    x, known, counts = torch.randn(3, HIDDEN), router(2, extra=2), torch.zeros(2, dtype=torch.int32)
+    with override_forward_context(SimpleNamespace(is_padding=torch.ones(3, dtype=torch.bool))):
+        weight = torch.randn(2 * HEADS * DIM, HIDDEN)
+        mask, _ = torch.ops.wide.routed_queries(x, *known, counts, weight, None, 2, KV_HEADS, DIM, 0.5)
+    assert torch.equal(mask, margins(x, known) >= 0)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ class _Pruned(Reporting):
     supports_pp = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        # Otherwise all rows pass for padding: vLLM marks them so while it warms up, and never takes that back.
+        # Has vLLM say in each step which rows are padding (`operators`).
         os.environ["VLLM_MOE_SKIP_PADDING"] = "1"
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         exchange(self.model.layers, read_pruning(vllm_config.model_config.hf_config))  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import functools
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.forward_context import get_forward_context
 
 from wide.inference.choice.layer_sizes import LayerSizes
@@ -97,7 +98,9 @@ def routed_output(
 
 def _decide(x: Tensor, router: RouteWeights, counts: Tensor, table: OperatorTable) -> Tensor:
     """Return the mask of rows, in which padding executes nothing."""
-    return route(x, router, padding=get_forward_context().is_padding, counts=counts, backend=table.backend)
+    # vLLM marks all rows while it warms up, and without this setting never takes that back.
+    padding = get_forward_context().is_padding if envs.VLLM_MOE_SKIP_PADDING else None
+    return route(x, router, padding=padding, counts=counts, backend=table.backend)
 
 
 def ffn_sizes(hidden_size: int, width: int, groups: int) -> LayerSizes:
