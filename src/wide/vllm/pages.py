@@ -168,16 +168,13 @@ class _Implementation(FlashAttentionImpl):
         Args:
             k: Keys of the same rows, which are read unless some keys are cached.
         """
-        choice = self.table().choice("attention", metadata.max_query_len)
-        starts, ahead, count = (
-            metadata.query_start_loc[metadata.ahead :] - metadata.ahead,
-            metadata.ahead,
-            metadata.keys,
-        )
+        choice, ahead = self.table().choice("attention", metadata.max_query_len), metadata.ahead
+        requests, count = metadata.query_start_loc.shape[0] - 1 - ahead, metadata.keys
         options: dict[str, Any] = {}
         windowed = 0 <= self.sliding_window[0] < metadata.max_seq_len - 1
-        if starts.shape[0] > 2 or windowed or count:
+        if requests > 1 or windowed or count:
             if metadata.shared is None:
+                starts = metadata.query_start_loc[ahead:] - ahead
                 lengths = metadata.seq_lens[ahead:] if count else starts.diff()
                 before = self.sliding_window[0] if windowed else None
                 table = metadata.block_table[ahead:]
