@@ -118,7 +118,8 @@ def test_graphs_give_what_direct_calls_give(family, weights, monkeypatch):
     for found, wanted in zip(with_graphs, several(model), strict=True):
         assert found.isfinite().all()
         # A prompt that is padded to its graph's length may run another tile: the first tokens' logits tell.
-        assert (found[0] - wanted[0]).norm() < 0.1 * wanted[0].norm()
+        tolerance = 0.05 if weights == "model" else 0.1
+        torch.testing.assert_close(found[0], wanted[0], atol=tolerance, rtol=tolerance)
 
 
 def test_ten_thousand_steps_do_not_grow():
