@@ -195,7 +195,7 @@ def test_text_ends_where_the_positions_end(client):
 def kill_a_client(address, body=b'{"model": "tiny", "prompt": "The quick", "max_tokens": 100, "stream": true}'):
     """Ask for a text, and cut the connection after the first bytes of a stream, or half a second."""
     host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
-    with socket.create_connection((host, int(port))) as rude:
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as rude:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         rude.sendall(f"{head}Content-Length: {len(body)}".encode() + b"\r\n\r\n" + body)
         assert rude.recv(64) if b"true" in body else time.sleep(0.5) is None
