@@ -325,11 +325,17 @@ def limited():
     before = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     # Of the processor's time, so that a busy machine decides nothing.
-    handler = signal.signal(signal.SIGPROF, stop)
+    fired = []
+
+    def alarm(*_):
+        fired.append(True)
+        raise AtWork
+
+    handler = signal.signal(signal.SIGPROF, alarm)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, before[1]))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        yield
+        yield fired
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
@@ -343,10 +349,13 @@ def end_of(words):
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(AtWork),
-        limited(),
+        limited() as fired,
     ):
         code = main(words)
     text = said.getvalue()
+    if fired:
+        # Code of C can take the exception of the alarm for an error of its own, and say something else.
+        return "at work", text
     if "Traceback" in text or UNFORESEEN.search(text):
         return "unforeseen", text
     if code in (None, 0):
