@@ -35,7 +35,7 @@ from wide.models.attach import attach, attachment
 from wide.models.files import SUMS
 from wide.models.lora import add_lora
 
-QUICK, ALL, PART = 500, 10_000, 250
+QUICK, ALL, PART = 250, 10_000, 250
 # What a case may take before it counts as at work, and how much memory more than there is now.
 SECONDS, MEMORY = 0.2, 4 * 2**30
 # What `wide.cli.main` says of errors that wide did not foresee.

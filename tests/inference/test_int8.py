@@ -191,7 +191,10 @@ def test_calls_that_the_engine_cannot_read_for_use_the_weights_of_now():
 def test_a_running_batch_keeps_the_weights_that_its_graphs_read():
     model, ids = optimised(routed()), tokens(1, 12)
     decoder = attachment(model).engine.decoder
-    with model.continuous_batching_context_manager(generation_config=GenerationConfig(**GREEDY)) as manager:
+    # By default its cache fills the memory of the machine.
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+    how = {"generation_config": GenerationConfig(**GREEDY), "continuous_batching_config": small}
+    with model.continuous_batching_context_manager(**how) as manager:
         manager.add_request(ids[0].tolist(), max_new_tokens=2)
         assert manager.get_result(timeout=60) is not None
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Trains, is killed with SIGKILL at a chosen moment, resumes; started by `test_crash.py`.
+"""Trains, is killed with SIGKILL at a chosen moment, resumes.
 
 Every moment runs in a forked process of its own, which kills itself exactly there.
 """
@@ -6,11 +6,10 @@ Every moment runs in a forked process of its own, which kills itself exactly the
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
-from tiny import RandomSource, routed_model, stage
+from tiny import RandomSource, in_child, routed_model, stage
 
 from wide.config import ObjectiveConfig
 from wide.training import checkpoint
@@ -91,17 +90,8 @@ MOMENTS = {
 }
 
 
-def in_child(work):
-    """Run in a forked process and return its exit status."""
-    child = os.fork()
-    if not child:
-        work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def main(root):
-    torch.set_num_threads(1)
+def all_moments(root):
+    """Return what is found after each moment."""
     wanted, results = train(root / "uninterrupted", resume=False), {}
     for number, (name, prepare) in enumerate(MOMENTS.items()):
         folder = root / str(number)
@@ -119,8 +109,4 @@ def main(root):
                 if '"training.loss"' in line
             ],
         }
-    (root / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

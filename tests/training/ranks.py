@@ -1,10 +1,9 @@
-"""Groups of processes that train together, forked from one that has imported everything; started by `test_parallel.py`.
-
-    ranks.py FOLDER SCENARIO ...
+"""Groups of processes that train together, forked from one that has imported everything.
 
 Every scenario writes what it found into FOLDER; the tests compare that with what one process finds.
 """
 
+import ctypes
 import errno
 import functools
 import json
@@ -12,7 +11,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 import traceback
 from contextlib import contextmanager
@@ -290,6 +288,8 @@ def sharded(folder, model, rank):
 def memory(folder, model, rank):
     """Note what a process holds and held at most, in units of its share of the base, while it reads and converts it."""
     _load(model / "tied", sharded=True)
+    # What earlier tests gave back would otherwise be filled first.
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     held, at_most = _kilobytes("RssAnon"), _kilobytes("VmRSS")
     base = load_pretrained(str(model / "large"), dtype="bfloat16", device="cpu", sharded=True)
@@ -345,8 +345,7 @@ def random_ends(folder, model):
         group(world, work, killed=killed, delay=delay)
 
 
-def main(folder, model, *scenarios):
-    torch.set_num_threads(1)
+def carry_out(folder, model, *scenarios):
     inference_target._MIN_TOKENS = 64
     for name in scenarios:
         if name in ("elastic", "random_ends"):
@@ -354,7 +353,3 @@ def main(folder, model, *scenarios):
         else:
             ends = group(2, functools.partial(globals()[name], folder, model))
             assert ends == [0, 0], (name, ends)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

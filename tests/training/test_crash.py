@@ -1,14 +1,10 @@
 """kill -9 at any moment: the run goes on from a whole checkpoint and ends bit for bit as if nothing had happened."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import crash_worker
 import pytest
+from tiny import FORKS
 
-WORKER = Path(__file__).parent / "crash_worker.py"
+pytestmark = FORKS
 MOMENTS = {
     "before the first checkpoint": None,
     "between checkpoints": 4,
@@ -22,14 +18,7 @@ MOMENTS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    root = tmp_path_factory.mktemp("crash")
-    # A forked process cannot use a GPU that its parent has used.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(WORKER.parent)])
-    subprocess.run(
-        [sys.executable, str(WORKER), str(root)], env=environment, check=True, capture_output=True, timeout=300
-    )
-    return json.loads((root / "results.json").read_text())
+    return crash_worker.all_moments(tmp_path_factory.mktemp("crash"))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from tiny import RandomSource, dense_model, freeze_noise, routed_model, stage
+from tiny import FORKS, RandomSource, dense_model, freeze_noise, in_child, routed_model, stage
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import wide
@@ -25,7 +26,7 @@ from wide.training.progress_log import StageOptions
 from wide.training.stages import prune
 from wide.training.trainer import Trainer
 
-WORKER = Path(__file__).parent / "ranks.py"
+pytestmark = FORKS
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +47,7 @@ def bases(tmp_path_factory, tiny_tokenizer):
 
 
 def carried_out(folder, bases, *scenarios):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(WORKER.parent)])
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(folder), str(bases), *scenarios],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert in_child(partial(ranks.carry_out, folder, bases, *scenarios)) == 0
     return folder
 
 

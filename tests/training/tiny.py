@@ -1,5 +1,9 @@
 """A tiny attached model and deterministic batches for the tests of this room."""
 
+import os
+import traceback
+
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -8,6 +12,8 @@ from wide.data.batches import IGNORED, TokenBatch
 from wide.models.attach import attach
 
 VOCABULARY = 64
+# Importing everything again takes longer than what such processes do.
+FORKS = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that was used allows no fork; hide it")
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 
 
@@ -54,6 +60,19 @@ class RandomSource:
 
 def stage(**changes):
     return StageConfig(**({"steps": 12, "batch_size": 4, "sequence_length": 16, "learning_rate": 1e-2} | changes))
+
+
+def in_child(work):
+    """Run `work` in a forked process and return how it ended: its exit status, or minus a signal."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def freeze_noise(model):
