@@ -97,13 +97,11 @@ def test_what_does_not_fit_is_refused_before_loading(how, tiny_model_folder, pro
 def test_prune_leaves_adapter_records_report_and_configuration(finished):
     for name in ("adapter/wide_config.json", "adapter/lora", "records.jsonl", "report.html", "config.yaml"):
         assert (finished / name).exists(), name
-    assert (finished / "report.png").read_bytes() == b"x"
 
 
 def test_the_report_of_a_run_can_be_drawn_again(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("report*", "figures"))
     assert main(["report", str(run)]) == 0
-    assert (run / "report.png").is_file()
     assert len(list((run / "figures").glob("*.svg"))) == len(list((finished / "figures").glob("*.svg"))) > 3
 
 

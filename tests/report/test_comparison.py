@@ -224,7 +224,7 @@ def test_files_are_written_and_text_from_outside_is_escaped(tmp_path):
     file = RecordFile(tmp_path / "compare.jsonl", device="cpu")
     file.append([*grid(), *measured(WANDA, 20.0, deviations="<b>bold</b> claims")])
     found = read_comparison(tmp_path)
-    paths, _ = draw_comparison(found, tmp_path, later=True)
+    paths, _ = draw_comparison(found, tmp_path)
     assert sorted(path.name for path in paths) == ["report.html", "table.csv", "table.md"]
     page = (tmp_path / "report.html").read_text()
     assert "&lt;b&gt;bold" in page

@@ -1,9 +1,8 @@
-"""What `wide compare` leaves behind is the page with figures that `wide report` draws, by whoever ends last."""
+"""What `wide compare` leaves behind is the page with figures that `wide report` draws."""
 
 import os
 import signal
 import sys
-from contextlib import ExitStack
 
 import pytest
 import yaml
@@ -13,8 +12,6 @@ from wide.cli.main import main
 from wide.comparison import run as cell_runner
 from wide.comparison.results import draw
 from wide.records import Cell, RecordFile
-from wide.runs.folder import RunFolder
-from wide.runs.process import held
 
 pytestmark = pytest.mark.usefixtures("drawn_at_once")
 
@@ -66,18 +63,11 @@ def test_tables_are_drawn_with_the_figures_of_wide_report(finished, capsys):
 def test_without_matplotlib_the_page_says_how_to_draw_figures(finished, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     draw(finished)
-    words = "figures need matplotlib: pip install 'wide[report]', then wide report FOLDER"
+    words = "figures are not drawn without matplotlib: pip install 'wide[report]', then wide report FOLDER"
     assert f"note     {words}" in capsys.readouterr().out
     page = (finished / "report.html").read_text().replace("&#39;", "'")
-    assert f"Not drawn: {words}." in page
+    assert words in page
     assert "<table>" in page
-
-
-def test_figures_that_are_left_to_another_process_are_announced(finished, capsys):
-    draw(finished, later=True)
-    assert "the process that ends last draws them" in capsys.readouterr().out
-    assert "the process that ends last draws them" in (finished / "report.html").read_text()
-    assert not (finished / "figures").exists()
 
 
 def test_pictures_are_replaced_whole(finished, monkeypatch):
@@ -106,18 +96,6 @@ def test_a_comparison_ends_with_figures(everyday, tmp_path, capsys):
     assert "note  " not in capsys.readouterr().out
 
 
-def test_of_processes_that_share_a_comparison_the_last_draws_figures(everyday, tmp_path, monkeypatch):
-    given, claim = [*everyday, "--output", str(tmp_path / "run"), "--shard=next"], RunFolder.claim
-    with ExitStack() as other, monkeypatch.context() as patch:
-        place = tmp_path / "run/cells/dense-0-seed17"
-        patch.setattr(RunFolder, "claim", lambda self: (claim(self), other.enter_context(held(place))))
-        assert main(given) == 0
-    assert "the process that ends last draws them" in (tmp_path / "run/report.html").read_text()
-    assert not (tmp_path / "run/figures").exists()
-    assert main(given) == 0
-    assert pictures(tmp_path / "run") == 2
-
-
 @pytest.mark.parametrize("shard", [[], ["--shard=next"]], ids=["alone", "shared"])
 def test_a_comparison_that_is_stopped_leaves_a_page(shard, everyday, tmp_path, monkeypatch):
     real = cell_runner.apply
@@ -131,8 +109,6 @@ def test_a_comparison_that_is_stopped_leaves_a_page(shard, everyday, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(cell_runner, "apply", stop)
         assert main(given) == 130
-    page = (tmp_path / "run/report.html").read_text()
-    assert "dense" in page
-    assert ("the process that ends last draws them" in page) == bool(shard)
+    assert "dense" in (tmp_path / "run/report.html").read_text()
     assert main([*given, *([] if shard else ["--resume"])]) == 0
     assert pictures(tmp_path / "run") == 2

@@ -1,4 +1,4 @@
-"""A comparison's cells against their measured speed and their work, and several comparisons as one."""
+"""A comparison's cells against their measured speed, their work and their groups."""
 
 import csv
 import io
@@ -7,14 +7,10 @@ import json
 import pytest
 from report_words import draw_svg
 
-from wide.cli.main import main
-from wide.errors import DataError
 from wide.records import Cell, Record, RecordFile
-from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, Row, read_comparison
+from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
-from wide.report.comparison_merge import merge
 from wide.report.figure import MissingRecordsError, to_csv
-from wide.report.page import facts
 
 FIGURES = {figure.name: figure for figure in COMPARISON_FIGURES}
 DENSE_CELL = Cell(DENSE, 0.0, 17)
@@ -136,64 +132,6 @@ def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
     }
 
 
-@pytest.mark.usefixtures("drawn_at_once")
-def test_comparisons_share_a_page(timed, tmp_path):
-    other = Cell("tyr", 0.25, 17), Cell("ddp", 0.5, 17)
-    cells = (measured(other[0], 13.0), measured(other[1], 15.0), measured(DENSE_CELL, 8.0, recovered=True))
-    second = write(tmp_path / "two", ["tyr", "ddp"], *cells, recovers=True)
-    time_cell(second, other[0], 1.5)
-    whole = merge({path.name: read_comparison(path) for path in (timed, second)})
-    assert list(dict.fromkeys(row.method for row in whole.rows)) == [DENSE, "tyr (one)", "tyr (two)", "wide", "ddp"]
-    assert whole.value(Row("tyr (two)", False), 0.25, PERPLEXITY).mean == 13.0
-    assert whole.value(Row(DENSE, True), 0.0, PERPLEXITY).mean == 8.0
-    assert {(cell.method, forward["speedup"]) for cell, forward in whole.speeds} == {
-        ("tyr (one)", 1.25),
-        ("tyr (two)", 1.5),
-        ("wide", 0.9),
-    }
-    assert whole.run.text("run", "description") == "one: one; two: two"
-    assert "versions" in facts(whole.run)
-    pytest.importorskip("matplotlib")
-    assert main(["report", str(timed), str(second), "--output", str(tmp_path / "both"), "--only"]) == 0
-    assert "tyr (two)" in (tmp_path / "both/table.md").read_text()
-    assert (tmp_path / "both/figures/quality-speed.svg").is_file()
-    assert not (timed / "report.html").exists()
-
-
-def test_rows_of_equal_settings_are_one_and_later_cells_count(tmp_path):
-    settings = {"ffn_group_size": 64, "seed": 17}
-    low, high = Cell("wide", 0.25, 17), Cell("wide", 0.5, 17)
-    first = [measured(low, 11.0, settings=settings), measured(high, 14.0, settings=settings)]
-    one = write(tmp_path / "one", ["wide"], *first)
-    two = write(tmp_path / "two", ["wide"], measured(high, 15.0, settings=settings | {"seed": 18}))
-    other = write(tmp_path / "three", ["wide", "tyr"], measured(high, 16.0, settings={"ffn_group_size": 32}))
-    for folder, speedup in ((one, 1.1), (two, 1.2)):
-        time_cell(folder, high, speedup)
-    found = {folder.name: read_comparison(folder) for folder in (one, two)}
-    whole = merge(found)
-    assert [row.method for row in whole.rows] == [DENSE, "wide"]
-    assert [whole.value(Row("wide", False), share, PERPLEXITY).mean for share in (0.25, 0.5)] == [11.0, 15.0]
-    # The speed of the cell that was replaced is of another checkpoint.
-    assert [forward["speedup"] for _, forward in whole.speeds] == [1.2]
-    apart = merge(found | {"three": read_comparison(other)}, ["wide"])
-    assert [row.method for row in apart.rows] == [DENSE, "wide (one, two)", "wide (three)"]
-    with pytest.raises(DataError, match="no row ddp; there are wide"):
-        merge(found, ["ddp"])
-
-
-def test_rows_are_chosen_on_the_command_line(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    folder = write(tmp_path / "one", ["tyr", "wide"], measured(Cell("tyr", 0.5, 17), 12.0))
-    assert main(["report", str(folder), "--output", str(tmp_path / "all"), "--only", "--rows", "wide"]) == 0
-    assert "tyr" not in (tmp_path / "all/table.md").read_text()
-    for words, message in (
-        (["--rows", "wide"], "is for the page of several folders"),
-        (["--rows=,"], "names separated by commas"),
-    ):
-        assert main(["report", str(folder), *words]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_a_size_of_groups_that_is_left_to_the_model_is_its_own(tmp_path):
     cells = [Cell("a", 0.5, 17), Cell("b", 0.5, 17)]
     sizes = [{"ffn_group_size": 64, "attention_group_size": None}, {"ffn_group_size": 128, "attention_group_size": 192}]
@@ -204,33 +142,3 @@ def test_a_size_of_groups_that_is_left_to_the_model_is_its_own(tmp_path):
     own = Record(subject="run", metric="model.attention_group_size", value=192)
     RecordFile(folder / "compare.jsonl", device="cpu").append([own])
     assert [line["size"] for line in rows("quality-groups", read_comparison(folder))] == ["64", "128"]
-
-
-def test_comparisons_of_different_models_or_texts_do_not_mix(tmp_path):
-    first = read_comparison(write(tmp_path / "a", ["tyr"]))
-    others = {"model": {"model": "N"}, "held-out text": {"text": "another"}, "perplexities differ": {"dense": 10.5}}
-    for place, (words, changes) in enumerate(others.items()):
-        other = read_comparison(write(tmp_path / f"b{place}", ["tyr"], **changes))
-        with pytest.raises(DataError, match=words):
-            merge({"a": first, "b": other})
-
-
-def test_a_page_of_comparisons_takes_nothing_else(timed, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    bench = tmp_path / "bench"
-    bench.mkdir()
-    (bench / "endtoend.json").write_text('{"device": "GPU", "records": []}')
-    assert main(["report", str(timed), str(bench), "--output", str(tmp_path / "both"), "--only"]) == 1
-    assert "cannot share a page" in capsys.readouterr().err
-    assert main(["report", str(timed), "--output", str(timed), "--only"]) == 1
-    assert "another --output" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("drawn_at_once")
-def test_comparisons_of_one_name_are_told_apart_by_their_parents(timed, tmp_path):
-    pytest.importorskip("matplotlib")
-    twin = tmp_path / "deeper" / "one"
-    twin.parent.mkdir()
-    write(twin, ["tyr"], measured(Cell("tyr", 0.5, 17), 12.0))
-    assert main(["report", str(timed), str(twin), "--output", str(tmp_path / "both"), "--only"]) == 0
-    assert "tyr (deeper/one)" in (tmp_path / "both/table.md").read_text()

@@ -1,18 +1,15 @@
-"""Sparsity by layer of several models in one picture: rows of a comparison, and runs."""
+"""Sparsity by layer of the rows of a comparison in one picture."""
 
 import pytest
 from report_words import draw_svg
 
-from wide.cli.main import main
-from wide.errors import DataError
-from wide.records import Cell, Record, RecordFile
+from wide.records import Cell, Record
 from wide.report.comparison import DENSE, FINISHED, Comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.figure import MissingRecordsError
-from wide.report.folders import RUNS_FIGURES, read_folders
 from wide.report.selection import Selection
 
-LAYERS_OF_METHODS, (LAYERS_OF_RUNS,) = COMPARISON_FIGURES[-1], RUNS_FIGURES
+LAYERS_OF_METHODS = COMPARISON_FIGURES[-1]
 
 
 def layers(subject, *shares, half="ffn"):
@@ -70,31 +67,3 @@ def test_a_target_without_layers_leaves_the_place_to_the_next():
 def test_rows_without_layers_are_said_to_be_missing():
     with pytest.raises(MissingRecordsError, match=r"sparsity\.ffn"):
         LAYERS_OF_METHODS.table(comparison(cell("wide", 0.5)))
-
-
-def write_run(folder, *shares):
-    folder.mkdir()
-    RecordFile(folder / "records.jsonl").append(
-        [Record(subject="stage 1", metric="token_perplexity", value=2.0), *layers("stage 1", *shares)]
-    )
-    return folder
-
-
-def test_runs_share_a_picture(tmp_path):
-    free, uniform = write_run(tmp_path / "free", 0.2, 0.8), write_run(tmp_path / "uniform", 0.5, 0.5)
-    rows = LAYERS_OF_RUNS.table(read_folders([free, uniform]))
-    assert [(row["name"], row["half"], row["layer"], row["skipped"]) for row in rows] == [
-        ("free", "ffn", 0, 0.2),
-        ("free", "ffn", 1, 0.8),
-        ("uniform", "ffn", 0, 0.5),
-        ("uniform", "ffn", 1, 0.5),
-    ]
-    assert main(["report", str(free), str(uniform), "--output", str(tmp_path / "both"), "--only"]) == 0
-    assert (tmp_path / "both/figures/layers-compared.svg").is_file()
-
-
-def test_one_run_has_nothing_beside_it(tmp_path):
-    with pytest.raises(MissingRecordsError, match="two runs"):
-        LAYERS_OF_RUNS.table(read_folders([write_run(tmp_path / "free", 0.2)]))
-    with pytest.raises(DataError, match="twice"):
-        read_folders([tmp_path / "free", tmp_path / "free"])

@@ -11,8 +11,8 @@ from wide.errors import DataError
 from wide.records import Record, RecordFile
 from wide.report.drawing import FOLDER, save_figure
 from wide.report.figure import MissingRecordsError
-from wide.report.folders import draw_folder, draw_together, read_folders, runs_table
-from wide.report.reading import read_profile
+from wide.report.folders import draw_folder, run_table
+from wide.report.reading import read_folder, read_profile
 from wide.report.speed import SPEED_FIGURES
 
 END_TO_END, OPERATORS = SPEED_FIGURES
@@ -184,10 +184,11 @@ def test_files_of_other_kinds_are_refused(tmp_path, content):
         read_profile(tmp_path)
 
 
-def speeds(*folders):
-    table = runs_table(read_folders(folders))
+def speeds(folder):
+    table = run_table(read_folder(folder))
     lines = [dict(zip(table.header, row, strict=True)) for row in table.rows]
-    return {(line.get("run"), line["model"]): (line.get("prefill", "-"), line.get("decode", "-")) for line in lines}
+    found = {line["model"]: (line.get("prefill", "-"), line.get("decode", "-")) for line in lines}
+    return {model: timed for model, timed in found.items() if timed != ("-", "-")}
 
 
 def test_quality_joins_the_speed_of_the_same_model(tmp_path):
@@ -197,21 +198,18 @@ def test_quality_joins_the_speed_of_the_same_model(tmp_path):
     write_json(one / "profile/endtoend.json", list(forwards()), model="M", ffn_group_size=64)
     adapter = str(other / "stage1" / "adapter")
     write_json(other / "profile/endtoend.json", list(forwards()), model="M", adapter=adapter, ffn_group_size=64)
-    found = speeds(one, other, untimed)
-    timed = {key: value for key, value in found.items() if value != ("-", "-")}
-    assert timed == {
-        ("one", "stage 1+2 (routers, LoRA)"): ("1.20x", "1.25x"),
-        # The adapter of its first stage.
-        ("other", "stage 1 (routers)"): ("1.20x", "1.25x"),
-    }
+    assert speeds(one) == {"stage 1+2 (routers, LoRA)": ("1.20x", "1.25x")}
+    # The adapter of its first stage.
+    assert speeds(other) == {"stage 1 (routers)": ("1.20x", "1.25x")}
+    assert speeds(untimed) == {}
 
 
 def test_speed_of_another_model_or_of_random_masks_joins_nothing(tmp_path):
     write_run(tmp_path / "run", model="M")
     write_json(tmp_path / "run/endtoend.json", list(forwards()), model="another", ffn_group_size=64)
-    assert set(speeds(tmp_path / "run").values()) == {("-", "-")}
+    assert speeds(tmp_path / "run") == {}
     write_json(tmp_path / "run/endtoend.json", list(forwards(own=False)), model="M", ffn_group_size=64)
-    assert set(speeds(tmp_path / "run").values()) == {("-", "-")}
+    assert speeds(tmp_path / "run") == {}
 
 
 def test_a_materialised_method_joins_its_run(tmp_path):
@@ -220,7 +218,7 @@ def test_a_materialised_method_joins_its_run(tmp_path):
     file.append([Record(subject=s, metric="token_perplexity", value=v) for s, v in (("dense", 10.0), ("pruned", 15.0))])
     timed = [step("dense", 1, 1.0), step("pruned", 1, 1.6), step("pruned", 4, 1.2)]
     write_json(tmp_path / "profile/endtoend.json", timed, model="M", method="tyr")
-    assert speeds(tmp_path)[None, "pruned"] == ("-", "1.20x-1.60x")
+    assert speeds(tmp_path)["pruned"] == ("-", "1.20x-1.60x")
 
 
 def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
@@ -231,19 +229,6 @@ def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
     assert "<td>1.20x</td>" in page
     assert "Speed-up of whole models" in page
     assert "Perplexity" in page
-
-
-def test_several_folders_share_a_page(tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("a", "b"):
-        write_run(tmp_path / name / "run")
-    page = draw_together([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "all")[0][0].read_text()
-    assert "a/run" in page
-    assert "b/run" in page
-    with pytest.raises(DataError, match="another --output"):
-        draw_together([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "a/run")
-    with pytest.raises(DataError, match="named twice"):
-        draw_together([tmp_path / "a/run"] * 2, tmp_path / "all")
 
 
 def test_a_bench_without_a_figure_is_a_table_and_nothing_is_refused(tmp_path):
@@ -268,11 +253,11 @@ def test_traffic_needs_no_gpu(tmp_path, capsys):
     assert "gather-scatter" in (tmp_path / "report.html").read_text()
 
 
-def test_only_the_common_page_is_drawn(tmp_path, capsys):
+def test_a_page_may_lie_elsewhere(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_bench(tmp_path / "bench")
-    assert main(["report", str(tmp_path / "bench"), "--output", str(tmp_path / "all"), "--only"]) == 0
+    assert main(["report", str(tmp_path / "bench"), "--output", str(tmp_path / "page")]) == 0
     assert not (tmp_path / "bench/report.html").exists()
-    assert "Speed-up of operators" in (tmp_path / "all/report.html").read_text()
-    assert main(["report", str(tmp_path / "bench"), "--only"]) == 2
-    assert "name it" in capsys.readouterr().err
+    assert "Speed-up of operators" in (tmp_path / "page/report.html").read_text()
+    assert main(["report", *[str(tmp_path / "bench")] * 2, "--output", str(tmp_path / "page")]) == 2
+    assert "one folder, got 2" in capsys.readouterr().err

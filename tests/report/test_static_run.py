@@ -5,13 +5,13 @@ import re
 
 import pytest
 from report_words import draw_svg
-from test_report import record, routing_records
+from test_report import record
 
 from wide.cli.main import main
 from wide.models.cost import Sparsity
 from wide.records import RecordFile, read_records
 from wide.report.folders import draw_folder
-from wide.report.run_figures import FIGURES, figures_of
+from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
 from wide.runs.measuring import sparsity_records
 
@@ -48,12 +48,11 @@ def test_layers_that_a_static_method_keeps_are_shown_with_zero(run):
     assert sorted(share for *_, share in rows) == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_static_run_asks_for_nothing_that_it_cannot_have(run):
+def test_a_static_run_is_told_that_routers_are_measured(run):
     page = (run / "report.html").read_text()
-    missing = re.findall("Not drawn: [^<]*", page)
-    assert len(missing) == 1
-    assert "the speed of this model was not measured" in missing[0]
-    assert page.count("The plan is static: it prunes the same for every token, so there is no routing to show.") == 1
+    missing = re.findall("<li>([^<]*)</li>", page.partition("<h2>Not drawn</h2>")[2])
+    routing = [line for line in missing if "a run with routers measures it" in line]
+    assert len(missing) == len(routing) + 1 == 6
     assert "Stage 2" not in page
     assert "<h2>Training</h2>" not in page
     assert "LoRA adapts" not in page
@@ -72,24 +71,7 @@ def test_a_half_without_any_rate_has_no_records_by_layer():
 def pruned(*more):
     yield record("dense", "token_perplexity", 10.0)
     yield record("pruned", "token_perplexity", 20.0)
-    yield record("pruned", "sparsity.tokens", 0)
     yield from more
-
-
-def test_what_is_static_is_seen_from_the_records():
-    static = Selection(list(pruned()))
-    assert static.is_static()
-    assert len(figures_of(static)) == 2
-    # Sparsity of routers is counted over tokens; that of a static plan needs none.
-    for subject in ("pruned", "stage 1"):
-        for tokens in (0, 256):
-            found = [record(subject, "token_perplexity", 2.0), record(subject, "sparsity.tokens", tokens)]
-            assert Selection(found).is_static() == (tokens == 0)
-    routed = [each for each in routing_records() if each.metric != "routing.sample"]
-    assert not Selection([*pruned(), *routed]).is_static()
-    # Of what `wide eval` wrote before it is not known, nor of what was not measured.
-    assert not Selection([record("pruned", "token_perplexity", 2.0)]).is_static()
-    assert figures_of(Selection([record("dense", "token_perplexity", 2.0)])) == FIGURES
 
 
 def test_lora_on_a_static_plan_has_a_course_and_a_caution(tmp_path):

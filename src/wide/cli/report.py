@@ -12,21 +12,13 @@ from wide.runs.settings import build
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageOptions:
-    """One page of several folders.
+    """Where the page is written.
 
     Args:
-        output: Folder of a page of all folders, which is drawn, too; comparisons of one model share tables and figures,
-            but not with runs and benches.
-        rows: With --output, keep only these rows of comparisons, and the dense ones; separated by commas.
+        output: Folder of the page, where one folder is named; null writes each page into its own folder.
     """
 
     output: str | None = None
-    rows: str | None = None
-
-    @property
-    def row_names(self) -> list[str]:
-        """The rows by name; empty means all."""
-        return [row for row in (self.rows or "").split(",") if row]
 
 
 def arguments() -> Arguments:
@@ -34,42 +26,35 @@ def arguments() -> Arguments:
         "report",
         "Draw the report of each folder into it, from its records alone. A run that was profiled (wide profile --model "
         "M --adapter RUN --output RUN/profile) shows its quality against its measured speed.",
-        usage="FOLDER [FOLDER ...] [--output DIR [--only] [--rows A,B]]",
+        usage="FOLDER [FOLDER ...] [--output DIR]",
     )
     flags.add_folders(
-        "The --output of wide prune, recover, compare, bench or profile; or a run in "
-        "the record file of a study, STUDY/NAME; STUDY means all of them."
+        "The --output of wide prune, recover, compare, bench or profile; or a run in the record file of a study, "
+        "STUDY/NAME."
     )
     flags.add_fields(PageOptions)
-    flags.add_switch("only", "With --output: draw that page alone and write nothing into the folders.")
     return flags
 
 
 def run(given: Sequence[str]) -> None:
     values = arguments().parse(given)
-    page, folders, only = build(PageOptions, values), [Path(folder) for folder in values["folders"]], values["only"]
+    page, folders = build(PageOptions, values), [Path(folder) for folder in values["folders"]]
     if not folders:
         raise UsageError("name at least one folder: wide report FOLDER")
-    if page.output == "" or (page.rows is not None and not page.row_names):
-        raise UsageError("--output needs a folder" if page.output == "" else "--rows needs names separated by commas")
-    if page.output is None and (only or page.rows):
-        raise UsageError(f"--{'only' if only else 'rows'} is for the page of several folders: name it with --output")
+    if page.output == "":
+        raise UsageError("--output needs a folder")
+    if page.output is not None and len(folders) > 1:
+        raise UsageError(
+            f"--output {page.output} takes the page of one folder, got {len(folders)}; draw each by itself"
+        )
     from wide.report.drawing import require_matplotlib
-    from wide.report.folders import draw_folder, draw_together
-    from wide.report.reading import expand
+    from wide.report.folders import draw_folder
 
-    folders = [each for folder in folders for each in expand(folder)]
     require_matplotlib()
-    for folder in () if only else folders:
+    for folder in folders:
         say(f"drawing  {folder}")
-        _say_drawn(*draw_folder(folder))
-    if page.output is not None:
-        say(f"drawing  {page.output}")
-        _say_drawn(*draw_together(folders, Path(page.output), page.row_names))
-
-
-def _say_drawn(paths: Sequence[Path], notes: Sequence[str]) -> None:
-    for path in paths:
-        say(f"drawn    {path}")
-    for note in dict.fromkeys(notes):
-        say(f"note     {note}")
+        paths, notes = draw_folder(folder, None if page.output is None else Path(page.output))
+        for path in paths:
+            say(f"drawn    {path}")
+        for note in dict.fromkeys(notes):
+            say(f"note     {note}")

@@ -8,8 +8,7 @@ from pathlib import Path
 from wide.comparison.grid import CompareRequest
 from wide.errors import ConfigError
 from wide.records import CELLS, RECORDS, Cell, Record, RecordFile, Stage
-from wide.report.comparison import FINISHED, read_comparison
-from wide.report.drawing import FOLDER
+from wide.report.comparison import FINISHED
 from wide.runs.folder import ADAPTER, RunFolder
 from wide.runs.process import held
 
@@ -56,15 +55,6 @@ class CellFolders:
         found = list(map(self._status, self._request.stages(cell)))
         failed = [status for status in found if status is not None and status.value != FINISHED]
         return any(status.time >= self.began for status in failed) or (None not in found and not failed)
-
-    def leaves_figures(self) -> bool:
-        """Return whether drawing is left to another process: only the one that ends last need spend the time."""
-        folder = self._folder.path
-        # Figures that lie there already are kept up to date, lest a page lose them.
-        if self._request.grid.shard is None or (folder / FOLDER).is_dir():
-            return False
-        failed = {stage.cell.folder for stage in read_comparison(folder).failures()}
-        return not all(cell.folder in failed or self.is_complete(cell) for cell in self._request.cells())
 
     def kept(self) -> str:
         """Say what is kept of a comparison that was stopped."""

@@ -72,19 +72,16 @@ def read_results(folder: str | Path) -> ComparisonResult:
     return ComparisonResult(folder=Path(folder), rows=tuple(rows), table=to_text(comparison))
 
 
-def draw(folder: Path, *, later: bool = False, quiet: bool = False) -> None:
+def draw(folder: Path, *, quiet: bool = False) -> None:
     """Write tables, page and figures of whatever has been measured, and print the tables.
 
     Raises DataError if it is not the folder of a comparison.
-
-    Args:
-        later: Leave the figures to a process that goes on measuring; the page says so.
     """
     records = collect(folder)
     comparison = read_comparison(folder)
-    if not quiet and not later:
+    if not quiet:
         say(f"drawing  {folder}")
-    paths, notes = draw_comparison(comparison, folder, later=later)
+    paths, notes = draw_comparison(comparison, folder)
     if not quiet:
         written = [f"  {path}" for path in (records, *paths)]
         say("\n".join([to_text(comparison), "\nwritten:", *written, *(f"note     {n}" for n in dict.fromkeys(notes))]))

@@ -82,10 +82,10 @@ class ComparisonRun:
             except KeyboardInterrupt:
                 # Leave the page of what was measured, if that is anything.
                 if any(map(self._cells.is_complete, self._request.own_cells())):
-                    draw(self._folder.path, later=self._cells.leaves_figures(), quiet=True)
+                    draw(self._folder.path, quiet=True)
                 raise
             say()
-            draw(self._folder.path, later=self._cells.leaves_figures())
+            draw(self._folder.path)
         if not all(finished):
             counted = f"{finished.count(False)} of {len(finished)} cells failed"
             raise EvaluationError(f"{counted}, see the table; {self._cells.again} runs them again")

@@ -16,7 +16,7 @@ from wide.records import Cell, Stage
 from wide.report.figure import Row as Point
 from wide.report.figure import grouped
 from wide.report.reading import Folder, read_folder
-from wide.report.selection import Origin, Selection
+from wide.report.selection import Selection
 from wide.report.speed import is_own
 from wide.standard_error import perplexity_stderr
 
@@ -69,10 +69,10 @@ class Comparison:
     if the records are not of a comparison.
     """
 
-    def __init__(
-        self, run: Selection, speeds: Sequence[tuple[Cell, Point]] = (), origins: Sequence[Origin] = ()
-    ) -> None:
-        self.run, self.speeds, self.origins = run, tuple(speeds), tuple(origins)
+    def __init__(self, run: Selection, speeds: Sequence[tuple[Cell, Point]] = (), notes: Sequence[str] = ()) -> None:
+        self.run, self.speeds = run, tuple(speeds)
+        # What was left out of the records and of the speeds, in words.
+        self.notes = list(dict.fromkeys([*run.notes, *notes]))
         methods, sparsities = (run.content("run", f"grid.{name}") or [None] for name in ("methods", "sparsities"))
         if not all(isinstance(each, str) for each in methods) or not all(
             isinstance(each, int | float) for each in sparsities
@@ -90,11 +90,6 @@ class Comparison:
     def methods(self) -> list[str]:
         """Names of the methods, the dense model's left out."""
         return list(dict.fromkeys(row.method for row in self.rows if not row.is_dense))
-
-    @property
-    def notes(self) -> list[str]:
-        """What was left out of the records and of the speeds, in words."""
-        return list(dict.fromkeys([*self.run.notes, *(note for origin in self.origins for note in origin.notes)]))
 
     def points(self) -> Iterator[tuple[Row, float]]:
         """Yield each row and sparsity: the dense rows once, at 0, then the others sparsity by sparsity."""
@@ -202,4 +197,4 @@ def read_comparison(folder: Path | Folder) -> Comparison:
     """
     found = read_folder(folder) if isinstance(folder, Path) else folder
     speeds = [(cell, row) for cell, profile in found.cells.items() for row in profile.forwards() if is_own(row)]
-    return Comparison(found.records or Selection([]), speeds, found.origins)
+    return Comparison(found.records or Selection([]), speeds, found.notes)

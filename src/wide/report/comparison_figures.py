@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
@@ -133,30 +133,26 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
 
 
 def _over_layers(comparison: Comparison) -> list[Drawn]:
-    """Return what rows without LoRA skip in each layer, at the target nearest to 50 % at which layers were measured."""
+    """Return what rows without LoRA skip in each layer, at the target nearest to 50 % at which layers were measured.
+
+    A layer without a share is dense there, because models have all layers.
+    """
     for target in sorted(comparison.sparsities, key=lambda each: (abs(each - _MIDDLE), each)):
         shares = {}
         for row in comparison.rows:
             for stage in [] if row.recovered or row.is_dense else comparison.finished(row, target)[:1]:
-                shares[row.method] = {key: comparison.run.by_layer(stage, f"sparsity.{key}") for key in SUBLAYERS}
-        if rows := layer_rows(shares):
-            return rows
+                found = {key: dict(comparison.run.by_layer(stage, f"sparsity.{key}")) for key in SUBLAYERS}
+                shares[row.method] = found
+        layers = sorted({layer for halves in shares.values() for by_layer in halves.values() for layer in by_layer})
+        if layers:
+            return [
+                {"panel": words, "name": name, "half": key, "layer": layer, "skipped": halves[key].get(layer, 0.0)}
+                for key, words in SUBLAYERS.items()
+                for name, halves in shares.items()
+                if halves[key]
+                for layer in layers
+            ]
     return []
-
-
-def layer_rows(shares: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> list[Drawn]:
-    """Return the rows of a figure of skipped shares over layers, from layers and shares by name and sublayer.
-
-    A layer without a share is dense there, because models have all layers.
-    """
-    layers = sorted({layer for lines in shares.values() for points in lines.values() for layer, _ in points})
-    return [
-        {"panel": words, "name": name, "half": key, "layer": layer, "skipped": dict(lines[key]).get(layer, 0.0)}
-        for key, words in SUBLAYERS.items()
-        for name, lines in shares.items()
-        if lines[key]
-        for layer in layers
-    ]
 
 
 COMPARISON_FIGURES = figures(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.errors import MissingExtraError
-from wide.report.figure import Figure, MissingRecordsError, Row, to_csv
+from wide.report.figure import Figure, Row, to_csv
 from wide.writing import replacing, write_whole
 
 FOLDER = "figures"
@@ -39,7 +39,6 @@ _STYLE = {
     "svg.hashsalt": "wide",
 }
 _LIGHT, _DARK = (244, 248, 252), (0, 48, 104)
-_WHITE_FROM = 0.7
 
 
 def shade(share: float) -> str:
@@ -47,11 +46,6 @@ def shade(share: float) -> str:
     share = min(max(share, 0.0), 1.0)
     parts = (round(light + share * (dark - light)) for light, dark in zip(_LIGHT, _DARK, strict=True))
     return "#" + "".join(f"{part:02x}" for part in parts)
-
-
-def ink(share: float) -> str:
-    """Return the colour of letters that can be read on `shade(share)`."""
-    return "#ffffff" if share >= _WHITE_FROM else "#000000"
 
 
 def require_matplotlib() -> None:
@@ -79,53 +73,16 @@ def save_figure(figure: Figure, source: Any, folder: Path) -> tuple[str, Sequenc
     return svg.getvalue(), rows
 
 
-def save_png(path: Path, figures: Sequence[Figure], source: Any) -> None:
-    """Write figures below each other as one picture; where records are missing the picture says so."""
-    tables: list[Sequence[Row] | MissingRecordsError] = []
-    for figure in figures:
-        try:
-            tables.append(figure.table(source))
-        except MissingRecordsError as missing:
-            tables.append(missing)
-    heights = [
-        0.5 + (figure.height if isinstance(rows, MissingRecordsError) else _height(figure, rows))
-        for figure, rows in zip(figures, tables, strict=True)
-    ]
-    with style():
-        whole = _canvas(sum(heights))
-        parts = whole.subfigures(len(figures), 1, height_ratios=heights, squeeze=False)[:, 0]
-        for part, figure, rows in zip(parts, figures, tables, strict=True):
-            part.suptitle(figure.title, fontweight="bold", x=0.01, ha="left")
-            if isinstance(rows, MissingRecordsError):
-                part.text(0.5, 0.5, str(rows), ha="center", va="center", wrap=True)
-            else:
-                _fill(part, figure, rows, source)
-        with replacing(path) as unfinished:
-            whole.savefig(unfinished, format="png", dpi=_DPI)
-
-
 def draw(figure: Figure, rows: Sequence[Row], source: Any) -> Any:
     """Return a figure of matplotlib that shows rows of `Figure.table`."""
-    drawn = _canvas(_height(figure, rows))
-    _fill(drawn, figure, rows, source)
-    return drawn
-
-
-def _canvas(height: float) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    return Canvas(figsize=(_WIDTH, height), layout="constrained")
-
-
-def _height(figure: Figure, rows: Sequence[Row]) -> float:
-    return figure.height * -(-len(figure.panels(rows)) // figure.columns)
-
-
-def _fill(drawn: Any, figure: Figure, rows: Sequence[Row], source: Any) -> None:
     panels, across = figure.panels(rows), figure.lines(source)
     columns = min(figure.columns, len(panels))
-    shared = "row" if figure.kind != "image" and figure.y_label else "none"
-    grid = drawn.subplots(-(-len(panels) // columns), columns, squeeze=False, sharey=shared).flatten()
+    lines = -(-len(panels) // columns)
+    drawn = Canvas(figsize=(_WIDTH, figure.height * lines), layout="constrained")
+    shared: Any = "row" if figure.kind != "image" and figure.y_label else "none"
+    grid = drawn.subplots(lines, columns, squeeze=False, sharey=shared).flatten()
     drawn.supxlabel(figure.x_label, fontsize="medium")
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
@@ -134,7 +91,7 @@ def _fill(drawn: Any, figure: Figure, rows: Sequence[Row], source: Any) -> None:
         if figure.kind == "image":
             _image(drawn, axes, figure, found)
     if figure.kind == "image":
-        return
+        return drawn
     drawn.supylabel(figure.y_label, fontsize="medium")
     order = _order(figure, rows, source) if figure.by else [""]
     for axes, (name, found) in zip(grid, panels.items(), strict=False):
@@ -148,6 +105,7 @@ def _fill(drawn: Any, figure: Figure, rows: Sequence[Row], source: Any) -> None:
     for axes, found in zip(grid, panels.values(), strict=False):
         _scale_height(axes, figure, [figure.scale * row[figure.y] for row in found])
     _legend(drawn, figure, order, rows, [name for name, heights in across.items() if set(heights) & set(panels)])
+    return drawn
 
 
 def _order(figure: Figure, rows: Sequence[Row], source: Any) -> list[str]:

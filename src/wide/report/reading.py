@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wide.errors import DataError
 from wide.records import CELLS, COMPARISON, GRID, RECORDS, STUDY, Cell, read_lines, read_records
-from wide.report.selection import Origin, Selection
+from wide.report.selection import Selection
 from wide.report.speed import BENCH_FILES, Profile, bench_file
 from wide.writing import write_whole
 
@@ -22,18 +22,16 @@ class Folder:
     of a comparison, which `cells` has.
     """
 
-    path: Path
     records: Selection | None
     is_comparison: bool
     profile: Profile
     cells: Mapping[Cell, Profile]
 
     @property
-    def origins(self) -> list[Origin]:
-        """The files of the records and of the benches."""
-        profiles = (self.profile, *self.cells.values())
-        own = () if self.records is None else self.records.origins
-        return [*own, *(origin for profile in profiles for origin in profile.origins)]
+    def notes(self) -> list[str]:
+        """What was left out of the records and of the benches, in words."""
+        own = () if self.records is None else self.records.notes
+        return [*own, *(note for profile in (self.profile, *self.cells.values()) for note in profile.notes)]
 
 
 def read_folder(path: Path) -> Folder:
@@ -47,6 +45,8 @@ def read_folder(path: Path) -> Folder:
     if study is not None:
         file, name = study
         profiles = _kept_profiles(file, name)
+    elif not path.is_dir():
+        raise DataError(f"there is no folder {path}; name the output of a run, a comparison or a bench")
     else:
         if (path / GRID).is_file():
             collect(path)
@@ -57,34 +57,28 @@ def read_folder(path: Path) -> Folder:
     profile = profiles.pop(None, Profile())
     records, notes = ([], []) if file is None else read_records(file, name)
     if not records and not profile.files:
-        benches = f"{', '.join(BENCH_FILES[:-1])} or {BENCH_FILES[-1]}"
-        holds = f"{path} holds neither {RECORDS} of a run nor {benches} of a bench"
-        raise DataError(
-            f"{holds if file is None else f'{file} holds no record of a run'}; name the --output of wide prune, "
-            "compare, bench or profile"
-        )
-    run = Selection(records, notes, str(file))
-    is_comparison = file is not None and file.name == COMPARISON
+        raise DataError(_nothing_in(path, file))
+    run = Selection(records, notes)
+    is_comparison = file is not None and (file.name == COMPARISON or run.content("run", "grid.methods") is not None)
     return Folder(
-        path=path,
         records=run if records else None,
-        is_comparison=is_comparison or (study is not None and run.content("run", "grid.methods") is not None),
+        is_comparison=is_comparison,
         profile=profile,
         cells={cell: found for cell, found in profiles.items() if cell is not None},
     )
 
 
-def expand(path: Path) -> list[Path]:
-    """Return the runs in the record file of a study as STUDY/NAME each; any other folder as it is.
-
-    Raises DataError if there is neither a folder nor a run of a study.
-    """
-    study = _study_of(path)
-    if not path.is_dir() and (study is None or study[1] not in _runs_of(study[0])):
-        raise DataError(f"there is no folder {path}; name the output of a run, a comparison or a bench")
-    if (path / STUDY).is_file() and read_records(path / STUDY)[0]:
-        return [path / name for name in _runs_of(path / STUDY)]
-    return [path]
+def _nothing_in(path: Path, file: Path | None) -> str:
+    if (path / STUDY).is_file():
+        return (
+            f"{path} holds several runs; name one of them: {', '.join(f'{path}/{n}' for n in _runs_of(path / STUDY))}"
+        )
+    benches = f"{', '.join(BENCH_FILES[:-1])} or {BENCH_FILES[-1]}"
+    holds = f"{path} holds neither {RECORDS} of a run nor {benches} of a bench"
+    return (
+        f"{holds if file is None else f'{file} holds no record of a run'}; name the --output of wide prune, compare, "
+        "bench or profile"
+    )
 
 
 def read_profile(path: Path) -> Profile:
@@ -126,8 +120,7 @@ def _study_of(path: Path) -> tuple[Path, str] | None:
     for parent in path.parents:
         if (parent / STUDY).is_file():
             name = path.relative_to(parent).as_posix()
-            # The page of a run makes a folder of its name.
-            return (parent / STUDY, name) if not path.is_dir() or name in _runs_of(parent / STUDY) else None
+            return (parent / STUDY, name) if name in _runs_of(parent / STUDY) else None
     return None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from wide.report.figure import Figure, Row, figures
+from wide.report.figure import Row, figures
 from wide.report.selection import NAMES, SUBLAYERS, Selection
 
 _STAGES = ("stage 1", "stage 1+2", "pruned", "pruned + LoRA")
@@ -154,12 +154,3 @@ FIGURES = figures(
     },
 )
 """All figures of a run, in the order of the page; `wide.evaluation.routing_behaviour` measures what routers do."""
-
-
-def figures_of(run: Selection) -> tuple[Figure, ...]:
-    """Return the figures of a run, without those of what a static plan has not: routing, and a course of training."""
-    if not run.is_static():
-        return FIGURES
-    has_course = any(run.by_step(stage, "training.lm_loss") for stage in _STAGES)
-    shown = ("perplexity", "layers", "training" if has_course else "")
-    return tuple(figure for figure in FIGURES if figure.name in shown)

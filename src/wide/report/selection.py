@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from wide.records import Record, Subject
@@ -46,20 +45,6 @@ def _is_usable(record: Record) -> bool:
     return record.value is not None and isinstance(record.value, kind)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """A file of records that a report is drawn from.
-
-    It says what it knows of its measurement (device and date), the command that measured, and in words what was left
-    out.
-    """
-
-    path: str
-    about: str = ""
-    command: str = ""
-    notes: Sequence[str] = ()
-
-
 def measure_of(target: str) -> tuple[str, str]:
     """Return the field of `Sparsity` that a target in words counts, and what it is a share of."""
     return next(found for text, found in _MEASURES.items() if text in target)
@@ -68,16 +53,14 @@ def measure_of(target: str) -> tuple[str, str]:
 class Selection:
     """The records of one run, by subject and metric; of repeated measurements the latest counts.
 
-    They come in the order in which they were written, with notes on what was left out while reading them, in words, and
-    the path of the file that they lie in, empty where there is none.
+    They come in the order in which they were written, with notes on what was left out while reading them, in words.
     """
 
-    def __init__(self, records: Sequence[Record], notes: Sequence[str] = (), path: str = "") -> None:
+    def __init__(self, records: Sequence[Record], notes: Sequence[str] = ()) -> None:
         damaged = Counter(repr(record.metric) for record in records if not _is_usable(record))
         told = [f"left out {count} of {len(records)} records: {name} is damaged" for name, count in damaged.items()]
         self.records = tuple(record for record in records if _is_usable(record))
         self.notes = (*notes, *told)
-        self.origins = (Origin(path=path, notes=self.notes),) if path else ()
         self._values = {(r.subject, r.metric, r.layer, r.step): r for r in self.records}
         self._by_metric = grouped(self._values.values(), lambda record: (record.subject, record.metric))
 
@@ -141,12 +124,3 @@ class Selection:
         """Return the metric of the sparsity that the run was to reach, and what it is a share of, in words."""
         name, words = measure_of(self.text("run", "target"))
         return f"sparsity.{name}", words
-
-    def is_static(self) -> bool:
-        """Return whether all that was measured beside the dense model has a plan without routers."""
-        models = [subject for subject in self.subjects() if subject not in ("dense", "dense + LoRA")]
-        if not models or any(metric.startswith("routing.") for _, metric in self._by_metric):
-            return False
-        tokens = [self.number(subject, "sparsity.tokens") for subject in models]
-        # Of a static plan no token need be watched to know its sparsity.
-        return any(number is not None for number in tokens) and not any(tokens)

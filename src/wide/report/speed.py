@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from wide.report.figure import Row, figures, grouped
-from wide.report.selection import Origin
 from wide.report.table import Table
 
 OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
@@ -26,10 +25,19 @@ _FORWARD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchFile:
-    """What one file of a bench holds: its name, its place, and its records as rows."""
+    """What one file of a bench holds.
+
+    Args:
+        about: Device and date of the measurement.
+        command: What measured.
+        notes: What was left out, in words.
+    """
 
     name: str
-    origin: Origin
+    path: str
+    about: str
+    command: str
+    notes: tuple[str, ...]
     rows: tuple[Row, ...]
 
 
@@ -40,14 +48,9 @@ class Profile:
     files: tuple[BenchFile, ...] = ()
 
     @property
-    def origins(self) -> list[Origin]:
-        """The files, with what they say of their measurement."""
-        return [file.origin for file in self.files]
-
-    @property
     def notes(self) -> list[str]:
         """What was left out of the files, in words."""
-        return [note for origin in self.origins for note in origin.notes]
+        return [note for file in self.files for note in file.notes]
 
     def operators(self) -> list[Row]:
         """Return the fastest variant of each operator at each size, beside its dense peer."""
@@ -95,13 +98,14 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             faults[f"damaged: {error}"] += 1
     device, date, command = (str(head.get(fact, "")) for fact in ("device", "date", "command"))
-    origin = Origin(
+    return BenchFile(
+        name=name,
         path=path,
         about=", ".join(filter(None, (device, date))),
         command=command,
-        notes=[f"{path or name}: {n} of {len(records)} records left out, {f}" for f, n in faults.items()],
+        notes=tuple(f"{path or name}: {n} of {len(records)} records left out, {f}" for f, n in faults.items()),
+        rows=tuple(_races(rows) if read is _timed else rows),
     )
-    return BenchFile(name=name, origin=origin, rows=tuple(_races(rows) if read is _timed else rows))
 
 
 def _positive(record: Row, name: str) -> float:

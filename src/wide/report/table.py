@@ -1,7 +1,7 @@
 """Tables of texts, and that of runs: one line per measured model."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,33 +56,28 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows))
 
 
-def summary_table(
-    runs: Mapping[str, Selection], speeds: Callable[[str, str], Row] = lambda _run, _subject: {}
-) -> Table:
-    """Return quality, sparsity and speed of each measured model of runs; columns without any value are left out.
+def summary_table(run: Selection, speeds: Callable[[str], Row] = lambda _subject: {}) -> Table:
+    """Return quality, sparsity and speed of each measured model of a run; columns without any value are left out.
 
-    The name of a run is shown where there are several; `speeds` returns further columns of a run's subject.
+    `speeds` returns further columns of a subject.
     """
     rows: list[Row] = []
-    for name, run in runs.items():
-        dense, adapted = (run.number(subject, PERPLEXITY) for subject in ("dense", "dense + LoRA"))
-        for subject in run.subjects():
-            perplexity = run.number(subject, PERPLEXITY)
-            values = {
-                "perplexity": (perplexity, decimal),
-                "x dense": (_ratio(perplexity, dense), decimal),
-                "x dense + LoRA": (_ratio(perplexity, adapted) if subject in ADAPTED else None, decimal),
-                "word ppl": (run.number(subject, "word_perplexity"), decimal),
-                **{
-                    f"{n} %": (run.number(subject, metric or run.measure()[0]), percent)
-                    for n, metric in _SHARES.items()
-                },
-                "trained tokens/s": (run.number(subject, "training.tokens_per_second"), "{:z,.0f}".format),
-            }
-            shown = {title: None if value is None else show(value) for title, (value, show) in values.items()}
-            rows.append(
-                {"run": name if len(runs) > 1 else None, "model": NAMES[subject], **shown, **speeds(name, subject)}
-            )
+    dense, adapted = (run.number(subject, PERPLEXITY) for subject in ("dense", "dense + LoRA"))
+    for subject in run.subjects():
+        perplexity = run.number(subject, PERPLEXITY)
+        shares = {
+            f"{name} %": (run.number(subject, metric or run.measure()[0]), percent) for name, metric in _SHARES.items()
+        }
+        values = {
+            "perplexity": (perplexity, decimal),
+            "x dense": (_ratio(perplexity, dense), decimal),
+            "x dense + LoRA": (_ratio(perplexity, adapted) if subject in ADAPTED else None, decimal),
+            "word ppl": (run.number(subject, "word_perplexity"), decimal),
+            **shares,
+            "trained tokens/s": (run.number(subject, "training.tokens_per_second"), "{:z,.0f}".format),
+        }
+        shown = {title: None if value is None else show(value) for title, (value, show) in values.items()}
+        rows.append({"model": NAMES[subject], **shown, **speeds(subject)})
     return Table.of_rows(rows, nothing="-")
 
 

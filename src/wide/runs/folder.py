@@ -21,7 +21,7 @@ from wide.writing import is_unfinished, write_whole
 CONFIG, ADAPTER = "config.yaml", "adapter"
 _OF_A_RUN = (ADAPTER, "stage1", "stage2", "dense", "tensorboard", RECORDS, "evaluation.json", CONFIG)
 _OF_A_COMPARISON = (CELLS, GRID, COMPARISON, "table.md", "table.csv")
-_PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "report.png", "figures")
+_PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "figures")
 # How a run is carried out, not what it is: left out of the saved configuration.
 _NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "dry_run", "json", "shard", "table", "help"}
 _NOT_SAVED |= {"parallel"}

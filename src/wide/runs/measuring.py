@@ -62,8 +62,6 @@ def sparsity_records(subject: Subject, sparsity: Sparsity, where: str) -> Iterat
     for name in _SHARES:
         value = getattr(sparsity, name)
         yield Record(subject=subject, metric=f"sparsity.{name}", value=value, unit="share", where=where)
-    # Tells a static plan from routers, also where no router was measured.
-    yield Record(subject=subject, metric="sparsity.tokens", value=sparsity.tokens, unit="token", where=where)
     halves = zip(("attention", "ffn"), zip(*sparsity.layers, strict=True), strict=False)
     known = {half: rates for half, rates in halves if set(rates) != {None}}
     for layer in range(len(sparsity.layers)):

@@ -6,7 +6,7 @@ from typing import Any
 from wide.models.attach import attachment, is_attached
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER
-from wide.report.folders import PAGE, PICTURE, draw_folder
+from wide.report.folders import PAGE, draw_folder
 from wide.report.selection import Selection, measure_of
 from wide.report.table import layer_lines, summary_table, verdict
 from wide.runs.folder import CONFIG, RunFolder
@@ -97,16 +97,16 @@ class RunResults:
         folder = self._folder.path
         paths: list[Path] = [self._folder.adapter, self.records.path, folder / CONFIG]
         if self._draws:
-            paths += [folder / name for name in (PAGE, PICTURE, FOLDER)]
+            paths += [folder / name for name in (PAGE, FOLDER)]
             # A resume that had nothing left to do changes nothing.
-            if self.records.has_grown or not (folder / PICTURE).is_file():
+            if self.records.has_grown or not (folder / PAGE).is_file():
                 say("\ndrawing the report")
                 draw_folder(folder)
         if (folder / BOARD).is_dir():
             paths.append(folder / BOARD)
         run, lines = Selection(*read_records(self.records.path)), list[Any]()
         if self._materials.held_out[0] is not None:
-            lines += ["", *verdict(run), "", summary_table({"": run}).to_text(), "", *layer_lines(run)]
+            lines += ["", *verdict(run), "", summary_table(run).to_text(), "", *layer_lines(run)]
             if text := run.text(run.subjects()[-1], "sample"):
                 lines += ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())]
         lines += ["", f"finished in {seconds:.0f} s; written:", *(f"  {path}" for path in paths)]

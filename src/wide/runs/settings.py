@@ -58,7 +58,7 @@ class RunOptions(ModelOptions):
         text_field: Field that holds the text, or a chat's messages, where rows have fields.
         max_documents: Train on only so many documents, the first ones; null means all.
         cache: Folder where packed tokens are built once, kept and memory-mapped; null packs them into memory.
-        report: Draw report.html, report.png and figures (needs matplotlib).
+        report: Draw report.html and figures (needs matplotlib).
         tensorboard: Write the curves of training for TensorBoard, too, into OUTPUT/tensorboard; null writes them where
             tensorboard is installed.
         tracker: Keep the curves with a service, too: wandb or trackio, each configured by its own means (for example
