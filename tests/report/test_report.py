@@ -29,7 +29,7 @@ def record(subject, metric, value, unit="", **place):
 def complete_records():
     yield record("run", "model", "models/<nano>", "text")
     yield record("run", "target.sparsity", 0.5, "share")
-    for subject, value in (("dense", 40.0), ("untrained", 4000.0), ("stage 1", 90.0), ("stage 1+2", 60.0)):
+    for subject, value in (("dense", 40.0), ("stage 1", 90.0), ("stage 1+2", 60.0)):
         yield record(subject, "token_perplexity", value)
         yield record(subject, "sample", f"text of {subject} <script>alert(1)</script>", "text")
         if subject != "dense":
@@ -172,7 +172,7 @@ def test_table_holds_the_measured_figures_and_only_those():
     assert table.header[:3] == ("model", "perplexity", "x dense")
     assert "accuracy %" not in table.header
     assert table.rows[0][:4] == ("dense", "40.00", "1.00", "-")
-    assert table.rows[3][:4] == ("stage 1+2 (routers, LoRA)", "60.00", "1.50", "51.0")
+    assert table.rows[2][:4] == ("stage 1+2 (routers, LoRA)", "60.00", "1.50", "51.0")
     lines = table.to_text().splitlines()
     assert len(lines) == 2 + len(table.rows)
 
@@ -185,7 +185,7 @@ def test_the_latest_of_repeated_measurements_counts():
 def test_every_subject_has_a_name_and_can_be_drawn():
     run = Selection([record(subject, "token_perplexity", 3.0) for subject in NAMES])
     _, words = draw_svg(PERPLEXITY, run)
-    assert all((name in words) == (subject != "untrained") for subject, name in NAMES.items())
+    assert all(name in words for name in NAMES.values())
 
 
 def test_the_verdict_has_window_tokens_error_and_the_measure_that_was_asked_for():

@@ -35,7 +35,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
     flags.add_fields(LoraOptions, prefix="recover", only=("steps",))
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps", "seed"))
-    flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
+    flags.add_fields(EvalOptions, prefix="eval")
     flags.add_fields(ScoredTasks, prefix="eval")
     reason = "is a flag of wide prune; a comparison always writes its tables and its page"
     flags.refuse(["report", "tensorboard", "tracker"], reason)

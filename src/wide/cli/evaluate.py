@@ -41,7 +41,7 @@ def arguments() -> Arguments:
         first=("model", "adapter", "data", "tasks", "sparsity", "output"),
     )
     flags.add_fields(AdapterOptions)
-    flags.add_fields(EvalOptions, skip=("untrained",), tokens=None)
+    flags.add_fields(EvalOptions, tokens=None)
     flags.add_fields(TaskOptions)
     flags.add_switch(
         "fused", "Score the adapter through the fused operators, with the share of decisions that differ from masks."

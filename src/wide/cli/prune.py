@@ -55,7 +55,7 @@ def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Argumen
     _add_settings(flags, method, {key.replace("_", "-") for key in in_files})
     flags.add_fields(LoraOptions, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps",))
-    flags.add_fields(EvalOptions, prefix="eval", skip=() if method == _DEFAULT else ("untrained",))
+    flags.add_fields(EvalOptions, prefix="eval")
     flags.add_fields(SampleOptions, prefix="sample")
     return flags
 
@@ -72,7 +72,7 @@ def _add_settings(flags: Arguments, method: str, in_files: Collection[str]) -> N
         flags.refuse([_DEFAULT], "is not for this command: method wide has its flags without a prefix here")
     else:
         reason = f"is a flag of method wide, and the command runs {asked_by}"
-        flags.refuse([*everyday, "eval.untrained"], reason, even_known=True)
+        flags.refuse(everyday, reason, even_known=True)
         flags.add_fields(WideConfig, only=[name for name in everyday if name.replace("_", "-") in in_files] or ("",))
         flags.add_methods((method,), asked_by=asked_by, only_in_files=others)
     if not trains:
@@ -122,10 +122,10 @@ def _settings(values: Mapping[str, Any], objective: ObjectiveConfig) -> Any:
         return build(get(values["method"]).settings, values, group=values["method"])
     if values["match"] == "nominal":
         return build(WideConfig, values)
-    if objective.target == "linear_flops" or objective.include_fixed or values["eval"]["untrained"]:
+    if objective.target == "linear_flops" or objective.include_fixed:
         raise ConfigError(
             "match=linear_flops says itself what is counted: leave objective.target at 'mean' or 'uniform', and "
-            "objective.include_fixed and eval.untrained off"
+            "objective.include_fixed off"
         )
     return build(WideMethodConfig, values, uniform=objective.target == "uniform")
 

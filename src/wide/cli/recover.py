@@ -41,7 +41,7 @@ def arguments() -> Arguments:
     flags.add_fields(ObjectiveConfig, prefix="objective", skip=("sparsity",), otherwise="as in stage 1")
     flags.add_fields(RecoverConfig, prefix="recover")
     flags.add_fields(LoraOptions, prefix="recover", only=("dense_baseline",))
-    flags.add_fields(EvalOptions, prefix="eval", skip=("untrained",))
+    flags.add_fields(EvalOptions, prefix="eval")
     flags.add_fields(SampleOptions, prefix="sample")
     return flags
 

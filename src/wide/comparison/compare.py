@@ -111,7 +111,7 @@ def compare(
         "train": _values(stage or StageConfig()),
         "objective": {name: getattr(objective or ObjectiveConfig(), name) for name in OBJECTIVE},
         "recover": _values(lora) | {"steps": lora.steps if recover else 0},
-        "eval": _values(scoring, "untrained") | _values(scored),
+        "eval": _values(scoring) | _values(scored),
     }
     asked = request(values)
     folder = RunFolder(output, values, resume=resume, shared=shard is not None, overwrite=overwrite)

@@ -1,46 +1,15 @@
 """What a comparison leaves behind: the records of all cells in one file, and the tables drawn from them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wide.report.comparison import PERPLEXITY, RATIO, read_comparison
-from wide.report.comparison_tables import to_text
+from wide.report.comparison import read_comparison
+from wide.report.comparison_tables import lines, to_text
 from wide.report.folders import draw_comparison
 from wide.report.reading import collect
 from wide.runs.process import say
-
-_FIGURES = {
-    "perplexity": PERPLEXITY,
-    "ratio": RATIO,
-    "accuracy": "accuracy.average",
-    "linear_flops": "sparsity.linear_flops_layers",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparisonRow:
-    """One row of a comparison at one sparsity; figures are means over seeds, None where nothing was measured.
-
-    Args:
-        method: Name of the row; 'dense' is the model as it is.
-        sparsity: Target, in [0, 1); 0 for the dense model.
-        perplexity: Token perplexity on held-out text.
-        ratio: That perplexity relative to the dense model's.
-        accuracy: Mean accuracy over tasks, in [0, 1].
-        linear_flops: Share of the matrix-product work of all decoder layers that is saved, in [0, 1].
-        failure: Why a cell of the row could not be measured; empty if none failed.
-    """
-
-    method: str
-    recovered: bool
-    sparsity: float
-    seeds: tuple[int, ...]
-    perplexity: float | None
-    ratio: float | None
-    accuracy: float | None
-    linear_flops: float | None
-    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +17,13 @@ class ComparisonResult:
     """What `wide.compare` found.
 
     Args:
-        rows: One entry for each row and sparsity, the dense model first.
+        rows: One entry for each row and sparsity, the dense model first, as `table.csv` has them; `pandas.DataFrame`
+            takes them. Figures are means over seeds, None where nothing was measured.
         table: The tables as text, for a terminal.
     """
 
     folder: Path
-    rows: tuple[ComparisonRow, ...]
+    rows: tuple[Mapping[str, Any], ...]
     table: str
 
 
@@ -62,14 +32,8 @@ def read_results(folder: str | Path) -> ComparisonResult:
 
     Raises DataError if it is not the folder of a comparison.
     """
-    comparison, rows = read_comparison(Path(folder)), []
-    for row, sparsity in comparison.points():
-        values = {name: comparison.value(row, sparsity, metric) for name, metric in _FIGURES.items()}
-        told: dict[str, Any] = {name: None if value is None else value.mean for name, value in values.items()}
-        told |= {"method": row.method, "recovered": row.recovered, "seeds": tuple(comparison.seeds(row, sparsity))}
-        failure = next(iter(comparison.failures(row, sparsity).values()), "")
-        rows.append(ComparisonRow(sparsity=sparsity, failure=failure, **told))
-    return ComparisonResult(folder=Path(folder), rows=tuple(rows), table=to_text(comparison))
+    comparison = read_comparison(Path(folder))
+    return ComparisonResult(folder=Path(folder), rows=tuple(lines(comparison)), table=to_text(comparison))
 
 
 def draw(folder: Path, *, quiet: bool = False) -> None:

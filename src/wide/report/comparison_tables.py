@@ -96,11 +96,11 @@ def quality_table(comparison: Comparison) -> Table:
     """Return one line a row and, for each sparsity, what it is worth."""
     used, names = _measured(comparison, QUALITY), _names(comparison)
     header = tuple(f"{100 * s:.4g} %: {column.title}" for s in comparison.sparsities for column in used)
-    lines = tuple(
+    rows = tuple(
         (names[row], *(_cell(comparison, row, s, column) for s in comparison.sparsities for column in used))
         for row in comparison.rows
     )
-    return Table(header=("method", *header), rows=lines)
+    return Table(header=("method", *header), rows=rows)
 
 
 def tasks_table(comparison: Comparison) -> Table | None:
@@ -116,15 +116,15 @@ def facts_table(comparison: Comparison) -> Table:
 
 def footnotes(comparison: Comparison) -> list[str]:
     """Return where rows deviate from their originals, numbered as the rows are, and which cells failed and why."""
-    lines = [
+    notes = [
         f"[{number}] {row.name}: {sentence}"
         for row, number in _numbers(comparison).items()
         for sentence in comparison.deviations(row)
     ]
     for stage, reason in comparison.failures().items():
         name = Row(stage.cell.method, stage.recovered).name
-        lines.append(f"failed: {name}, {stage.cell.sparsity:.4g}, seed {stage.cell.seed}: {reason}")
-    return lines
+        notes.append(f"failed: {name}, {stage.cell.sparsity:.4g}, seed {stage.cell.seed}: {reason}")
+    return notes
 
 
 def to_text(comparison: Comparison) -> str:
@@ -144,7 +144,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 def to_sheet(comparison: Comparison) -> str:
     """Return as CSV a line for each row at each sparsity, with all figures unrounded and their errors."""
-    return to_csv(list(_lines(comparison)), exact=True)
+    return to_csv(list(lines(comparison)), exact=True)
 
 
 def comparison_title(comparison: Comparison) -> str:
@@ -152,7 +152,8 @@ def comparison_title(comparison: Comparison) -> str:
     return f"Pruning methods on {comparison.run.text('run', 'model') or 'a model'}"
 
 
-def _lines(comparison: Comparison) -> Iterator[dict[str, str | float | None]]:
+def lines(comparison: Comparison) -> Iterator[dict[str, str | float | None]]:
+    """Yield for each row at each sparsity what it is, and all figures unrounded with their errors."""
     columns = [*QUALITY, *_task_columns(comparison), *FACTS]
     for row, sparsity in comparison.points():
         seeds = comparison.seeds(row, sparsity)
@@ -173,13 +174,13 @@ def _lines(comparison: Comparison) -> Iterator[dict[str, str | float | None]]:
 
 def _by_target(comparison: Comparison, columns: Sequence[Column], *, has_seeds: bool = False) -> Table:
     used, names = _measured(comparison, columns), _names(comparison)
-    lines = []
+    rows = []
     for row, sparsity in comparison.points():
         target = "-" if row.is_dense else f"{100 * sparsity:.4g}"
         seeds = [", ".join(map(str, comparison.seeds(row, sparsity))) or "-"] if has_seeds else []
-        lines.append((names[row], target, *seeds, *(_cell(comparison, row, sparsity, column) for column in used)))
+        rows.append((names[row], target, *seeds, *(_cell(comparison, row, sparsity, column) for column in used)))
     header = ("method", "target %", *(["seed"] if has_seeds else []))
-    return Table(header=(*header, *(column.title for column in used)), rows=tuple(lines))
+    return Table(header=(*header, *(column.title for column in used)), rows=tuple(rows))
 
 
 def _task_columns(comparison: Comparison) -> list[Column]:

@@ -21,9 +21,7 @@ _COURSE = {
 
 
 def _perplexities(run: Selection) -> list[Row]:
-    # Untrained routers are in the table: their bar would leave the others no room.
-    shown = [subject for subject in run.subjects() if subject != "untrained"]
-    values = [(subject, run.number(subject, "token_perplexity")) for subject in shown]
+    values = [(subject, run.number(subject, "token_perplexity")) for subject in run.subjects()]
     return [
         {"model": NAMES[subject], "token_perplexity": value, "words": f"{value:.1f}"}
         for subject, value in values

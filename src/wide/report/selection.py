@@ -11,7 +11,6 @@ from wide.standard_error import perplexity_stderr
 NAMES = {
     "dense": "dense",
     "dense + LoRA": "dense, with the same LoRA",
-    "untrained": "untrained routers",
     "stage 1": "stage 1 (routers)",
     "stage 1+2": "stage 1+2 (routers, LoRA)",
     "pruned": "pruned",

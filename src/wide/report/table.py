@@ -83,9 +83,7 @@ def summary_table(run: Selection, speeds: Callable[[str], Row] = lambda _subject
 
 def verdict(run: Selection) -> list[str]:
     """Return in sentences what the last model of a run lost and skipped, and how that was measured; none if unknown."""
-    subject = next(
-        (name for name in reversed(run.subjects()) if name not in ("dense", "dense + LoRA", "untrained")), ""
-    )
+    subject = next((name for name in reversed(run.subjects()) if name not in ("dense", "dense + LoRA")), "")
     peer = next((name for name in ("dense + LoRA", "dense") if name in run.subjects()), "")
     if subject not in ADAPTED:
         peer = "dense"

@@ -79,7 +79,7 @@ class Forecast:
         else:
             say(f"\n{asked.method}: {expected or 'how long it takes is not known before'}")
             attach(self._model, dense_plan(len(discover(self._model))))
-        parts |= self._measuring(1 + asked.scoring.untrained)
+        parts |= self._measuring()
         if later is not None:
             parts["LoRA"] = self._lora(later)
         if asked.is_papers:
@@ -89,7 +89,7 @@ class Forecast:
     def recover(self, blocks: TokenBlocks) -> None:
         """Say what `wide recover` costs; the adapter is attached."""
         self._say_groups()
-        _say_in_all(self._measuring(1) | {"LoRA": self._lora(blocks)})
+        _say_in_all(self._measuring() | {"LoRA": self._lora(blocks)})
 
     def _say_groups(self) -> None:
         for line in attachment(self._model).plan.in_words():
@@ -112,12 +112,8 @@ class Forecast:
         one = time.monotonic() - began - read
         return read + len(specs) * max(one - read, 0.0)
 
-    def _measuring(self, more: int) -> dict[str, float]:
-        """Return the seconds of all evaluations and calibrations, by a few windows of held-out text.
-
-        Args:
-            more: Models that are scored beside those that LoRA is trained for, and the dense one.
-        """
+    def _measuring(self) -> dict[str, float]:
+        """Return the seconds of all evaluations and calibrations, by a few windows of held-out text."""
         asked, scoring, tokenizer = self._request, self._request.scoring, self._materials.tokenizer
         documents = self._materials.held_out[0]
         if documents is None:
@@ -129,7 +125,7 @@ class Forecast:
         found = evaluate(self._model, documents, tokenizer=tokenizer, compare_dense=False, **told).model.perplexity
         each = (time.monotonic() - began) / max(0 if found is None else found.tokens, 1)
         recovers = asked.recover is not None
-        parts = {"evaluation": (1 + more + recovers * (1 + asked.dense_baseline)) * tokens * each}
+        parts = {"evaluation": (2 + recovers * (1 + asked.dense_baseline)) * tokens * each}
         if attachment(self._model).routers():
             began = time.monotonic()
             self._materials.measure_routing("dry run", blocks=1)

@@ -66,13 +66,13 @@ class RunResults:
         if self._materials.held_out[0] is None:
             return []
         # On every process: layers of a sharded model are gathered from all, and those of a replicated one would wait.
-        model, is_untrained, records = self._materials.model, subject == "untrained", list[Record]()
-        if not is_untrained and is_attached(model) and attachment(model).routers():
+        model, records = self._materials.model, list[Record]()
+        if is_attached(model) and attachment(model).routers():
             records += self._materials.measure_routing(subject)
         report, scores = self._materials.measure(subject)
         records += scores
         assert report.model.perplexity is not None
-        if report.sparsity is not None and not is_untrained:
+        if report.sparsity is not None:
             known = {name: self.records.latest(name, _PERPLEXITY) for name in ("dense", DENSE_ADAPTED)}
             # Beside the adapter stays what it was worth.
             attachment(model).provenance["held_out"] = {
@@ -85,7 +85,7 @@ class RunResults:
         field, words = measure_of(self._target)
         sparsity = "" if report.sparsity is None else f", skipped {getattr(report.sparsity, field):.1%} {words}"
         say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
-        if self._prompt and not is_untrained:
+        if self._prompt:
             text, _ = continue_prompt(model, self._materials.tokenizer, self._prompt, self._sampling)
             records.append(Record(subject=subject, metric="sample", value=self._prompt + text, unit="text"))
         return records

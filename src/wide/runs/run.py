@@ -14,7 +14,6 @@ from wide.methods.catalogue import get
 from wide.methods.method import Target, dense_plan
 from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
-from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.discovery import discover
 from wide.models.pretrained import choose_device, load_skeleton
 from wide.report.drawing import require_matplotlib
@@ -33,7 +32,6 @@ from wide.training.progress_log import require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
 from wide.training.trainer import micro_batch_size
 
-_DIAL_BLOCKS = 16
 _TARGETS = {
     "mean": "of the groups, mean of attention and FFN",
     "uniform": "of the groups, attention and FFN each",
@@ -121,8 +119,6 @@ class Run:
         self._results.begin(target, objective.sparsity, self._command)
         self._results.measure("dense")
         self._adapt_dense(later)
-        if asked.scoring.untrained and self._results.is_due("untrained"):
-            self._measure_untrained(asked.settings, objective, blocks)
         doing = ", ".join(filter(None, ("training" if method.trains else "deciding", self._expected(asked, blocks))))
         places = self._places(subject)
         self._train(subject, lambda: decide(blocks, asked, places), doing=doing)
@@ -204,24 +200,6 @@ class Run:
             "tensorboard": self._folder.path / BOARD / name if wanted else None,
             "tracker": self._request.run.tracker,
         }
-
-    def _measure_untrained(self, config: WideConfig, objective: ObjectiveConfig, blocks: TokenBlocks) -> None:
-        # What stage 1 begins with may have read text already; untrained routers have not.
-        attach(self._model, replace(config, ffn_grouping="adjacent", router_start="random"))
-        try:
-            target = objective.sparsity
-            calibrate_dial(
-                self._model,
-                blocks.in_order(self._request.scoring.batch_size, max_blocks=_DIAL_BLOCKS),
-                measure="linear_flops" if objective.target == "linear_flops" else "mean",
-                include_fixed=objective.include_fixed,
-                # Neighbours on both sides, so that the target lies between calibrated ones.
-                sparsities=[point for point in (target / 2, target, (1 + target) / 2) if point > 0],
-            )
-            set_sparsity(self._model, target)
-            self._results.measure("untrained")
-        finally:
-            detach(self._model)
 
     def _train(self, subject: str, stage: Callable[[], Any], *, doing: str = "training") -> None:
         if subject != DENSE_ADAPTED and self._attach_finished(subject):

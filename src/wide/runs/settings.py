@@ -111,7 +111,6 @@ class EvalOptions(Checked):
         window: Tokens that the model sees at once.
         stride: Tokens by which the window moves; null means disjoint windows.
         batch_size: Windows per forward.
-        untrained: Evaluate untrained routers at the same sparsity too, for comparison.
     """
 
     data: str | None = None
@@ -120,7 +119,6 @@ class EvalOptions(Checked):
     window: int = 1024
     stride: int | None = None
     batch_size: Positive = 4
-    untrained: bool = False
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
