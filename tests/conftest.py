@@ -110,7 +110,6 @@ def short_calibration():
     """Make the dial from little text: thousands of tiny batches would take most of the time of tests of commands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
-        patch.setattr("wide.runs.run._DIAL_BLOCKS", 4)
         yield
 
 
