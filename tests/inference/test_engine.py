@@ -502,8 +502,8 @@ def test_threads_get_what_they_would_get_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(call, range(200)))
-    assert found == [wanted[number % 16] for number in range(200)]
+            found = list(pool.map(call, range(96)))
+    assert found == [wanted[number % 16] for number in range(96)]
 
 
 def test_kept_memory_is_given_up_before_a_call_fails(monkeypatch):

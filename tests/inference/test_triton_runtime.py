@@ -22,7 +22,14 @@ def _table(backend, attention):
 # Norms of heads; a window, a soft cap and norms after the sublayers; half of a head turned, in neighbouring channels;
 # no norms before the sublayers.
 @pytest.mark.parametrize(
-    ("family", "attention"), [("qwen3", 5), ("gemma2", 5), ("gemma2", None), ("glm4", 5), ("exaone4", None)]
+    ("family", "attention"),
+    [
+        ("qwen3", 5),
+        pytest.param("gemma2", 5, marks=pytest.mark.slow),
+        ("gemma2", None),
+        ("glm4", 5),
+        pytest.param("exaone4", None, marks=pytest.mark.slow),
+    ],
 )
 def test_triton_and_torch_give_the_same_logits(family, attention):
     sizes = STRAIGHT[family] | {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 1}

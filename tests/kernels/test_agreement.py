@@ -23,9 +23,36 @@ def _name(value: object) -> str:
     return str(value)
 
 
+# Larger than others of the same kind; the interpreter takes seconds for each.
+SLOW = (
+    "attention_decode-1-300-32-8-8-64-0-0-0-0.5",
+    "attention_decode-3-127-8-4-4-64-50-11-0-0.5",
+    "attention_decode-2-90-14-2-2-64-0-0-0-0.8",
+    "attention_prefill-2-127-127-8-2-2-64-0-0-0.5",
+    "attention_prefill-2-50-50-12-4-6-64-0-0-0.5",
+    "attention_prefill-2-127-127-2-1-1-64-0-0-0.9-window=8",
+    "gemm_k-127-6-32-48-32-1-0.5",
+    "gemm_k-127-6-32-48-32-2-0.5-biased=True-int8=True",
+    "reorder_patterns-127-33-16-1-0.5-keeps_empty=False",
+    "reorder_patterns-300-20-16-1-0.3-keeps_empty=False",
+    "reorder_patterns-300-20-16-4-0.3-keeps_empty=False",
+    "reorder-300-20-16-0.3",
+    "reorder-300-20-64-0.3",
+    "reorder-127-33-16-0.5",
+    "reorder_sequences-300-20-3-0.3",
+    "rope_to_cache-3-2-4-32-8-128-0.5-num_groups=8",
+    "rope_to_cache-1-4-8-32-8-128-0.5-has_norm=True",
+)
+
+
+def _case(operator: Operator, backend: str, case: Case) -> object:
+    is_slow = backend == "triton" and DEVICE.type == "cpu" and f"{operator.name}-{_name(case)}" in SLOW
+    return pytest.param(operator, backend, case, marks=pytest.mark.slow if is_slow else ())
+
+
 @pytest.mark.parametrize(
     ("operator", "backend", "case"),
-    [(o, b, c) for o in OPERATORS.values() for b in o.backends if b != "torch" for c in o.cases],
+    [_case(o, b, c) for o in OPERATORS.values() for b in o.backends if b != "torch" for c in o.cases],
     ids=_name,
 )
 def test_backend_agrees_with_reference(operator: Operator, backend: str, case: Case) -> None:

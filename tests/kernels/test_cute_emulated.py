@@ -1,6 +1,6 @@
 """Kernels on CuTe, their sources compiled for the CPU: every case of their operators, called as on a GPU.
 
-Compiling takes half a minute a kernel: one is always tried, the others with --slow.
+Compiling takes half a minute a kernel: all are slow tests.
 """
 
 import ctypes
@@ -32,10 +32,11 @@ FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
 _TOOLKIT = Path("/usr/local/cuda/include")
 
-pytestmark = pytest.mark.skipif(
+_COMPILES = pytest.mark.skipif(
     cute.obstacle() is not None or shutil.which("g++") is None or not _TOOLKIT.exists(),
     reason=cute.obstacle() or "no compiler of C++ (g++), or no headers of CUDA in /usr/local/cuda",
 )
+pytestmark = [pytest.mark.slow, _COMPILES]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,13 +103,11 @@ def _is_gated(case: Case) -> bool:
     return bool(case.options.get("gated")) and case.sizes["group_size"] == 32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(GEMM_MN.cases, _is_gated))
 def test_gemm_mn(case: Case) -> None:
     _agrees(GEMM_MN, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tile", [CuteTile(0, 2), CuteTile(1, 4), CuteTile(2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_levels_of_gemm_mn(tile: CuteTile, dtype: torch.dtype) -> None:
@@ -128,7 +127,6 @@ def test_gemm_mn_on_hopper(case: Case) -> None:
     _agrees(GEMM_MN, case)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("tile", [CuteTile(0, 2), CuteTile(1, 3), CuteTile(2, 4)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -144,13 +142,11 @@ def _is_stored(case: Case) -> bool:
     return bool(case.options.get("keeps_empty")) and case.sizes["group_size"] == 32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(GEMM_K.cases, _is_stored))
 def test_gemm_k(case: Case) -> None:
     _agrees(GEMM_K, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(GEMM_K_ROWS.cases, bool))
 def test_gemm_k_rows(case: Case) -> None:
     _agrees(GEMM_K_ROWS, case)
@@ -163,14 +159,12 @@ _K_OF_HOPPER = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("case", _shared_out(_K_OF_HOPPER, bool))
 def test_gemm_k_on_hopper(case: Case) -> None:
     _agrees(GEMM_K if "block_m" in case.sizes else GEMM_K_ROWS, case)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_levels_of_gemm_k_on_hopper(dtype: torch.dtype) -> None:
@@ -182,7 +176,6 @@ def test_levels_of_gemm_k_on_hopper(dtype: torch.dtype) -> None:
         _agrees(GEMM_K, case, tile=tile)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operator", [GEMV_MN, GEMV_K], ids=lambda operator: operator.name)
 @pytest.mark.parametrize("place", range(7))
 def test_gemv(operator: Operator, place: int) -> None:
@@ -193,13 +186,11 @@ def _is_of_gathered_heads(case: Case) -> bool:
     return case.sizes["num_query_heads"] == 14
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(ATTENTION_PREFILL.cases, _is_of_gathered_heads))
 def test_attention_prefill(case: Case) -> None:
     _agrees(ATTENTION_PREFILL, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tile", [CuteTile(0, 3), CuteTile(1, 2), CuteTile(2, 4)])
 def test_levels_of_attention_prefill(tile: CuteTile) -> None:
     # Several tiles of each unit, the last with fewer rows than a fragment, and several steps between their edges.
@@ -210,13 +201,11 @@ def test_levels_of_attention_prefill(tile: CuteTile) -> None:
         _agrees(ATTENTION_PREFILL, case, tile=tile)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", _shared_out(ATTENTION_DECODE.cases, bool))
 def test_attention_decode(case: Case) -> None:
     _agrees(ATTENTION_DECODE, case)
 
 
-@pytest.mark.slow
 def test_splits_of_attention_decode() -> None:
     # The second cache is so short that one of its two parts holds no key.
     names = ("batch", "key_len", "num_query_heads", "num_kv_heads", "num_groups", "head_dim", "ragged")
@@ -225,7 +214,6 @@ def test_splits_of_attention_decode() -> None:
     _agrees(ATTENTION_DECODE, case, tile=CuteTile(0, 3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keeps_empty", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_levels_of_gemm_k(keeps_empty: bool, dtype: torch.dtype) -> None:

@@ -24,7 +24,8 @@ def _step(x: torch.Tensor, mask: torch.Tensor, cache: torch.Tensor, lengths: tor
     return gemv_k(h, x.new_ones(64, 32), mask, backend="triton")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+# Both run the same registration; the interpreter takes its time.
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_opcheck(backend: str) -> None:
     mask = torch.tensor([[True, False], [True, True]], device=DEVICE)
     lengths = torch.tensor([9, 4], dtype=torch.int32, device=DEVICE)
@@ -51,7 +52,7 @@ def test_decode_step_traces_as_one_graph_and_gives_the_same() -> None:
     torch.testing.assert_close(compiled(*arguments), _step(*arguments))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [2, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 4))])
 def test_a_row_does_not_depend_on_its_neighbours(num_rows: int) -> None:
     x, weight = _values(num_rows, 96), _values(40, 96)
     mask = torch.rand(num_rows, 4, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5

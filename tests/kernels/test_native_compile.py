@@ -4,6 +4,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,10 @@ VARIANTS = {
     "int8 gate and up with everything": _variant("gelu_tanh", gated=True, biased=True, int8=True),
     "int8, dense": _variant("none", int8=True, dense=1),
 }
+SLOW = pytest.mark.slow
+# Of each form of product one, of which two have everything; each takes two seconds.
+USUAL_K = {(1, False, True), (2, True, False), (3, False, False), (4, True, True)}
+USUAL = ("gate and up", "plain with everything", "int8 gate and up with everything")
 
 
 @pytest.fixture
@@ -70,8 +75,9 @@ def kept(request: pytest.FixtureRequest) -> Path:
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_variants_fit_spill_nothing_and_share_weights(variant: dict[str, int], kept: Path) -> None:
+@pytest.mark.parametrize("name", [name if name in USUAL else pytest.param(name, marks=SLOW) for name in VARIANTS])
+def test_variants_fit_spill_nothing_and_share_weights(name: str, kept: Path) -> None:
+    variant = VARIANTS[name]
     code, usage = described(machine_code(variant, kept))
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     assert used["STACK"] == used["LOCAL"] == 0
@@ -108,9 +114,15 @@ def test_the_order_of_rows_fits_and_spills_nothing(words: int, kept: Path) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize("words", [1, 2, 3, 4])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("words", "biased", "int8"),
+    [
+        each
+        if each in {(1, False, True), (2, True, False), (3, False, False), (4, True, True)}
+        else pytest.param(*each, marks=SLOW)
+        for each in product((1, 2, 3, 4), (False, True), (False, True))
+    ],
+)
 def test_the_product_over_input_groups_fits_and_waits_once_a_step(
     words: int, biased: bool, int8: bool, kept: Path
 ) -> None:

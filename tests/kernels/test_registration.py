@@ -33,7 +33,8 @@ def ffn(mask: torch.Tensor, x: torch.Tensor, up: torch.Tensor, gate: torch.Tenso
     return gemm_k(h, down, patterns, group_size=16, backend="triton")
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+# Both run the same registration; the interpreter takes its time.
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[INTERPRETED, pytest.mark.slow])])
 def test_opcheck(backend: str) -> None:
     # opcheck compares whole outputs: with everything executing none of them is unspecified.
     data = {**_inputs(), "mask": torch.ones(32, 3, dtype=torch.bool), "x": torch.randn(32, 32)}

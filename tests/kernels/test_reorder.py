@@ -28,7 +28,7 @@ def masks(draw: st.DrawFn) -> torch.Tensor:
 
 
 @INTERPRETED
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(mask=masks(), backend=BACKENDS, block_m=st.sampled_from([1, 16, 64]))
 def test_lists_are_the_active_rows_ascending(mask: torch.Tensor, backend: str, block_m: int) -> None:
     order = reorder(mask, block_m=block_m, backend=backend)

@@ -1,7 +1,9 @@
 """The order of rows in CUDA C++, its source compiled for the CPU: the lists are the reference's."""
 
+import functools
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the compiled programs, one for each number of words."""
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """Return what compiles the program for a number of words and of rows of a chunk, once."""
     folder = tmp_path_factory.mktemp("emulated")
     kernel = SOURCE.read_text().replace(
         "extern __shared__ __align__(16) char shared[];", "char* shared = dynamic_shared;"
@@ -29,14 +31,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "kernel.cu").write_text(kernel)
     compiler = ["g++", "-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-I{FOLDER}"]
     source = str(FOLDER / "emulated_rows.cpp")
-    running = [
-        subprocess.Popen(
-            [*compiler, f"-DCOUNT={words}", f"-DCHUNK={chunk}", source, "-o", str(folder / f"{words}-{chunk}")]
-        )
-        for words, chunk in ((2, SMALL), (3, SMALL), (4, SMALL), (2, WHOLE))
-    ]
-    assert [process.wait() for process in running] == [0] * len(running)
-    return folder
+
+    @functools.cache
+    def compiled(words: int, chunk: int) -> Path:
+        made = folder / f"{words}-{chunk}"
+        subprocess.run([*compiler, f"-DCOUNT={words}", f"-DCHUNK={chunk}", source, "-o", str(made)], check=True)
+        return made
+
+    return compiled
 
 
 def _rates(*few: float, rest: float, groups: int) -> torch.Tensor:
@@ -51,24 +53,29 @@ def _rates(*few: float, rest: float, groups: int) -> torch.Tensor:
         (65, torch.ones(64), SMALL),
         (200, torch.linspace(0, 0.5, 9), SMALL),
         (300, _rates(0.02, 0.05, 0.4, rest=0.9, groups=100), SMALL),
-        (1300, _rates(0.1, 0.3, rest=0.97, groups=70), SMALL),
+        pytest.param(1300, _rates(0.1, 0.3, rest=0.97, groups=70), SMALL, marks=pytest.mark.slow, id="1300-70-4096"),
         (SMALL + 130, torch.tensor([0.1, 0.6, 0.8]), SMALL),
         # A bucket of one row behind a whole chunk, and a bucket that is a whole chunk.
         (SMALL + 1, torch.tensor([0.1, 0.6, 0.8]), SMALL),
-        (WHOLE, torch.ones(2), WHOLE),
-        (WHOLE + 900, _rates(0.05, rest=0.8, groups=40), WHOLE),
+        pytest.param(WHOLE, torch.ones(2), WHOLE, marks=pytest.mark.slow, id="whole"),
+        pytest.param(WHOLE + 900, _rates(0.05, rest=0.8, groups=40), WHOLE, marks=pytest.mark.slow, id="more"),
     ],
     ids=lambda value: str(value if isinstance(value, int) else len(value)),
 )
 def test_lists_are_the_reference_s(
-    rows: int, rates: torch.Tensor, chunk: int, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    rates: torch.Tensor,
+    chunk: int,
+    program: Callable[[int, int], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reference, "CHUNK_ROWS", chunk)
     mask = torch.rand(rows, len(rates), generator=torch.Generator().manual_seed(rows)) < rates
     mask.numpy().astype(np.uint8).tofile(tmp_path / "mask")
     wanted = reorder_rows_reference(mask)
-    program = programs / f"{len(wanted[1])}-{chunk}"
-    subprocess.run([program, str(rows), str(len(rates)), tmp_path / "mask", tmp_path / "out"], check=True)
+    made = program(len(wanted[1]), chunk)
+    subprocess.run([made, str(rows), str(len(rates)), tmp_path / "mask", tmp_path / "out"], check=True)
     got = np.fromfile(tmp_path / "out", dtype=np.int32)
     ends = np.cumsum([part.numel() for part in wanted])
     assert len(got) == ends[-1]

@@ -1,7 +1,9 @@
 """Tiny random models of every supported family."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -55,7 +57,24 @@ STRAIGHT: dict[str, dict[str, Any]] = {
 }
 # Their layers are of two kinds.
 ALTERNATING = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "smollm3")
+# One of each shape of layers: packed products, norms of heads and behind sublayers, windows, caps, multipliers,
+# parallel halves, heads turned by half. Where other tests run every family, these stand for it.
+DISTINCT = ("llama", "qwen3", "gemma2", "phi3", "granite", "exaone4", "glm4", "cohere2")
 FAMILIES = [name for name in REQUIRED + FURTHER if name in CONFIG_MAPPING]
+
+
+def distinct(families: Iterable[str]) -> list[Any]:
+    """Return the families as parameters; those that are not of a shape of their own are slow."""
+    return [name if name in DISTINCT else pytest.param(name, marks=pytest.mark.slow) for name in families]
+
+
+def alternating(families: Iterable[str], values: Sequence[Any]) -> list[Any]:
+    """Return all pairs as parameters; those of every family but one, in turn, are slow."""
+    return [
+        pytest.param(name, value, marks=() if place % len(values) == number else pytest.mark.slow)
+        for place, name in enumerate(families)
+        for number, value in enumerate(values)
+    ]
 
 
 def make(family: str, **changes: Any) -> Any:

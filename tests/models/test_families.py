@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import ALTERNATING, FAMILIES, STRAIGHT, make, tokens
+from families import ALTERNATING, FAMILIES, STRAIGHT, alternating, make, tokens
 
 from wide.config import WideConfig
 from wide.models.attach import attach, attachment, detach
@@ -127,8 +127,7 @@ def test_the_loss_needs_no_full_logits(family):
     assert "forward" not in model.get_output_embeddings().__dict__
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cache"), alternating(FAMILIES, ["dynamic", "static"]))
 def test_cached_generation_equals_the_full_forward_under_the_same_decisions(family, cache):
     model, ids = attach(make(family), CONFIG), tokens(batch=2, length=6)
     options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

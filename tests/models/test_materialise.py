@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, make, tokens
+from families import FAMILIES, alternating, make, tokens
 from materialise_plans import depth_plan, number_of_parameters, twins, width_plan
 from transformers import LlamaForCausalLM
 
@@ -30,8 +30,7 @@ def assert_same_function(masked, physical, close=CLOSE):
     torch.testing.assert_close(logits(physical, ids), logits(masked, ids), **close)
 
 
-@pytest.mark.parametrize("how", ["sliced", "masked"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "how"), alternating(FAMILIES, ["sliced", "masked"]))
 def test_kept_heads_and_channels_equal_the_masked_executor(family, how):
     model = make(family)
     dense = logits(model, tokens())
@@ -45,8 +44,7 @@ def test_kept_heads_and_channels_equal_the_masked_executor(family, how):
         assert number_of_parameters(physical) < number_of_parameters(model)
 
 
-@pytest.mark.parametrize("how", ["sliced", "masked"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "how"), alternating(FAMILIES, ["masked", "sliced"]))
 def test_skipped_halves_equal_the_masked_executor(family, how):
     model = make(family)
     for skipped in ([(True, False), (False, True)], [(False, True), (True, False)]):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from families import FAMILIES, make, tokens
+from families import FAMILIES, alternating, distinct, make, tokens
 from materialise_plans import depth_plan, number_of_parameters, twins, width_plan
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -47,8 +47,7 @@ def mixed(family="llama", **changes):
 NO_ROPE = {"smollm3": {"no_rope_layers": [1, 0, 1, 0]}}
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cache"), alternating(FAMILIES, ["static", "dynamic"]))
 def test_generation_equals_the_masked_model_and_the_full_forward(family, cache):
     masked, physical = mixed(family)
     ids = tokens(batch=2, length=6)
@@ -112,7 +111,7 @@ def test_a_left_padded_batch_generates_what_its_rows_generate_alone():
     assert beams.shape == together.shape
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_save_and_load_give_the_same_bits(family, tmp_path):
     _, physical = mixed(family)
     physical.save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from wide.models.observe import bypass, capture_routing, force_routing
 from wide.routing import LayerRouting
 from wide.training.modes import layers_run
 
-THREADS, CALLS = 4, 200
+THREADS, CALLS = 4, 100
 LENGTHS = (1, 3, 7, 12, 20)
 
 
@@ -75,7 +75,7 @@ def logits(model, index):
 def test_forwards_in_threads_give_what_they_give_alone(kind):
     model = MODELS[kind](make("llama"))
     alone = [logits(model, index) for index in range(10)]
-    found = at_once(lambda _, index: logits(model, index))
+    found = at_once(lambda _, index: logits(model, index), 200 if kind == "routed" else 60)
     assert all(torch.equal(value, alone[index % 10]) for index, value in enumerate(found))
 
 
