@@ -35,8 +35,6 @@ _METHODS = {
     "dense": "dense",
     "wide-fitted": "WIDE, `fitted-50`, G = 128",
     "tyr": "Týr",
-    "wide-32": "WIDE, the paper's recipe, G = 32",
-    "wide-64": "WIDE, the paper's recipe, G = 64",
     "wide": "WIDE, the paper's recipe, G = 128",
     "wide-uniform": "WIDE-uniform, G = 128",
     "ddp": "DDP",
@@ -52,7 +50,6 @@ _METHODS = {
 }
 # Column -> target, and the runs that hold it: of several the first with a finished cell counts.
 _COLUMNS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "25 % nominal": (0.25, ("n25", "n25-fitted")),
     "a quarter of the work": (0.25, ("f25", "f25-fitted", "f25-groups", "f25-tasks")),
     "50 % nominal": (
         0.5,
@@ -63,7 +60,7 @@ _COLUMNS: dict[str, tuple[float, tuple[str, ...]]] = {
 # Whole layers are the same share of the work as of the nominal target.
 _WHOLE_LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
 _AGAIN = (*_WHOLE_LAYERS, "slicegpt", "dllm-original")
-_NOMINAL = {"a quarter of the work": "25 % nominal", "half of the work": "50 % nominal"}
+_LAYERS_IN = {"a quarter of the work": ("n25", "n25-fitted"), "half of the work": _COLUMNS["50 % nominal"][1]}
 _PARTS = {
     "all of it (`fitted-50`)": ("f50-fitted", "wide-fitted"),
     "without fitted start and bias (`small`)": ("parts", "no-bias"),
@@ -227,7 +224,9 @@ _REAL_FEW = (
 
 
 def _of_seeds(method: str, column: str, lora: bool) -> str:
-    target, runs = _COLUMNS[_NOMINAL.get(column, column) if method in _WHOLE_LAYERS else column]
+    target, runs = _COLUMNS[column]
+    if method in _WHOLE_LAYERS:
+        runs = _LAYERS_IN.get(column, runs)
     values = []
     for seed in _SEEDS if method != "dense" else _SEEDS[:1]:
         found = (number(run, method, _PERPLEXITY, target, seed=seed, lora=lora) for run in _once(runs, method, seed))
@@ -313,6 +312,12 @@ def aims(name: str) -> Table:
     return Table(header=("what", "today", "floor", "goal"), rows=rows)
 
 
+def training() -> Table:
+    """Return what steps of training take."""
+    rows = tuple((row["what"], _with_unit(row["value"], row["unit"])) for row in targets("scale"))
+    return Table(header=("what", "measured"), rows=rows)
+
+
 def columns() -> Table:
     """Return what kernels in each language gain over dense."""
     rows = tuple(
@@ -322,20 +327,9 @@ def columns() -> Table:
         )
         for row in targets("columns")
         # Of few rows pages have other tables.
-        if row["share"] == 0.5 and int(row["size"].split(" ")[0]) not in (16, 64, 256)
+        if row["share"] == 0.5 and int(row["size"].split(" ")[0]) not in (16, 64, 256, 1024)
     )
     return Table(header=("operator, half skipped", *_LANGUAGES.values()), rows=rows)
-
-
-def columns_code() -> Table:
-    """Return how many lines each language takes, and seconds of its compiler for one kernel."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in targets("code"):
-        name = "(shared)" if row["operator"] == "native" else row["operator"]
-        seconds = "" if row["compile_s"] is None else f", {row['compile_s']:g} s"
-        cells.setdefault(name, {})[row["language"]] = f"{row['lines']}{seconds}"
-    rows = tuple((name, *(found.get(key, "-") for key in _LANGUAGES)) for name, found in cells.items())
-    return Table(header=("lines of", *_LANGUAGES.values()), rows=rows)
 
 
 def columns_drawn(_source: object = None) -> list[dict[str, Any]]:
@@ -387,13 +381,18 @@ def _of_languages(row: dict[str, Any], names: dict[str, str]) -> list[str]:
     return ["-" if value is None else f"{value:.2f}" for value in values]
 
 
+# Other columns show what these would.
+_CARDS_LEFT_OUT = ("4 x 40", "4 x 141", "8 x 141")
+
+
 def sizes() -> Table:
     """Return what models of several sizes need of cards, in GiB, as it was calculated."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in json.loads((TARGETS.parent / "sizes.json").read_text(encoding="utf-8")):
         cells = found.setdefault((row["model"], row["stage"]), {"tokens/s": "-"})
         marks = f"{'r' * (row['way'] == 'recomputed')}{'s' * row['sharded']}"
-        cells[f"{row['gpus']} x {row['card']}"] = "-" if row["gib"] is None else f"{row['gib']:.0f} {marks}".strip()
+        if (cards := f"{row['gpus']} x {row['card']}") not in _CARDS_LEFT_OUT:
+            cells[cards] = "-" if row["gib"] is None else f"{row['gib']:.0f} {marks}".strip()
         if row["tokens_per_second"] is not None:
             # Of the largest card that was looked at.
             cells["tokens/s"] = f"{row['tokens_per_second']:,}"
@@ -415,10 +414,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "eight-bits-real": eight_bits,
     "speed": speed,
     "columns": columns,
-    "columns-code": columns_code,
     "house": lambda: aims("house"),
     "people": lambda: aims("people"),
-    "training": lambda: aims("scale"),
+    "training": training,
     "training-sizes": sizes,
 }
 """Name of a marker -> its table."""
