@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedBackendError, UnsupportedModelError
 from wide.inference import optimize as optimize_module
-from wide.inference.choice import layer_sizes, measured
+from wide.inference.choice import measured
 from wide.inference.choice import sample as sample_module
 from wide.inference.engine import views
 from wide.inference.operators.table import DENSE_TABLE, OperatorTable
@@ -100,7 +99,7 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
 
 
 def test_groups_that_the_kernels_do_not_take_are_refused(monkeypatch):
-    monkeypatch.setattr(layer_sizes, "half_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(optimize_module, "half_obstacle", lambda device, dtype: None)
     model = attach(make("llama"), WideConfig(ffn_group_size=8))
     match = "layer 0: gate_up: the Triton backend wants groups that 16 divides .*, got groups of 8 channels"
     refused(model, UnsupportedBackendError, match, backend="triton")
@@ -141,8 +140,7 @@ def test_auto_measures_what_nothing_is_known_of_or_says_so(monkeypatch, tmp_path
     assert measured.obstacle(gpu, torch.bfloat16) is None
     # The table itself is asked for the host, where there is nothing to choose.
     monkeypatch.setattr(optimize_module, "measured_table", lambda sizes, **named: DENSE_TABLE)
-    on_gpu = SimpleNamespace(device=gpu, dtype=torch.bfloat16, is_cuda=True)
-    monkeypatch.setattr(optimize_module, "_weight", lambda state: on_gpu)
+    monkeypatch.setattr(optimize_module, "_place", lambda weight: (gpu, torch.bfloat16))
     asked = []
     monkeypatch.setattr(optimize_module, "tune_layers", lambda layers, **named: asked.append(named))
     with pytest.warns(UserWarning, match="no operator that skips is faster"):

@@ -185,4 +185,4 @@ def test_a_plan_of_another_model_or_without_routers_is_refused(on_the_host):
         tune.tuned_layers(state.specs[:1], state.plan)
     dense = Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in state.specs))
     with pytest.raises(ConfigError, match="nothing to measure"):
-        tune.tuned_layers(state.specs, dense)
+        tune_layers(tune.tuned_layers(state.specs, dense), device=CPU)

@@ -6,28 +6,31 @@ from numbers import Real
 from statistics import mean
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from wide.data.progress import steps
-from wide.errors import ConfigError, NotAttachedError
-from wide.inference.choice.layer_sizes import layer_sizes, require_kernels, tune_command
+from wide.errors import ConfigError, NotAttachedError, UnsupportedBackendError
+from wide.inference.choice.layer_sizes import misfit
 from wide.inference.choice.measured import is_measured, measured_table, obstacle
 from wide.inference.choice.sample import LayerSample, sample_layers
-from wide.inference.choice.tuning.tune import tune_layers, tuned_layers
+from wide.inference.choice.tuning.tune import TunedLayer, tune_layers, tuned_layers
 from wide.inference.engine.batching import PagedBatching
 from wide.inference.engine.engine import Engine
 from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.inference.reading.model import require_routing_alone
 from wide.inference.reading.quantising import WEIGHTS
 from wide.inference.reading.weights import require_plain
-from wide.kernels.device import device_facts
-from wide.models.attach import Attachment, attachment
-from wide.models.block_spec import BlockSpec
+from wide.kernels.device import device_facts, half_obstacle
+from wide.models.attach import attachment
 from wide.models.pretrained import peft_adapters
+from wide.plan import Plan, Routed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TUNING_SECONDS = 90.0
 _BACKENDS = ("auto", "triton", "torch")
+# Numbers of tokens whose kernels are compared with a layer's sizes.
+_SOME_ROWS = tuple(1 << power for power in range(3, 21))
 
 
 def optimize(
@@ -109,20 +112,27 @@ def optimize(
         )
     for spec in state.specs:
         require_plain(spec)
-    known = [LayerSample(executed, None)] * len(state.specs)
-    layers = list(zip(state.specs, state.plan.layers, strict=True))
+    layers = tuned_layers(state.specs, state.plan, weights)
+    device, dtype = _place(state.specs[0].attention.query.weight)
     if table is not None:
-        for layer in layers:
-            require_kernels(*layer, table, weights)
+        _require_kernels(layers, table, device, dtype)
+        tables = [table] * len(layers)
     else:
+        known = [LayerSample(executed, None)] * len(layers)
         if sample is not None:
             known = sample_layers(model, sample)
             executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
-        _require_measurements(model, state, executed, weights, tune=tune)
-    tables = [table or _measured(spec, state, index, known[index], weights) for index, spec in enumerate(state.specs)]
+        command = (
+            None if tune else _tune_command(getattr(model.config, "_name_or_path", ""), state.plan, executed, weights)
+        )
+        _require_measurements(layers, executed, device, dtype, command)
+        tables = [
+            measured_table(each.sizes, device=device, dtype=dtype, executed=one.executed, left=one.left)
+            for each, one in zip(layers, known, strict=True)
+        ]
     if weights == "w8a8":
         tables = [each.for_int8_rows() for each in tables]
-    if table is None and _weight(state).is_cuda and obstacle(_weight(state).device, _weight(state).dtype) is None:
+    if table is None and device.type == "cuda" and obstacle(device, dtype) is None:
         _warn_if_nothing_pays(tables)
     state.engine = engine = Engine(model, state, tables, weights)
     if hasattr(model, "init_continuous_batching"):
@@ -145,16 +155,48 @@ def deoptimize(model: ModelT) -> ModelT:
     return model
 
 
-def _weight(state: Attachment) -> Tensor:
-    weight: Any = state.specs[0].attention.query.weight
-    return weight  # type: ignore[no-any-return]
+def _place(weight: Any) -> tuple[torch.device, torch.dtype]:
+    return weight.device, weight.dtype
+
+
+def _require_kernels(
+    layers: Sequence[TunedLayer], table: OperatorTable, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse a table of Triton kernels where they cannot run, instead of failing in the middle of a forward.
+
+    Raises:
+        UnsupportedBackendError: The message names the device, dtype or group size.
+    """
+    if table.backend != "triton":
+        return
+    reason = half_obstacle(device, dtype)
+    if reason is not None:
+        raise UnsupportedBackendError(
+            f"backend 'triton' cannot run on {device}: {reason}; convert the model, or choose backend='torch' or 'auto'"
+        )
+    for index, layer in enumerate(layers):
+        for name in layer.products():
+            chosen = {table.choice(name, rows) for rows in _SOME_ROWS}
+            reasons = [misfit(name, layer.sizes, choice) for choice in chosen if choice.backend != "dense"]
+            reason = next((reason for reason in reasons if reason is not None), None)
+            if reason is not None:
+                raise UnsupportedBackendError(
+                    f"layer {index}: {name}: {reason}; choose backend='torch' or 'auto', or other group sizes"
+                )
 
 
 def _require_measurements(
-    model: nn.Module, state: Attachment, executed: tuple[float, float], weights: str, *, tune: bool
+    layers: Sequence[TunedLayer],
+    executed: tuple[float, float],
+    device: torch.device,
+    dtype: torch.dtype,
+    command: str | None,
 ) -> None:
-    """Measure a GPU or shapes that nothing is known of, or say what runs without."""
-    device, dtype = _weight(state).device, _weight(state).dtype
+    """Measure a GPU or shapes that nothing is known of, or say what runs without.
+
+    Args:
+        command: What measures these shapes, for the message that names it; None = they are measured now.
+    """
     if device.type != "cuda":
         warnings.warn(
             f"wide: operators that skip need a GPU, not {device.type}: reference operators run, which are right, and "
@@ -167,11 +209,9 @@ def _require_measurements(
     if reason is not None:
         warnings.warn(f"{start} than without pruning: {reason}. Convert the model, or take another", stacklevel=3)
         return
-    layers = list(zip(state.specs, state.plan.layers, strict=True))
-    if is_measured(device, [layer_sizes(*layer, weights) for layer in layers], executed=executed):
+    if is_measured(device, [layer.sizes for layer in layers], executed=executed):
         return
-    if not tune:
-        command = tune_command(model, layers, executed, weights)
+    if command is not None:
         warnings.warn(
             f"{start} than without pruning: its shapes have not been measured there. Leave out tune=False, run "
             f"`{command}`, or choose backend='triton'",
@@ -180,13 +220,29 @@ def _require_measurements(
         return
     with steps(f"measuring which operators pay on {device_facts(device).name}, once") as told:
         tune_layers(
-            tuned_layers(state.specs, state.plan, weights),
+            layers,
             device=device,
             executed=executed,
             quick=True,
             seconds=_TUNING_SECONDS,
             progress=lambda at: told(at.done, at.total),
         )
+
+
+def _tune_command(name: str, plan: Plan, executed: tuple[float, float], weights: str) -> str:
+    """Return the command line that measures a model's own shapes on this machine."""
+    shares = ",".join(f"{max(share, 0.01):.2g}" for share in executed)
+    executing = f"--executed {shares}" + ("" if weights == "model" else f" --weights {weights}")
+    command = f"wide tune --model {name or 'MODEL'}"
+    flags: list[str] = []
+    for half in ("attention", "ffn"):
+        found = {getattr(layer, half) for layer in plan.layers}
+        sizes = {each.grouping.group_size for each in found if isinstance(each, Routed)}
+        if len(sizes) != 1 or not all(isinstance(each, Routed) for each in found):
+            # Flags cannot say it, the plan in an adapter can.
+            return f"{command} --adapter ADAPTER {executing}"
+        flags.append(f"--{half}_group_size {sizes.pop()}")
+    return f"{command} {' '.join(flags)} {executing}"
 
 
 def _warn_if_nothing_pays(tables: Sequence[OperatorTable]) -> None:
@@ -197,10 +253,3 @@ def _warn_if_nothing_pays(tables: Sequence[OperatorTable]) -> None:
             "and the routers come on top: detach them, or take a larger model or sparsity",
             stacklevel=3,
         )
-
-
-def _measured(spec: BlockSpec, state: Attachment, index: int, known: LayerSample, weights: str) -> OperatorTable:
-    """Return what measurements say of a layer's shapes and masks."""
-    weight: Any = spec.attention.query.weight
-    sizes = layer_sizes(spec, state.plan.layers[index], weights)
-    return measured_table(sizes, device=weight.device, dtype=weight.dtype, executed=known.executed, left=known.left)

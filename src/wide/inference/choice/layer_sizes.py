@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from wide.errors import UnsupportedBackendError
-from wide.inference.operators.table import SUMS, OperatorName, OperatorTable
+from wide.inference.operators.table import SUMS, OperatorName
 from wide.kernels.attention_prefill.op import BACKENDS as PREFILL_BACKENDS
 from wide.kernels.attention_prefill.op import PrefillShape
-from wide.kernels.device import half_obstacle
 from wide.kernels.dispatch import Backends, Shape
 from wide.kernels.gemm_k.op import BACKENDS as K_BACKENDS
 from wide.kernels.gemm_k.op import ROWS_BACKENDS, KShape
@@ -23,8 +21,6 @@ from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Case, Choice
 from wide.models.block_spec import BlockSpec
 from wide.plan import LayerPlan, Routed
-
-_SOME_ROWS = tuple(1 << power for power in range(3, 21))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,51 +143,3 @@ def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.d
         return f"one sort of {choice.groups_per_block} groups says nothing of {groups}"
     backends, shape = backends_and_shape(name, sizes, MAX_ROWS + 1, dtype, one_sort=one_sort)
     return backends.misfit(choice.backend, shape)
-
-
-def require_kernels(spec: BlockSpec, plan: LayerPlan, table: OperatorTable, weights: str = "model") -> None:
-    """Refuse a table of Triton kernels where they cannot run, instead of failing in the middle of a forward.
-
-    Raises:
-        UnsupportedBackendError: The message names the device, dtype or group size.
-    """
-    if table.backend != "triton":
-        return
-    weight: Any = spec.attention.query.weight
-    reason = half_obstacle(weight.device, weight.dtype)
-    if reason is not None:
-        raise UnsupportedBackendError(
-            f"backend 'triton' cannot run on {weight.device}: {reason}; convert the model, or choose backend='torch' "
-            "or 'auto'"
-        )
-    sizes, names = layer_sizes(spec, plan, weights), list[OperatorName]()
-    if isinstance(plan.attention, Routed):
-        names += ["output"] if spec.attention.q_norm == "width" else ["query", "output"]
-    if isinstance(plan.ffn, Routed):
-        names += ["gate_up", "down"]
-    for name in names:
-        chosen = {table.choice(name, rows) for rows in _SOME_ROWS}
-        reasons = [misfit(name, sizes, choice) for choice in chosen if choice.backend != "dense"]
-        reason = next((reason for reason in reasons if reason is not None), None)
-        if reason is not None:
-            raise UnsupportedBackendError(
-                f"layer {spec.index}: {name}: {reason}; choose backend='torch' or 'auto', or other group sizes"
-            )
-
-
-def tune_command(
-    model: Any, layers: list[tuple[BlockSpec, LayerPlan]], executed: tuple[float, float], weights: str
-) -> str:
-    """Return the command line that measures a model's own shapes on this machine."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
-    shares = ",".join(f"{max(share, 0.01):.2g}" for share in executed)
-    executing = f"--executed {shares}" + ("" if weights == "model" else f" --weights {weights}")
-    flags: list[str] = []
-    for half in ("attention", "ffn"):
-        found = {getattr(plan, half) for _, plan in layers}
-        sizes = {each.grouping.group_size for each in found if isinstance(each, Routed)}
-        if len(sizes) != 1 or not all(isinstance(each, Routed) for each in found):
-            # Flags cannot say it, the plan in an adapter can.
-            return f"wide tune --model {name} --adapter ADAPTER {executing}"
-        flags.append(f"--{half}_group_size {sizes.pop()}")
-    return f"wide tune --model {name} {' '.join(flags)} {executing}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from wide.errors import NotAttachedError, UnsupportedModelError
@@ -80,12 +80,11 @@ def is_paged_step(given: Mapping[str, Any]) -> bool:
     return cache is not None and not isinstance(cache, Cache) and given.get("cu_seq_lens_q") is not None
 
 
-def handed_on(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+def handed_on(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of a model's forward with a paged cache under a name that only wide's attention reads.
 
     Since transformers 5.24 modules store keys and values themselves where they know the cache.
     """
-    config: Any = model.config
     if not is_paged_step(given) or config._attn_implementation != PAGED_ATTENTION:
         return given
     return {_CACHE if name == "cache" else name: value for name, value in given.items()}

@@ -1,21 +1,23 @@
 """The three kinds of calls that the engine runs: prompts, steps of decoding, and steps of continuous batching."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from wide.inference.engine.batching import PagedView
+from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
 from wide.inference.engine.engine_cache import EngineCache
-from wide.inference.engine.generation import is_trusted
-from wide.inference.engine.inputs import kept_rows, unexpected_rows
+from wide.inference.engine.generation import is_trusted, reason_of
+from wide.inference.engine.inputs import KNOWN, kept_rows, read_padding, unexpected_rows
 from wide.inference.engine.memory import Memory, has_graph
 from wide.inference.engine.options import ForwardOptions
-from wide.models.router import RoutingControl
+from wide.models.gates import cache_of
 
+Kind = Literal["prompt", "step", "paged"]
 Answer = tuple[Tensor, EngineCache | None]
 """Logits [B, kept, V], and the cache of the call."""
+_KNOWN_PAGED = KNOWN | ARGUMENTS
 _OTHER_MODEL = "a cache from before the model was changed"
 
 
@@ -23,36 +25,109 @@ class Masked(Exception):  # noqa: N818
     """A call that the engine does not take; its message is the reason, empty where there is nothing to say."""
 
 
+def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, EngineCache | None]:
+    """Return which kind of call these arguments are, their tokens [B, T] or embeddings [B, T, D], and their cache.
+
+    Args:
+        given: Arguments of the model's forward, by name.
+        config: The model's.
+
+    Raises:
+        Masked: If they ask for something that the engine does not compute.
+    """
+    ids = given.get("input_ids")
+    x = given.get("inputs_embeds") if ids is None else ids
+    if not isinstance(x, Tensor):
+        raise Masked
+    is_paged = ids is not None and is_paged_step(given)
+    if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Masked("a call that is captured in a CUDA graph")
+    if torch.is_autocast_enabled(x.device.type):
+        raise Masked("autocast")
+    for name, value in given.items():
+        if name not in (_KNOWN_PAGED if is_paged else KNOWN) and value is not None and value is not False:
+            raise Masked(f"the argument {name}=")
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config, name, False):
+            raise Masked(f"{name}=")
+    if is_paged:
+        return "paged", x, None
+    cache = cache_of(given)
+    if cache is None:
+        return "prompt", x, None
+    if not isinstance(cache, EngineCache):
+        raise Masked(reason_of(cache))
+    if cache.slot is None and cache.get_seq_length():
+        raise Masked(cache.left_for)
+    is_step = cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1
+    return "step" if is_step else "prompt", x, cache
+
+
 def prompt(
+    memory: Memory, x: Tensor, cache: EngineCache | None, run: ForwardOptions, given: Mapping[str, Any], config: Any
+) -> Answer:
+    """Return the logits [B, kept, V] that are wanted of several tokens a sequence, and the cache that keeps them.
+
+    Args:
+        x: Tokens [B, T], or their embeddings [B, T, D].
+        cache: What the caller gave; None = a new one is made if keys are to be kept.
+        given: Arguments of the call.
+        config: The model's.
+
+    Raises:
+        Masked: If the masked model has to compute it.
+    """
+    past = 0 if cache is None or cache.slot is None else cache.tokens
+    keeps = given.get("use_cache")
+    if cache is None and (getattr(config, "use_cache", True) if keeps is None else keeps):
+        cache = EngineCache(config)
+    padding = read_padding(given, x, past, reads_positions=not is_trusted(cache), has_cache=cache is not None)
+    if isinstance(padding, str):
+        raise Masked(padding)
+    places = None if padding is None else padding.tolist()
+    if past and (cache is None or cache.padding != places):
+        raise Masked("another left padding than that of the tokens before")
+    if cache is not None:
+        cache.padding = places
+    try:
+        logits = _prompt(memory, x, past, padding, cache, run, given.get("logits_to_keep", 0))
+    except BaseException:
+        # What was begun must not be taken for a prompt, nor for tokens of an earlier one.
+        if cache is not None and not past:
+            cache.slot = None
+        elif cache is not None:
+            cache.slot.cache.lengths.copy_(past - torch.tensor(places or 0, device=x.device))
+        raise
+    if cache is not None:
+        cache.tokens = past + x.shape[1]
+    return logits, cache
+
+
+def _prompt(
     memory: Memory,
-    control: RoutingControl,
     x: Tensor,
     past: int,
     padding: Tensor | None,
     cache: EngineCache | None,
+    run: ForwardOptions,
     kept: int | Tensor,
 ) -> Tensor:
-    """Return the logits [B, kept, V] that are wanted of several tokens a sequence, and keep their keys and values.
+    """Return the logits [B, kept, V] that are wanted, and keep keys and values.
 
     Args:
         x: Tokens [B, T] behind their left padding, or their embeddings [B, T, D].
         past: Tokens that the cache has of each sequence, padding included.
         padding: Left padding of each sequence, int64 [B]; None without.
-        cache: Takes the keys and values; None = they are not kept.
         kept: `logits_to_keep`.
-
-    Raises:
-        Masked: If the masked model has to compute it.
     """
     if past and cache is not None and cache.slot is not None and cache.slot.decoder is not memory.decoder:
         raise Masked(_OTHER_MODEL)
     if past + x.shape[1] > memory.decoder.max_length:
         raise Masked(f"a text of more than {memory.decoder.max_length} tokens")
-    if control.observed is not None and padding is not None:
+    if run.record is not None and padding is not None:
         raise Masked("capture_routing with left padding")
     memory.claim()
-    memory.follow()
-    decoder, (batch, length), run = memory.decoder, x.shape[:2], _options(control)
+    decoder, (batch, length) = memory.decoder, x.shape[:2]
     if padding is not None and length > 1 and not past:
         # The engine pads on the right: each row begins with its first real token.
         places = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
@@ -81,11 +156,10 @@ def prompt(
         parts = [decoder.prompt(x[row, None], keys.row(row), run, past=each) for row, each in enumerate(pasts)]
         return torch.stack([decoder.logits(part, run, rows) for part in parts])
     residual = decoder.prompt(x, keys, run, past=past, lengths=lengths)
-    _note(control, run, x)
     return decoder.logits(residual, run, kept_rows(batch, length, kept, padding, x.device)).unflatten(0, (batch, -1))
 
 
-def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCache, given: Mapping[str, Any]) -> Tensor:
+def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
     """Return the logits [B, 1, V] after one more token [B, 1] a sequence; the cache grows by it.
 
     Args:
@@ -103,7 +177,7 @@ def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCach
     if cache.tokens >= decoder.max_length:
         raise Masked(f"a text of more than {decoder.max_length} tokens")
     trusted, grows = is_trusted(cache), cache.tokens >= slot.cache.room
-    if trusted and not grows and control.observed is None:
+    if trusted and not grows and run.record is None:
         memory.join()
     else:
         memory.claim()
@@ -112,11 +186,8 @@ def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCach
     unexpected = None if trusted else unexpected_rows(given, slot.cache.lengths + 1)
     if isinstance(unexpected, str):
         raise Masked(unexpected)
-    memory.follow()
-    run = _options(control)
     if run.record is not None:
         logits = decoder.step(ids[:, 0], slot.cache, run)
-        _note(control, run, ids)
     else:
         begun = memory.take(slot, ids[:, 0], routed=run.routed)
         if cache.has_begun:
@@ -132,7 +203,7 @@ def step(memory: Memory, control: RoutingControl, ids: Tensor, cache: EngineCach
     return logits[:, None]
 
 
-def paged_step(memory: Memory, control: RoutingControl, ids: Tensor, given: Mapping[str, Any]) -> Answer:
+def paged_step(memory: Memory, ids: Tensor, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
     """Return the logits [1, kept, V] of a step of continuous batching, which transformers may be capturing.
 
     Args:
@@ -143,22 +214,9 @@ def paged_step(memory: Memory, control: RoutingControl, ids: Tensor, given: Mapp
     """
     if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         memory.claim()
-        memory.follow()
     view = PagedView(given)
     if view.longest > memory.decoder.max_length:
         raise Masked(f"a batch that has room for more than {memory.decoder.max_length} tokens a request")
-    run, kept = ForwardOptions(routed=control.enabled), given.get("logits_to_keep")
+    kept = given.get("logits_to_keep")
     stream = memory.decoder.forward(ids, view, run)
-    return memory.decoder.logits(stream, run, kept.long() if isinstance(kept, Tensor) else None)[None], None
-
-
-def _options(control: RoutingControl) -> ForwardOptions:
-    return ForwardOptions(routed=control.enabled, record=None if control.observed is None else [])
-
-
-def _note(control: RoutingControl, run: ForwardOptions, x: Tensor) -> None:
-    """Give the masks [B * T, N_G] of a forward to who observes it."""
-    if control.observed is not None and run.record is not None and run.routed:
-        for layer, masks in zip(control.observed, run.record, strict=False):
-            layer.attention, layer.ffn = (None if mask is None else mask.view(*x.shape[:2], -1) for mask in masks)
-            layer.attention_margin = layer.ffn_margin = None
+    return memory.decoder.logits(stream, run, kept.long() if isinstance(kept, Tensor) else None)[None]

@@ -24,12 +24,12 @@ class Decoder:
 
     Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
     each, which their modules then view, so that memory does not double and the model keeps working. In int8 the model
-    computes with the engine's, too. Routers are read once: call `follow` after changing thresholds, and make a new
-    Decoder after changing weights.
+    computes with the engine's, too. All is read once: `Memory.follow` hands on thresholds that change, and changed
+    weights need a new Decoder.
 
     Args:
         model: A causal LM in evaluation mode, LoRA merged.
-        max_length: Largest position plus one.
+        max_length: Largest position plus one; None = as many as the model has positions for.
         tables: Which operator skips at which size, for each layer; None = the defaults of `OperatorTable`.
         checked: Compare a short dense forward with the model's own and refuse a model that differs.
         weights: Format of the layers' projections: 'model', 'int8' or 'w8a8'.
@@ -42,7 +42,7 @@ class Decoder:
         self,
         model: nn.Module,
         *,
-        max_length: int,
+        max_length: int | None = None,
         tables: Sequence[OperatorTable] | None = None,
         checked: bool = True,
         weights: str = "model",
@@ -52,11 +52,11 @@ class Decoder:
         self._weights = read_model(model, max_length, weights)
         self.layers, self.embedding, self.head = self._weights.layers, self._weights.embedding, self._weights.head
         self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
-        self.max_length = max_length
+        self.max_length = self._weights.max_length
         self._side = SideStream(self.device) if self.device.type == "cuda" else None
         if checked:
             try:
-                require_same_outputs(model, self.probe, max_length)
+                require_same_outputs(model, self.probe, self.max_length)
             except BaseException:
                 self.give_back()
                 raise
@@ -74,13 +74,6 @@ class Decoder:
     def saved_bytes(self) -> int:
         """Memory that int8 weights spare."""
         return self._weights.taken.saved_bytes
-
-    def follow(self) -> None:
-        """Let all routers decide by the thresholds that the model's have now, in captured graphs, too."""
-        for layer in self.layers:
-            for router in (layer.attention.router, layer.ffn.router):
-                if router is not None:
-                    router.follow()
 
     @property
     def device(self) -> torch.device:

@@ -14,60 +14,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from wide.errors import NotAttachedError, UnsupportedModelError
-from wide.inference.engine.batching import ARGUMENTS, PagedBatching, handed_on, is_paged_step
-from wide.inference.engine.calls import Answer, Masked, paged_step, prompt, step
+from wide.inference.engine.batching import PagedBatching, handed_on
+from wide.inference.engine.calls import Answer, Kind, Masked, paged_step, prompt, read_call, step
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.engine_cache import EngineCache
-from wide.inference.engine.generation import is_trusted, reason_of, wrap_generation
-from wide.inference.engine.inputs import KNOWN, read_padding
+from wide.inference.engine.generation import wrap_generation
 from wide.inference.engine.memory import Memory
-from wide.inference.engine.snapshot import Snapshot
+from wide.inference.engine.options import ForwardOptions
+from wide.inference.engine.snapshot import IN_TRAINING, Snapshot
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import REFUSED_COPIES, refuse_gradients
 from wide.models.attach import Attachment
 from wide.models.gates import cache_of
-
-_KNOWN_PAGED = KNOWN | ARGUMENTS
-# Longer contexts run masked: their table of positions alone would take hundreds of megabytes.
-_MAX_LENGTH = 131072
-
-
-def _require_known(model: Any, control: Any, x: Tensor, given: Mapping[str, Any], *, is_paged: bool) -> None:
-    """Refuse calls that ask for something that the engine does not compute."""
-    if model.training:
-        raise NotAttachedError(
-            "this model is optimised, which is for inference; call wide.deoptimize(model) first, or model.eval()"
-        )
-    if control.forced is not None:
-        raise Masked("force_routing")
-    if control.observed is not None and (control.keep_history or is_paged):
-        raise Masked("capture_routing over several forwards")
-    if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise Masked("a call that is captured in a CUDA graph")
-    if torch.is_autocast_enabled(x.device.type):
-        raise Masked("autocast")
-    for name, value in given.items():
-        if name not in (_KNOWN_PAGED if is_paged else KNOWN) and value is not None and value is not False:
-            raise Masked(f"the argument {name}=")
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(model.config, name, False):
-            raise Masked(f"{name}=")
-
-
-def _decoder(model: Any, tables: Sequence[OperatorTable], weights: str) -> Decoder:
-    """Return a model's straight-line form, for texts as long as it has positions for."""
-    config = model.config.get_text_config(decoder=True)
-    length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("llama_4_scaling_beta"):
-        # Beyond, queries grow with their position.
-        length = min(length, int(rope["original_max_position_embeddings"]))
-    with torch.inference_mode(False):
-        return Decoder(model, max_length=length, tables=tables, weights=weights)
 
 
 class Engine:
@@ -86,7 +48,9 @@ class Engine:
     ) -> None:
         """Read the model, and take the place of its forward."""
         self._model: Any = model
-        self._state, self._tables, self._weights = state, tuple(tables), weights
+        self._control, self._routers = state.control, state.routers()
+        self._own_hooks = {handle.id for handle in state.handles}
+        self._tables, self._weights = tuple(tables), weights
         self._plain: Any = model.forward
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._lock = threading.RLock()
@@ -115,11 +79,13 @@ class Engine:
         Raises:
             UnsupportedModelError: If the model has been changed into one that the engine does not compute.
         """
-        return self._ready.decoder
+        if self._memory is None:
+            raise UnsupportedModelError(self._unreadable)
+        return self._memory.decoder
 
     def made_of(self) -> tuple[Any, ...]:
         """Return what graphs hold of the model: weights, thresholds, and whether routers decide."""
-        return self._state.control.enabled, [each.threshold for each in self._state.routers()], self._snapshot.now()
+        return self._control.enabled, [each.threshold for each in self._routers], self._snapshot.now()
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
@@ -130,7 +96,6 @@ class Engine:
             yield
         finally:
             self._memory = whole
-            self._ready.follow()
 
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs.
@@ -156,13 +121,6 @@ class Engine:
                 if before is not None:
                     vars(self._model)[name] = before
 
-    @property
-    def _ready(self) -> Memory:
-        """The memory, of a model that could be read."""
-        if self._memory is None:
-            raise UnsupportedModelError(self._unreadable)
-        return self._memory
-
     def _claim(self) -> None:
         with self._lock:
             if self._memory is not None:
@@ -179,7 +137,8 @@ class Engine:
         # Reading compares with the model's own forward, which must not come back here.
         self._memory, self._unreadable, self._is_reading = None, "", True
         try:
-            decoder = _decoder(self._model, self._tables, self._weights)
+            with torch.inference_mode(False):
+                decoder = Decoder(self._model, tables=self._tables, weights=self._weights)
             self._quantised = decoder.quantised
         except Exception as error:
             self._unreadable = str(error)
@@ -187,7 +146,7 @@ class Engine:
         finally:
             self._is_reading = False
             # Reading moves weights. Those that it refuses may become others.
-            self._snapshot = Snapshot(self._model, self._state, self._quantised)
+            self._snapshot = Snapshot(self._model, [*self._routers, *self._quantised], self._own_hooks)
         self._memory = Memory(decoder, self._lock)
 
     @contextmanager
@@ -201,25 +160,34 @@ class Engine:
             with self._lock:
                 self._num_masked -= 1
 
-    def _read_again(self) -> None:
-        """Read the model again if it has changed since."""
+    def _current(self, kind: Kind) -> Memory:
+        """Return the memory of the model as it is now, read again if it has changed; steps trust their prompt."""
+        if kind != "step":
+            self._snapshot.require_unhooked()
+        elif self._memory is not None:
+            return self._memory
         try:
-            if self._snapshot.has_changed():
+            if self._snapshot.now() != self._snapshot.then:
+                if kind == "paged" and self._memory is not None:
+                    # The next prompt reads the model again.
+                    raise Masked("generate_batch after the weights have changed")
                 if self._num_masked:
                     raise Masked("a changed model while other threads run it masked")
                 if self.batching is not None and self.batching.is_running:
                     # The graphs of its steps hold the tensors of the last reading.
                     raise Masked("a changed model while generate_batch runs")
                 self._read()
-            self._ready  # noqa: B018
+            if self._memory is None:
+                raise UnsupportedModelError(self._unreadable)
         except UnsupportedModelError as error:
             instead = "" if self._weights == "model" else f"; its own weights compute, not {self._weights}"
             raise Masked(f"this model since it was changed ({error}{instead})") from error
+        return self._memory
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             # Nothing of the engine can be traced.
-            return self._plain(*args, **handed_on(self._model, kwargs))
+            return self._plain(*args, **handed_on(self._model.config, kwargs))
         given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
         try:
             # Memory that is made under inference mode could not be written outside of it.
@@ -232,7 +200,7 @@ class Engine:
             if isinstance(cache, EngineCache):
                 cache.leave_engine(reason)
             with self._counted():
-                return self._plain(*args, **handed_on(self._model, kwargs))
+                return self._plain(*args, **handed_on(self._model.config, kwargs))
         if torch.is_grad_enabled() and self._snapshot.learns():
             # The operators have no gradients: whoever asks for one is told so.
             logits = logits.detach().requires_grad_()
@@ -246,68 +214,33 @@ class Engine:
         Raises:
             Masked: If the masked model has to compute it.
         """
-        ids = given.get("input_ids")
-        x = given.get("inputs_embeds") if ids is None else ids
-        if not isinstance(x, Tensor) or self._is_reading or self._is_removed:
+        if self._is_reading or self._is_removed:
             raise Masked
-        control, is_paged = self._state.control, ids is not None and is_paged_step(given)
-        _require_known(self._model, control, x, given, is_paged=is_paged)
-        if self._memory is None:
-            self._read_again()
-        if is_paged:
-            self._require_unhooked()
-            if self._snapshot.has_changed():
-                # The next prompt reads the model again.
-                raise Masked("generate_batch after the weights have changed")
-            return paged_step(self._ready, control, x, given)
-        cache = cache_of(given)
-        if cache is not None and not isinstance(cache, EngineCache):
-            raise Masked(reason_of(cache))
-        if cache is not None and cache.slot is None and cache.get_seq_length():
-            raise Masked(cache.left_for)
-        if cache is not None and cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1:
-            return step(self._ready, control, ids, cache, given), cache
-        return self._prompt(x, cache, given)
-
-    def _prompt(self, x: Tensor, cache: EngineCache | None, given: Mapping[str, Any]) -> Answer:
-        """Return the logits that are wanted of several tokens a sequence, and keep their keys and values."""
-        self._require_unhooked()
-        past = 0 if cache is None or cache.slot is None else cache.tokens
-        keeps = given.get("use_cache")
-        if cache is None and (getattr(self._model.config, "use_cache", True) if keeps is None else keeps):
-            cache = EngineCache(self._model.config)
-        reads, has_cache = not is_trusted(cache), cache is not None
-        padding = read_padding(given, x, past, reads_positions=reads, has_cache=has_cache)
-        if isinstance(padding, str):
-            raise Masked(padding)
-        places = None if padding is None else padding.tolist()
-        if past and (cache is None or cache.padding != places):
-            raise Masked("another left padding than that of the tokens before")
-        self._read_again()
-        if cache is not None:
-            cache.padding = places
-        kept = given.get("logits_to_keep", 0)
-        try:
-            logits = prompt(self._ready, self._state.control, x, past, padding, cache, kept)
-        except BaseException:
-            # What was begun must not be taken for a prompt, nor for tokens of an earlier one.
-            if cache is not None and not past:
-                cache.slot = None
-            elif cache is not None:
-                cache.slot.cache.lengths.copy_(past - torch.tensor(places or 0, device=x.device))
-            raise
-        if cache is not None:
-            cache.tokens = past + x.shape[1]
+        model, control = self._model, self._control
+        if model.training:
+            raise NotAttachedError(IN_TRAINING)
+        kind, x, cache = read_call(given, model.config)
+        observed = control.observed
+        if control.forced is not None:
+            raise Masked("force_routing")
+        if observed is not None and (control.keep_history or kind == "paged"):
+            raise Masked("capture_routing over several forwards")
+        memory = self._current(kind)
+        if kind != "paged" or not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            memory.follow([router.threshold for router in self._routers])
+        run = ForwardOptions(routed=control.enabled, record=None if observed is None else [])
+        if kind == "paged":
+            logits = paged_step(memory, x, run, given)
+        elif kind == "step":
+            assert cache is not None
+            logits = step(memory, x, cache, run, given)
+        else:
+            logits, cache = prompt(memory, x, cache, run, given, model.config)
+        if observed is not None and run.record is not None and run.routed:
+            for layer, masks in zip(observed, run.record, strict=False):
+                layer.attention, layer.ffn = (None if mask is None else mask.view(*x.shape[:2], -1) for mask in masks)
+                layer.attention_margin = layer.ffn_margin = None
         return logits, cache
-
-    def _require_unhooked(self) -> None:
-        if self._snapshot.is_training():
-            raise NotAttachedError(
-                "this model is optimised, which is for inference, and one of its modules is in training mode; call "
-                "wide.deoptimize(model) first, or model.eval()"
-            )
-        if self._snapshot.has_hooks():
-            raise Masked("a hook on one of its modules")
 
     def _say(self, reason: str) -> None:
         # Transformers warms up with one request as long as its whole cache.

@@ -86,7 +86,7 @@ def run_layer(
 
 def own_groups(part: Sublayer, mask: Tensor | None) -> Tensor | None:
     """Return a mask without the router's extra groups, bool [M, N_G]; None where there is no router."""
-    return None if mask is None or part.router is None else mask[:, : part.router.source.num_groups]
+    return None if mask is None or part.router is None else mask[:, : part.router.num_groups]
 
 
 def _enter(
@@ -100,7 +100,7 @@ def _enter(
             stream.total,
             norm.weight,
             router.weights,
-            reads_residual=router.source.reads_residual,
+            reads_residual=router.reads_residual,
             addend=stream.addend,
             eps=norm.eps,
             unit_offset=norm.unit_offset,
@@ -116,7 +116,7 @@ def _decide(part: Sublayer, total: Tensor, normed: Tensor, forced: Tensor | None
     router = _deciding(part, forced, options)
     if router is None:
         return None
-    seen = total if router.source.reads_residual else normed
+    seen = total if router.reads_residual else normed
     overlaps = _overlaps(part, seen.shape[0], options)
     call = functools.partial(route, seen, router.weights, beside=overlaps, backend=options.table.backend)
     mask = options.side.begin(call) if overlaps and options.side is not None else call()

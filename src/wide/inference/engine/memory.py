@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -117,14 +117,13 @@ class Memory:
 
     def __init__(self, decoder: Decoder, lock: "threading.RLock") -> None:  # type: ignore[valid-type]
         self.decoder, self.lock = decoder, lock
-        decoder.follow()
         self.slots: list[Slot] = []
         self.pool: GraphPool | None = None
         self._next: NextStep | None = None
         self._stream: torch.cuda.Stream | None = None
         parts = [part for layer in decoder.layers for part in (layer.attention, layer.ffn)]
         self._routers = [part.router for part in parts if part.router is not None]
-        self._thresholds = [router.source.threshold for router in self._routers]
+        self._thresholds = [router.threshold for router in self._routers]
         device = decoder.device
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _HOST_MEMORY
         self._most_kept = _KEPT_SHARE * total
@@ -170,13 +169,18 @@ class Memory:
                 owner.leave_engine()
         self.slots, self.pool = [], None
 
-    def follow(self) -> None:
-        """Let the decoder, in captured graphs too, decide by the thresholds that the model's routers have now."""
-        thresholds = [router.source.threshold for router in self._routers]
+    def follow(self, thresholds: Sequence[float]) -> None:
+        """Let the decoder, in captured graphs too, decide by the thresholds that the model's routers have now.
+
+        Args:
+            thresholds: By layer, attention before FFN; those of layers that the decoder does not have come last.
+        """
+        thresholds = thresholds[: len(self._routers)]
         if thresholds != self._thresholds:
             before, self._thresholds = self._thresholds, thresholds
             self.claim()
-            self.decoder.follow()
+            for router, threshold in zip(self._routers, thresholds, strict=True):
+                router.follow(threshold)
             # Where nothing is skipped no router runs: other kernels, and so other graphs.
             if [each == -math.inf for each in thresholds] != [each == -math.inf for each in before]:
                 for slot in self.slots:

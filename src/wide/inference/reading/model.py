@@ -26,6 +26,8 @@ _ROPE_TYPES = ("default", "llama3", "linear", "yarn")
 _LAYER_KINDS = (None, "full_attention", "sliding_attention")
 _INPUT_MULTIPLIER = "embedding_multiplier"
 _PROBE_TOKENS = 8
+# Longer contexts run masked: their table of positions alone would take hundreds of megabytes.
+_MAX_LENGTH = 131072
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
@@ -41,6 +43,7 @@ class ModelWeights:
         input_scale: Factor of what enters the first layer, embeddings of the caller's own included, or None.
         logit_scale: Factor of the logits, or None.
         logit_cap: Bound of the logits, or None.
+        max_length: Largest position plus one.
         taken: How the layers' projections were taken.
     """
 
@@ -53,6 +56,7 @@ class ModelWeights:
     input_scale: float | None
     logit_scale: float | None
     logit_cap: float | None
+    max_length: int
     taken: Weights
 
     def give_back(self) -> None:
@@ -60,11 +64,11 @@ class ModelWeights:
         _give_back(self.specs, self.taken)
 
 
-def read_model(model: nn.Module, max_length: int, weights: str = "model") -> ModelWeights:
+def read_model(model: nn.Module, max_length: int | None = None, weights: str = "model") -> ModelWeights:
     """Return the weights of a model.
 
     Args:
-        max_length: Largest position plus one.
+        max_length: Largest position plus one; None = as many as the model has positions for.
         weights: Format of the layers' projections, one of `WEIGHTS`.
 
     Raises:
@@ -96,6 +100,10 @@ def read_model(model: nn.Module, max_length: int, weights: str = "model") -> Mod
     require_known(base, (embed, base.norm, *lists), type(base).__name__, _INPUT_MULTIPLIER)
     embedding = embed.weight.detach()
     scale, cap = scale_and_cap(model)
+    if max_length is None:
+        max_length = _longest(config)
+    norm = read_norm(base.norm, "last norm")
+    assert norm is not None
     angles = _angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs])
     taken = Weights(weights, embed.weight)
     try:
@@ -117,11 +125,12 @@ def read_model(model: nn.Module, max_length: int, weights: str = "model") -> Mod
             layers=layers,
             embedding=embedding,
             head=LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach()),
-            norm=read_norm(base.norm, "last norm"),
+            norm=norm,
             embedding_scale=_embedding_scale(embed),
             input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
             logit_scale=_unless_one(scale),
             logit_cap=cap,
+            max_length=max_length,
             taken=taken,
         )
     except BaseException:
@@ -192,6 +201,16 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something that the engine does not know: logits differ by {error:.1%}"
         )
+
+
+def _longest(config: Any) -> int:
+    """Return for how many tokens a model has positions, as far as the engine goes."""
+    length = min(int(getattr(config, "max_position_embeddings", None) or _MAX_LENGTH), _MAX_LENGTH)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta"):
+        # Beyond, queries grow with their position.
+        length = min(length, int(rope["original_max_position_embeddings"]))
+    return length
 
 
 def _kind(config: Any, index: int) -> str | None:

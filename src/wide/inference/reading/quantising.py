@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
-from wide.inference.reading.stacking import stack_linears
+from wide.inference.reading.stacking import stack
 from wide.kernels.device import HALF
 from wide.kernels.linear_int8 import quantise_int8
 
@@ -42,11 +42,12 @@ class Weights:
         Raises:
             UnsupportedModelError: If only some have a bias, or one has weights that cannot be quantised.
         """
-        if self._form == "model":
-            return LinearWeights(*stack_linears(linears, where))
-        parts = [self._quantise(linear, where) for linear in linears]
-        if len({part.bias is None for part in parts}) > 1:
+        if len({linear.bias is None for linear in linears}) > 1:
             raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
+        if self._form == "model":
+            bias = None if linears[0].bias is None else stack([linear.bias for linear in linears])
+            return LinearWeights(stack([linear.weight for linear in linears]), bias)
+        parts = [self._quantise(linear, where) for linear in linears]
         whole = parts[0]
         if len(parts) > 1:
             columns = zip(*(part[:3] for part in parts), strict=True)

@@ -5,22 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from wide.errors import UnsupportedModelError
-
-
-def stack_linears(linears: Sequence[nn.Linear], where: str) -> tuple[Tensor, Tensor | None]:
-    """Return weights [sum of N, K] and biases one below the other; the modules' own parameters become views of them.
-
-    What is stacked already stays where it is, so memory holds the weights once.
-
-    Raises:
-        UnsupportedModelError: If only some have a bias.
-    """
-    if len({linear.bias is None for linear in linears}) > 1:
-        raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
-    weights = _stack([linear.weight for linear in linears])
-    return weights, None if linears[0].bias is None else _stack([linear.bias for linear in linears])
-
 
 def unstack_linears(linears: Sequence[nn.Linear]) -> None:
     """Give every parameter memory of its own again, so that saving and sharding see independent tensors."""
@@ -30,7 +14,11 @@ def unstack_linears(linears: Sequence[nn.Linear]) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def _stack(parameters: Sequence[Tensor]) -> Tensor:
+def stack(parameters: Sequence[Tensor]) -> Tensor:
+    """Return weights [sum of N, ...] one below the other; the parameters become views of them.
+
+    What is stacked already stays where it is, so memory holds the weights once.
+    """
     first, sizes = parameters[0].detach(), [parameter.shape[0] for parameter in parameters]
     if len(parameters) == 1:
         return first

@@ -15,7 +15,7 @@ from wide.inference.reading.attention_form import AttentionForm, paired, read_fo
 from wide.inference.reading.quantising import Weights
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, plain_linear
+from wide.models.block_spec import BlockSpec, FeedForwardSpec, plain_linear
 from wide.models.gates import ROUTER_NAME
 from wide.models.router import Router
 
@@ -40,33 +40,41 @@ class Norm:
     centered: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class EngineRouter:
     """A router ready for the operators.
 
     Args:
-        source: The model's, whose threshold holds.
         weights: With `extra` always-executing groups at the end; the offsets are less the threshold, so that kernels
             decide at 0, and graphs of them follow it without a new capture.
         bias: Offsets of the model's groups, float32 [N_G].
         extra: Groups of key and value rows behind the query's, so that one product makes all three.
+        reads_residual: Whether it reads the residual stream, not the norm of it.
+        threshold: Margin from which on a group executes.
     """
 
-    source: Router
     weights: RouteWeights
     bias: Tensor
     extra: int
+    reads_residual: bool
+    threshold: float = 0.0
+
+    @property
+    def num_groups(self) -> int:
+        """N_G of the model's router."""
+        return len(self.bias)
 
     @property
     def decides(self) -> bool:
         """Whether its threshold lets it skip anything."""
-        return self.source.threshold != -math.inf
+        return self.threshold != -math.inf
 
-    def follow(self) -> None:
-        """Let kernels, those in graphs too, read the threshold that the model's router has now."""
+    def follow(self, threshold: float) -> None:
+        """Let kernels, those in graphs too, read a threshold."""
         offset = self.weights.offset
         assert offset is not None
-        offset[: len(self.bias)] = self.bias - self.source.threshold
+        self.threshold = threshold
+        offset[: self.num_groups] = self.bias - threshold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,10 +162,19 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights)
     attention, ffn = spec.attention, require_plain(spec)
     norms = [norm for part in (attention, ffn) for norm in (part.pre_norm, part.post_norm) if norm is not None]
     require_known(spec.layer, (attention.module, ffn.module, *norms), where, _MULTIPLIER)
+    names, multiplier = (f"{where}: attention", f"{where}: FFN"), getattr(spec.layer, _MULTIPLIER, None)
+    around = [
+        {
+            "norm": read_norm(part.pre_norm, f"{name}, norm before it"),
+            "post_norm": read_norm(part.post_norm, f"{name}, norm after it"),
+            "multiplier": multiplier,
+        }
+        for name, part in zip(names, (attention, ffn), strict=True)
+    ]
     return LayerWeights(
         index=spec.index,
-        attention=_attention(f"{where}: attention", spec, angles, weights),
-        ffn=_feed_forward(f"{where}: FFN", spec, ffn, weights),
+        attention=_attention(names[0], spec, around[0], angles, weights),
+        ffn=_feed_forward(names[1], spec, ffn, around[1], weights),
         parallel=spec.shares_norm,
     )
 
@@ -207,15 +224,17 @@ def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbe
         raise UnsupportedModelError(f"{where} has {names[0]}, which the engine does not compute")
 
 
-def read_norm(module: nn.Module | None, where: str) -> Norm:
-    """Return a norm's weight and constants, found out by trying it.
+def read_norm(module: nn.Module | None, where: str) -> Norm | None:
+    """Return a norm's weight and constants, found out by trying it; None if there is none.
 
     Raises:
-        UnsupportedModelError: If there is no such norm or it is neither an RMSNorm nor a LayerNorm without bias.
+        UnsupportedModelError: If it is neither an RMSNorm nor a LayerNorm without bias.
     """
+    if module is None:
+        return None
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if module is None or not isinstance(weight, Tensor) or eps is None:
+    if not isinstance(weight, Tensor) or eps is None:
         raise UnsupportedModelError(f"{where}: the engine needs an RMSNorm here, found {type(module).__name__}")
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, weight.numel(), generator=generator).to(device=weight.device, dtype=weight.dtype)
@@ -239,25 +258,14 @@ def apply_norm(norm: Norm | None, x: Tensor, addend: Tensor | None, backend: str
     return total, functional.layer_norm(total.float(), weight.shape, weight, eps=norm.eps).to(x.dtype)
 
 
-def _optional_norm(module: nn.Module | None, where: str) -> Norm | None:
-    return None if module is None else read_norm(module, where)
-
-
-def _around(spec: BlockSpec, part: AttentionSpec | FeedForwardSpec, where: str) -> dict[str, Any]:
-    """Return what lies around a sublayer, but for its router."""
-    return {
-        "norm": _optional_norm(part.pre_norm, f"{where}, norm before it"),
-        "post_norm": _optional_norm(part.post_norm, f"{where}, norm after it"),
-        "multiplier": getattr(spec.layer, _MULTIPLIER, None),
-    }
-
-
-def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights) -> AttentionWeights:
+def _attention(
+    where: str, spec: BlockSpec, around: dict[str, Any], angles: tuple[Tensor, Tensor], weights: Weights
+) -> AttentionWeights:
     part = spec.attention
     head_norms = [getattr(part.module, name, None) for name in ("q_norm", "k_norm")]
     require_known(part.module, (*part.linears(), *head_norms), where, "scaling", "attn_logit_softcapping")
     reading = [each for each in (part.query, part.key, part.value) if each is not None]
-    q_norm, k_norm = (_optional_norm(norm, f"{where}, norm of heads") for norm in head_norms)
+    q_norm, k_norm = (read_norm(norm, f"{where}, norm of heads") for norm in head_norms)
     kinds = [None if norm is None else (norm.eps, norm.unit_offset, norm.centered) for norm in (q_norm, k_norm)]
     if any(norm is not None and norm.centered for norm in (q_norm, k_norm)):
         raise UnsupportedModelError(f"{where}: queries and keys have a LayerNorm; the engine takes RMSNorms there")
@@ -272,7 +280,7 @@ def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor], weigh
     qkv = weights.take([plain_linear(each, spec.index) for each in reading], where, rounds=False)
     output = plain_linear(part.output, spec.index)
     return AttentionWeights(
-        **_around(spec, part, where),
+        **around,
         qkv=qkv,
         query=qkv.rows(None, part.query_width),
         kv=qkv.rows(part.query_width, None),
@@ -288,7 +296,9 @@ def _attention(where: str, spec: BlockSpec, angles: tuple[Tensor, Tensor], weigh
     )
 
 
-def _feed_forward(where: str, spec: BlockSpec, part: FeedForwardSpec, weights: Weights) -> FeedForwardWeights:
+def _feed_forward(
+    where: str, spec: BlockSpec, part: FeedForwardSpec, around: dict[str, Any], weights: Weights
+) -> FeedForwardWeights:
     require_known(part.module, (*part.linears(), part.activation), where)
     activation = ACTIVATIONS.get(type(part.activation).__name__)
     if activation is None:
@@ -298,7 +308,7 @@ def _feed_forward(where: str, spec: BlockSpec, part: FeedForwardSpec, weights: W
     reading = [plain_linear(each, spec.index) for each in (part.gate, part.up) if each is not None]
     down = plain_linear(part.down, spec.index)
     return FeedForwardWeights(
-        **_around(spec, part, where),
+        **around,
         gated=GatedWeights.of_rows(weights.take(reading, where), part.width, activation),
         down=weights.take([down], where),
         router=_router(part.module, down.weight.dtype, part.width, 0),
@@ -320,6 +330,6 @@ def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> 
         difference=torch.cat((difference, difference.new_zeros(extra, difference.shape[1]))),
         offset=torch.cat((bias, bias.new_full((extra,), _ALWAYS))),
     )
-    found = EngineRouter(source=router, weights=weights, bias=bias, extra=extra)
-    found.follow()
+    found = EngineRouter(weights=weights, bias=bias, extra=extra, reads_residual=router.reads_residual)
+    found.follow(router.threshold)
     return found

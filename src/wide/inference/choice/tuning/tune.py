@@ -38,11 +38,20 @@ class TunedLayer:
     Args:
         attention: Whether tokens skip in its attention.
         ffn: Whether tokens skip in its FFN.
+        query: Whether they may skip queries, which is not so where these are normed over all heads.
     """
 
     sizes: LayerSizes
     attention: bool
     ffn: bool
+    query: bool = True
+
+    def products(self) -> list[OperatorName]:
+        """Return the products that skip, the FFN's first."""
+        names: list[OperatorName] = ["gate_up", "down"] if self.ffn else []
+        if self.attention:
+            names += ["query", "output"] if self.query else ["output"]
+        return names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,25 +90,22 @@ class Tuned:
 
 
 def tuned_layers(specs: Sequence[BlockSpec], plan: Plan, weights: str = "model") -> list[TunedLayer]:
-    """Return the layers in which tokens skip, for `tune_layers`; weights are not read.
+    """Return the layers of a model under a plan; weights are not read.
 
     Raises:
-        ConfigError: If there are none, or the plan is of another number of layers.
+        ConfigError: If the plan is of another number of layers.
     """
     if len(plan.layers) != len(specs):
         raise ConfigError(f"the model has {len(specs)} layers and the plan {len(plan.layers)}; name the adapter's base")
-    found = [
+    return [
         TunedLayer(
             sizes=layer_sizes(spec, layer, weights),
             attention=isinstance(layer.attention, Routed),
             ffn=isinstance(layer.ffn, Routed) and spec.ffn is not None,
+            query=spec.attention.q_norm != "width",
         )
         for spec, layer in zip(specs, plan.layers, strict=True)
     ]
-    routed = [layer for layer in found if layer.attention or layer.ffn]
-    if not routed:
-        raise ConfigError("no tokens skip anything under this plan, so there is nothing to measure; name routers")
-    return routed
 
 
 def tune_layers(
@@ -128,8 +134,10 @@ def tune_layers(
         table: Where choices are kept; None means the user's own, which `wide.optimize` reads.
 
     Raises:
-        ConfigError: If the table is damaged.
+        ConfigError: If the table is damaged, or no tokens skip anything.
     """
+    if not any(layer.attention or layer.ffn for layer in layers):
+        raise ConfigError("no tokens skip anything under this plan, so there is nothing to measure; name routers")
     kept = TuningTable() if table is None else table
     began = time.monotonic()
     until = math.inf if seconds is None else began + seconds
@@ -191,13 +199,11 @@ def _shapes(
     device: torch.device,
 ) -> Iterator[tuple[str, Callable[[], Race]]]:
     """Yield name and race of what `wide.optimize` looks up for a layer at few rows, or at many."""
-    names: list[tuple[OperatorName, float]] = []
-    names += [("gate_up", executed[1]), ("down", executed[1])] if layer.ffn else []
-    names += [("query", executed[0]), ("output", executed[0])] if layer.attention else []
     sizes, options = layer.sizes, dict[str, Any](device=device, quick=quick)
     few_rows = _FEW_ROWS[:1] if quick else _FEW_ROWS
     for count in few_rows if few else rows:
-        for name, active in names:
+        for name in layer.products():
+            active = executed[1] if name in ("gate_up", "down") else executed[0]
             yield f"{name}, {count} rows", partial(product_race, name, sizes, count, active, **options)
         if layer.attention and not few:
             tried = candidates("attention", sizes, count, **options)
