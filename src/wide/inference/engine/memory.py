@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -169,7 +169,7 @@ class Memory:
                 owner.leave_engine()
         self.slots, self.pool = [], None
 
-    def follow(self, thresholds: Sequence[float]) -> None:
+    def follow(self, thresholds: list[float]) -> None:
         """Let the decoder, in captured graphs too, decide by the thresholds that the model's routers have now.
 
         Args:

@@ -45,8 +45,8 @@ class Weights:
         if len({linear.bias is None for linear in linears}) > 1:
             raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")
         if self._form == "model":
-            bias = None if linears[0].bias is None else stack([linear.bias for linear in linears])
-            return LinearWeights(stack([linear.weight for linear in linears]), bias)
+            biases = [linear.bias for linear in linears if linear.bias is not None]
+            return LinearWeights(stack([linear.weight for linear in linears]), stack(biases) if biases else None)
         parts = [self._quantise(linear, where) for linear in linears]
         whole = parts[0]
         if len(parts) > 1:
