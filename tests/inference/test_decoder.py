@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import DISTINCT, STRAIGHT, make, stirred, tokens
 from tables import fixed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
@@ -213,3 +214,18 @@ def test_masks_that_come_late_are_waited_for(family, table):
         for before, after in zip(*pairs, strict=True):
             assert (before is after is None) or torch.equal(before, after)
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("weights", ["model", "int8", "w8a8"])
+@pytest.mark.parametrize("table", [DENSE_TABLE, SPARSE_TABLE])
+def test_nothing_in_a_forward_waits_for_the_device(family, weights, table):
+    decoder = Decoder(_attached(family), max_length=640, tables=[table] * 2, weights=weights)
+    # Tensors without values: who asks for one raises.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids, cache, run = torch.zeros(2, 300, dtype=torch.long), decoder.new_cache(2, 640), ForwardOptions()
+        decoder.prefill_logits(ids, cache, run)
+        decoder.logits(decoder.prompt(ids, cache, run, past=300), run)
+        decoder.step(ids[:, 0], cache, run)
+        one, place = decoder.new_cache(1, 640), torch.zeros(1, dtype=torch.int32)
+        assert decoder.prefill(ids[:1], place, one, run, starts=place).shape == (1, len(decoder.embedding))

@@ -90,7 +90,7 @@ def prompt(
     if cache is not None:
         cache.padding = places
     try:
-        logits = _prompt(memory, x, past, padding, cache, run, given.get("logits_to_keep", 0))
+        logits = _prompt(memory, x, past, padding, places, cache, run, given.get("logits_to_keep", 0))
     except BaseException:
         # What was begun must not be taken for a prompt, nor for tokens of an earlier one.
         if cache is not None and not past:
@@ -108,6 +108,7 @@ def _prompt(
     x: Tensor,
     past: int,
     padding: Tensor | None,
+    places: list[int] | None,
     cache: EngineCache | None,
     run: ForwardOptions,
     kept: int | Tensor,
@@ -118,6 +119,7 @@ def _prompt(
         x: Tokens [B, T] behind their left padding, or their embeddings [B, T, D].
         past: Tokens that the cache has of each sequence, padding included.
         padding: Left padding of each sequence, int64 [B]; None without.
+        places: The same on the host.
         kept: `logits_to_keep`.
     """
     if past and cache is not None and cache.slot is not None and cache.slot.decoder is not memory.decoder:
@@ -130,8 +132,8 @@ def _prompt(
     decoder, (batch, length) = memory.decoder, x.shape[:2]
     if padding is not None and length > 1 and not past:
         # The engine pads on the right: each row begins with its first real token.
-        places = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
-        x = x.gather(1, places) if x.dim() == 2 else x.take_along_dim(places[..., None], 1)
+        at = (torch.arange(length, device=x.device) + padding[:, None]).clamp(max=length - 1)
+        x = x.gather(1, at) if x.dim() == 2 else x.take_along_dim(at[..., None], 1)
     lengths = torch.full((batch,), past + length, dtype=torch.int32, device=x.device)
     if padding is not None:
         lengths -= padding.to(torch.int32)
@@ -149,10 +151,10 @@ def _prompt(
             # The caller may keep what the next prompt overwrites.
             return replayed.clone()[:, None]
     keys = decoder.new_cache(batch, length, kept=False) if slot is None else slot.cache
-    if padding is not None and past:
+    if places is not None and past:
         # Sequences that end at different places run one after the other.
         rows = kept_rows(1, length, kept, None, x.device)
-        pasts = [past - places for places in padding.tolist()]
+        pasts = [past - each for each in places]
         parts = [decoder.prompt(x[row, None], keys.row(row), run, past=each) for row, each in enumerate(pasts)]
         return torch.stack([decoder.logits(part, run, rows) for part in parts])
     residual = decoder.prompt(x, keys, run, past=past, lengths=lengths)

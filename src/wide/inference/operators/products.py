@@ -68,14 +68,14 @@ class LinearWeights(NamedTuple):
         Args:
             mask: bool [M, N_G]; where rows are quantised, channels of other groups count as zero. None = all count.
         """
-        backend = fixed_backend(self.weight.device)
-        if self.scale is not None and x.shape[0] <= MAX_ROWS:
-            return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
-        if self.scale is not None and x.shape[0] <= MAX_INT8_ROWS:
-            return linear_int8(x, self.weight, self.scale, self.bias, backend=backend)
-        if self.scale is None or not self.int8_rows:
+        if self.scale is None or (x.shape[0] > MAX_INT8_ROWS and not self.int8_rows):
             weight, bias, *_ = self.expanded(x.dtype)
             return functional.linear(x, weight, bias)
+        backend = fixed_backend(self.weight.device)
+        if x.shape[0] <= MAX_ROWS:
+            return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
+        if x.shape[0] <= MAX_INT8_ROWS:
+            return linear_int8(x, self.weight, self.scale, self.bias, backend=backend)
         if INT8_BACKENDS.obstacle("cuda", self.weight.device, Int8Shape(torch.int8, *self.weight.shape)) is None:
             backend = "cuda"
         values, scales = int8_rows(x, mask)

@@ -1,6 +1,6 @@
 """Which operator runs, and how, at which number of tokens."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from wide.errors import ConfigError
@@ -34,9 +34,12 @@ class OperatorTable:
     backend: str = "triton"
     cache: bool = True
     rules: tuple[tuple[str, Rules], ...] = ()
+    # The rules by operator: every layer of every forward looks some up.
+    _by_name: dict[str, Rules] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        unknown = {name for name, _ in self.rules} - set(OPERATORS)
+        object.__setattr__(self, "_by_name", dict(self.rules))
+        unknown = set(self._by_name) - set(OPERATORS)
         if unknown:
             raise ConfigError(f"the table names {sorted(unknown)}; choose from {list(OPERATORS)}")
 
@@ -72,7 +75,7 @@ class OperatorTable:
     def choice(self, name: OperatorName, rows: int) -> Choice:
         """Return what an operator runs; `DENSE` where it does not skip."""
         found = DENSE
-        for start, choice in dict(self.rules).get(name, ()):
+        for start, choice in self._by_name.get(name, ()):
             if rows >= start:
                 found = choice
         return found
