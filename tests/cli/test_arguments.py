@@ -57,9 +57,9 @@ def test_unknown_flag_is_refused_with_the_nearest(flag, nearest):
 
 def test_a_flag_is_known_by_the_name_that_it_has_in_the_other_command():
     assert prune.request(parse("--wide.ffn_group_size", "64")).settings.ffn_group_size == 64
-    flags = compare.arguments(["wide", "wanda"])
+    flags = compare.arguments(["wide", "slicegpt"])
     for flag in ("--ffn_group_size=64", "--wide.ffn_group_size=64"):
-        values = flags.parse([*EVERYDAY, "--methods=wide,wanda", flag])
+        values = flags.parse([*EVERYDAY, "--methods=wide,slicegpt", flag])
         assert compare.request(values).settings["wide"].ffn_group_size == 64
 
 

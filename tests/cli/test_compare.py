@@ -22,7 +22,7 @@ SHORT = [
     *("--train.steps=2", "--train.batch_size=2", "--train.sequence_length=32", "--eval.tokens=128", "--eval.window=32"),
     *("--recover.batch_size=2", "--recover.sequence_length=32"),
 ]
-METHODS = "--methods=wanda,wide"
+METHODS = "--methods=slicegpt,wide"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def everyday(tiny_model_folder, prose_folder, tmp_path_factory, drawn_at_once):
     """Return a command line; the settings of methods stand in a file, so that it serves any of them."""
     settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
     wide = {"ffn_group_size": 16, "router_rank": 4}
-    settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}, "wide": wide}))
+    settings.write_text(yaml.safe_dump({"slicegpt": {"num_windows": 2, "window_length": 32}, "wide": wide}))
     where = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--config", str(settings)]
     return ["compare", METHODS, *SHORT, *where]
 
@@ -50,28 +50,31 @@ def rows(folder):
 
 def test_every_row_is_measured(finished):
     found = rows(finished)
-    assert list(found) == [(m, r) for m in ("dense", "wanda", "wide") for r in (False, True)]
+    assert list(found) == [(m, r) for m in ("dense", "slicegpt", "wide") for r in (False, True)]
     for (method, recovered), line in found.items():
         assert line["seeds"] == ("1" if (method, recovered) == ("dense", False) else "2")
         assert float(line["token_perplexity"]) > 1
         assert line["failed"] == ""
     assert float(found["dense", False]["token_perplexity.ratio"]) == 1.0
-    assert float(found["wanda", False]["sparsity.mean"]) == pytest.approx(0.5)
-    assert float(found["wanda", True]["sparsity.mean"]) == pytest.approx(0.5)
+    assert float(found["slicegpt", False]["sparsity.mean"]) == pytest.approx(0.5)
+    assert float(found["slicegpt", True]["sparsity.mean"]) == pytest.approx(0.5)
     assert float(found["wide", False]["method.tokens_backward"]) == 2 * 2 * 32
     assert float(found["wide", True]["method.tokens_backward"]) == 2 * 32
-    assert found["wanda", False]["token_perplexity"] != found["wanda", True]["token_perplexity"]
+    assert found["slicegpt", False]["token_perplexity"] != found["slicegpt", True]["token_perplexity"]
 
 
 def test_python_compares_as_the_command_does(finished, everyday, tiny_model_folder, prose_folder, tmp_path, capsys):
     found = wide.compare(
         tiny_model_folder,
         prose_folder,
-        ["wanda", "wide"],
+        ["slicegpt", "wide"],
         output=tmp_path / "run",
         sparsities=[0.5],
         seeds=[1, 2],
-        settings={"wanda": {"num_windows": 2, "window_length": 32}, "wide": {"ffn_group_size": 16, "router_rank": 4}},
+        settings={
+            "slicegpt": {"num_windows": 2, "window_length": 32},
+            "wide": {"ffn_group_size": 16, "router_rank": 4},
+        },
         stage=wide.StageConfig(steps=2, batch_size=2, sequence_length=32),
         recover=wide.RecoverConfig(steps=1, batch_size=2, sequence_length=32),
         tokens=128,
@@ -86,7 +89,7 @@ def test_python_compares_as_the_command_does(finished, everyday, tiny_model_fold
         assert row["token_perplexity"] == pytest.approx(float(line["token_perplexity"]))
         assert row["token_perplexity.ratio"] == pytest.approx(float(line["token_perplexity.ratio"]))
         assert (row["seeds"], row["failed"]) == (int(line["seeds"]), "")
-    assert "wanda + LoRA" in found.table
+    assert "slicegpt + LoRA" in found.table
     assert found.folder == tmp_path / "run"
     # The command goes on with it.
     capsys.readouterr()
@@ -97,15 +100,18 @@ def test_python_compares_as_the_command_does(finished, everyday, tiny_model_fold
 def test_python_goes_on_with_what_the_command_began(everyday, tiny_model_folder, prose_folder, tmp_path, capsys):
     usual = wide.RecoverConfig()
     given = [f"--recover.batch_size={usual.batch_size}", f"--recover.sequence_length={usual.sequence_length}"]
-    assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=wanda", *given]) == 0
+    assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=slicegpt", *given]) == 0
     capsys.readouterr()
     found = wide.compare(
         tiny_model_folder,
         prose_folder,
-        ["wanda"],
+        ["slicegpt"],
         output=tmp_path / "run",
         sparsities=[0.5],
-        settings={"wanda": {"num_windows": 2, "window_length": 32}, "wide": {"ffn_group_size": 16, "router_rank": 4}},
+        settings={
+            "slicegpt": {"num_windows": 2, "window_length": 32},
+            "wide": {"ffn_group_size": 16, "router_rank": 4},
+        },
         stage=wide.StageConfig(steps=2, batch_size=2, sequence_length=32),
         tokens=128,
         window=32,
@@ -119,16 +125,16 @@ def test_python_goes_on_with_what_the_command_began(everyday, tiny_model_folder,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"settings": {"wanda": {"patern": "2:4"}}}, "did you mean pattern?"),
-        ({"settings": {"wandaa": {}}}, "did you mean wanda?"),
-        ({"methods": ["wandaa"]}, "did you mean wanda?"),
+        ({"settings": {"slicegpt": {"roundto": 8}}}, "did you mean round_to?"),
+        ({"settings": {"slicegpta": {}}}, "did you mean slicegpt?"),
+        ({"methods": ["slicegpta"]}, "did you mean slicegpt?"),
         ({"sparsities": [0.0]}, "lie in"),
         ({"tokens": 0}, "nothing to compare by"),
     ],
 )
 def test_python_refuses_what_is_no_comparison(changes, words, tmp_path):
     with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
-        wide.compare("./nowhere", "nowhere", **{"methods": ["wanda"], "output": tmp_path / "run"} | changes)
+        wide.compare("./nowhere", "nowhere", **{"methods": ["slicegpt"], "output": tmp_path / "run"} | changes)
     assert not (tmp_path / "run").exists()
 
 
@@ -168,7 +174,7 @@ def test_each_cell_has_its_folder_with_adapter_and_records(finished):
     cells = sorted(path.name for path in (finished / "cells").iterdir())
     assert cells == sorted(
         [f"dense-0-seed{seed}" for seed in (1, 2)]
-        + [f"{method}-0.5-seed{seed}" for method in ("wanda", "wide") for seed in (1, 2)]
+        + [f"{method}-0.5-seed{seed}" for method in ("slicegpt", "wide") for seed in (1, 2)]
     )
     for cell in cells:
         assert (finished / "cells" / cell / "adapter" / "wide_config.json").is_file()
@@ -185,7 +191,7 @@ def test_routers_and_lora_of_a_cell_have_its_seed(finished, seed):
 
 def test_tables_and_page_say_the_same(finished, capsys):
     table = (finished / "table.md").read_text()
-    assert "| wanda + LoRA" in table
+    assert "| slicegpt + LoRA" in table
     assert "settings: num_windows 2 (original: 128)" in table
     page = (finished / "report.html").read_text()
     assert "<table>" in page
@@ -211,24 +217,24 @@ def test_resuming_with_another_grid_is_refused(finished, everyday, capsys):
 def test_a_failure_costs_no_other_cell_and_is_run_again(everyday, tmp_path, monkeypatch, capsys):
     real = cell_runner.apply
 
-    def fail_for_wanda(model, method, *args, **kwargs):
+    def fail_for_slicegpt(model, method, *args, **kwargs):
         # Not in the rehearsal.
-        if method.name == "wanda" and kwargs["output"] is not None:
+        if method.name == "slicegpt" and kwargs["output"] is not None:
             raise ConfigError("no | such\nluck")
         return real(model, method, *args, **kwargs)
 
     output = ["--output", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
-        patch.setattr(cell_runner, "apply", fail_for_wanda)
+        patch.setattr(cell_runner, "apply", fail_for_slicegpt)
         assert main([*everyday, *output]) == 1
     captured = capsys.readouterr()
     assert "1 of 3 cells failed" in captured.err
-    assert "failed: wanda, 0.5, seed 17: ConfigError: no | such luck" in captured.out
-    assert rows(tmp_path / "run")["wanda", False]["failed"] == "ConfigError: no | such luck"
+    assert "failed: slicegpt, 0.5, seed 17: ConfigError: no | such luck" in captured.out
+    assert rows(tmp_path / "run")["slicegpt", False]["failed"] == "ConfigError: no | such luck"
     assert float(rows(tmp_path / "run")["wide", False]["token_perplexity"]) > 1
     assert main([*everyday, *output, "--resume"]) == 0
     assert capsys.readouterr().out.count("finished before") == 2
-    assert rows(tmp_path / "run")["wanda", False]["failed"] == ""
+    assert rows(tmp_path / "run")["slicegpt", False]["failed"] == ""
 
 
 def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
@@ -238,16 +244,16 @@ def test_tasks_give_word_perplexity_accuracy_and_retention(everyday, tmp_path):
     pages = [" = A page = \n\n Some text with words . \n", " = Another = \n\n Text of other words . \n"]
     (tmp_path / "test.pages.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
     tasks = ["--eval.tokens=0", "--eval.tasks=wikitext,piqa", "--eval.local_data", str(tmp_path)]
-    assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=wanda", *tasks]) == 0
-    dense, wanda = rows(tmp_path / "run").values()
-    assert float(wanda["word_perplexity"]) > 1
-    assert 1 < float(wanda["wikitext.token_perplexity"]) < float(wanda["word_perplexity"])
-    accuracies = float(wanda["accuracy.average"]), float(dense["accuracy.average"])
-    assert float(wanda["accuracy.retention"]) == pytest.approx(accuracies[0] / accuracies[1])
-    assert float(wanda["accuracy.average.error"]) > 0
-    assert wanda["token_perplexity"] == ""
+    assert main([*everyday, "--output", str(tmp_path / "run"), "--methods=slicegpt", *tasks]) == 0
+    dense, slicegpt = rows(tmp_path / "run").values()
+    assert float(slicegpt["word_perplexity"]) > 1
+    assert 1 < float(slicegpt["wikitext.token_perplexity"]) < float(slicegpt["word_perplexity"])
+    accuracies = float(slicegpt["accuracy.average"]), float(dense["accuracy.average"])
+    assert float(slicegpt["accuracy.retention"]) == pytest.approx(accuracies[0] / accuracies[1])
+    assert float(slicegpt["accuracy.average.error"]) > 0
+    assert slicegpt["token_perplexity"] == ""
     for name in ("word_perplexity", "wikitext.token_perplexity", "accuracy.piqa (6-item subset)"):
-        assert float(wanda[f"{name}.error"]) > 0
+        assert float(slicegpt[f"{name}.error"]) > 0
     table = (tmp_path / "run" / "table.md").read_text()
     assert "50 %: retention %" in table
     assert "50 %: ppl" not in table
@@ -285,7 +291,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
     real = cell_runner.recover
 
     def interrupt(model, *args, **kwargs):
-        if (tmp_path / "run/cells/wanda-0.5-seed17").exists():
+        if (tmp_path / "run/cells/slicegpt-0.5-seed17").exists():
             raise KeyboardInterrupt
         return real(model, *args, **kwargs)
 
@@ -293,7 +299,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
         patch.setattr(cell_runner, "recover", interrupt)
         assert main([*everyday, *output]) == 130
     said = capsys.readouterr().err
-    assert "wanda 0.5 seed 17 + LoRA stopped; what it decided is kept; 1 of 3 cells is finished and kept in" in said
+    assert "slicegpt 0.5 seed 17 + LoRA stopped; what it decided is kept; 1 of 3 cells is finished and kept in" in said
     assert "--resume" in said
     decided = []
     real_apply = cell_runner.apply
@@ -304,9 +310,9 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
 
     monkeypatch.setattr(cell_runner, "apply", note)
     assert main([*everyday, *output, "--resume"]) == 0
-    # What wanda had decided came back from its adapter.
+    # What slicegpt had decided came back from its adapter.
     assert decided == ["wide"]
-    assert rows(tmp_path / "run")["wanda", True]["seeds"] == "1"
+    assert rows(tmp_path / "run")["slicegpt", True]["seeds"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +320,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
     [
         ("held_out_documents", "stopped; nothing was written\n"),
         ("dense", "[1/3] dense seed 17 stopped; nothing of it is kept; none of 3 cells is finished, and the same"),
-        ("wanda", "[2/3] wanda 0.5 seed 17 stopped; nothing of it is kept; 1 of 3 cells is finished and kept in"),
+        ("slicegpt", "[2/3] slicegpt 0.5 seed 17 stopped; nothing of it is kept; 1 of 3 cells is finished and kept in"),
     ],
 )
 def test_an_interrupted_comparison_says_what_is_kept(where, words, everyday, tmp_path, monkeypatch, capsys):
@@ -342,10 +348,10 @@ def test_processes_share_a_folder(everyday, tmp_path, monkeypatch, capsys):
     with ExitStack() as other, monkeypatch.context() as patch:
         patch.setattr(RunFolder, "claim", lambda self: (claim(self), *(other.enter_context(held(o)) for o in others)))
         assert main(given) == 0
-    assert [path.parent.name for path in cells.glob("*/records.jsonl")] == ["wanda-0.5-seed17"]
-    assert not (cells / "wanda-0.5-seed17/adapter").exists()
+    assert [path.parent.name for path in cells.glob("*/records.jsonl")] == ["slicegpt-0.5-seed17"]
+    assert not (cells / "slicegpt-0.5-seed17/adapter").exists()
     # Nothing is known about the dense model yet, so nothing is relative to it.
-    assert rows(tmp_path / "run")["wanda", False]["token_perplexity.ratio"] == ""
+    assert rows(tmp_path / "run")["slicegpt", False]["token_perplexity.ratio"] == ""
     assert main(given) == 0
     assert {line["seeds"] for line in rows(tmp_path / "run").values()} == {"1"}
     assert main([*given, "--train.steps=3"]) == 1
@@ -353,13 +359,13 @@ def test_processes_share_a_folder(everyday, tmp_path, monkeypatch, capsys):
 
 
 def test_overwriting_starts_anew_but_leaves_other_files(everyday, tmp_path):
-    output = ["--output", str(tmp_path / "run"), "--methods=wanda"]
+    output = ["--output", str(tmp_path / "run"), "--methods=slicegpt"]
     assert main([*everyday, *output]) == 0
     (tmp_path / "run" / "mine.txt").write_text("mine")
-    before = (tmp_path / "run/cells/wanda-0.5-seed17/records.jsonl").stat().st_mtime_ns
+    before = (tmp_path / "run/cells/slicegpt-0.5-seed17/records.jsonl").stat().st_mtime_ns
     assert main([*everyday, *output]) == 1
     assert main([*everyday, *output, "--overwrite"]) == 0
-    assert (tmp_path / "run/cells/wanda-0.5-seed17/records.jsonl").stat().st_mtime_ns != before
+    assert (tmp_path / "run/cells/slicegpt-0.5-seed17/records.jsonl").stat().st_mtime_ns != before
     assert (tmp_path / "run" / "mine.txt").is_file()
 
 
@@ -370,9 +376,9 @@ def test_overwriting_starts_anew_but_leaves_other_files(everyday, tmp_path):
         (["--model=./nowhere"], "./nowhere"),
         (["--eval.tasks=chess"], "no task 'chess'"),
         (["--train.batch_size=4", "--train.micro_batch_size=3"], "does not divide"),
-        (["--wanda.window_length=33"], "wanda.window_length 33 is longer than the sequences of 32 tokens"),
+        (["--slicegpt.window_length=33"], "slicegpt.window_length 33 is longer than the sequences of 32 tokens"),
         (["--methods=ddp", "--ddp.sequence_length=64"], "ddp.sequence_length 64 is longer than the sequences of 32"),
-        (["--wanda.pattern=2:4", "--sparsities=0.4"], "wanda 0.4 seed 17: pattern '2:4' needs a target of 0.5"),
+        (["--slicegpt.round_to=24", "--sparsities=0.4"], "slicegpt 0.4 seed 17: a sparsity of 0.4 leaves 19 of 32"),
         (["--methods=wide", "--ffn_group_size=7"], "ffn_group_size 7 does not divide the FFN width 64"),
         (["--recover.steps=1", "--recover.sequence_length=100000"], "100000"),
         (["--eval.window=129"], "eval.window 129 exceeds the 128 positions of the model"),
@@ -380,7 +386,7 @@ def test_overwriting_starts_anew_but_leaves_other_files(everyday, tmp_path):
 )
 def test_bad_input_writes_nothing(changes, words, everyday, tmp_path, capsys):
     output = tmp_path / "run"
-    code = main([*everyday, "--output", str(output), "--methods=wanda", *changes])
+    code = main([*everyday, "--output", str(output), "--methods=slicegpt", *changes])
     assert code == 1
     assert words in capsys.readouterr().err
     assert not output.exists()
@@ -391,14 +397,14 @@ def test_folders_that_hold_no_comparison_are_refused(tmp_path, capsys):
         draw(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["wanda", "skipgpt"])
+@pytest.mark.parametrize("method", ["slicegpt", "skipgpt"])
 def test_prune_takes_any_method_and_adds_lora(method, tiny_model_folder, prose_folder, tmp_path, capsys):
     given = ["prune", "--method", method, "--model", str(tiny_model_folder), "--data", str(prose_folder)]
     given += ["--output", str(tmp_path / "run"), "--dtype=float32", "--device=cpu", "--report=false"]
     given += ["--train.sequence_length=32", "--eval.tokens=128", "--eval.window=32"]
     given += ["--recover.steps=1", "--recover.batch_size=2", "--recover.sequence_length=32"]
-    own = ["--wanda.num_windows=2", "--wanda.window_length=32"]
-    given += own if method == "wanda" else ["--train.steps=2", "--train.batch_size=2"]
+    own = ["--slicegpt.num_windows=2", "--slicegpt.window_length=32"]
+    given += own if method == "slicegpt" else ["--train.steps=2", "--train.batch_size=2"]
     assert main(given) == 0
     run = Selection(*read_records(tmp_path / "run" / "records.jsonl"))
     assert run.subjects() == ["dense", "pruned", "pruned + LoRA"]

@@ -16,8 +16,8 @@ from wide.methods.catalogue import (
     CoopPrunerConfig,
     DDPConfig,
     DenseConfig,
+    SliceGPTConfig,
     TyrConfig,
-    WandaConfig,
     WideMethodConfig,
     get,
     names,
@@ -28,14 +28,14 @@ from wide.runs.folder import RunFolder, resolved, save_config
 EVERYDAY = ["--model", "M", "--data", "D", "--output", "O"]
 
 
-def asked(*more, methods="wanda,tyr"):
+def asked(*more, methods="slicegpt,tyr"):
     values = compare.arguments(methods.split(",")).parse([*EVERYDAY, "--methods", methods, *more])
     return compare.request(values)
 
 
 def test_settings_reach_their_method():
-    request = asked("--wanda.num_windows", "5", "--tyr.stage_tokens", "[64, 128]", "--tyr.survivors", "[2]")
-    assert request.settings["wanda"] == WandaConfig(num_windows=5)
+    request = asked("--slicegpt.num_windows", "5", "--tyr.stage_tokens", "[64, 128]", "--tyr.survivors", "[2]")
+    assert request.settings["slicegpt"] == SliceGPTConfig(num_windows=5)
     assert request.settings["tyr"].stage_tokens == (64, 128)
     assert request.settings["dense"] == DenseConfig()
 
@@ -105,9 +105,12 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["compare", "--methods", "tyr", "--wanda.pattern", "2:4"], "flag of method wanda, and the command runs --met"),
+        (
+            ["compare", "--methods", "tyr", "--slicegpt.round_to", "4"],
+            "flag of method slicegpt, and the command runs --met",
+        ),
         (["compare", "--methods", "tyr", "--train.seed", "3"], "--seeds are those of every stage"),
-        (["compare", "--methods", "tyr,wandaa"], "did you mean wanda?"),
+        (["compare", "--methods", "tyr,slicegpta"], "did you mean slicegpt?"),
         (["compare", "--methods", "tyr,tyr"], "different values"),
         (["compare", "--methods", "dense"], "different values"),
         (["compare", "--methods", "tyr", "--sparsities", "0,0.5"], "lie in (0, 1)"),
@@ -117,8 +120,8 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["compare", "--methods", "tyr", "--shard", "next", "--overwrite"], "remove the folder"),
         (["compare", "--methods", "tyr", "--eval.tokens", "0"], "nothing to compare by"),
         (["compare"], "required"),
-        (["prune", "--method", "wandaa"], "did you mean wanda?"),
-        (["prune", "--method", "tyr", "--wanda.pattern", "2:4"], "flag of method wanda"),
+        (["prune", "--method", "slicegpta"], "did you mean slicegpt?"),
+        (["prune", "--method", "tyr", "--slicegpt.round_to", "4"], "flag of method slicegpt"),
         (["prune", "--method", "tyr", "--ffn_group_size", "64"], "flag of method wide"),
         (["prune", "--method", "tyr", "--train.steps", "64"], "for methods that train routers"),
         (["prune", "--method", "tyr", "--objective.weight", "1"], "for methods that train routers"),
@@ -157,15 +160,15 @@ def test_a_file_may_say_where_the_data_of_tasks_lies_that_a_comparison_does_not_
 @pytest.mark.parametrize("method", ["tyr", "wide", "skipgpt"])
 def test_a_file_may_serve_runs_of_other_methods(method, tmp_path):
     file = tmp_path / "c.yaml"
-    settings = {"wanda": {"pattern": "2:4"}, "ffn_group_size": 32, "train": {"steps": 3, "seed": 4}}
+    settings = {"slicegpt": {"round_to": 4}, "ffn_group_size": 32, "train": {"steps": 3, "seed": 4}}
     file.write_text(yaml.safe_dump(settings))
     given = ["--config", str(file), "--method", method, *EVERYDAY]
     flags = prune.arguments(method, look_ahead(given))
     asked = prune.request(flags.parse(given))
     assert (asked.method, asked.stage.seed) == (method, 4)
     assert asked.settings == WideConfig(ffn_group_size=32) if method == "wide" else get(method).settings()
-    with pytest.raises(UsageError, match=f"flag of method wanda, and the command runs --method {method}"):
-        flags.parse([*given, "--wanda.pattern", "2:4"])
+    with pytest.raises(UsageError, match=f"flag of method slicegpt, and the command runs --method {method}"):
+        flags.parse([*given, "--slicegpt.round_to", "4"])
     if method == "tyr":
         for flag in ("--ffn_group_size=32", "--train.steps=3"):
             with pytest.raises(UsageError, match=r"flag of method wide|for methods that train routers"):
@@ -208,15 +211,15 @@ def test_wide_at_linear_flops_counts_as_the_other_methods_do():
 
 def test_looking_ahead_follows_the_flags_before_the_files(tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("method: wanda\n")
-    assert look_ahead(["--config", str(file)]) == {"method": "wanda"}
+    file.write_text("method: slicegpt\n")
+    assert look_ahead(["--config", str(file)]) == {"method": "slicegpt"}
     assert look_ahead(["--method=tyr", "--config", str(file)]) == {"method": "tyr"}
     assert look_ahead(["--resume", "--method", "tyr", "--method", "ddp"])["method"] == "ddp"
     assert "method" not in look_ahead(["--sparsity", "0.5"])
 
 
 def grid(**changes):
-    return GridOptions(**{"methods": "wanda,tyr", "sparsities": "0.5,0.25", "seeds": "1,2"} | changes)
+    return GridOptions(**{"methods": "slicegpt,tyr", "sparsities": "0.5,0.25", "seeds": "1,2"} | changes)
 
 
 def test_cells_are_all_combinations_and_dense_once():
@@ -244,22 +247,22 @@ MUCH = 10**9
 
 def test_the_original_budget_is_what_the_settings_say_times_the_factor():
     half = Budget(budget_scale=0.5)
-    assert Budget().of_method(WandaConfig(), STAGE, MUCH) == WandaConfig()
-    assert half.of_method(WandaConfig(), STAGE, MUCH).num_windows == 64
+    assert Budget().of_method(SliceGPTConfig(), STAGE, MUCH) == SliceGPTConfig()
+    assert half.of_method(SliceGPTConfig(), STAGE, MUCH).num_windows == 64
     assert half.of_method(DDPConfig(), STAGE, MUCH).steps == 500
     assert half.of_method(CoopPrunerConfig(), STAGE, MUCH) == CoopPrunerConfig(num_masks=4000)
     assert half.of_method(TyrConfig(), STAGE, MUCH).stage_tokens == (1024, 8192, 65536)
     assert half.of_training(STAGE).steps == 5
-    assert Budget(budget_scale=1e-9).of_method(WandaConfig(), STAGE, MUCH).num_windows == 1
+    assert Budget(budget_scale=1e-9).of_method(SliceGPTConfig(), STAGE, MUCH).num_windows == 1
 
 
 def test_the_equal_budget_is_the_text_that_routers_read():
     equal = Budget(budget="equal")
-    wanda = equal.of_method(WandaConfig(window_length=32), STAGE, MUCH)
-    assert wanda.num_windows * wanda.window_length == 10 * 4 * 64
+    slicegpt = equal.of_method(SliceGPTConfig(window_length=32), STAGE, MUCH)
+    assert slicegpt.num_windows * slicegpt.window_length == 10 * 4 * 64
     ddp = equal.of_method(DDPConfig(batch_size=2, sequence_length=None), STAGE, MUCH)
     assert ddp.steps * 2 * 64 == 10 * 4 * 64
-    assert equal.of_method(WandaConfig(window_length=32), STAGE, 320).num_windows == 10
+    assert equal.of_method(SliceGPTConfig(window_length=32), STAGE, 320).num_windows == 10
     assert equal.of_method(DenseConfig(), STAGE, MUCH) == DenseConfig()
     with pytest.raises(ConfigError, match="budget_scale must be above 0"):
         Budget(budget_scale=0.0)

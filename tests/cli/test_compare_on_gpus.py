@@ -105,7 +105,7 @@ def run(program, tmp_path, monkeypatch, capsys):
 
 
 def test_configurations_are_worked_through_by_as_many_processes_as_have_something_to_do(run, tmp_path):
-    grids = {"first": ("wanda,tyr", ""), "second": ("ddp", "")}
+    grids = {"first": ("slicegpt,tyr", ""), "second": ("ddp", "")}
     code, said = run("--gpus", "0,GPU-1", "--per_gpu=2", **grids)
     assert code == 0
     begun = [line.split(" ", 1)[1] for line in said.splitlines() if line.endswith("begun")]
@@ -115,7 +115,9 @@ def test_configurations_are_worked_through_by_as_many_processes_as_have_somethin
         "process 2 on GPU 0: first begun",
         "process 3 on GPU GPU-1: second begun",
     ]
-    assert "first: 3 of 3 stages finished\n    dense seed 17: finished (31.50)\n    wanda 0.5 seed 17: finished" in said
+    assert (
+        "first: 3 of 3 stages finished\n    dense seed 17: finished (31.50)\n    slicegpt 0.5 seed 17: finished" in said
+    )
     assert "second: 2 of 2 stages finished" in said
     assert (tmp_path / "runs/logs/second.3.log").read_text().split() == ["GPU-1", "2"]
     code, said = run("--gpus=", **grids)
@@ -203,12 +205,12 @@ def test_the_grids_of_the_lab_benchmark_are_understood(name, capsys):
 def comparison(tiny_model_folder, prose_folder, tmp_path):
     """Return the command line of a comparison whose LoRA takes a while."""
     settings = {
-        "methods": "wanda",
+        "methods": "slicegpt",
         "sparsities": 0.5,
         "model": str(tiny_model_folder),
         "data": str(prose_folder),
         "dtype": "float32",
-        "wanda": {"num_windows": 2, "window_length": 32},
+        "slicegpt": {"num_windows": 2, "window_length": 32},
         "train": {"sequence_length": 32},
         "recover": {"steps": 200, "batch_size": 2, "sequence_length": 32, "checkpoint_every": 0},
         "eval": {"tokens": 128, "window": 32},

@@ -28,7 +28,7 @@ from wide.runs.process import held, stoppable
 from wide.training import trainer
 
 SHORT = [
-    *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=wanda,wide"),
+    *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=slicegpt,wide"),
     *("--train.steps=4", "--train.batch_size=2", "--train.sequence_length=32", "--eval.tokens=128", "--eval.window=32"),
     *("--recover.steps=4", "--recover.batch_size=2", "--recover.sequence_length=32"),
 ]
@@ -39,7 +39,7 @@ A, B, C = (Cell(name, 0.5, 1) for name in "abc")
 def everyday(tiny_model_folder, prose_folder, tmp_path_factory, drawn_at_once):
     settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
     wide = {"ffn_group_size": 16, "router_rank": 4}
-    settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}, "wide": wide}))
+    settings.write_text(yaml.safe_dump({"slicegpt": {"num_windows": 2, "window_length": 32}, "wide": wide}))
     where = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--config", str(settings)]
     return ["compare", *SHORT, *where, "--shard=next"]
 
@@ -125,7 +125,7 @@ def test_held_cells_are_left_to_their_process(everyday, tmp_path, monkeypatch, c
         patch.setattr(RunFolder, "claim", lambda self: (claim(self), other.enter_context(held(place))))
         assert main(given) == 0
     said = capsys.readouterr().out
-    assert "[3/3] wanda 0.5 seed 17: " in said
+    assert "[3/3] slicegpt 0.5 seed 17: " in said
     assert "left     1 of 3 cells to the processes that hold them" in said
     assert not (place / "records.jsonl").exists()
     assert main(given) == 0
@@ -159,7 +159,7 @@ def test_every_row_is_rehearsed_with_the_first_seed_alone(everyday, tmp_path, mo
     monkeypatch.setattr(RunFolder, "claim", claim)
     monkeypatch.setattr(cell_runner.ComparisonRun, "_apply", lambda _, cell, output: rehearsed.append((cell, output)))
     assert main([*everyday, "--output", str(tmp_path / "run"), "--seeds=2,1,3"]) == 1
-    assert rehearsed == [(Cell(method, 0.5, 2), None) for method in ("wide", "wanda")]
+    assert rehearsed == [(Cell(method, 0.5, 2), None) for method in ("wide", "slicegpt")]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_failed_is_tried_again_by_the_next_run_only(everyday, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(cell_runner, "apply", fail)
         assert main(given) == 1
-    assert tried == ["dense", "wide", "wanda"]
+    assert tried == ["dense", "wide", "slicegpt"]
     assert "1 of 3 cells failed, see the table; the same command runs them again" in capsys.readouterr().err
     records = RecordFile(tmp_path / "run/cells/wide-0.5-seed17/records.jsonl")
     claim = RunFolder.claim
@@ -248,11 +248,11 @@ def test_sigterm_in_training_keeps_a_checkpoint_and_the_same_command_goes_on(
 
 
 def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path, monkeypatch, capsys):
-    given = [*everyday, "--output", str(tmp_path / "run"), "--methods=wanda"]
+    given = [*everyday, "--output", str(tmp_path / "run"), "--methods=slicegpt"]
     real, real_apply, decided = cell_runner.Materials.measure, cell_runner.apply, []
 
     def measure(self, subject):
-        if subject == Stage(Cell("wanda", 0.5, 17), False):
+        if subject == Stage(Cell("slicegpt", 0.5, 17), False):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, subject)
 
@@ -268,11 +268,11 @@ def test_sigterm_in_an_evaluation_costs_that_evaluation_only(everyday, tmp_path,
         assert main(given) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     said = capsys.readouterr().err
-    assert "wide: interrupted: [2/2] wanda 0.5 seed 17 stopped by SIGTERM; what it decided is kept" in said
+    assert "wide: interrupted: [2/2] slicegpt 0.5 seed 17 stopped by SIGTERM; what it decided is kept" in said
     assert main(given) == 0
-    assert decided == ["dense", "wanda"]
-    assert "wanda 0.5 seed 17: finished before" not in capsys.readouterr().out
-    assert status(tmp_path / "run", Stage(Cell("wanda", 0.5, 17), True)) == "finished"
+    assert decided == ["dense", "slicegpt"]
+    assert "slicegpt 0.5 seed 17: finished before" not in capsys.readouterr().out
+    assert status(tmp_path / "run", Stage(Cell("slicegpt", 0.5, 17), True)) == "finished"
 
 
 def test_sigterm_outside_the_main_thread_is_left_alone():

@@ -39,7 +39,6 @@ def of(method, *given):
         (of("shortened-taylor", "--{0}.window_length=64", "--{0}.protect_first=0"), "window_length 64 is longer"),
         (of("tyr", "--{0}.window_length=64"), "window_length 64 is longer"),
         (of("slicegpt", *WINDOWS, "--sparsity=0.99", "--{0}.round_to=8"), "lower the sparsity or round_to"),
-        (of("wanda", *WINDOWS, "--{0}.pattern=2:4", "--sparsity=0.4"), "pattern '2:4' needs a target of 0.5"),
         (of("ddp", "--{0}.sequence_length=64"), "sequence_length 64 is longer"),
         (of("skipgpt", *TRAINED, "--match=linear_flops", "--sparsity=0.99"), "stay below"),
         (of("dllm-original", *TRAINED, "--sparsity=0.9", "--{0}.dense_layers=1"), "stay below 0.5"),
@@ -218,7 +217,7 @@ def test_one_text_file_holds_out_its_tail_by_itself(tiny_model_folder, tmp_path,
     assert f"held out {text} (heldout): 1 documents" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", [["prune"], ["compare", "--methods=wanda"]])
+@pytest.mark.parametrize("what", [["prune"], ["compare", "--methods=slicegpt"]])
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(what, tmp_path, tmp_path_factory, capsys):
     empty = tmp_path_factory.mktemp("empty")
     (empty / "config.json").write_text("{}")

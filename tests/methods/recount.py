@@ -62,8 +62,6 @@ def recount(model, batches):
     total = depth * sum(work.values())
     if state.plan.stream is not None:
         return _of_stream(total, width, state.plan.stream.kept, depth, config.intermediate_size)
-    if state.replaced is not None and not state.static_gates():
-        return _of_zeros(model)
     logged = logged_rates(model, batches)
     rates: dict[str, list[float]] = {"attention": [], "ffn": []}
     saved = cache = 0.0
@@ -96,15 +94,3 @@ def _of_stream(total, width, kept, depth, channels):
     """Every product reads or writes `kept` dimensions; two shortcuts a layer; the last FFN writes all dimensions."""
     left = total * kept / width + (2 * depth - 1) * kept * kept + kept * width + channels * (width - kept)
     return 1 - kept / width, 1 - kept / width, 1 - left / total, 1.0
-
-
-def _of_zeros(model):
-    def share(part):
-        linears = [module for name, module in part.named_modules() if "lora_" not in name]
-        weights = [linear.weight for linear in linears if isinstance(linear, torch.nn.Linear)]
-        return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
-
-    layers = model.model.layers
-    attention = sum(share(layer.self_attn) for layer in layers) / len(layers)
-    ffn = sum(share(layer.mlp) for layer in layers) / len(layers)
-    return attention, ffn, 0.0, 1.0

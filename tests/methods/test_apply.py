@@ -101,14 +101,6 @@ def test_keys_and_values_of_pruned_heads_stay(model, blocks):
     assert report["kv_cache_kept"] == 1.0
 
 
-def test_unstructured_rows_count_zeros_but_save_no_work(model, blocks):
-    report = apply(model, fake(zero_rows, "unstructured"), blocks, HALF, seed=17)
-    # Half of one of three matrices of one of two FFNs; attention has none.
-    assert report["ffn"] == pytest.approx(1 / 12)
-    assert report["nominal"] == pytest.approx(1 / 24)
-    assert (report["attention"], report["linear_flops"]) == (0.0, 0.0)
-
-
 def test_the_seed_is_that_of_the_call(model, blocks):
     state = torch.get_rng_state()
     first = apply(model, fake(skip_last_layer), blocks, HALF, FakeConfig(seed=99), seed=5)
@@ -190,7 +182,7 @@ def test_time_of_the_earlier_parts_of_a_run_counts(model, blocks, monkeypatch):
 
 @pytest.mark.parametrize("decide", [keep_half, skip_last_layer, zero_rows])
 def test_lora_works_on_every_kind_and_what_is_pruned_stays(model, blocks, decide, tmp_path):
-    before = apply(model, fake(decide, "unstructured" if decide is zero_rows else "width"), blocks, HALF, seed=17)
+    before = apply(model, fake(decide, "width"), blocks, HALF, seed=17)
     stage = RecoverConfig(steps=2, batch_size=2, sequence_length=32, lora_rank=2, learning_rate=1e-2, seed=3)
     old = logits(model)
     wide.recover(model, blocks, stage=stage, output=tmp_path)

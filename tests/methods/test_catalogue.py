@@ -26,8 +26,6 @@ ROWS = (
     "dllm",
     "dllm-original",
     "wide",
-    "wanda",
-    "sparsegpt",
 )
 
 

@@ -26,9 +26,7 @@ from wide.methods.catalogue import (
     SkipGPTConfig,
     SkipGPTOriginalConfig,
     SliceGPTConfig,
-    SparseGPTConfig,
     TyrConfig,
-    WandaConfig,
     WideMethodConfig,
     get,
     names,
@@ -65,8 +63,6 @@ SETTINGS = {
     "dllm": DLLMConfig(router_rank=4),
     "dllm-original": DLLMOriginalConfig(router_rank=4, dense_layers=1, first_tokens=1),
     "wide": WideMethodConfig(ffn_group_size=16, router_rank=4),
-    "wanda": WandaConfig(**WINDOWS),
-    "sparsegpt": SparseGPTConfig(**WINDOWS),
 }
 ROWS = [name for name in names() if name != "dense"]
 ROUTED = {"skipgpt", "skipgpt-original", "dllm", "dllm-original", "wide"}

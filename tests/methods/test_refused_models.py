@@ -23,7 +23,7 @@ REFUSED = {
     "olmo2": {"slicegpt"},
     "granite": {"slicegpt"},
     "mixture of experts": EVERYWHERE_BUT_ROUTED_HALVES,
-    "quantised": {"shortened-taylor", "tyr", "wanda", "sparsegpt"},
+    "quantised": {"shortened-taylor", "tyr"},
 }
 
 

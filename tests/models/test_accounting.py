@@ -8,7 +8,7 @@ from families import FAMILIES, distinct, make, tokens
 from materialise_plans import stream_plan as random_stream
 from materialise_plans import twins, width_plan
 from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, stream_plan
-from test_replaced import dense_plan, sparse_weights
+from test_replaced import dense_plan
 from transformers import DynamicCache
 
 from wide.config import WideConfig
@@ -27,9 +27,9 @@ QO, KV, FFN = 2 * 32 * 32, 2 * 16 * 32, 3 * 64 * 32
 LAYER = QO + KV + FFN
 
 
-def sparsity_of(plan, tensors=None, weights=None, **changes):
+def sparsity_of(plan, tensors=None, **changes):
     model = make("llama", **changes)
-    attach(model, plan, tensors=tensors, weights=weights)
+    attach(model, plan, tensors=tensors)
     return static_sparsity(model)
 
 
@@ -105,25 +105,6 @@ def test_a_sliced_stream_has_the_known_shares_of_an_8b_model(fraction, body):
     assert found.parameters_removed == pytest.approx(body, abs=6e-4)
     assert found.mean == pytest.approx(fraction)
     assert found.kv_cache_kept == 1
-
-
-def test_zeros_of_replaced_weights_are_parameters_but_no_saved_work():
-    model = make("llama")
-    weights = sparse_weights(model)
-    zeros = sum(int((value == 0).sum()) for value in weights.values())
-    found = sparsity_of(dense_plan(), weights=weights)
-    assert found.parameters_removed == pytest.approx(zeros / (2 * LAYER + 4 * 32))
-    assert found.linear_flops_layers == found.linear_flops == 0
-    assert found.mean == pytest.approx(0.5, abs=0.03)
-    assert all(0.4 < rate < 0.6 for layer in found.layers for rate in layer)
-
-
-def test_zeros_in_halves_that_are_pruned_anyway_are_not_counted_twice():
-    model = make("llama")
-    plan, tensors = kept_plan(model)
-    without = sparsity_of(plan, tensors)
-    found = sparsity_of(plan, tensors, sparse_weights(model))
-    assert found.parameters_removed == without.parameters_removed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

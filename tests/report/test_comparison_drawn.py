@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("drawn_at_once")
 
 FIGURE = "quality-sparsity"
 SHORT = [
-    *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=wanda", "--recover.steps=0"),
+    *("--dtype=float32", "--device=cpu", "--sparsities=0.5", "--methods=slicegpt", "--recover.steps=0"),
     *("--eval.tokens=128", "--eval.window=32", "--train.sequence_length=32"),
 ]
 
@@ -30,9 +30,9 @@ def drawing():
 @pytest.fixture
 def finished(tmp_path):
     """Return a folder of a comparison with its cells' records alone."""
-    folder = write(tmp_path / "run", ["wanda"])
+    folder = write(tmp_path / "run", ["slicegpt"])
     (folder / "compare.jsonl").rename(folder / "grid.jsonl")
-    RecordFile(folder / "cells/wanda/records.jsonl", device="cpu").append(measured(Cell("wanda", 0.5, 17), 12.0))
+    RecordFile(folder / "cells/slicegpt/records.jsonl", device="cpu").append(measured(Cell("slicegpt", 0.5, 17), 12.0))
     RecordFile(folder / "cells/dense/records.jsonl", device="cpu").append(measured(DENSE_CELL, 10.0))
     return folder
 
@@ -40,7 +40,7 @@ def finished(tmp_path):
 @pytest.fixture(scope="module")
 def everyday(tiny_model_folder, prose_folder, tmp_path_factory):
     settings = tmp_path_factory.mktemp("settings") / "methods.yaml"
-    settings.write_text(yaml.safe_dump({"wanda": {"num_windows": 2, "window_length": 32}}))
+    settings.write_text(yaml.safe_dump({"slicegpt": {"num_windows": 2, "window_length": 32}}))
     where = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--config", str(settings)]
     return ["compare", *SHORT, *where]
 
@@ -101,7 +101,7 @@ def test_a_comparison_that_is_stopped_leaves_a_page(shard, everyday, tmp_path, m
     real = cell_runner.apply
 
     def stop(model, method, *args, **options):
-        if method.name == "wanda" and options["output"] is not None:
+        if method.name == "slicegpt" and options["output"] is not None:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(model, method, *args, **options)
 

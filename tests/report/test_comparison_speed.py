@@ -101,12 +101,12 @@ def test_what_is_far_worse_is_an_arrow(tmp_path):
 
 def test_quality_is_drawn_over_the_measured_work(tmp_path):
     cells = [measured(Cell("tyr", 0.25, 17), 12.0, work=0.2), measured(Cell("tyr", 0.5, 17), 20.0, work=0.4)]
-    unstructured = measured(Cell("wanda", 0.5, 17), 11.0, work=0.0)
-    found = read_comparison(write(tmp_path / "one", ["tyr", "wanda"], *cells, unstructured))
+    nothing_saved = measured(Cell("slicegpt", 0.5, 17), 11.0, work=0.0)
+    found = read_comparison(write(tmp_path / "one", ["tyr", "slicegpt"], *cells, nothing_saved))
     _, words = draw_svg(FIGURES["quality-work"], found)
     assert "tyr (without LoRA): 1.20 at 20, 2.00 at 40" in words
     assert [line["method"] for line in rows("quality-work", found)] == ["tyr", "tyr"]
-    nothing = read_comparison(write(tmp_path / "two", ["wanda"]))
+    nothing = read_comparison(write(tmp_path / "two", ["slicegpt"]))
     with pytest.raises(MissingRecordsError, match="linear_flops_layers"):
         draw_svg(FIGURES["quality-work"], nothing)
 

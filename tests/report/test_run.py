@@ -132,10 +132,10 @@ def test_a_method_that_is_resumed_when_it_is_finished_changes_nothing(
 ):
     output = tmp_path / "run"
     given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(output)]
-    given += ["--method", "wanda", "--sparsity", "0.5", "--device", "cpu", "--train.sequence_length", "32", *changes]
+    given += ["--method", "slicegpt", "--sparsity", "0.5", "--device", "cpu", "--train.sequence_length", "32", *changes]
     given += [
-        "--wanda.num_windows=2",
-        "--wanda.window_length=32",
+        "--slicegpt.num_windows=2",
+        "--slicegpt.window_length=32",
         "--recover.batch_size=2",
         "--recover.sequence_length=32",
     ]

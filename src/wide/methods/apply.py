@@ -131,7 +131,7 @@ def expected_time(
 ) -> str:
     """Return in words about how long a method will run, by two forwards that are run now; empty where it cannot say.
 
-    Gradients count as two forwards. What solves for weights (tyr, slicegpt, sparsegpt) needs time on top.
+    Gradients count as two forwards. What solves for weights (tyr, slicegpt) needs time on top.
     """
     if method.trains:
         tokens = 3.0 * stage.num_tokens

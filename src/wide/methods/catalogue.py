@@ -13,7 +13,7 @@ from wide.config import AboveZero, NotNegative, WideConfig
 from wide.errors import ConfigError, UsageError, nearest
 from wide.schema import Between, Checked, Count, Positive, Share
 
-Kind = Literal["dense", "depth", "width", "stream", "unstructured", "dynamic"]
+Kind = Literal["dense", "depth", "width", "stream", "dynamic"]
 Match = Literal["nominal", "linear_flops"]
 """What a sparsity may count: what each method's paper does, or the matrix-product work of all decoder layers."""
 _Settings = TypeVar("_Settings")
@@ -491,45 +491,3 @@ class WideMethodConfig(WideConfig):
 
     uniform: bool = False
     calibrate_threshold: bool = True
-
-
-@method(
-    "wanda",
-    kind="unstructured",
-    summary="zero single weights by magnitude times input norm, within each output row",
-    source="Sun et al., A Simple and Effective Pruning Approach for Large Language Models, ICLR 2024",
-    code="unstructured:decide_by_activation",
-)
-class WandaConfig(Calibrated):
-    """Settings of Wanda.
-
-    Args:
-        pattern: 'unstructured', or 'N:M' to keep N of every M consecutive inputs; the target must then be 1 - N/M.
-    """
-
-    batch_size: Positive = 8
-    seed: int = 0
-    pattern: str = "unstructured"
-
-    def forwards(self, num_layers: int, sparsity: float) -> float:
-        """Return those of each layer as it is and as it is pruned."""
-        return 2.0
-
-
-@method(
-    "sparsegpt",
-    kind="unstructured",
-    summary="zero single weights by second-order cost and update the rest of their rows",
-    source="Frantar and Alistarh, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot, ICML 2023",
-    code="unstructured:decide_with_updates",
-)
-class SparseGPTConfig(WandaConfig):
-    """Settings of SparseGPT, Wanda's among them.
-
-    Args:
-        damping: Share of the mean diagonal of the Gram matrix that is added to its diagonal.
-        block_size: Columns whose zeros are chosen together.
-    """
-
-    damping: float = 0.01
-    block_size: Positive = 128

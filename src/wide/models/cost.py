@@ -37,11 +37,10 @@ class LayerCost:
         removed_kv: Pruned for every token, of K and V.
         key_value: K and V of the dense layer.
         attention_removed: Share of the attention that is pruned for every token, in units of its plan (heads,
-            dimensions of the stream, or zeros of replaced matrices), in [0, 1]; None where nothing is. `ffn_removed` is
-            the same of the FFN.
+            dimensions of the stream), in [0, 1]; None where nothing is. `ffn_removed` is the same of the FFN.
         parameters: Of the dense layer, as `kv_heads` are.
-        parameters_removed: Parameters that go; negative where a stream's shortcut matrices outweigh what is cut. Zeros
-            of replaced matrices count. Norms go with their sublayer, those before one also into a stream's matrices.
+        parameters_removed: Parameters that go; negative where a stream's shortcut matrices outweigh what is cut. Norms
+            go with their sublayer, those before one also into a stream's matrices.
         kv_heads_kept: KV heads whose keys and values are still kept.
         evicts: Whether nothing is kept of the keys and values of a token that skips the attention.
     """
@@ -86,7 +85,6 @@ def costs(
     vocab_size: int,
     *,
     heads: Mapping[int, Tensor] | None = None,
-    zeros: Mapping[nn.Parameter, int] | None = None,
 ) -> Costs:
     """Return the linear work of a model under a plan, and what the plan takes out of it.
 
@@ -94,10 +92,9 @@ def costs(
         vocab_size: Rows of the output head.
         heads: By layer, which query heads a `Kept` attention keeps, bool `[H_q]`; K and V of a KV head are saved where
             none of its query heads is kept. Without it they are counted in full.
-        zeros: Number of zeros in each replaced weight.
     """
     layers = tuple(
-        _layer_cost(spec, layer, plan, (heads or {}).get(spec.index), zeros or {})
+        _layer_cost(spec, layer, plan, (heads or {}).get(spec.index))
         for spec, layer in zip(specs, plan.layers, strict=True)
     )
     return Costs(layers=layers, head=2.0 * specs[0].hidden_size * vocab_size)
@@ -106,9 +103,8 @@ def costs(
 def model_costs(model: nn.Module) -> Costs:
     """Return the linear work of an attached model, and what its plan takes out of it."""
     state = attachment(model)
-    zeros = None if state.replaced is None else state.replaced.zero_counts()
     vocab_size = int(state.base.get("vocab_size") or 0)
-    return costs(state.specs, state.plan, vocab_size, heads=_kept_heads(state), zeros=zeros)
+    return costs(state.specs, state.plan, vocab_size, heads=_kept_heads(state))
 
 
 def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: bool = False) -> list[float]:
@@ -155,13 +151,13 @@ class Sparsity:
         linear_flops: Skipped share of the prunable matrix-product work (Q, O, gate, up, down).
         linear_flops_with_fixed: The same over all matrix products, K, V and output head included.
         linear_flops_layers: The same over those of the decoder layers, K and V included, the output head not. A skipped
-            attention saves its K and V, pruned heads those of KV heads that no head reads any more. Zeros inside a
-            matrix save nothing. A stream is counted with its shortcut matrices, so that it may be negative.
-        parameters_removed: Share of the decoder layers' parameters that a plan makes superfluous for every token, zeros
-            of replaced matrices included; it may be negative for the same reason. Routers are not counted.
+            attention saves its K and V, pruned heads those of KV heads that no head reads any more. A stream is counted
+            with its shortcut matrices, so that it may be negative.
+        parameters_removed: Share of the decoder layers' parameters that a plan makes superfluous for every token; it
+            may be negative for the same reason. Routers are not counted.
         kv_cache_kept: Share of keys and values that must still be kept.
-        layers: (attention, FFN) rates per layer, in units of the plan (dimensions for a stream, zeros for replaced
-            matrices); None where a sublayer is neither routed nor pruned.
+        layers: (attention, FFN) rates per layer, in units of the plan (dimensions for a stream); None where a sublayer
+            is neither routed nor pruned.
         tokens: Tokens counted; padding is not. 0 where no router had to be watched.
     """
 
@@ -200,7 +196,7 @@ class SkipCounter:
         self._model = model
         self._routing: Routing = []
         self._costs = model_costs(model)
-        self._counts_dense = state.plan.is_static or state.replaced is not None
+        self._counts_dense = state.plan.is_static
         self._has_ffn = any(spec.ffn is not None for spec in state.specs)
         self._executed: dict[tuple[int, str], Tensor] = {}
         self._tokens: Tensor | int = 0
@@ -291,9 +287,7 @@ class _Matrix(NamedTuple):
     has_bias: bool = False
 
 
-def _layer_cost(
-    spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | None, zeros: Mapping[nn.Parameter, int]
-) -> LayerCost:
+def _layer_cost(spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | None) -> LayerCost:
     dense = _matrices(spec, _DENSE)
     left = _matrices(spec, layer, stream=plan.stream, heads=heads, is_last=spec.index == len(plan.layers) - 1)
     evicts = isinstance(layer.attention, Routed) and layer.attention.evicts
@@ -307,13 +301,6 @@ def _layer_cost(
         ffn = _weights(left, "gate", "up", "down")
     removed_kv = _weights(dense, "key", "value") - key_value
     removed = _projection_parameters(dense) - _projection_parameters(left)
-    shares: dict[str, float | None] = {"attention": None, "ffn": None}
-    for name, part in spec.sublayers():
-        half: Half = getattr(layer, name)
-        # Zeros in the replaced weights of a sublayer of which nothing else is pruned.
-        found = sum(zeros.get(p, 0) for p in _own(part.module)) if isinstance(half, Dense) else 0
-        removed += found
-        shares[name] = _removed_share(half, part, found, plan.stream)
     is_gone = plan.stream is None and layer == _SKIPPED
     other = 2.0 * _other_weights(spec)
     return LayerCost(
@@ -324,8 +311,8 @@ def _layer_cost(
         removed=2.0 * (_weights(dense) - _weights(left) - removed_kv),
         removed_kv=2.0 * removed_kv,
         key_value=2.0 * _weights(dense, "key", "value"),
-        attention_removed=shares["attention"],
-        ffn_removed=shares["ffn"],
+        attention_removed=_removed_share(layer.attention, plan.stream),
+        ffn_removed=_removed_share(layer.ffn, plan.stream) if spec.ffn is not None else None,
         parameters=_count(spec.layer),
         parameters_removed=_count(spec.layer) if is_gone else removed + _others_removed(spec, layer, plan.stream),
         kv_heads=spec.attention.num_kv_heads,
@@ -432,14 +419,12 @@ def _kept_heads(state: Attachment) -> dict[int, Tensor]:
     return found
 
 
-def _removed_share(half: Half, part: Any, zeros: int, stream: Stream | None) -> float | None:
+def _removed_share(half: Half, stream: Stream | None) -> float | None:
     share: float | None = None
     if isinstance(half, Skipped):
         share = 1.0
     elif isinstance(half, Kept):
         share = 1 - half.kept / half.grouping.num_groups
-    elif zeros:
-        share = zeros / sum(p.numel() for p in _own(part.module) if p.dim() == 2)
     return share if stream is None else 1 - (1 - (share or 0.0)) * stream.kept / stream.width
 
 

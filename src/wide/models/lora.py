@@ -3,7 +3,7 @@
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -13,10 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.nn import functional
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
-from wide.models.attach import Attachment, attachment
+from wide.models.attach import attachment
 from wide.models.plan_check import misfit
 from wide.models.pretrained import peft_adapters, require_in_memory
 from wide.models.sharding import reshard
@@ -32,8 +31,6 @@ _DESCRIPTIVE = {
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"),
     *("base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
 }
-# Share of zeros that corrections behind scales may hold by chance.
-_CHANCE = 1e-3
 
 
 class _LoraFacts(TypedDict):
@@ -87,18 +84,11 @@ class LoraHandle:
         (folder / _CONFIG).write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
 
     def merge(self) -> None:
-        """Add the LoRA updates to the base weights and remove the wrappers, in place and for good.
-
-        What a method pruned of replaced weights stays zero: where single weights are pruned the update never fills
-        them, and where whole units are, what it wrote for them is taken out.
-        """
-        pruned = _pruned_places(attachment(self._model))
+        """Add the LoRA updates to the base weights and remove the wrappers, in place and for good."""
         # Where the base is sharded, each process adds its share of an update that all of them have whole.
         reshard(self._model)
         with implicit_replication():
             self._tuner.merge_and_unload()
-        for parameter, places in pruned.items():
-            parameter.data.masked_fill_(places, 0)
         self._forget()
         self.merged = True
 
@@ -123,35 +113,10 @@ class LoraHandle:
             parameter.requires_grad_(True)
 
 
-class MaskedUpdate:
-    """One layer's LoRA as W x + (M o B A) dropout(x) scaling, where M is 1 where W is not zero.
-
-    It leaves a method's zeros alone: with single weights pruned, B A would fill every one of them. PEFT calls it in
-    place of its own forward and merge (`LoraLayer.lora_variant`), so that training, evaluation and merging take the
-    same update. M is read off W in every forward. The update is as large as W, so the forward of such a layer costs
-    twice that of the base layer, its backward about three times, and until the backward each layer keeps its update.
-    """
-
-    @staticmethod
-    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """Add the update to the base layer's output `[..., out]`; x is `[..., in]`, in the dtype of LoRA."""
-        x, update = module.lora_dropout[active_adapter](x), _update(module, active_adapter)
-        if not module.training:
-            # Without autocast, as a merged weight multiplies; the update is as large as it.
-            x, update = x.to(result.dtype), update.to(result.dtype)
-        return result + functional.linear(x, update)
-
-    @staticmethod
-    def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:
-        """Add the update to the base layer's weight, `[out, in]`, in place."""
-        orig_weight.data += _update(module, active_adapter)
-
-
 def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.1) -> LoraHandle:
     """Put LoRA on all linear layers of an attached model's decoder, in place.
 
-    Routers are left alone, and so are sublayers that the plan skips and zeros that a method made of single weights
-    (`MaskedUpdate`).
+    Routers and sublayers that the plan skips are left alone.
 
     Raises:
         NotAttachedError: If the model has no routers, or has LoRA already.
@@ -274,69 +239,9 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     handle = LoraHandle(model, tuner, base)
     for parameter in handle.parameters():
         parameter.data = parameter.data.float()
-    _mask_updates(model, state)
     tuner.train(model.training)
     state.lora = handle
     return handle
-
-
-def _mask_updates(model: nn.Module, state: Attachment) -> None:
-    """Keep LoRA off the zeros of matrices of which the method pruned single weights.
-
-    Where whole units are pruned, their scale of 0 does: what LoRA writes there is multiplied by nothing.
-    """
-    if state.replaced is None:
-        return
-    pruned = _sparse(state.replaced.zeros(), _unit_columns(state))
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_variant")]
-    for layer in layers:
-        if layer.get_base_layer().weight in pruned:
-            layer.lora_variant[OWN_LORA] = MaskedUpdate()
-
-
-def _pruned_places(state: Attachment) -> dict[nn.Parameter, Tensor]:
-    """Return where replaced weights are pruned and must stay zero when LoRA is merged, bool of each one's shape.
-
-    These are the zeros of matrices of which single weights were pruned, and the columns of whole units that were.
-    A zero anywhere else is a weight like any other, which LoRA may move.
-    """
-    if state.replaced is None:
-        return {}
-    zeros, columns = state.replaced.zeros(), _unit_columns(state)
-    sparse = _sparse(zeros, columns)
-    places = {parameter: zeros[parameter] for parameter in sparse}
-    places |= {weight: zeros[weight] & of_units for weight, of_units in columns.items() if weight not in sparse}
-    return places
-
-
-def _sparse(zeros: Mapping[nn.Parameter, Tensor], columns: Mapping[nn.Parameter, Tensor]) -> set[nn.Parameter]:
-    """Return the matrices of which the method pruned single weights.
-
-    A method that prunes units replaces what their scales multiply, and its corrections may hit zero by chance, which
-    must not make a layer dear. A matrix without scales has been replaced for its zeros, those that its base had, too: a
-    model that was pruned before may be pruned again.
-    """
-    by_chance = {weight: _CHANCE * weight.numel() if weight in columns else 0.0 for weight in zeros}
-    own = {weight: places & ~columns[weight] if weight in columns else places for weight, places in zeros.items()}
-    return {weight for weight, places in own.items() if int(places.sum()) > by_chance[weight]}
-
-
-def _unit_columns(state: Attachment) -> dict[nn.Parameter, Tensor]:
-    """Return of the replaced weights behind scales, `[out, in]`, the inputs whose scale is 0, bool `[in]`."""
-    assert state.replaced is not None
-    found: dict[nn.Parameter, Tensor] = {}
-    for gate in state.static_gates():
-        spec = state.specs[gate.layer_index]
-        last: Any = spec.attention.output if gate.half_layer == "attention" or spec.ffn is None else spec.ffn.down
-        weight: nn.Parameter = last.weight
-        if weight in state.replaced:
-            units = gate.factors().detach() == 0
-            found[weight] = units.repeat_interleave(weight.shape[1] // units.numel()).to(weight.device)
-    return found
-
-
-def _update(module: Any, adapter: str) -> Tensor:
-    return module.get_delta_weight(adapter).masked_fill(module.get_base_layer().weight == 0, 0.0)
 
 
 def _untouched(model: nn.Module) -> str | None:

@@ -55,14 +55,6 @@ class ReplacedWeights:
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._originals
 
-    def zeros(self) -> dict[nn.Parameter, Tensor]:
-        """Return where each replaced parameter holds zeros, bool of its shape."""
-        return {parameter: parameter.detach() == 0 for parameter in self._originals}
-
-    def zero_counts(self) -> dict[nn.Parameter, int]:
-        """Return how many zeros each replaced parameter holds."""
-        return {parameter: int((parameter.detach() == 0).sum()) for parameter in self._originals}
-
     def restore(self) -> None:
         """Put the originals back for good."""
         for parameter in self._originals:

@@ -259,10 +259,10 @@ def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
     # How often checkpoints are written changes nothing.
     settings = dataclasses.asdict(dataclasses.replace(stage, checkpoint_every=0))
     orders = {} if state.regrouped is None else state.regrouped.orders()
-    static = {name: float(values.detach().double().sum()) for name, values in state.static_parameters().items()}
-    zeros = 0 if state.replaced is None else sum(state.replaced.zero_counts().values())
+    pruned = state.static_parameters() | ({} if state.replaced is None else state.replaced.values())
+    static = {name: float(values.detach().double().sum()) for name, values in pruned.items()}
     order_of = {name: order.tolist() for name, order in orders.items()}
-    return fingerprint([*facts, base, state.plan.to_json(), settings, order_of, static, zeros])
+    return fingerprint([*facts, base, state.plan.to_json(), settings, order_of, static])
 
 
 def _check_ramp(config: WideConfig | Plan | None, objective: ObjectiveConfig) -> None:
